@@ -1,0 +1,64 @@
+"""Block keys: the names of cached KV blocks, the same bytes in the router and in every worker.
+
+A key names everything a block's content depends on: the tokens up to its end, the model and the tenant's cache scope.
+
+    key_0 = H(seed,    tokens[ 0:16])
+    key_i = H(key_i-1, tokens[16i:16(i+1)])       seed = H(content id, HMAC(secret, tenant))
+
+Keys are chained over granules of 16 tokens whatever the block size, so pools with other block sizes share keys: a
+block of 32 tokens is named by the key of its second granule. `H` is BLAKE2b with a 16-byte digest: a tenant who could
+find a collision could read another's cache, so a fast non-cryptographic hash will not do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from array import array
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GRANULE = 16
+"""Tokens per link of the key chain. Block sizes are multiples of it."""
+KEY_BYTES = 16
+
+assert array("I").itemsize == 4
+
+
+def content_id(model_revision: str, adapter: str = "") -> str:
+    """Identity of what the cache content is computed with; 32 hexadecimal digits."""
+    return hashlib.blake2b(f"{model_revision}\0{adapter}".encode(), digest_size=KEY_BYTES).hexdigest()
+
+
+def cache_seed(content: str, secret: bytes, cache_scope: str) -> bytes:
+    """The seed of every key chain of one tenant. Only the router knows `secret`, so no client can aim at another's."""
+    scope = hmac.digest(secret, cache_scope.encode(), "sha256")
+    return hashlib.blake2b(content.encode() + scope, digest_size=KEY_BYTES).digest()
+
+
+def block_keys(seed: bytes, token_ids: Sequence[int], block_size: int = GRANULE) -> list[bytes]:
+    """Keys of the full blocks of `token_ids`, in order. A trailing partial block has none."""
+    return extend_block_keys(seed, [], token_ids, block_size)
+
+
+def extend_block_keys(
+    seed: bytes, keys: list[bytes], token_ids: Sequence[int], block_size: int = GRANULE
+) -> list[bytes]:
+    """The keys that follow `keys` once the sequence has grown to `token_ids`; `keys` is not changed."""
+    if block_size % GRANULE:
+        raise ValueError(f"block_size must be a multiple of {GRANULE}, got {block_size}")
+    key = keys[-1] if keys else seed
+    new: list[bytes] = []
+    for start in range(len(keys) * block_size, len(token_ids) - block_size + 1, block_size):
+        packed = array("I", token_ids[start : start + block_size]).tobytes()
+        for offset in range(0, block_size * 4, GRANULE * 4):
+            key = hashlib.blake2b(key + packed[offset : offset + GRANULE * 4], digest_size=KEY_BYTES).digest()
+        new.append(key)
+    return new
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // block_size)

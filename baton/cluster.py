@@ -1,0 +1,102 @@
+"""The vocabulary of a running cluster: who is there, in what state, with how much to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """`free + cached + in_use == total` on a worker that is well."""
+
+    total: int = 0
+    free: int = 0
+    cached: int = 0
+    in_use: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself once per incarnation."""
+
+    id: str
+    role: Role
+    address: str
+    """host:port of its gRPC server."""
+    pid: int
+    node: str
+    epoch: int
+    """Rises with every incarnation of the same id: a restarted worker is a new owner."""
+    content_id: str
+    wire_compat: str
+    block_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker says of itself with every renewal of its lease."""
+
+    state: WorkerState = WorkerState.STARTING
+    running: int = 0
+    """Sequences in the engine's batch."""
+    waiting: int = 0
+    """Sequences that wait for blocks or for their KV."""
+    queued_tokens: int = 0
+    """Tokens known and not computed yet."""
+    blocks: BlockCounts = field(default_factory=BlockCounts)
+    self_check: str = "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker as its lease describes it."""
+
+    info: WorkerInfo
+    load: WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class RouterInfo:
+    id: str
+    pid: int
+    grpc: str
+    http: str
+    mirror_lag_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    desired: int
+    ready: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    id: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """`baton status`: field names are public."""
+
+    pools: dict[str, PoolStatus]
+    workers: tuple[Worker, ...]
+    routers: tuple[RouterInfo, ...]
+    redis_address: str
+    redis_ok: bool
+    models: tuple[ServedModel, ...]

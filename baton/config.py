@@ -1,0 +1,258 @@
+"""Every setting of every process, in one place.
+
+A setting comes from, in rising order of precedence: the defaults below, one YAML file (`baton up --config FILE`), the
+environment. `section.field` in YAML is `BATON_SECTION_FIELD` in the environment, with these short forms besides:
+
+    BATON_GRPC_PORT   cluster.grpc_port        BATON_CACHE    cluster.cache_dir
+    BATON_HTTP_PORT   cluster.http_port        BATON_FAULTS   faults.spec
+
+This is the only file that reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from baton.errors import ConfigError
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Mapping
+
+T = TypeVar("T")
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What is served."""
+
+    id: str = "smollm2-135m-instruct"
+    """A model of Baton's own catalogue, a Hugging Face hub id, or a local folder of safetensors."""
+    served_name: str = ""
+    """The id clients use. Empty: the last part of `id`."""
+    path: str = ""
+    """The resolved local folder; `baton up` fills it in."""
+    revision: str = ""
+    """Identity of the weights; seeds the block keys. `baton up` fills it in."""
+    dtype: str = "auto"
+    """auto (float32 on a CPU, the model's own on a GPU), float32, bfloat16 or float16."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One worker's engine."""
+
+    runner: str = "transformers"
+    """transformers, or arithmetic: a model whose answers can be worked out by hand, for tests and benchmarks."""
+    block_size: int = 16
+    """Tokens a KV block; a multiple of 16."""
+    kv_cache_gib: float = 2.0
+    """Memory of the KV pool, in GiB."""
+    num_blocks: int = 0
+    """Blocks of the KV pool; 0: as many as fit into `kv_cache_gib`."""
+    max_num_seqs: int = 64
+    """Sequences in one step."""
+    max_num_batched_tokens: int = 512
+    """Tokens in one step; longer prompts are prefilled in chunks."""
+    max_model_len: int = 0
+    """Longest prompt + answer in tokens; 0: what the model says, as far as the KV pool holds it."""
+    max_waiting: int = 1024
+    """Sequences that may wait for blocks before a worker refuses more."""
+    output_reservation: int = 512
+    """Answer tokens for which a decode worker reserves blocks up front; longer answers grow block by block."""
+    num_threads: int = 1
+    """Compute threads of one worker. Two contended threads can be 40 times slower than one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """The KV hand-over."""
+
+    slot_bytes: int = 2 * 2**20
+    """Largest payload of one chunk."""
+    window: int = 4
+    """Receives posted ahead on one pair."""
+    open_timeout_s: float = 10.0
+    op_timeout_s: float = 10.0
+    """Longest wait for one chunk once it is granted."""
+    lease_s: float = 30.0
+    """A reservation whose blocks have not arrived by then is given up."""
+    checksum: str = "full"
+    """full or off."""
+    links: tuple[str, ...] = ("nccl", "gloo")
+    """Link kinds to offer, best first; nccl is used when both sides have CUDA."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexConfig:
+    """Who owns which prefix, and who is alive: kept in Redis."""
+
+    redis_url: str = ""
+    """redis://HOST:PORT/DB or unix://PATH. Empty: `baton up` starts an embedded one."""
+    lease_s: float = 10.0
+    renew_s: float = 3.0
+    blocks_ttl_s: float = 60.0
+    """Life of a dead worker's block set."""
+    stream_max_events: int = 100_000
+    poll_s: float = 1.0
+    """How often a router reads the leases."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    id: str = "router-0"
+    mode: str = "auto"
+    """auto, split (always prefill on a prefill worker) or aggregated (always on the decode worker)."""
+    max_in_flight: int = 512
+    """Choices being served before new requests are refused."""
+    max_attempts: int = 4
+    """Placements of one choice before its client sees the failure."""
+    worker_wait_s: float = 30.0
+    """How long an accepted request waits for a worker to become ready."""
+    aggregate_below_tokens: int = 48
+    """In auto mode: prompts with fewer uncached tokens than this are prefilled by the decode worker."""
+    load_weight: float = 1.0
+    """Placement: how many uncached prompt tokens one running or waiting token of load is worth."""
+    default_max_tokens: int = 0
+    """Answer length when a client gives none; 0: up to the context window."""
+    cache_secret: str = ""
+    """Keys the tenants' cache scopes; the same on every router. `baton up` draws one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    prefill: int = 1
+    decode: int = 1
+    host: str = "127.0.0.1"
+    """Where the router listens."""
+    grpc_port: int = 50051
+    http_port: int = 8000
+    cache_dir: str = ""
+    """Converted models. Empty: the user's cache folder, `baton/`."""
+    start_timeout_s: float = 180.0
+    stop_timeout_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryConfig:
+    otlp_endpoint: str = ""
+    """host:port of an OTLP gRPC receiver for traces; empty: spans are not exported."""
+    sample_ratio: float = 1.0
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultsConfig:
+    """Faults on purpose, for tests. Off by default."""
+
+    spec: str = ""
+    """Comma-separated: corrupt_chunk=N, drop_chunk=N, swap_blocks=N (every Nth chunk or transfer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    index: IndexConfig = field(default_factory=IndexConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Config:
+        return _build(Config, json.loads(text), "")
+
+
+SHORT_NAMES = {
+    "BATON_GRPC_PORT": ("cluster", "grpc_port"),
+    "BATON_HTTP_PORT": ("cluster", "http_port"),
+    "BATON_CACHE": ("cluster", "cache_dir"),
+    "BATON_FAULTS": ("faults", "spec"),
+}
+NOT_SETTINGS = {"BATON_ADDRESS", "BATON_CONFIG_JSON"}
+
+
+def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Config:
+    """The configuration from file and environment.
+
+    Raises:
+        ConfigError: an unknown name, or a value of the wrong type; the message names it.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        values: dict[str, Any] = (yaml.safe_load(path.read_text()) or {}) if path else {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold sections such as 'engine:' and 'cluster:'")
+    sections = {f.name: {g.name for g in dataclasses.fields(f.default_factory)} for f in dataclasses.fields(Config)}  # type: ignore[arg-type]
+    for name, value in environ.items():
+        if not name.startswith("BATON_") or name in NOT_SETTINGS:
+            continue
+        section, key = SHORT_NAMES.get(name) or _split(name, sections)
+        values.setdefault(section, {})[key] = value
+    return _build(Config, values, "")
+
+
+def address_from_environment() -> str:
+    """Where client commands find the router."""
+    return os.environ.get("BATON_ADDRESS", DEFAULT_ADDRESS)
+
+
+def process_config() -> Config:
+    """The configuration that a parent process handed to this one, whole, in BATON_CONFIG_JSON."""
+    text = os.environ.get("BATON_CONFIG_JSON")
+    return Config.from_json(text) if text else load()
+
+
+def _split(name: str, sections: Mapping[str, set[str]]) -> tuple[str, str]:
+    section, _, key = name.removeprefix("BATON_").lower().partition("_")
+    if key not in sections.get(section, ()):
+        raise ConfigError(
+            f"the environment variable {name} is not a setting of Baton; see baton/config.py for the names"
+        )
+    return section, key
+
+
+def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
+    hints = typing.get_type_hints(cls)
+    if unknown := sorted(set(values) - set(hints)):
+        known = ", ".join(sorted(hints))
+        raise ConfigError(f"unknown setting {prefix}{unknown[0]}; known here: {known}")
+    return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in values.items()})
+
+
+def _convert(kind: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name} must be a section of settings")
+        return _build(typing.cast("type[Any]", kind), value, name + ".")
+    if isinstance(kind, types.GenericAlias):
+        return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+    if kind is bool and isinstance(value, str):
+        if value.lower() not in ("true", "false", "1", "0"):
+            raise ConfigError(f"{name} must be true or false, got {value!r}")
+        return value.lower() in ("true", "1")
+    if isinstance(value, (dict, list)) or (kind is not str and isinstance(value, bool)):
+        raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}")
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}") from error

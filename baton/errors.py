@@ -1,0 +1,105 @@
+"""Every error that crosses a boundary, in one tree.
+
+    BatonError                     INTERNAL             500
+    ├── InvalidRequest             INVALID_ARGUMENT     400   the client can fix it; the message says how
+    │   └── ModelNotFound          INVALID_ARGUMENT     404
+    ├── Unsupported                UNIMPLEMENTED        501   a field or method that is not built yet, named
+    ├── Overloaded                 RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
+    ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
+    ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
+    ├── TransferError              ABORTED              503   KV did not arrive; the prompt is recomputed elsewhere
+    │   ├── TransferRefused        FAILED_PRECONDITION  503   the two sides do not fit, and the message says why
+    │   ├── TransferCorrupted      DATA_LOSS            503   a chunk failed its header or checksum test
+    │   └── TransferTimeout        DEADLINE_EXCEEDED    503
+    ├── Fenced                     FAILED_PRECONDITION  503   a newer incarnation of this worker holds its lease
+    ├── ModelLoadError             FAILED_PRECONDITION  500   the model cannot run here, and the message says why
+    └── ConfigError                FAILED_PRECONDITION  500
+
+`status` is the name of a gRPC status code and `http` an HTTP code; `baton.rpc.errors` and `router.http` read them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class BatonError(Exception):
+    """Base of the tree. The message is written for the person who has to act on it."""
+
+    status: ClassVar[str] = "INTERNAL"
+    http: ClassVar[int] = 500
+
+
+class InvalidRequest(BatonError):
+    """The request cannot be served as it is. `param` names the offending field."""
+
+    status = "INVALID_ARGUMENT"
+    http = 400
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ModelNotFound(InvalidRequest):
+    http = 404
+
+
+class Unsupported(BatonError):
+    """A field or method that is part of the contract and not built yet. `param` names it."""
+
+    status = "UNIMPLEMENTED"
+    http = 501
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Overloaded(BatonError):
+    status = "RESOURCE_EXHAUSTED"
+    http = 429
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NoWorker(BatonError):
+    status = "UNAVAILABLE"
+    http = 503
+
+
+class WorkerFailed(BatonError):
+    status = "UNAVAILABLE"
+    http = 503
+
+
+class TransferError(BatonError):
+    status = "ABORTED"
+    http = 503
+
+
+class TransferRefused(TransferError):
+    status = "FAILED_PRECONDITION"
+
+
+class TransferCorrupted(TransferError):
+    status = "DATA_LOSS"
+
+
+class TransferTimeout(TransferError):
+    status = "DEADLINE_EXCEEDED"
+
+
+class Fenced(BatonError):
+    status = "FAILED_PRECONDITION"
+    http = 503
+
+
+class ModelLoadError(BatonError):
+    status = "FAILED_PRECONDITION"
+
+
+class ConfigError(BatonError):
+    status = "FAILED_PRECONDITION"
