@@ -1,0 +1,185 @@
+"""Paged attention for transformers' own model code.
+
+`paged_attention` is registered under a name with transformers' AttentionInterface; a model loaded with that name calls
+it in every layer with the packed batch's queries, keys and values. It writes K and V into the pages of the KV cache and
+attends over the pages of each sequence. What it needs to know of the step travels in a context variable, because some
+models drop unknown keyword arguments on the way (TGI drives transformers the same way).
+
+The packed batch of a step, T tokens in one row:
+
+    tokens   [ segment 0 | segment 1 | ... | decode 0 | decode 1 | ... ]      segment: several tokens of one sequence
+    queries  [1, heads, T, dim]      keys, values  [1, kv_heads, T, dim]      decode:  one token of one sequence
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name the field uses
+from transformers import AttentionInterface
+
+from baton.blocks import num_blocks_for
+from baton.engine.kv_cache import KVCache
+from baton.engine.scheduler import Scheduled
+
+ATTENTION_NAME = "baton_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Several tokens of one sequence: `num_tokens` queries from packed row `row` over `num_context` keys."""
+
+    row: int
+    num_tokens: int
+    num_context: int
+    pages: torch.Tensor
+    """`[kv_heads * blocks]`: rows of the layer's page tensor, head by head."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """A step's index tensors, made once and used by every layer. One layer group: all layers share the page indices."""
+
+    cache: KVCache
+    write_pages: torch.Tensor
+    """`[T * kv_heads]`: page of each new token."""
+    write_offsets: torch.Tensor
+    """`[T * kv_heads]`: its place in the page."""
+    segments: tuple[Segment, ...]
+    first_decode_row: int
+    decode_pages: torch.Tensor | None
+    """`[decodes * kv_heads * blocks]`, padded with page 0; None when the batch has no decodes."""
+    decode_positions: torch.Tensor | None
+    """`[decodes, 1, 1, 1]`: position of each decode's token, the last one it may see."""
+    num_decodes: int
+
+
+_STEP: ContextVar[StepContext] = ContextVar("step")
+
+
+def set_step(step: StepContext) -> None:
+    """Makes `step` the one that this thread's next forward pass runs."""
+    _STEP.set(step)
+
+
+def order_for_packing(batch: tuple[Scheduled, ...]) -> list[int]:
+    """Batch indices in packed order: segments first, then single tokens."""
+    return sorted(range(len(batch)), key=lambda index: batch[index].num_tokens == 1)
+
+
+def step_context(cache: KVCache, parts: list[Scheduled]) -> StepContext:
+    """The index tensors of a step. `parts` are in packed order."""
+    block_size, num_heads = cache.spec.block_size, cache.spec.groups[0].num_kv_heads
+    heads = torch.arange(num_heads)
+    positions = torch.cat([torch.arange(p.start, p.start + p.num_tokens) for p in parts])
+    blocks = torch.cat(
+        [torch.tensor(p.block_table)[torch.arange(p.start, p.start + p.num_tokens) // block_size] for p in parts]
+    )
+    segments: list[Segment] = []
+    row = 0
+    for part in parts:
+        if part.num_tokens > 1:
+            pages = (heads[:, None] + torch.tensor(part.block_table)[None] * num_heads).flatten()
+            segments.append(Segment(row, part.num_tokens, part.start + part.num_tokens, pages.to(cache.device)))
+            row += part.num_tokens
+    decodes = parts[len(segments) :]
+    decode_pages = decode_positions = None
+    if decodes:
+        width = max(num_blocks_for(p.start + 1, block_size) for p in decodes)
+        tables = torch.tensor([(*p.block_table, *[0] * (width - len(p.block_table))) for p in decodes])
+        decode_pages = (tables[:, None, :] * num_heads + heads[None, :, None]).flatten().to(cache.device)
+        decode_positions = torch.tensor([p.start for p in decodes]).view(-1, 1, 1, 1).to(cache.device)
+    return StepContext(
+        cache,
+        (blocks[:, None] * num_heads + heads[None]).flatten().to(cache.device),
+        (positions % block_size).repeat_interleave(num_heads).to(cache.device),
+        tuple(segments),
+        row,
+        decode_pages,
+        decode_positions,
+        len(decodes),
+    )
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer; the signature is transformers'.
+
+    Returns:
+        `[1, T, heads, v_dim]`, and no attention weights.
+    """
+    step = _STEP.get()
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    group = step.cache.group_of(layer)
+    block_size = step.cache.spec.block_size
+    pages = step.cache.layer(layer)
+    key_pages = pages[:, : block_size * group.k_dim]
+    value_pages = pages[:, block_size * group.k_dim :]
+    write = (step.write_pages, step.write_offsets)
+    key_pages.view(-1, block_size, group.k_dim).index_put_(write, key[0].transpose(0, 1).flatten(0, 1))
+    value_pages.view(-1, block_size, group.v_dim).index_put_(write, value[0].transpose(0, 1).flatten(0, 1))
+
+    num_heads, num_tokens = query.shape[1], query.shape[2]
+    num_groups = num_heads // group.num_kv_heads
+    out = query.new_empty(num_tokens, num_heads, group.v_dim)
+    for segment in step.segments:
+        rows = slice(segment.row, segment.row + segment.num_tokens)
+        if segment.num_tokens == segment.num_context:  # nothing cached before it: K and V are at hand
+            keys, values = key[:, :, rows], value[:, :, rows]
+        else:
+            shape = (1, group.num_kv_heads, -1)
+            keys = key_pages[segment.pages].view(*shape, group.k_dim)[:, :, : segment.num_context]
+            values = value_pages[segment.pages].view(*shape, group.v_dim)[:, :, : segment.num_context]
+        out[rows] = _attend_segment(query[:, :, rows], keys, values, segment, scaling, sliding_window, num_groups)
+    if step.decode_pages is not None and step.decode_positions is not None:
+        shape = (step.num_decodes, group.num_kv_heads, -1)
+        keys = key_pages[step.decode_pages].view(*shape, group.k_dim)
+        values = value_pages[step.decode_pages].view(*shape, group.v_dim)
+        at = torch.arange(keys.shape[2], device=keys.device)
+        mask = at <= step.decode_positions
+        if sliding_window is not None:
+            mask &= at > step.decode_positions - sliding_window
+        # Query heads that share a KV head are packed into rows: K and V are never repeated.
+        packed = query[0, :, step.first_decode_row :].transpose(0, 1).reshape(*shape[:2], num_groups, group.k_dim)
+        decoded = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
+        out[step.first_decode_row :] = decoded.reshape(step.num_decodes, num_heads, group.v_dim)
+    return out.unsqueeze(0), None
+
+
+def _attend_segment(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    segment: Segment,
+    scaling: float | None,
+    sliding_window: int | None,
+    num_groups: int,
+) -> torch.Tensor:
+    """Causal attention of one segment's queries, its last tokens; `[num_tokens, heads, v_dim]`."""
+    mask = None
+    is_causal = segment.num_tokens == segment.num_context and sliding_window is None
+    if not is_causal:
+        at = torch.arange(segment.num_context, device=query.device)
+        query_at = at[segment.num_context - segment.num_tokens :, None]
+        mask = at[None] <= query_at
+        if sliding_window is not None:
+            mask &= at[None] > query_at - sliding_window
+    attended = F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scaling, enable_gqa=num_groups > 1
+    )
+    return attended[0].transpose(0, 1)
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,0 +1,166 @@
+"""One worker's engine: token ids in, token ids out.
+
+A step is three calls, straight down: `schedule` (pure decisions) -> `runner.execute` (tensors, in a thread) ->
+`commit` (bookkeeping, outputs, events). Everything but `execute` happens on one thread, so there are no locks. While a
+batch executes, sequences may be added, aborted or inserted: what the batch uses is only given away at its commit.
+
+The verbs are JetStream's: a PREFILL sequence ends HELD with its blocks, a RECEIVE sequence is reserved and later
+`insert`ed, and generation is what the running batch does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.cluster import BlockCounts
+from baton.engine.block_pool import BlockPool, Removed, Stored
+from baton.engine.runner import Runner
+from baton.engine.scheduler import Batch, Scheduler, SchedulerLimits
+from baton.engine.sequence import Purpose, Sequence, Status
+from baton.errors import InvalidRequest
+from baton.messages import SequenceSpec
+from baton.sampling import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A RECEIVE sequence has its blocks; the leading `skip_tokens` tokens are already in them."""
+
+    sequence: Sequence
+    skip_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A sequence's next token."""
+
+    sequence: Sequence
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+Output = Reserved | Generated
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    running: int
+    waiting: int
+    queued_tokens: int
+    blocks: BlockCounts
+
+
+class Engine:
+    def __init__(self, runner: Runner, limits: SchedulerLimits) -> None:
+        self.runner = runner
+        self.pool = BlockPool(runner.cache.num_blocks)
+        self.scheduler = Scheduler(self.pool, limits)
+        self._sequences: dict[str, Sequence] = {}
+
+    def add(self, spec: SequenceSpec, purpose: Purpose, now: float) -> Sequence:
+        """Queues a sequence.
+
+        Raises:
+            InvalidRequest: its id is in use here, or it cannot fit.
+        """
+        if spec.sequence_id in self._sequences:
+            raise InvalidRequest(f"request {spec.request_id} is already being served; choose another request_id")
+        if not 0 < len(spec.token_ids) < self.runner.max_model_len + (purpose is Purpose.PREFILL):
+            raise InvalidRequest(
+                f"{len(spec.token_ids)} tokens do not fit; this worker takes 1 to {self.runner.max_model_len - 1}"
+            )
+        sequence = Sequence(spec, purpose, now)
+        self._sequences[sequence.sequence_id] = sequence
+        self.scheduler.add(sequence)
+        return sequence
+
+    def insert(self, sequence: Sequence, first_token: int, now: float) -> FinishReason | None:
+        """The KV of a RESERVED sequence has arrived, with the token sampled from it.
+
+        Returns:
+            Set if that token already ends the sequence; then nothing more comes.
+        """
+        sequence.num_computed_tokens = sequence.num_tokens
+        sequence.first_token_s = now
+        finish_reason = sequence.append(first_token, self.runner.eos_token_ids, self.runner.max_model_len)
+        self.scheduler.register_computed_blocks(sequence)
+        if finish_reason is None:
+            self.scheduler.insert(sequence)
+        else:
+            self._finish(sequence)
+        return finish_reason
+
+    def schedule(self, now: float) -> tuple[Batch, list[Output]]:
+        """The next step to execute (empty: nothing can run now), and the reservations made."""
+        batch, newly_reserved = self.scheduler.schedule(now)
+        for part in batch:
+            part.sequence.in_flight = True
+        if self.runner.cache.states:
+            self.runner.cache.clear_state([p.sequence.state_slot for p in batch if p.start == 0])
+        return batch, [Reserved(sequence, sequence.num_computed_tokens) for sequence in newly_reserved]
+
+    def commit(self, batch: Batch, sampled: list[int], now: float) -> list[Output]:
+        """Books an executed batch."""
+        outputs: list[Output] = []
+        tokens = iter(sampled)
+        for part in batch:
+            sequence = part.sequence
+            token_id = next(tokens) if part.sample else None
+            sequence.in_flight = False
+            if sequence.aborted:
+                self._finish(sequence)
+                continue
+            sequence.num_computed_tokens += part.num_tokens
+            self.scheduler.register_computed_blocks(sequence)
+            if token_id is None:
+                continue
+            sequence.first_token_s = sequence.first_token_s or now
+            finish_reason = sequence.append(token_id, self.runner.eos_token_ids, self.runner.max_model_len)
+            if sequence.purpose is Purpose.PREFILL:
+                self.scheduler.remove(sequence, Status.HELD)
+            elif finish_reason is not None:
+                self._finish(sequence)
+            outputs.append(Generated(sequence, token_id, finish_reason))
+        return outputs
+
+    def abandon(self, batch: Batch) -> list[Sequence]:
+        """A batch could not be executed: takes its sequences out and returns those that were not aborted already."""
+        for part in batch:
+            part.sequence.in_flight = False
+            self._finish(part.sequence)
+        return [part.sequence for part in batch if not part.sequence.aborted]
+
+    def end(self, sequence: Sequence) -> None:
+        """Takes a sequence out in whatever status it is, and frees what it holds; idempotent.
+
+        The blocks of a sequence in the executing batch are freed at its commit. The caller sees to it that no transfer
+        still reads or writes the blocks of a RESERVED or HELD one.
+        """
+        if sequence.in_flight:
+            sequence.aborted = True
+        elif sequence.status is not Status.FINISHED:
+            self._finish(sequence)
+
+    def load(self) -> EngineLoad:
+        sequences = self._sequences.values()
+        num_running = len(self.scheduler.running)
+        return EngineLoad(
+            running=num_running,
+            waiting=len(self.scheduler.waiting) + len(self.scheduler.reserved),
+            queued_tokens=sum(
+                s.num_tokens - s.num_computed_tokens for s in sequences if s.status in (Status.WAITING, Status.RUNNING)
+            ),
+            blocks=self.pool.counts(),
+        )
+
+    def take_block_events(self) -> list[Stored | Removed]:
+        return self.pool.take_events()
+
+    def check(self) -> None:
+        """Asserts that nothing is leaked: every used block is held by a sequence that is still known."""
+        self.scheduler.check(s for s in self._sequences.values() if s.status is Status.HELD)
+        assert all(s.status is not Status.FINISHED for s in self._sequences.values()), "a finished sequence is kept"
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence, Status.FINISHED)
+        del self._sequences[sequence.sequence_id]

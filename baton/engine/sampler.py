@@ -1,0 +1,69 @@
+"""From logits to token ids.
+
+Every random decision is one number from `baton.sampling.uniform(seed, choice, position)` looked up in the cumulative
+distribution, so a token depends on nothing but its request: not on the batch, the worker or what ran before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from baton.messages import SequenceSpec
+from baton.sampling import uniform
+
+NUCLEUS_CANDIDATES = 256
+
+
+def sample(logits: torch.Tensor, specs: Sequence[SequenceSpec], positions: Sequence[int]) -> list[int]:
+    """One token for each row.
+
+    Args:
+        logits: `[rows, vocab_size]`, any floating dtype.
+        positions: of the tokens to sample, counted from the first prompt token.
+    """
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    for row, (spec, position) in enumerate(zip(specs, positions, strict=True)):
+        if spec.temperature > 0:
+            tokens[row] = _sample_row(logits[row].float(), spec, uniform(spec.seed, spec.choice_index, position))
+    return tokens
+
+
+def _sample_row(logits: torch.Tensor, spec: SequenceSpec, number: float) -> int:
+    """Temperature, then top-k, top-p and min-p, in transformers' order; then inverse transform sampling."""
+    probabilities = torch.softmax(logits.double() / spec.temperature, dim=-1)
+    if spec.top_k == 0 and spec.top_p >= 1 and spec.min_p == 0:
+        return _draw(probabilities, number)
+    top, token_ids = _descending(probabilities, spec)
+    if spec.top_k > 0:
+        top = top[: spec.top_k]
+    if spec.top_p < 1:
+        mass = top.cumsum(0)
+        # Keep every token before which less than top_p of the (top-k) mass lies: at least the first.
+        top = top[(mass - top) < spec.top_p * (mass[-1] if spec.top_k > 0 else 1.0)]
+    if spec.min_p > 0:
+        top = top[top >= spec.min_p * top[0]]
+    return int(token_ids[_draw(top, number)])
+
+
+def _descending(probabilities: torch.Tensor, spec: SequenceSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely tokens first: as many as the filters can keep. A full sort is the last resort."""
+    size = probabilities.numel()
+    if 0 < spec.top_k < size:
+        return _pair(probabilities.topk(spec.top_k))
+    if spec.top_p < 1 and size > NUCLEUS_CANDIDATES:
+        top = probabilities.topk(NUCLEUS_CANDIDATES)
+        if float(top.values.sum()) >= spec.top_p:
+            return _pair(top)
+    return _pair(probabilities.sort(descending=True))
+
+
+def _pair(result: torch.return_types.topk | torch.return_types.sort) -> tuple[torch.Tensor, torch.Tensor]:
+    return result.values, result.indices
+
+
+def _draw(weights: torch.Tensor, number: float) -> int:
+    mass = weights.cumsum(0)
+    index = int(torch.searchsorted(mass, number * float(mass[-1]), right=True))
+    return min(index, weights.numel() - 1)

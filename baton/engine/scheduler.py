@@ -1,0 +1,215 @@
+"""Which tokens the next step computes.
+
+There is no prefill phase and no decode phase: a sequence has known tokens and computed tokens, and every step lets
+computed catch up with known, within a budget of tokens (the idea of vLLM's v1 scheduler). That one rule covers chunked
+prefill, continuous batching, prefix hits, sequences whose KV arrived from elsewhere, and sequences resumed after a
+preemption.
+
+Pure decisions: no tensors, no I/O, and time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.blocks import extend_block_keys, num_blocks_for
+from baton.engine.block_pool import BlockPool
+from baton.engine.sequence import Purpose, Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    output_reservation: int
+    num_state_slots: int
+    """Rows of the KV cache's state tensors; 0 for models without per-sequence state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One sequence's part of a step: compute `token_ids` at positions `start`, `start + 1`, ..."""
+
+    sequence: Sequence
+    token_ids: tuple[int, ...]
+    start: int
+    block_table: tuple[int, ...]
+    """Blocks of positions 0 to the last computed one."""
+    sample: bool
+    """The known tokens end here, so this step yields the next one."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+Batch = tuple[Scheduled, ...]
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.reserved: list[Sequence] = []
+        self.num_preemptions = 0
+        self._state_slots = list(range(limits.num_state_slots - 1, -1, -1))
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def insert(self, sequence: Sequence) -> None:
+        """A reserved sequence's KV has arrived: it decodes from the next step on."""
+        assert sequence.status is Status.RESERVED, sequence.status
+        self.reserved.remove(sequence)
+        sequence.status = Status.RUNNING
+        self.running.append(sequence)
+
+    def schedule(self, now: float) -> tuple[Batch, list[Sequence]]:
+        """The next step, and the sequences whose reservation it made.
+
+        Tokens of running sequences come first (decodes before prompt chunks), then waiting sequences are admitted in
+        order of arrival, as far as blocks, batch size and the token budget go.
+        """
+        budget = self.limits.max_num_batched_tokens
+        scheduled: list[Scheduled] = []
+        for sequence in sorted(self.running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1):
+            if budget > 0 and sequence.status is Status.RUNNING:  # not preempted by one before it
+                num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
+                if self._grow(sequence, sequence.num_computed_tokens + num_tokens, scheduled):
+                    scheduled.append(self._part(sequence, num_tokens))
+                    budget -= num_tokens
+        newly_reserved: list[Sequence] = []
+        while self.waiting and len(self.running) + len(self.reserved) < self.limits.max_num_seqs:
+            sequence = self.waiting[0]
+            if (budget <= 0 and sequence.purpose is not Purpose.RECEIVE) or not self._admit(sequence, now):
+                break
+            self.waiting.popleft()
+            if sequence.status is Status.RESERVED:
+                newly_reserved.append(sequence)
+            else:
+                num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
+                scheduled.append(self._part(sequence, num_tokens))
+                budget -= num_tokens
+        return tuple(scheduled), newly_reserved
+
+    def register_computed_blocks(self, sequence: Sequence) -> None:
+        """Names the blocks that have become full, so that other sequences can share them."""
+        if self.limits.num_state_slots:
+            return  # a state cannot be cropped to a prefix: blocks alone restore nothing
+        block_size = self.limits.block_size
+        num_full = sequence.num_computed_tokens // block_size
+        if num_full > len(sequence.block_keys):
+            known = sequence.token_ids[: sequence.num_computed_tokens]
+            sequence.block_keys += extend_block_keys(sequence.spec.cache_seed, sequence.block_keys, known, block_size)
+        for index in range(sequence.num_registered_blocks, num_full):
+            self.pool.register(sequence.block_table[index], sequence.block_keys[index])
+        sequence.num_registered_blocks = max(sequence.num_registered_blocks, num_full)
+
+    def remove(self, sequence: Sequence, status: Status) -> None:
+        """Takes a sequence out; its blocks go back unless it is HELD."""
+        for queue in (self.waiting, self.running, self.reserved):
+            if sequence in queue:
+                queue.remove(sequence)
+        sequence.status = status
+        if status is not Status.HELD:
+            self.give_back(sequence)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Returns a sequence's blocks and state slot."""
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_registered_blocks = 0
+        if sequence.state_slot >= 0:
+            self._state_slots.append(sequence.state_slot)
+            sequence.state_slot = -1
+
+    def check(self, others: Iterable[Sequence] = ()) -> None:
+        """Asserts that the pool is whole, and that sequences here and `others` (the held ones) hold all used blocks."""
+        self.pool.check()
+        holders = [*self.running, *self.reserved, *others]
+        held = {block for sequence in holders for block in sequence.block_table}
+        assert len(held) == self.pool.counts().in_use, f"{self.pool.counts().in_use} blocks in use, {len(held)} held"
+        slots = sum(sequence.state_slot >= 0 for sequence in holders)
+        assert slots + len(self._state_slots) == self.limits.num_state_slots, "a state slot is lost"
+
+    def _part(self, sequence: Sequence, num_tokens: int) -> Scheduled:
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+        return Scheduled(
+            sequence,
+            tuple(sequence.token_ids[start:end]),
+            start,
+            tuple(sequence.block_table[: num_blocks_for(end, self.limits.block_size)]),
+            sample=end == sequence.num_tokens,
+        )
+
+    def _admit(self, sequence: Sequence, now: float) -> bool:
+        """Gives a waiting sequence its cached prefix and all blocks it is expected to need; all or nothing."""
+        block_size = self.limits.block_size
+        receives = sequence.purpose is Purpose.RECEIVE and not sequence.was_admitted
+        # The last known token is computed here, so its block cannot come from the cache; unless the KV arrives anyway.
+        num_reusable = sequence.num_tokens if receives else sequence.num_tokens - 1
+        cached: list[int] = []
+        if not self.limits.num_state_slots:
+            known = sequence.token_ids[: num_reusable // block_size * block_size]
+            sequence.block_keys += extend_block_keys(sequence.spec.cache_seed, sequence.block_keys, known, block_size)
+            cached = self.pool.match(sequence.block_keys[: num_reusable // block_size])
+        num_fresh = max(0, self._expected_blocks(sequence) - len(cached))
+        self.pool.acquire(cached)
+        fresh = self.pool.allocate(num_fresh) if not self.limits.num_state_slots or self._state_slots else None
+        if fresh is None:
+            self.pool.release(cached)
+            return False
+        sequence.block_table = cached + fresh
+        sequence.num_computed_tokens = len(cached) * block_size
+        sequence.num_registered_blocks = len(cached)
+        if self.limits.num_state_slots:
+            sequence.state_slot = self._state_slots.pop()
+        if not sequence.was_admitted:
+            sequence.was_admitted = True
+            sequence.scheduled_s = now
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.spec.num_prompt_tokens)
+        sequence.status = Status.RESERVED if receives else Status.RUNNING
+        (self.reserved if receives else self.running).append(sequence)
+        return True
+
+    def _expected_blocks(self, sequence: Sequence) -> int:
+        """Blocks for the known tokens and the expected rest of the answer, never more than the pool has."""
+        num_tokens = sequence.num_tokens
+        if sequence.purpose is not Purpose.PREFILL:
+            num_left = sequence.spec.max_tokens - sequence.num_output_tokens
+            num_tokens += min(num_left, self.limits.output_reservation)
+        return min(num_blocks_for(num_tokens, self.limits.block_size), self.pool.num_blocks)
+
+    def _grow(self, sequence: Sequence, num_tokens: int, scheduled: list[Scheduled]) -> bool:
+        """Blocks for the first `num_tokens` tokens; preempts the youngest sequences when none are left.
+
+        A preempted sequence waits at the front of the queue and is computed again from what the cache still holds.
+        Returns False when the sequence itself had to give way or must sit this step out.
+        """
+        num_missing = num_blocks_for(num_tokens, self.limits.block_size) - len(sequence.block_table)
+        if num_missing <= 0:
+            return True
+        while (blocks := self.pool.allocate(num_missing)) is None:
+            taken = {part.sequence for part in scheduled}
+            victims = [s for s in self.running if s not in taken]
+            victim = max(victims, key=lambda s: s.arrival_s)
+            if len(self.running) == 1:
+                return False  # alone, and still no room: the other blocks are in transfers, which end
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.block_table += blocks
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self.running.remove(sequence)
+        self.give_back(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.status = Status.WAITING
+        self.waiting.appendleft(sequence)

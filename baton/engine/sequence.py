@@ -1,0 +1,85 @@
+"""One choice of one request inside an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.messages import SequenceSpec
+from baton.sampling import FinishReason
+
+
+class Purpose(Enum):
+    """What a worker wants of a sequence."""
+
+    GENERATE = "generate"
+    """Prefill here and decode here (aggregated mode)."""
+    PREFILL = "prefill"
+    """Compute the prompt and one token, then hold the blocks until they are handed over."""
+    RECEIVE = "receive"
+    """Reserve blocks for KV that another worker computes, then decode here."""
+
+
+class Status(Enum):
+    """Who holds a sequence's blocks, and what happens next."""
+
+    WAITING = "waiting"
+    """Holds nothing; queued for blocks."""
+    RESERVED = "reserved"
+    """Holds blocks that a transfer fills; `insert` makes it run."""
+    RUNNING = "running"
+    """Holds blocks that the engine reads and writes."""
+    HELD = "held"
+    """Finished here, blocks kept for the sender; `release` gives them back."""
+    FINISHED = "finished"
+    """Holds nothing, for good."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    spec: SequenceSpec
+    purpose: Purpose
+    arrival_s: float
+    token_ids: list[int] = field(init=False)
+    """All known tokens: prompt and answer. Computed tokens catch up with them."""
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0
+    """Leading tokens whose KV is in the blocks."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache at the first admission."""
+    block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    """Keys of the leading full blocks, as far as worked out."""
+    num_registered_blocks: int = 0
+    state_slot: int = -1
+    """Row in the KV cache's state tensors; -1 while it has none."""
+    was_admitted: bool = False
+    in_flight: bool = False
+    """Part of the batch that is being executed: its blocks must not be given away."""
+    aborted: bool = False
+    scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.spec.token_ids)
+
+    @property
+    def sequence_id(self) -> str:
+        return self.spec.sequence_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.spec.num_prompt_tokens
+
+    def append(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
+        """Adds a sampled token and says whether the sequence ends with it."""
+        self.token_ids.append(token_id)
+        if token_id in self.spec.stop_token_ids or (token_id in eos_token_ids and not self.spec.ignore_eos):
+            return FinishReason.STOP
+        if self.num_output_tokens >= self.spec.max_tokens or self.num_tokens >= max_model_len:
+            return FinishReason.LENGTH
+        return None
