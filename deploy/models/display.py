@@ -1,0 +1,55 @@
+"""Progress on a terminal: bars where there is a screen, one plain line a stage where there is a log file."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from rich import progress as bars
+from rich.console import Console
+
+from deploy.models.progress import Progress
+
+TITLES = {
+    "wait": "Waiting for another process that prepares this model",
+    "download": "Downloading",
+    "verify": "Verifying",
+    "dequantise": "Dequantising",
+    "write": "Writing",
+}
+
+
+class ProgressDisplay:
+    """A context manager whose `update` is an `OnProgress`. Writes to stderr, so that stdout stays for programs."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._bars = bars.Progress(
+            bars.TextColumn("{task.description:<12}"),
+            bars.BarColumn(),
+            bars.TaskProgressColumn(),
+            bars.TimeElapsedColumn(),
+            bars.TextColumn("{task.fields[detail]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._tasks: dict[str, bars.TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def update(self, progress: Progress) -> None:
+        title = TITLES.get(progress.stage, progress.stage)
+        if progress.stage not in self._tasks:
+            self._tasks[progress.stage] = self._bars.add_task(title, total=None, detail=progress.detail)
+            if not self._console.is_terminal:
+                self._console.print(f"{title} {progress.detail}".rstrip() + " ...", soft_wrap=True, markup=False)
+        self._bars.update(
+            self._tasks[progress.stage],
+            completed=progress.done,
+            total=progress.total or None,
+            detail=progress.detail,
+        )

@@ -1,0 +1,88 @@
+"""A model folder in Hugging Face's layout: is it whole, and which weights are these?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from baton.errors import ModelLoadError
+
+INDEX_FILE = "model.safetensors.index.json"
+NUM_SAMPLES = 64
+SAMPLE_BYTES = 64 * 1024
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ModelLoadError with the first thing that is missing and how to get it."""
+    if not folder.is_dir():
+        raise ModelLoadError(f"The model folder {folder} does not exist.")
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(
+            f"The model folder {folder} has no config.json, so it is not a model in Hugging Face's layout; "
+            "give the folder that holds config.json, the .safetensors files and tokenizer.json."
+        )
+    weights_files(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelLoadError(
+            f"The model folder {folder} has no tokenizer.json; write one with "
+            "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+        )
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """The folder's safetensors in order of their names.
+
+    Raises:
+        ModelLoadError: there are none, or a shard that the index names is missing.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelLoadError(
+            f"The model folder {folder} has no .safetensors file; Baton reads no other format of weights. "
+            "Convert them with transformers' save_pretrained."
+        )
+    if (index := folder / INDEX_FILE).is_file():
+        missing = sorted(set(_json(index)["weight_map"].values()) - {file.name for file in files})
+        if missing:
+            raise ModelLoadError(
+                f"The model folder {folder} lacks {missing[0]}, which {INDEX_FILE} names ({len(missing)} missing in "
+                "all); the download was probably interrupted, so fetch the model again."
+            )
+    return files
+
+
+def folder_revision(folder: Path) -> str:
+    """Identity of the weights in a local folder: 32 hex digits.
+
+    A digest over config.json and, for each weights file, its name, its size and 64 evenly spaced samples of 64 KiB.
+    Not over whole files: every process start would read the model once more, minutes for 100 GB on a network disk,
+    and what the digest has to tell apart (another checkpoint, a fine-tune, another dtype or shard) changes the header
+    or practically every sample. It does not detect a deliberate change of a few bytes between the samples.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in weights_files(folder):
+        size = path.stat().st_size
+        digest.update(f"\0{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            for offset in sample_offsets(size):
+                file.seek(offset)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def sample_offsets(size: int) -> list[int]:
+    """Where the samples of a file begin: the first at its start, the last at its end; a small file is read whole."""
+    if size <= NUM_SAMPLES * SAMPLE_BYTES:
+        return list(range(0, size, SAMPLE_BYTES))
+    return [i * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
+
+
+def _json(path: Path) -> dict[str, dict[str, str]]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict) or not isinstance(value.get("weight_map"), dict):
+        raise ModelLoadError(f"{path} has no weight_map.")
+    return value

@@ -1,0 +1,159 @@
+"""A GGUF file of the llama architecture, written once as a folder in Hugging Face's layout.
+
+Weights are dequantised to float32. llama.cpp stores the rows of the query and key projections so that the two halves
+of a rotary pair lie side by side; Hugging Face's models want all first halves before all second halves. So, of a head:
+
+    llama.cpp     0 d/2 1 d/2+1 2 d/2+2 ...      (convert_hf_to_gguf.py, LlamaModel.permute)
+    Hugging Face  0 1 2 ... d/2 d/2+1 d/2+2 ...
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf.quants import dequantize
+from safetensors.numpy import save_file
+
+from baton.errors import ModelLoadError
+from deploy.models.gguf_tokenizer import write_tokenizer
+from deploy.models.progress import OnProgress, Progress
+
+Array = npt.NDArray[np.float32]
+
+OUTER_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class Metadata:
+    """The key-value part of a GGUF file."""
+
+    def __init__(self, reader: Any) -> None:
+        self._fields = reader.fields
+
+    def get(self, key: str, default: Any = None) -> Any:
+        field = self._fields.get(key)
+        return default if field is None else field.contents()
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._fields:
+            raise ModelLoadError(f"The GGUF file has no {key}.")
+        return self.get(key)
+
+
+def write_folder(gguf_file: Path, folder: Path, sampling: dict[str, float], progress: OnProgress) -> None:
+    """Writes config.json, model.safetensors, generation_config.json, tokenizer.json and tokenizer_config.json.
+
+    `sampling` are the defaults that generation_config.json recommends.
+
+    Raises:
+        ModelLoadError: not a GGUF file, not of the llama architecture, or with a tokenizer that is not known.
+    """
+    try:
+        reader = gguf.GGUFReader(gguf_file)
+    except ValueError as error:
+        raise ModelLoadError(f"{gguf_file.name} is not a readable GGUF file: {error}") from error
+    metadata = Metadata(reader)
+    if (architecture := metadata["general.architecture"]) != "llama":
+        raise ModelLoadError(
+            f"{gguf_file.name} holds a {architecture} model; only the llama architecture is converted."
+        )
+    folder.mkdir(parents=True)
+    special_ids = {
+        f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
+    weights = _weights(reader.tensors, metadata, progress)
+    config = _config(metadata, tied="lm_head.weight" not in weights) | special_ids
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", special_ids | sampling)
+    write_tokenizer(metadata, folder)
+    num_bytes = sum(array.nbytes for array in weights.values())
+    progress(Progress("write", 0, num_bytes, detail="model.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it 0600; a cache may be shared
+    progress(Progress("write", num_bytes, num_bytes, detail="model.safetensors"))
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _weights(tensors: list[Any], metadata: Metadata, progress: OnProgress) -> dict[str, Array]:
+    """Hugging Face's name -> float32 array, shaped as torch has it: [out, in]."""
+    num_heads = metadata["llama.attention.head_count"]
+    heads = {"attn_q": num_heads, "attn_k": metadata.get("llama.attention.head_count_kv", num_heads)}
+    weights: dict[str, Array] = {}
+    for done, tensor in enumerate(tensors, start=1):
+        array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        part = tensor.name.split(".")[-2]
+        if part in heads:
+            array = undo_permutation(array, heads[part])
+        if tensor.name != "rope_freqs.weight":  # a constant of the architecture, not a weight
+            weights[hugging_face_name(tensor.name)] = np.ascontiguousarray(array)
+        progress(Progress("dequantise", done, len(tensors), unit="tensors", detail=tensor.name))
+    return weights
+
+
+def hugging_face_name(name: str) -> str:
+    """`blk.0.attn_q.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name):
+        if match[2] in LAYER_NAMES:
+            return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.weight"
+    elif name.removesuffix(".weight") in OUTER_NAMES:
+        return f"{OUTER_NAMES[name.removesuffix('.weight')]}.weight"
+    raise ModelLoadError(f"The GGUF file holds {name}, which the llama architecture does not have.")
+
+
+def undo_permutation(weight: Array, num_heads: int) -> Array:
+    """Rows of a query or key projection from llama.cpp's order into Hugging Face's; see the top of this file."""
+    num_rows = weight.shape[0]
+    pairs = weight.reshape(num_heads, num_rows // num_heads // 2, 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _config(metadata: Metadata, *, tied: bool) -> dict[str, Any]:
+    hidden_size, num_heads = metadata["llama.embedding_length"], metadata["llama.attention.head_count"]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden_size,
+        "intermediate_size": metadata["llama.feed_forward_length"],
+        "num_hidden_layers": metadata["llama.block_count"],
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", num_heads),
+        "head_dim": metadata.get("llama.rope.dimension_count", hidden_size // num_heads),
+        "max_position_embeddings": metadata["llama.context_length"],
+        "rms_norm_eps": _shortest(metadata["llama.attention.layer_norm_rms_epsilon"]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": _shortest(metadata.get("llama.rope.freq_base", 1e4))},
+        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dtype": "float32",
+    }
+
+
+def _shortest(value: float) -> float:
+    """GGUF keeps float32: 9.999999747378752e-06 was written as 1e-05, and is the same float32."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,72 @@
+"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json.
+
+GGUF names the splitting of text before BPE (`tokenizer.ggml.pre`) but does not hold it, so each name needs its recipe
+here. transformers' own GGUF loading ignores that name and leaves out the splitting of digits, so that "½ ²" becomes
+other tokens than the model was trained on ("2024" does not: no merge joins 0 to 9). llama.cpp splits as we do
+(`LLAMA_VOCAB_PRE_TYPE_SMOLLM`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from baton.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from deploy.models.gguf_folder import Metadata
+
+CONTROL = 3
+"""`tokenizer.ggml.token_type`: text such as <|im_end|> that is one token and never shown."""
+USER_DEFINED = 4
+
+SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+"""Hugging Face's name -> GGUF's."""
+
+
+def write_tokenizer(metadata: Metadata, folder: Path) -> None:
+    """Raises ModelLoadError for a tokenizer other than SmolLM's byte-level BPE."""
+    build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    config = tokenizer_config(metadata)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def build_tokenizer(metadata: Metadata) -> Tokenizer:
+    kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
+    if (kind, pre) != ("gpt2", "smollm"):
+        raise ModelLoadError(f"The GGUF file has a {kind} tokenizer of kind {pre}; only gpt2 with smollm is known.")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in metadata["tokenizer.ggml.merges"])]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    for token, token_type in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True):
+        if token_type == CONTROL:
+            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif token_type == USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    return tokenizer
+
+
+def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
+    """What transformers' AutoTokenizer needs to take tokenizer.json as it is."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    special = {
+        f"{name}_token": tokens[token_id]
+        for name, key in SPECIAL_NAMES.items()
+        if (token_id := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None
+    }
+    template = metadata.get("tokenizer.chat_template")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": metadata["llama.context_length"],
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        **special,
+        **({"chat_template": template} if template else {}),
+    }

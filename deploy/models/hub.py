@@ -1,0 +1,71 @@
+"""A model of the Hugging Face hub, in the hub's own cache so that other tools share it."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils.tqdm import tqdm
+
+from baton.errors import ModelLoadError
+from deploy.models.progress import OnProgress, Progress
+
+WANTED = ["*.safetensors", "*.json", "*.jinja"]
+UNWANTED = ["*/*.safetensors", "*/*.json"]
+"""Copies in other formats: onnx/, original/, openvino/."""
+
+
+def hub_folder(model_id: str, revision: str, progress: OnProgress) -> Path:
+    """The snapshot folder; its name is the commit. An empty `revision` is the main branch.
+
+    Raises:
+        ModelLoadError: no such model, no permission, or the hub cannot be reached and the model is not cached.
+    """
+    progress(Progress("download", 0, 0, detail=model_id))
+    try:
+        folder = huggingface_hub.snapshot_download(
+            model_id,
+            revision=revision or None,
+            allow_patterns=WANTED,
+            ignore_patterns=UNWANTED,
+            tqdm_class=_reporting_bar(model_id, progress),
+        )
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"The hub gives {model_id} only to those who accepted its terms: accept them on "
+            f"https://huggingface.co/{model_id}, then run `hf auth login`."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelLoadError(f"The hub model {model_id} has no revision {revision!r}.") from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"The hub has no model {model_id}, or it is private (then run `hf auth login`); and there is no local "
+            "folder of that name."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"Cannot get {model_id} from the Hugging Face hub: {_first_line(error)}. Check the network and "
+            "HF_ENDPOINT, or give the path of a local folder."
+        ) from error
+    return Path(folder)
+
+
+def _reporting_bar(model_id: str, progress: OnProgress) -> Any:
+    """A progress bar class for the hub's library that reports bytes to `progress` and draws nothing."""
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs | {"disable": False, "file": StringIO()})  # type: ignore[no-untyped-call]
+
+        def display(self, *_: Any, **__: Any) -> None:
+            if self.unit == "B" and self.total:
+                progress(Progress("download", int(self.n), int(self.total), detail=model_id))
+
+    return Bar
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__

@@ -1,0 +1,24 @@
+"""How far the making of a model folder has got, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    stage: str
+    """wait, download, verify, dequantise or write."""
+    done: int
+    total: int
+    """Of `unit`; 0 while it is not known."""
+    unit: str = "bytes"
+    detail: str = ""
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def ignore_progress(_: Progress) -> None:
+    """For callers that show nothing."""

