@@ -6,7 +6,7 @@ environment. `section.field` in YAML is `BATON_SECTION_FIELD` in the environment
     BATON_GRPC_PORT   cluster.grpc_port        BATON_CACHE    cluster.cache_dir
     BATON_HTTP_PORT   cluster.http_port        BATON_FAULTS   faults.spec
 
-This is the only file that reads the environment.
+This is the only file that reads the environment, except that the client commands take BATON_ADDRESS for --address.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ class TransferConfig:
     open_timeout_s: float = 10.0
     op_timeout_s: float = 10.0
     """Longest wait for one chunk once it is granted."""
-    lease_s: float = 30.0
-    """A reservation whose blocks have not arrived by then is given up."""
+    lease_s: float = 300.0
+    """A reservation whose blocks have not arrived by then is given up. The router's open stream keeps one alive; this is
+    the backstop, and must exceed the longest prefill with its queue."""
     checksum: str = "full"
     """full or off."""
     links: tuple[str, ...] = ("nccl", "gloo")
@@ -102,7 +103,7 @@ class IndexConfig:
     redis_url: str = ""
     """redis://HOST:PORT/DB or unix://PATH. Empty: `baton up` starts an embedded one."""
     lease_s: float = 10.0
-    renew_s: float = 3.0
+    renew_s: float = 1.0
     blocks_ttl_s: float = 60.0
     """Life of a dead worker's block set."""
     stream_max_events: int = 100_000
@@ -209,11 +210,6 @@ def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> 
         section, key = SHORT_NAMES.get(name) or _split(name, sections)
         values.setdefault(section, {})[key] = value
     return _build(Config, values, "")
-
-
-def address_from_environment() -> str:
-    """Where client commands find the router."""
-    return os.environ.get("BATON_ADDRESS", DEFAULT_ADDRESS)
 
 
 def process_config() -> Config:

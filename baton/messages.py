@@ -30,10 +30,12 @@ class SequenceSpec:
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
     cache_seed: bytes
+    attempt: int = 0
+    """One more each time the choice is placed again."""
 
     @property
     def sequence_id(self) -> str:
-        return f"{self.request_id}/{self.choice_index}"
+        return f"{self.request_id}/{self.choice_index}/{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True)

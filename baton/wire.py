@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from google.protobuf import json_format
+
+from baton import api
 from baton import messages as m
+from baton.cluster import ClusterStatus, Worker
+from baton.errors import InvalidRequest, Unsupported
 from baton.sampling import FinishReason
-from baton.v1 import kv_pb2, worker_pb2
+from baton.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2
 
 T = TypeVar("T")
 
@@ -110,6 +115,170 @@ def session_response_from_pb(message: kv_pb2.SessionResponse) -> m.FromDecode | 
     """None: a message kind this version does not know."""
     field = message.WhichOneof("message")
     return _from_pb(getattr(message, field), _DECODE_KIND[field]) if field else None
+
+
+# -- public API ------------------------------------------------------------------------------------------------------
+
+_PLAIN_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "ignore_eos")
+_LATER_SAMPLING = ("logprobs", "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty")
+
+
+def generate_request_from_pb(message: inference_pb2.GenerateRequest) -> api.GenerateRequest:
+    """A client's request.
+
+    Raises:
+        InvalidRequest: it has no input.
+        Unsupported: it sets a field that is not built yet; the message names it.
+    """
+    for field in ("slo", "priority", "resume_from"):
+        if _is_set(message, field):
+            raise Unsupported(f"{field} is not supported yet; leave it unset", field)
+    sampling: dict[str, Any] = {}
+    params = message.sampling
+    for name in _LATER_SAMPLING:
+        if params.HasField(name):  # type: ignore[arg-type]
+            raise Unsupported(f"sampling.{name} is not supported yet; leave it unset", name)
+    if params.logit_bias:
+        raise Unsupported("sampling.logit_bias is not supported yet; leave it unset", "logit_bias")
+    for name in _PLAIN_SAMPLING:
+        if params.HasField(name):  # type: ignore[arg-type]
+            sampling[name] = getattr(params, name)
+    for name in ("stop", "stop_token_ids"):
+        if values := tuple(getattr(params, name)):
+            sampling[name] = values
+    return api.GenerateRequest(
+        prompt=_prompt(message),
+        request_id=message.request_id,
+        model=message.model,
+        sampling=sampling,
+        skip_text=message.stream_options.skip_text,
+    )
+
+
+def tokenize_request_from_pb(message: inference_pb2.TokenizeRequest) -> tuple[str, api.Prompt]:
+    return message.model, _prompt(message)
+
+
+def tokenize_response(token_ids: tuple[int, ...], max_model_len: int) -> inference_pb2.TokenizeResponse:
+    return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
+
+
+def generate_response(chunk: api.GenerateChunk) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id=chunk.request_id,
+        choice_index=chunk.choice_index,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        finish_reason=chunk.finish_reason or "",
+        usage=_to_pb(chunk.usage, inference_pb2.Usage) if chunk.usage else None,
+        timing=_to_pb(chunk.timing, inference_pb2.Timing) if chunk.timing else None,
+    )
+
+
+def generate_request(request: api.GenerateRequest) -> inference_pb2.GenerateRequest:
+    """The client's side of `generate_request_from_pb`."""
+    message = inference_pb2.GenerateRequest(
+        request_id=request.request_id,
+        model=request.model,
+        sampling=inference_pb2.SamplingParams(**request.sampling),
+        stream_options=inference_pb2.StreamOptions(skip_text=request.skip_text),
+    )
+    match request.prompt:
+        case api.Text(text):
+            message.text = text
+        case api.TokenIds(ids):
+            message.token_ids.ids.extend(ids)
+        case api.Chat(messages):
+            for entry in messages:
+                message.chat.messages.add(role=entry.role, content=entry.content)
+    return message
+
+
+def generate_chunk(message: inference_pb2.GenerateResponse) -> api.GenerateChunk:
+    return api.GenerateChunk(
+        message.request_id,
+        message.choice_index,
+        message.text,
+        tuple(message.token_ids),
+        FinishReason(message.finish_reason) if message.finish_reason else None,
+        _from_pb(message.usage, api.Usage) if message.HasField("usage") else None,
+        _from_pb(message.timing, api.Timing) if message.HasField("timing") else None,
+    )
+
+
+def list_models_response(cards: list[api.ModelCard]) -> inference_pb2.ListModelsResponse:
+    return inference_pb2.ListModelsResponse(models=[_to_pb(card, inference_pb2.Model) for card in cards])
+
+
+def _prompt(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> api.Prompt:
+    match message.WhichOneof("input"):
+        case "text":
+            return api.Text(message.text)
+        case "chat":
+            if message.chat.tools or any(m.tool_calls or m.tool_call_id or m.name for m in message.chat.messages):
+                raise Unsupported(
+                    "tools, tool calls and names in a chat are not supported yet; leave them out", "tools"
+                )
+            return api.Chat(tuple(api.ChatMessage(m.role, m.content) for m in message.chat.messages))
+        case "token_ids" if isinstance(message, inference_pb2.GenerateRequest):
+            return api.TokenIds(tuple(message.token_ids.ids))
+    raise InvalidRequest("the request has no input; set one of text, chat or token_ids", "input")
+
+
+def _is_set(message: inference_pb2.GenerateRequest, field: str) -> bool:
+    return any(descriptor.name == field for descriptor, _ in message.ListFields())
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+def status_response(status: ClusterStatus) -> admin_pb2.GetStatusResponse:
+    return admin_pb2.GetStatusResponse(
+        pools=_pools(status),
+        workers=[_worker(worker) for worker in status.workers],
+        routers=[_to_pb(router, admin_pb2.Router) for router in status.routers],
+        redis=admin_pb2.Redis(address=status.redis_address, ok=status.redis_ok),
+        models=[_to_pb(model, admin_pb2.ServedModel) for model in status.models],
+    )
+
+
+def pools_response(status: ClusterStatus) -> admin_pb2.ListPoolsResponse:
+    return admin_pb2.ListPoolsResponse(pools=_pools(status))
+
+
+def workers_response(status: ClusterStatus) -> admin_pb2.ListWorkersResponse:
+    return admin_pb2.ListWorkersResponse(workers=[_worker(worker) for worker in status.workers])
+
+
+def status_as_json(message: admin_pb2.GetStatusResponse) -> dict[str, Any]:
+    """`baton status --json`: the message's fields, with zeros and empty values shown."""
+    result = json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    for worker in result["workers"]:
+        worker["epoch"] = int(worker["epoch"])  # protobuf's JSON writes 64-bit numbers as strings
+    return result
+
+
+def _pools(status: ClusterStatus) -> dict[str, admin_pb2.Pool]:
+    return {name: _to_pb(pool, admin_pb2.Pool) for name, pool in status.pools.items()}
+
+
+def _worker(worker: Worker) -> admin_pb2.Worker:
+    info, load = worker.info, worker.load
+    return admin_pb2.Worker(
+        id=info.id,
+        role=info.role,
+        state=load.state,
+        pid=info.pid,
+        node=info.node,
+        address=info.address,
+        epoch=info.epoch,
+        running=load.running,
+        waiting=load.waiting,
+        blocks=_to_pb(load.blocks, admin_pb2.Blocks),
+        self_check=load.self_check,
+    )
 
 
 # -- field by field ---------------------------------------------------------------------------------------------------

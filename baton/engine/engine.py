@@ -65,7 +65,7 @@ class Engine:
         """
         if spec.sequence_id in self._sequences:
             raise InvalidRequest(f"request {spec.request_id} is already being served; choose another request_id")
-        if not 0 < len(spec.token_ids) < self.runner.max_model_len + (purpose is Purpose.PREFILL):
+        if not 0 < len(spec.token_ids) < self.runner.max_model_len:
             raise InvalidRequest(
                 f"{len(spec.token_ids)} tokens do not fit; this worker takes 1 to {self.runner.max_model_len - 1}"
             )

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 class EngineLoop:
     """Owns the engine's thread and the queue of every sequence's outputs.
 
-    `on_block_events` is called on the event loop after each step with what became cached and what was evicted.
+    `on_block_events` is called on the event loop after each step with what became cached and what was evicted;
+    `on_idle` when there is nothing to step.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class EngineLoop:
         engine: Engine,
         max_waiting: int,
         on_block_events: Callable[[list[Stored | Removed]], None] = lambda events: None,
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
         self.self_check = "ok"
         self._max_waiting = max_waiting
         self._on_block_events = on_block_events
+        self._on_idle = on_idle
         self._outputs: dict[Sequence, asyncio.Queue[Output | WorkerFailed]] = {}
         self._wake = asyncio.Event()
 
@@ -47,6 +50,7 @@ class EngineLoop:
                 if not batch:
                     self._publish_block_events()
                     self._check_when_idle()
+                    self._on_idle()
                     self._wake.clear()
                     await self._wake.wait()
                     continue

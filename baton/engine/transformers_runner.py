@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
@@ -36,6 +37,8 @@ class TransformersRunner:
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
         torch.set_num_threads(engine.num_threads)
+        transformers_logging.set_verbosity_error()  # it warns of generation settings that are not its business here
+        transformers_logging.disable_progress_bar()
         self.device = torch.device(_device_name(model.device))
         config = _load_config(model.path)
         dtype = _dtype(model.dtype, self.device, config)

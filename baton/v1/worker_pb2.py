@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\"\x8a\x02\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05top_p\x18\x08 \x01(\x02\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x12\n\ncache_seed\x18\r \x01(\x0c\"\xc4\x01\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x12\n\nkv_address\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x13\n\x0bskip_tokens\x18\x07 \x01(\r\x12\x10\n\x08lease_ms\x18\x08 \x01(\r\x12\x13\n\x0bwire_compat\x18\t \x01(\t\"\\\n\x0ePrefillRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12 \n\x06ticket\x18\x02 \x01(\x0b\x32\x10.baton.v1.Ticket\"t\n\x0fPrefillResponse\x12+\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12+\n\x0bhanded_over\x18\x02 \x01(\x0b\x32\x14.baton.v1.HandedOverH\x00\x42\x07\n\x05\x65vent\"t\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\"G\n\nHandedOver\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\"K\n\rDecodeRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12\x10\n\x08\x61wait_kv\x18\x02 \x01(\x08\"h\n\x0e\x44\x65\x63odeResponse\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.TicketH\x00\x12)\n\nnew_tokens\x18\x02 \x01(\x0b\x32\x13.baton.v1.NewTokensH\x00\x42\x07\n\x05\x65vent\"t\n\tNewTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x32Q\n\rPrefillWorker\x12@\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse0\x01\x32M\n\x0c\x44\x65\x63odeWorker\x12=\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x18.baton.v1.DecodeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\"\x9b\x02\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05top_p\x18\x08 \x01(\x02\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x12\n\ncache_seed\x18\r \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x0e \x01(\r\"\xc4\x01\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x12\n\nkv_address\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x13\n\x0bskip_tokens\x18\x07 \x01(\r\x12\x10\n\x08lease_ms\x18\x08 \x01(\r\x12\x13\n\x0bwire_compat\x18\t \x01(\t\"\\\n\x0ePrefillRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12 \n\x06ticket\x18\x02 \x01(\x0b\x32\x10.baton.v1.Ticket\"t\n\x0fPrefillResponse\x12+\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12+\n\x0bhanded_over\x18\x02 \x01(\x0b\x32\x14.baton.v1.HandedOverH\x00\x42\x07\n\x05\x65vent\"t\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\"G\n\nHandedOver\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\"K\n\rDecodeRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12\x10\n\x08\x61wait_kv\x18\x02 \x01(\x08\"h\n\x0e\x44\x65\x63odeResponse\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.TicketH\x00\x12)\n\nnew_tokens\x18\x02 \x01(\x0b\x32\x13.baton.v1.NewTokensH\x00\x42\x07\n\x05\x65vent\"t\n\tNewTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x32Q\n\rPrefillWorker\x12@\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse0\x01\x32M\n\x0c\x44\x65\x63odeWorker\x12=\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x18.baton.v1.DecodeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,25 +32,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.worker_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SEQUENCESPEC']._serialized_start=36
-  _globals['_SEQUENCESPEC']._serialized_end=302
-  _globals['_TICKET']._serialized_start=305
-  _globals['_TICKET']._serialized_end=501
-  _globals['_PREFILLREQUEST']._serialized_start=503
-  _globals['_PREFILLREQUEST']._serialized_end=595
-  _globals['_PREFILLRESPONSE']._serialized_start=597
-  _globals['_PREFILLRESPONSE']._serialized_end=713
-  _globals['_FIRSTTOKEN']._serialized_start=715
-  _globals['_FIRSTTOKEN']._serialized_end=831
-  _globals['_HANDEDOVER']._serialized_start=833
-  _globals['_HANDEDOVER']._serialized_end=904
-  _globals['_DECODEREQUEST']._serialized_start=906
-  _globals['_DECODEREQUEST']._serialized_end=981
-  _globals['_DECODERESPONSE']._serialized_start=983
-  _globals['_DECODERESPONSE']._serialized_end=1087
-  _globals['_NEWTOKENS']._serialized_start=1089
-  _globals['_NEWTOKENS']._serialized_end=1205
-  _globals['_PREFILLWORKER']._serialized_start=1207
-  _globals['_PREFILLWORKER']._serialized_end=1288
-  _globals['_DECODEWORKER']._serialized_start=1290
-  _globals['_DECODEWORKER']._serialized_end=1367
+  _globals['_SEQUENCESPEC']._serialized_end=319
+  _globals['_TICKET']._serialized_start=322
+  _globals['_TICKET']._serialized_end=518
+  _globals['_PREFILLREQUEST']._serialized_start=520
+  _globals['_PREFILLREQUEST']._serialized_end=612
+  _globals['_PREFILLRESPONSE']._serialized_start=614
+  _globals['_PREFILLRESPONSE']._serialized_end=730
+  _globals['_FIRSTTOKEN']._serialized_start=732
+  _globals['_FIRSTTOKEN']._serialized_end=848
+  _globals['_HANDEDOVER']._serialized_start=850
+  _globals['_HANDEDOVER']._serialized_end=921
+  _globals['_DECODEREQUEST']._serialized_start=923
+  _globals['_DECODEREQUEST']._serialized_end=998
+  _globals['_DECODERESPONSE']._serialized_start=1000
+  _globals['_DECODERESPONSE']._serialized_end=1104
+  _globals['_NEWTOKENS']._serialized_start=1106
+  _globals['_NEWTOKENS']._serialized_end=1222
+  _globals['_PREFILLWORKER']._serialized_start=1224
+  _globals['_PREFILLWORKER']._serialized_end=1305
+  _globals['_DECODEWORKER']._serialized_start=1307
+  _globals['_DECODEWORKER']._serialized_end=1384
 # @@protoc_insertion_point(module_scope)

@@ -37,6 +37,7 @@ class SequenceSpec(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     CACHE_SEED_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice_index: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -49,6 +50,8 @@ class SequenceSpec(_message.Message):
     ignore_eos: _builtins.bool
     cache_seed: _builtins.bytes
     """Seeds the chained block keys: content id and tenant scope, hashed by the router."""
+    attempt: _builtins.int
+    """0, and one more each time the choice is placed again."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by tokens already generated when a choice is resumed."""
@@ -71,10 +74,11 @@ class SequenceSpec(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         cache_seed: _builtins.bytes = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_seed", b"cache_seed", "choice_index", b"choice_index", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_seed", b"cache_seed", "choice_index", b"choice_index", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

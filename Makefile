@@ -1,0 +1,54 @@
+# `make serve` and `make test` set up everything they need. The rest expects the same environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+FAST_TESTS := tests/unit tests/contract
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: serve test check proto bench clean install
+
+install: $(STAMP)
+
+# torch first and alone: on a CPU machine its CPU build, where any other package would pull the CUDA one.
+$(STAMP): pyproject.toml
+	@echo "==> Setting up $(VENV) (about two minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[worker,local,dev]'
+	@touch $(STAMP)
+
+serve: $(STAMP)
+	@$(BIN)/baton up --ask "The capital of France is"
+
+test: check
+	$(BIN)/python -m pytest tests/integration
+
+check: $(STAMP) proto-is-current
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	PATH=$(BIN):$$PATH $(BIN)/lint-imports
+	$(BIN)/buf lint proto
+	.ci/buf-breaking $(BIN)/buf
+	$(BIN)/python -m pytest -q $(FAST_TESTS)
+
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) proto/baton/v1/*.proto
+
+proto: $(STAMP)
+	$(call PROTOC,.)
+
+.PHONY: proto-is-current
+proto-is-current: $(STAMP)
+	@rm -rf $(VENV)/proto && mkdir -p $(VENV)/proto
+	@$(call PROTOC,$(VENV)/proto)
+	@diff -r --exclude=__init__.py --exclude=__pycache__ $(VENV)/proto/baton/v1 baton/v1 \
+		|| (echo "baton/v1 differs from proto/: run 'make proto' and commit the result"; exit 1)
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.bench
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

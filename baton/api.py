@@ -1,0 +1,96 @@
+"""The public API as plain values: what a client asks, and the pieces of the answer.
+
+gRPC (`baton.wire`) and HTTP (`router.http`) both turn their bytes into these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.sampling import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    messages: tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    ids: tuple[int, ...]
+
+
+Prompt = Text | Chat | TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One request, not validated yet.
+
+    `sampling` holds what the client set, by the names of `baton.sampling.SamplingParams`; the model's defaults fill in
+    the rest.
+    """
+
+    prompt: Prompt
+    request_id: str = ""
+    model: str = ""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    skip_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV was found in a cache instead of computed."""
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of the first choice, each measured inside one process."""
+
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    mode: str = ""
+    retries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateChunk:
+    """What is new of one choice. The last chunk of the whole stream carries `usage` and `timing`."""
+
+    request_id: str
+    choice_index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timing: Timing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    id: str
+    path: str
+    max_model_len: int
+    created: int

@@ -1,0 +1,95 @@
+"""Typed errors across gRPC: one interceptor on the way out, one function on the way in.
+
+The class name travels in the trailing metadata `baton-error`, so that a worker's error arrives at the router as what it
+was; strangers see the status code and the sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+
+from baton import errors
+from baton.errors import BatonError, Overloaded, WorkerFailed
+
+ERROR_KEY = "baton-error"
+RETRY_AFTER_KEY = "retry-after"
+
+
+def _tree(cls: type[BatonError]) -> dict[str, type[BatonError]]:
+    return {cls.__name__: cls, **{name: c for sub in cls.__subclasses__() for name, c in _tree(sub).items()}}
+
+
+_CLASSES = _tree(errors.BatonError)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Maps every `BatonError` raised by a handler of `baton.v1` to its status code."""
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith("/baton.v1."):
+            return handler
+        if handler.response_streaming:
+            method = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            # A handler that writes to the context instead of yielding is guarded like a unary one.
+            wrapped = _guard_stream(method) if inspect.isasyncgenfunction(method) else _guard_unary(method)
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+        else:
+            wrapped = _guard_unary(handler.unary_unary)
+            make = grpc.unary_unary_rpc_method_handler
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+
+def _guard_unary(method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await method(request, context)
+        except BatonError as error:
+            await abort(context, error)
+
+    return guarded
+
+
+def _guard_stream(method: Callable[..., Any]) -> Callable[..., Any]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async with contextlib.aclosing(method(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except BatonError as error:
+            await abort(context, error)
+
+    return guarded
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
+    """Ends the call with the error's status."""
+    metadata = [(ERROR_KEY, type(error).__name__)]
+    if isinstance(error, Overloaded):
+        metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
+    await context.abort(grpc.StatusCode[error.status], str(error), tuple(metadata))
+    raise AssertionError("abort raises")
+
+
+def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
+    """What a failed call to `peer` means: the typed error it raised, or `WorkerFailed` when the call itself broke."""
+    trailers: Any = error.trailing_metadata() or ()
+    metadata = dict(trailers)
+    cls = _CLASSES.get(str(metadata.get(ERROR_KEY, "")))
+    details = error.details() or error.code().name
+    if cls is Overloaded:
+        return Overloaded(details, float(metadata.get(RETRY_AFTER_KEY, 1.0)))
+    if cls is not None:
+        return cls(details)
+    return WorkerFailed(f"{peer} broke off: {error.code().name}: {details}")

@@ -1,0 +1,142 @@
+"""Every metric of Baton, with its definition and unit. Nothing else creates instruments.
+
+Names in the code are OpenTelemetry's. Prometheus shows them with underscores and units:
+`gen_ai.server.request.duration` is `gen_ai_server_request_duration_seconds` there. Durations are differences of one
+process's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.metrics import CallbackOptions, Histogram, Observation
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.resources import Resource
+from prometheus_client import CollectorRegistry, generate_latest
+
+from baton.cluster import ClusterStatus
+
+# Bounds of the OpenTelemetry GenAI semantic conventions, in seconds.
+DURATION_BOUNDS = [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92]
+TTFT_BOUNDS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
+TOKEN_BOUNDS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5]
+
+
+class Instruments:
+    """The router's instruments and their Prometheus exposition.
+
+    Args:
+        status: the cluster as gauges show it; called at every scrape.
+    """
+
+    def __init__(self, router_id: str, status: Callable[[], ClusterStatus]) -> None:
+        self._registry = CollectorRegistry()
+        reader = PrometheusMetricReader(disable_target_info=True, scope_info_enabled=False, registry=self._registry)
+        resource = Resource.create({"service.name": "baton-router", "service.instance.id": router_id})
+        self._provider = MeterProvider([reader], resource)
+        self._status = status
+        meter = self._provider.get_meter("baton")
+
+        def seconds(name: str, description: str, bounds: list[float]) -> Histogram:
+            return meter.create_histogram(
+                name, unit="s", description=description, explicit_bucket_boundaries_advisory=bounds
+            )
+
+        self.request_duration = seconds(
+            "gen_ai.server.request.duration", "From arrival of a request to its last token.", DURATION_BOUNDS
+        )
+        self.time_to_first_token = seconds(
+            "gen_ai.server.time_to_first_token", "From arrival of a request to its first token.", TTFT_BOUNDS
+        )
+        self.time_per_output_token = seconds(
+            "gen_ai.server.time_per_output_token", "Mean time between a request's tokens after the first.", TOKEN_BOUNDS
+        )
+        self.inter_token_latency = seconds(
+            "baton.inter_token_latency", "Time between two consecutive tokens of a choice.", TOKEN_BOUNDS
+        )
+        self.queue_duration = seconds(
+            "baton.queue.duration", "From arrival at the router to the start of the prefill.", DURATION_BOUNDS
+        )
+        self.prefill_duration = seconds(
+            "baton.prefill.duration", "Computing the prompt and its first token on a worker.", DURATION_BOUNDS
+        )
+        self.transfer_duration = seconds(
+            "baton.transfer.duration", "Handing the KV blocks over, offer to commit.", DURATION_BOUNDS
+        )
+        self.decode_duration = seconds("baton.decode.duration", "From the first token to the last.", DURATION_BOUNDS)
+        self.transfer_bytes = meter.create_counter("baton.transfer", unit="By", description="KV bytes handed over.")
+        self.requests = meter.create_counter(
+            "baton.requests", description="Finished requests by outcome: ok, error, rejected or cancelled."
+        )
+        self.retries = meter.create_counter(
+            "baton.retries", description="Choices placed again, by the kind of failure before."
+        )
+        self.prompt_tokens = meter.create_counter(
+            "baton.prompt_tokens", description="Prompt tokens of requests served."
+        )
+        self.prefix_hit_tokens = meter.create_counter(
+            "baton.prefix_hit_tokens", description="Prompt tokens found in a worker's prefix cache."
+        )
+        self.generation_tokens = meter.create_counter("baton.generation_tokens", description="Tokens generated.")
+        self.placements = meter.create_counter("baton.placements", description="Placements by mode and worker.")
+
+        gauges: dict[str, tuple[str, Callable[[ClusterStatus], Iterable[Observation]]]] = {
+            "baton.kv_blocks": ("KV blocks of a worker by state.", _block_counts),
+            "baton.worker_sequences": ("Sequences on a worker by state.", _sequence_counts),
+            "baton.worker_ready": ("1 for a worker that takes traffic.", _ready),
+            "baton.worker_self_check_ok": ("1 while a worker's own integrity check holds.", _self_checks),
+            "baton.pool_workers": ("Workers of a pool, desired and ready.", _pools),
+            "baton.redis_up": ("1 while the router reaches Redis.", lambda s: [Observation(int(s.redis_ok))]),
+        }
+        for name, (description, observe) in gauges.items():
+            meter.create_observable_gauge(name, [self._observer(observe)], description=description)
+        meter.create_observable_gauge(
+            "baton.mirror_lag",
+            [self._observer(lambda s: [Observation(r.mirror_lag_s, {"router": r.id}) for r in s.routers])],
+            unit="s",
+            description="Age of the newest ownership event a router has not seen yet.",
+        )
+
+    def exposition(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self._registry)
+
+    def shutdown(self) -> None:
+        self._provider.shutdown()
+
+    def _observer(
+        self, observe: Callable[[ClusterStatus], Iterable[Observation]]
+    ) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        return lambda options: observe(self._status())
+
+
+def _block_counts(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        labels = {"worker": worker.info.id, "role": worker.info.role.value}
+        blocks = worker.load.blocks
+        for state, count in (("free", blocks.free), ("cached", blocks.cached), ("in_use", blocks.in_use)):
+            yield Observation(count, {**labels, "state": state})
+
+
+def _sequence_counts(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        labels = {"worker": worker.info.id, "role": worker.info.role.value}
+        yield Observation(worker.load.running, {**labels, "state": "running"})
+        yield Observation(worker.load.waiting, {**labels, "state": "waiting"})
+
+
+def _ready(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        yield Observation(int(worker.load.state == "ready"), {"worker": worker.info.id, "role": worker.info.role.value})
+
+
+def _self_checks(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        yield Observation(int(worker.load.self_check == "ok"), {"worker": worker.info.id})
+
+
+def _pools(status: ClusterStatus) -> Iterable[Observation]:
+    for name, pool in status.pools.items():
+        yield Observation(pool.desired, {"pool": name, "state": "desired"})
+        yield Observation(pool.ready, {"pool": name, "state": "ready"})

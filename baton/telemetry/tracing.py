@@ -1,0 +1,66 @@
+"""One trace per request, across processes; one span per phase, never one per token.
+
+Spans are exported over OTLP when `telemetry.otlp_endpoint` is set; otherwise they cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.trace import Span
+
+from baton.config import TelemetryConfig
+
+Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
+_tracer = trace.get_tracer("baton")
+
+
+def configure(service_name: str, instance_id: str, config: TelemetryConfig) -> TracerProvider | None:
+    """Starts exporting this process's spans; `shutdown()` of what it returns flushes them. None: nothing to export."""
+    if not config.otlp_endpoint:
+        return None
+    resource = Resource.create({"service.name": service_name, "service.instance.id": instance_id})
+    provider = TracerProvider(resource=resource, sampler=ParentBasedTraceIdRatio(config.sample_ratio))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=True)))
+    trace.set_tracer_provider(provider)
+    return provider
+
+
+def start_span(name: str, parent: Context | None = None, attributes: Attributes | None = None) -> Span:
+    """A span that the caller ends."""
+    return _tracer.start_span(name, context=parent, attributes=attributes)
+
+
+def record_span(
+    name: str, parent: Context, duration_s: float, attributes: Attributes | None = None, ended_s_ago: float = 0.0
+) -> None:
+    """A span of a phase that is over: it ended `ended_s_ago` seconds ago and took `duration_s` seconds."""
+    end = time.time_ns() - int(ended_s_ago * 1e9)
+    span = _tracer.start_span(name, context=parent, attributes=attributes, start_time=end - int(duration_s * 1e9))
+    span.end(end_time=end)
+
+
+def context_of(span: Span) -> Context:
+    """Parent context for this span's children."""
+    return trace.set_span_in_context(span)
+
+
+def to_metadata(context: Context) -> tuple[tuple[str, str], ...]:
+    """gRPC metadata that carries the trace to another process (W3C trace context)."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier, context=context)
+    return tuple(carrier.items())
+
+
+def from_metadata(metadata: Iterable[Any] | None) -> Context:
+    """The trace that a call belongs to; an empty context when the caller sent none."""
+    return propagate.extract({key: value for key, value in metadata or () if isinstance(value, str)}, context=Context())

@@ -1,0 +1,102 @@
+"""Decode: reserves blocks, takes over what a prefill worker computed, and streams tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import grpc
+
+from baton import wire
+from baton.engine.engine import Generated, Reserved
+from baton.engine.loop import EngineLoop, SequenceHandle
+from baton.engine.sequence import Purpose, Sequence
+from baton.messages import NewTokens, SequenceSpec, Ticket
+from baton.sampling import FinishReason
+from baton.telemetry import tracing
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from kvstore.transfer.receiver import KvReceiver
+
+
+class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
+    def __init__(self, worker_id: str, loop: EngineLoop, receiver: KvReceiver) -> None:
+        self._worker_id = worker_id
+        self._loop = loop
+        self._receiver = receiver
+
+    async def Decode(  # noqa: N802 - the generated name
+        self, request: worker_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.DecodeResponse]:
+        spec, await_kv = wire.decode_request_from_pb(request)
+        span = tracing.start_span(
+            "decode", tracing.from_metadata(context.invocation_metadata()), {"baton.worker": self._worker_id}
+        )
+        try:
+            serve = self._after_hand_over if await_kv else self._aggregated
+            async with contextlib.aclosing(serve(spec)) as events:
+                async for event in events:
+                    yield wire.decode_response(event)
+        finally:
+            span.end()
+
+    async def _aggregated(self, spec: SequenceSpec) -> AsyncGenerator[NewTokens]:
+        """Prefills here and decodes here."""
+        async with (
+            self._loop.sequence(spec, Purpose.GENERATE) as handle,
+            contextlib.aclosing(self._tokens(handle)) as new,
+        ):
+            async for message in new:
+                yield message
+
+    async def _after_hand_over(self, spec: SequenceSpec) -> AsyncGenerator[Ticket | NewTokens]:
+        """Reserves, answers with the ticket, waits for the KV, and decodes. The open call is the reservation."""
+        async with self._loop.sequence(spec, Purpose.RECEIVE) as handle:
+            reserved = await handle.next()
+            assert isinstance(reserved, Reserved)
+            sequence = reserved.sequence
+            ticket = self._receiver.expect(
+                f"{sequence.sequence_id}@{self._worker_id}",
+                sequence.num_tokens,
+                reserved.skip_tokens,
+                sequence.block_table,
+                sequence.state_slot if sequence.state_slot >= 0 else None,
+            )
+            try:
+                yield ticket
+                first_token = await self._receiver.wait_committed(ticket)
+            finally:
+                # Whatever happened, no transfer writes these blocks from here on: `insert` uses them, or leaving the
+                # sequence's context frees them.
+                await self._receiver.release(ticket)
+            # The router has the first token already, straight from the prefill worker, and its finish reason too.
+            if self._loop.insert(sequence, first_token) is None:
+                async with contextlib.aclosing(self._tokens(handle)) as messages:
+                    async for message in messages:
+                        yield message
+
+    async def _tokens(self, handle: SequenceHandle) -> AsyncGenerator[NewTokens]:
+        """All further tokens; those that are ready together travel together."""
+        is_first = True
+        while True:
+            outputs = [await handle.next(), *handle.take_ready()]
+            generated = [output for output in outputs if isinstance(output, Generated)]
+            token_ids = tuple(output.token_id for output in generated)
+            finish_reason = generated[-1].finish_reason
+            if is_first:
+                yield _first_message(handle.sequence, token_ids, finish_reason)
+            else:
+                yield NewTokens(token_ids, finish_reason)
+            if finish_reason is not None:
+                return
+            is_first = False
+
+
+def _first_message(sequence: Sequence, token_ids: tuple[int, ...], finish_reason: FinishReason | None) -> NewTokens:
+    return NewTokens(
+        token_ids,
+        finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens,
+        queue_s=sequence.scheduled_s - sequence.arrival_s,
+        prefill_s=sequence.first_token_s - sequence.scheduled_s,
+    )

@@ -1,0 +1,38 @@
+"""Runs a decode worker inside an asyncio process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from baton.cluster import Role
+from baton.config import Config
+from baton.engine.runner import Runner
+from baton.rpc import RpcServer
+from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
+from decode_worker.service import DecodeServicer
+from kvstore.member import Member
+from kvstore.transfer.receiver import KvReceiver
+
+
+@contextlib.asynccontextmanager
+async def running(
+    config: Config, worker_id: str, host: str, runner: Runner
+) -> AsyncGenerator[tuple[Member, asyncio.Task[None]]]:
+    """A decode worker that takes traffic while the block is entered. Yields as `Member.joined` does."""
+    member = Member(Role.DECODE, worker_id, host, config, runner)
+    receiver = KvReceiver(worker_id, member.incarnation, runner.cache, member.wire_compat, config.transfer, host)
+    rpc = RpcServer(["baton.v1.DecodeWorker", "baton.v1.KvControl"])
+    worker_pb2_grpc.add_DecodeWorkerServicer_to_server(DecodeServicer(worker_id, member.loop, receiver), rpc.server)
+    kv_pb2_grpc.add_KvControlServicer_to_server(receiver, rpc.server)
+    port = rpc.bind(host, 0)
+    receiver.kv_address = f"{host}:{port}"
+    try:
+        async with member.joined(rpc, port) as ended:
+            try:
+                yield member, ended
+            finally:
+                await rpc.stop(grace_s=0)
+    finally:
+        await receiver.close()

@@ -1,0 +1,55 @@
+"""What the client commands need of a running cluster, over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from baton import wire
+from baton.api import GenerateChunk, GenerateRequest
+from baton.errors import BatonError, NoWorker, WorkerFailed
+from baton.rpc import from_rpc_error
+from baton.rpc.server import CHANNEL_OPTIONS
+from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+
+STATUS_TIMEOUT_S = 10.0
+
+
+class Client:
+    """Calls a router. Every method raises the router's own typed errors, or NoWorker when nobody answers."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def generate(self, request: GenerateRequest) -> Iterator[GenerateChunk]:
+        stub = inference_pb2_grpc.InferenceStub(self._channel)
+        call = stub.Generate(wire.generate_request(request))
+        try:
+            for message in call:
+                yield wire.generate_chunk(message)
+        except grpc.RpcError as error:
+            raise self._typed(error) from None
+        finally:
+            call.cancel()
+
+    def status(self) -> dict[str, Any]:
+        """`baton status --json`."""
+        stub = admin_pb2_grpc.AdminStub(self._channel)
+        try:
+            return wire.status_as_json(stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S))
+        except grpc.RpcError as error:
+            raise self._typed(error) from None
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _typed(self, error: grpc.RpcError) -> BatonError:
+        typed = from_rpc_error(error, f"the router at {self._address}")
+        if isinstance(typed, WorkerFailed) and error.code() is grpc.StatusCode.UNAVAILABLE:
+            return NoWorker(
+                f"no router answers at {self._address}; start one with `baton up`, or name another with --address"
+            )
+        return typed

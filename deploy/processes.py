@@ -1,0 +1,30 @@
+"""Child processes that must not outlive this one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def die_with_parent() -> Callable[[], None] | None:
+    """A `preexec_fn` for subprocess.Popen: the child is killed when this process dies, however it dies.
+
+    Linux ties this to the *thread* that starts the child, so start it from one that lives as long as the process. Other
+    systems have no such thing: None.
+    """
+    if _libc is None:
+        return None
+    libc, parent = _libc, os.getpid()
+
+    def in_child() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)
+
+    return in_child

@@ -1,0 +1,51 @@
+-- Applies one block event, or says why not.
+--
+-- KEYS  1 lease  2 seq  3 blocks  4 snapshot parts  5 event stream
+-- ARGV  1 worker id  2 epoch  3 seq  4 op  5 packed 16-byte keys  6 number of keys  7 ttl of 2-4, ms  8 stream length
+-- Returns {'applied' | 'resync' | 'fenced', last seq or the epoch that holds the lease}.
+local lease, seq_key, blocks, parts, stream = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local seq, op, packed, num_keys = tonumber(ARGV[3]), ARGV[4], ARGV[5], tonumber(ARGV[6])
+local KEY_BYTES, CHUNK = 16, 4000 -- unpack() fails near 8000 arguments
+
+-- Race: a worker wakes from a long pause after its successor took the name. Checked apart from the write, its late
+-- event would credit the successor's cold cache with blocks that it does not hold.
+local held = tonumber(redis.call('HGET', lease, 'epoch') or '0')
+local last = tonumber(redis.call('GET', seq_key) or '0')
+if held > tonumber(ARGV[2]) then return {'fenced', string.format('%.0f', held)} end
+-- No lease, or an older one: this store lost its state, and the worker's next renewal puts it right.
+if held < tonumber(ARGV[2]) then return {'resync', last} end
+
+-- Race: an event was lost (the worker's queue overflowed, or a connection broke before or after the script ran), and
+-- the next one arrives. Applied, it would leave a wrong set that no one ever notices.
+if op == 'snap' then
+  if seq <= last then return {'resync', last} end
+elseif seq ~= last + 1 then
+  return {'resync', last}
+end
+if op == 'snap.' and redis.call('SCARD', parts) ~= num_keys then return {'resync', last} end
+
+local function each_chunk(command, key)
+  for first = 1, #packed, CHUNK * KEY_BYTES do
+    local members = {}
+    for at = first, math.min(first + CHUNK * KEY_BYTES, #packed + 1) - 1, KEY_BYTES do
+      members[#members + 1] = string.sub(packed, at, at + KEY_BYTES - 1)
+    end
+    redis.call(command, key, unpack(members))
+  end
+end
+
+if op == '+' then each_chunk('SADD', blocks)
+elseif op == '-' then each_chunk('SREM', blocks)
+elseif op == 'clear' then redis.call('UNLINK', blocks)
+elseif op == 'snap' then redis.call('UNLINK', parts)
+elseif op == 'snap+' then each_chunk('SADD', parts)
+elseif num_keys == 0 then redis.call('UNLINK', blocks)
+else redis.call('RENAME', parts, blocks) end
+
+-- Race: two writers between set and stream. Appended in the same step, the stream's order is the sets' order, so a
+-- reader who scans a set and then replays the stream ends with the set.
+redis.call('SET', seq_key, ARGV[3])
+redis.call('XADD', stream, 'MAXLEN', '~', ARGV[8], '*',
+  'w', ARGV[1], 'e', ARGV[2], 'q', ARGV[3], 'o', op, 'k', packed, 'n', ARGV[6])
+for index = 2, 4 do redis.call('PEXPIRE', KEYS[index], ARGV[7]) end
+return {'applied', seq}

@@ -1,0 +1,159 @@
+"""Keeps a router's mirror up to date.
+
+    start     note the stream's tip, scan every live worker's set, replay from the tip
+    then      read the stream; every `poll_s` compare positions and leases
+    a worker's events miss one, or the stream was trimmed past them: scan that worker again, and only that one
+    Redis is away: the mirror stays as it is, and we try again
+    Redis lost its state (a new boot token): read the new stream from its origin; workers publish snapshots there
+
+The comparison is exact, not a guess: `IndexState` is read with its tip last, so once the stream is read up to that tip,
+a mirror that is behind a position has missed something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from kvstore.index.backoff import backoff_s
+from kvstore.index.connection import StoreUnavailable
+from kvstore.index.events import ORIGIN, Cursor, Position
+from kvstore.index.mirror import Applied
+from kvstore.index.protocol import READ_EVENTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvstore.index.mirror import Mirror
+    from kvstore.index.protocol import PrefixIndex
+
+logger = logging.getLogger(__name__)
+
+
+class MirrorFollower:
+    """Feeds `mirror` from `index` while `run` runs. The caller owns that task, the index and the mirror.
+
+    `clock` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        mirror: Mirror,
+        *,
+        poll_s: float = 1.0,
+        lease_s: float = 10.0,
+        blocks_ttl_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.mirror = mirror
+        self.connected = False
+        self.num_rescans = 0
+        """Scans of one worker's set, those of the start included."""
+        self._index = index
+        self._poll_s = poll_s
+        self._lease_s = lease_s
+        self._blocks_ttl_s = blocks_ttl_s
+        self._clock = clock
+        self._cursor: Cursor = ORIGIN
+        self._boot = ""
+        self._behind_since: float | None = clock()
+        self._epochs: dict[str, int] = {}
+        self._absent_since: dict[str, float] = {}
+        self._grace_until = float("-inf")
+
+    @property
+    def lag_s(self) -> float:
+        """For how long the mirror has lacked something that the index has; 0: it lacks nothing that we know of."""
+        return 0.0 if self._behind_since is None else self._clock() - self._behind_since
+
+    async def run(self) -> None:
+        """Follows until cancelled. Redis being away is no error."""
+        num_failures = 0
+        while True:
+            try:
+                await self._poll()
+                num_failures = 0
+                await self._read_until(self._clock() + self._poll_s)
+            except StoreUnavailable as error:
+                num_failures += 1
+                if num_failures == 1:
+                    logger.warning("the index is away, its mirror goes stale: %s", error)
+                self._fall_behind()
+                self.connected = False
+                await asyncio.sleep(backoff_s(num_failures))
+
+    async def _poll(self) -> None:
+        seen = {worker_id: self.mirror.position(worker_id) for worker_id in self.mirror.workers()}
+        state = await self._index.state()
+        if state.boot != self._boot:
+            self._fall_behind()
+            # At the first start the scans below stand for the past. Later, the new stream's past is short.
+            self._cursor = ORIGIN if self._boot else state.tip
+            self._grace_until = self._clock() + self._lease_s if self._boot else self._grace_until
+            self._boot = state.boot
+        self._note_leases({worker_id: position.epoch for worker_id, position in state.owners.items()})
+        await self._read_up_to(state.tip)
+        for worker_id, position in state.owners.items():
+            if self._missed(seen.get(worker_id), self.mirror.position(worker_id), position):
+                await self._rescan(worker_id, position.epoch)
+        self._behind_since = None
+        self.connected = True
+        while self.mirror.sweep():  # noqa: ASYNC110 - others run between two slices of work
+            await asyncio.sleep(0)
+
+    def _note_leases(self, epochs: Mapping[str, int]) -> None:
+        now = self._clock()
+        # Right after Redis lost its state, a missing lease says nothing: the worker has not renewed it yet.
+        self._epochs = {**self._epochs, **epochs} if now < self._grace_until else dict(epochs)
+        self.mirror.set_leased(self._epochs)
+        absent = self.mirror.workers().keys() - self._epochs.keys()
+        self._absent_since = {worker_id: self._absent_since.get(worker_id, now) for worker_id in absent}
+        for worker_id, since in self._absent_since.items():
+            if now - since >= self._blocks_ttl_s:
+                self.mirror.forget(worker_id)
+
+    @staticmethod
+    def _missed(seen: Position | None, mirrored: Position | None, applied: Position) -> bool:
+        """Whether the mirror of a worker, read up to the tip, can no longer become right by itself."""
+        if mirrored is None or mirrored.epoch != applied.epoch or not applied.seq:
+            return False  # nothing published yet, or the epoch is over
+        # Ahead already before the index was asked: the worker counts from 1 again.
+        is_reset = seen is not None and seen.epoch == applied.epoch and seen.seq > applied.seq
+        return mirrored.seq < applied.seq or is_reset
+
+    async def _read_until(self, deadline: float) -> None:
+        while (wait_s := deadline - self._clock()) > 0:
+            await self._read(wait_s)
+
+    async def _read_up_to(self, tip: Cursor) -> None:
+        while self._cursor < tip:
+            if not await self._read(0):
+                self._cursor = tip  # the stream was cut
+
+    async def _read(self, wait_s: float) -> int:
+        entries = await self._index.read(self._cursor, wait_s)
+        gaps: dict[str, int] = {}
+        for cursor, event in entries:
+            if self.mirror.apply(event) is Applied.GAP:
+                gaps[event.worker_id] = event.epoch
+            self._cursor = cursor
+        if len(entries) == READ_EVENTS:
+            self._fall_behind()
+        for worker_id, epoch in gaps.items():
+            await self._rescan(worker_id, epoch)
+        if len(entries) < READ_EVENTS and self.connected:
+            self._behind_since = None
+        return len(entries)
+
+    async def _rescan(self, worker_id: str, epoch: int) -> None:
+        self._fall_behind()
+        self.num_rescans += 1
+        seq, keys = await self._index.snapshot(worker_id, epoch)
+        self.mirror.replace(worker_id, epoch, seq, keys)
+
+    def _fall_behind(self) -> None:
+        if self._behind_since is None:
+            self._behind_since = self._clock()

@@ -1,0 +1,46 @@
+"""Names in Redis. `{ns}` is literal: the hash tag that keeps one content id in one slot of a Redis cluster.
+
+kv:{ns}:boot               token, drawn by whoever first finds it missing: a new one means that the state was lost
+kv:{ns}:ev                 STREAM of block events, MAXLEN ~
+kv:{ns}:blk:<wid>:<epoch>  SET of block keys            one lifetime for these three, renewed with the lease,
+kv:{ns}:seq:<wid>:<epoch>  seq of the last event        so they are lost together or not at all
+kv:{ns}:snap:<wid>:<epoch> SET, parts of an unfinished snapshot
+kv:{ns}:lease:<wid>        HASH epoch, info, load       PX lease
+kv:{ns}:epoch:<wid>        the highest epoch ever given out (kept for a day)
+kv:{ns}:workers            SET of worker ids, so nobody scans the keyspace
+kv:{ns}:router:<id>        JSON                         PX lease
+kv:{ns}:routers            SET of router ids
+kv:{ns}:desired            HASH pool -> size
+"""
+
+from __future__ import annotations
+
+
+class Keys:
+    """The names under one content id."""
+
+    def __init__(self, namespace: str) -> None:
+        self._prefix = f"kv:{{{namespace}}}:"
+        self.boot = self._prefix + "boot"
+        self.events = self._prefix + "ev"
+        self.workers = self._prefix + "workers"
+        self.routers = self._prefix + "routers"
+        self.desired = self._prefix + "desired"
+
+    def lease(self, worker_id: str) -> str:
+        return f"{self._prefix}lease:{worker_id}"
+
+    def epoch(self, worker_id: str) -> str:
+        return f"{self._prefix}epoch:{worker_id}"
+
+    def router(self, router_id: str) -> str:
+        return f"{self._prefix}router:{router_id}"
+
+    def blocks(self, worker_id: str, epoch: int) -> str:
+        return f"{self._prefix}blk:{worker_id}:{epoch}"
+
+    def seq(self, worker_id: str, epoch: int) -> str:
+        return f"{self._prefix}seq:{worker_id}:{epoch}"
+
+    def parts(self, worker_id: str, epoch: int) -> str:
+        return f"{self._prefix}snap:{worker_id}:{epoch}"

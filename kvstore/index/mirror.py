@@ -1,0 +1,271 @@
+"""A router's own copy of the index.
+
+One dict maps a block key to an int with one bit for every worker that owns it, so a look-up is one AND a block. What
+concerns a whole worker costs O(1): its death masks a bit; a clear, a snapshot or a new epoch hands it a fresh bit and
+leaves the old one to `sweep`.
+
+    owners   {key: 0b0110, ...}      keys 1 and 2 of some worker
+    alive    0b0010                  bits that look-ups see
+    retired  0b1000                  bits of the past, not yet swept from `owners`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvstore.index.events import Op, Position
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from kvstore.index.events import BlockEvent
+
+
+class Applied(Enum):
+    DONE = auto()
+    STALE = auto()
+    """Seen before, or of an epoch that is over."""
+    GAP = auto()
+    """Something before it was missed; nothing changed. Only `replace` gets this worker going again."""
+
+
+@dataclass(slots=True)
+class _Owner:
+    worker_id: str
+    epoch: int
+    bit: int
+    seq: int = 0
+    parts: int = 0
+    """The bit under which an unfinished snapshot gathers; 0: none."""
+    num_keys: dict[int, int] = field(default_factory=dict)
+    """For `bit` and `parts`."""
+    leased: bool = True
+    suspect: bool = False
+
+
+class Mirror:
+    """Pure: no clock, no I/O. Not for use from several threads."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, _Owner] = {}
+        self._masks: dict[bytes, int] = {}
+        self._worker_of: dict[int, str] = {}
+        self._alive = 0
+        self._used = 0
+        self._retired = 0
+        self._sweeping = 0
+        self._unswept: Iterator[bytes] = iter(())
+
+    def lookup(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """For every live worker that owns the first of `keys`: how many of them, from the first on, without a hole."""
+        found: dict[str, int] = {}
+        held = self._alive
+        num_blocks = 0
+        for key in keys:
+            owners = self._masks.get(key, 0) & held
+            if owners != held:
+                if num_blocks:
+                    self._note(found, held & ~owners, num_blocks)
+                held = owners
+                if not held:
+                    return found
+            num_blocks += 1
+        if num_blocks:
+            self._note(found, held, num_blocks)
+        return found
+
+    def apply(self, event: BlockEvent) -> Applied:
+        """Idempotent. A newer epoch starts with nothing; an older one is fenced off."""
+        owner = self._owners.get(event.worker_id)
+        if owner is None or event.epoch > owner.epoch:
+            owner = self._adopt(event.worker_id, event.epoch)
+        if event.epoch < owner.epoch or event.seq <= owner.seq:
+            return Applied.STALE
+        if event.op is not Op.SNAPSHOT_BEGIN and event.seq != owner.seq + 1:
+            return Applied.GAP
+        if event.op is Op.SNAPSHOT_END and owner.num_keys.get(owner.parts) != event.num_keys:
+            return Applied.GAP
+        owner.seq = event.seq
+        self._change(owner, event)
+        return Applied.DONE
+
+    def replace(self, worker_id: str, epoch: int, seq: int, keys: Iterable[bytes]) -> None:
+        """The worker owns exactly `keys`, as of event `seq`. Of an epoch that is over: nothing happens."""
+        owner = self._owners.get(worker_id)
+        if owner is None or epoch > owner.epoch:
+            owner = self._adopt(worker_id, epoch)
+        if epoch == owner.epoch:
+            self._drop_parts(owner)
+            self._hand_over(owner, self._new_bit(owner))
+            self._add(owner, owner.bit, keys)
+            owner.seq = seq
+
+    def disown(self, worker_id: str, keys: Iterable[bytes]) -> None:
+        """The worker said that it does not hold `keys` after all."""
+        if owner := self._owners.get(worker_id):
+            self._remove(owner, keys)
+
+    def set_leased(self, epochs: Mapping[str, int]) -> None:
+        """These workers hold a lease, under these epochs; all others are dead: looked over, but not forgotten."""
+        for worker_id, epoch in epochs.items():
+            owner = self._owners.get(worker_id)
+            if owner is None or epoch > owner.epoch:
+                self._adopt(worker_id, epoch)
+        for worker_id, owner in self._owners.items():
+            owner.leased = epochs.get(worker_id) == owner.epoch
+            self._show(owner)
+
+    def set_suspect(self, worker_id: str, suspect: bool) -> None:
+        """The caller saw the worker fail (or answer again) before its lease told. A new epoch clears it."""
+        if owner := self._owners.get(worker_id):
+            owner.suspect = suspect
+            self._show(owner)
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone for good."""
+        if owner := self._owners.pop(worker_id, None):
+            self._drop_parts(owner)
+            self._retire(owner.bit)
+
+    def position(self, worker_id: str) -> Position | None:
+        owner = self._owners.get(worker_id)
+        return Position(owner.epoch, owner.seq) if owner else None
+
+    def workers(self) -> dict[str, int]:
+        """How many blocks each known worker owns, dead ones too."""
+        return {owner.worker_id: owner.num_keys[owner.bit] for owner in self._owners.values()}
+
+    def __len__(self) -> int:
+        """Keys held, those of retired bits among them."""
+        return len(self._masks)
+
+    def sweep(self, max_keys: int = 4096) -> bool:
+        """Clears retired bits from up to `max_keys` keys. True: there is more to do."""
+        if not self._sweeping:
+            if not self._retired:
+                return False
+            self._sweeping, self._retired = self._retired, 0
+            self._unswept = iter(list(self._masks))
+        keep = ~self._sweeping
+        num_seen = 0
+        for key in islice(self._unswept, max_keys):
+            num_seen += 1
+            mask = self._masks.get(key, 0)
+            if mask & self._sweeping:
+                self._set_mask(key, mask & keep)
+        if num_seen < max_keys:
+            self._used &= keep
+            self._sweeping = 0
+        return bool(self._sweeping or self._retired)
+
+    def check(self) -> None:
+        """Asserts that the bits fit together and that the counts are right. Walks everything."""
+        bits = [bit for owner in self._owners.values() for bit in owner.num_keys]
+        live = sum(bits)
+        assert len(set(bits)) == len(bits) == live.bit_count(), "two workers share a bit"
+        assert live | self._retired | self._sweeping == self._used, "a bit is lost"
+        assert not live & (self._retired | self._sweeping), "a bit is in use and retired"
+        counts = dict.fromkeys(bits, 0)
+        for mask in self._masks.values():
+            assert mask, "a key without an owner"
+            assert not mask & ~self._used, "a key with an owner that does not exist"
+            for bit in _bits(mask & live):
+                counts[bit] += 1
+        for owner in self._owners.values():
+            assert set(owner.num_keys) == {owner.bit, *([owner.parts] if owner.parts else [])}, "a bit without a role"
+            assert all(counts[bit] == count for bit, count in owner.num_keys.items()), f"{owner.worker_id}: miscounted"
+            assert bool(self._alive & owner.bit) == (owner.leased and not owner.suspect), "the alive mask is wrong"
+        assert self._worker_of == {owner.bit: owner.worker_id for owner in self._owners.values()}, "bits misnamed"
+        assert not self._alive & ~sum(self._worker_of), "a bit is alive without a worker"
+
+    def _note(self, found: dict[str, int], bits: int, num_blocks: int) -> None:
+        for bit in _bits(bits):
+            found[self._worker_of[bit]] = num_blocks
+
+    def _change(self, owner: _Owner, event: BlockEvent) -> None:
+        match event.op:
+            case Op.STORED:
+                self._add(owner, owner.bit, event.keys)
+            case Op.REMOVED:
+                self._remove(owner, event.keys)
+            case Op.CLEARED:
+                self._hand_over(owner, self._new_bit(owner))
+            case Op.SNAPSHOT_BEGIN:
+                self._drop_parts(owner)
+                owner.parts = self._new_bit(owner)
+            case Op.SNAPSHOT_PART:
+                if owner.parts:  # else we joined in the middle, and SNAPSHOT_END will be a gap
+                    self._add(owner, owner.parts, event.keys)
+            case Op.SNAPSHOT_END:
+                self._hand_over(owner, owner.parts)
+                owner.parts = 0
+
+    def _adopt(self, worker_id: str, epoch: int) -> _Owner:
+        self.forget(worker_id)
+        owner = _Owner(worker_id, epoch, bit=0)
+        owner.bit = self._new_bit(owner)
+        self._worker_of[owner.bit] = worker_id
+        self._owners[worker_id] = owner
+        self._show(owner)
+        return owner
+
+    def _new_bit(self, owner: _Owner) -> int:
+        bit = ~self._used & (self._used + 1)  # the lowest that is free
+        self._used |= bit
+        owner.num_keys[bit] = 0
+        return bit
+
+    def _hand_over(self, owner: _Owner, bit: int) -> None:
+        """`bit` is what the worker owns from now on."""
+        self._retire(owner.bit)
+        del owner.num_keys[owner.bit]
+        owner.bit = bit
+        self._worker_of[bit] = owner.worker_id
+        self._show(owner)
+
+    def _drop_parts(self, owner: _Owner) -> None:
+        if owner.parts:
+            self._retire(owner.parts)
+            del owner.num_keys[owner.parts]
+            owner.parts = 0
+
+    def _retire(self, bit: int) -> None:
+        self._alive &= ~bit
+        self._worker_of.pop(bit, None)
+        self._retired |= bit
+
+    def _show(self, owner: _Owner) -> None:
+        self._alive = self._alive | owner.bit if owner.leased and not owner.suspect else self._alive & ~owner.bit
+
+    def _add(self, owner: _Owner, bit: int, keys: Iterable[bytes]) -> None:
+        masks = self._masks
+        num_new = 0
+        for key in keys:
+            mask = masks.get(key, 0)
+            if not mask & bit:
+                masks[key] = mask | bit
+                num_new += 1
+        owner.num_keys[bit] += num_new
+
+    def _remove(self, owner: _Owner, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            mask = self._masks.get(key, 0)
+            if mask & owner.bit:
+                self._set_mask(key, mask & ~owner.bit)
+                owner.num_keys[owner.bit] -= 1
+
+    def _set_mask(self, key: bytes, mask: int) -> None:
+        if mask:
+            self._masks[key] = mask
+        else:
+            del self._masks[key]
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        bit = mask & -mask
+        yield bit
+        mask ^= bit

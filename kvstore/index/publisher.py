@@ -1,0 +1,166 @@
+"""Tells the index what a worker's prefix cache holds.
+
+engine step -> stored / removed / cleared -> pending (bounded) -> apply, one event at a time, numbered
+                                                  |
+   too many, RESYNC, or Redis away: forget them --+--> a snapshot, once it can be published
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvstore.index.backoff import backoff_s
+from kvstore.index.connection import StoreUnavailable
+from kvstore.index.events import BlockEvent, Op, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from kvstore.index.protocol import PrefixIndex
+
+logger = logging.getLogger(__name__)
+
+MAX_EVENT_KEYS = 1024
+"""Keys in one event; Redis applies one in well under a millisecond."""
+
+
+class IndexPublisher:
+    """Publishes for one epoch of one worker while `run` runs. The caller owns that task and the index.
+
+    `snapshot` returns the keys of all blocks that can be reused now. It must contain whatever was reported stored and
+    not removed since, may be ahead of the reports, and is called on the event loop, as `stored`, `removed` and
+    `cleared` are. Report blocks stored once they can be read, and removed before they are reused.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        worker_id: str,
+        epoch: int,
+        snapshot: Callable[[], Collection[bytes]],
+        *,
+        check_s: float = 3.0,
+        max_pending_keys: int = 65_536,
+    ) -> None:
+        self.num_snapshots = 0
+        """Published whole. The first one opens the sequence."""
+        self._index = index
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._snapshot = snapshot
+        self._check_s = check_s
+        self._max_pending_keys = max_pending_keys
+        self._seq = 0
+        self._pending: deque[tuple[Op, tuple[bytes, ...]]] = deque()
+        self._num_pending_keys = 0
+        self._needs_snapshot = True
+        self._work = asyncio.Event()
+        self._work.set()
+
+    def stored(self, keys: Iterable[bytes]) -> None:
+        self._report(Op.STORED, tuple(keys))
+
+    def removed(self, keys: Iterable[bytes]) -> None:
+        self._report(Op.REMOVED, tuple(keys))
+
+    def cleared(self) -> None:
+        self._report(Op.CLEARED, ())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the index has everything that was reported."""
+        return not self._work.is_set()
+
+    async def run(self) -> None:
+        """Publishes until cancelled. Redis being away is no error.
+
+        Raises:
+            Fenced: a newer epoch of this worker holds the lease, so nothing more may be published.
+        """
+        num_failures = 0
+        while True:
+            try:
+                is_current = await self._publish()
+                if is_current:
+                    num_failures = 0
+                    await self._wait_or_check()
+            except StoreUnavailable as error:
+                if num_failures == 0:
+                    logger.warning("the index is away, a snapshot will follow: %s", error)
+                is_current = False
+            if not is_current:
+                self._resync()
+                num_failures += 1
+                await asyncio.sleep(backoff_s(num_failures))
+
+    def _report(self, op: Op, keys: tuple[bytes, ...]) -> None:
+        if self._needs_snapshot or not (keys or op is Op.CLEARED):
+            return  # the snapshot to come will contain it
+        self._pending.append((op, keys))
+        self._num_pending_keys += len(keys) or 1
+        if self._num_pending_keys > self._max_pending_keys:
+            self._resync()
+        self._work.set()
+
+    def _resync(self) -> None:
+        self._pending.clear()
+        self._num_pending_keys = 0
+        self._needs_snapshot = True
+        self._work.set()
+
+    async def _publish(self) -> bool:
+        """Everything there is to say. False: the index wants a snapshot."""
+        while self._needs_snapshot or self._pending:
+            published = await (self._publish_snapshot() if self._needs_snapshot else self._publish_next())
+            if not published:
+                return False
+        self._work.clear()
+        return True
+
+    async def _wait_or_check(self) -> None:
+        """Until there is work. Now and then: does the index still hold what we said? It may have lost or expired it."""
+        try:
+            async with asyncio.timeout(self._check_s):
+                await self._work.wait()
+        except TimeoutError:
+            if await self._index.position(self._worker_id, self._epoch) != self._seq:
+                self._resync()
+
+    async def _publish_next(self) -> bool:
+        op, keys = self._pending.popleft()
+        self._num_pending_keys -= len(keys) or 1
+        merged = list(keys)
+        while self._pending and self._pending[0][0] is op and len(merged) < MAX_EVENT_KEYS:
+            _, keys = self._pending.popleft()
+            self._num_pending_keys -= len(keys) or 1
+            merged += keys
+        for chunk in _chunks(merged) or [()]:
+            if not await self._apply(op, chunk):
+                return False
+        return True
+
+    async def _publish_snapshot(self) -> bool:
+        self._needs_snapshot = False
+        keys = list(dict.fromkeys(self._snapshot()))  # what is reported from here on is published after it
+        if not await self._apply(Op.SNAPSHOT_BEGIN):
+            return False
+        for chunk in _chunks(keys):
+            if not await self._apply(Op.SNAPSHOT_PART, chunk):
+                return False
+        if not await self._apply(Op.SNAPSHOT_END, num_keys=len(keys)):
+            return False
+        self.num_snapshots += 1
+        return True
+
+    async def _apply(self, op: Op, keys: tuple[bytes, ...] = (), num_keys: int = 0) -> bool:
+        self._seq += 1
+        answer = await self._index.apply(BlockEvent(self._worker_id, self._epoch, self._seq, op, keys, num_keys))
+        self._seq = max(self._seq, answer.seq)
+        return answer.outcome is Outcome.APPLIED
+
+
+def _chunks(keys: list[bytes]) -> list[tuple[bytes, ...]]:
+    return [tuple(keys[at : at + MAX_EVENT_KEYS]) for at in range(0, len(keys), MAX_EVENT_KEYS)]

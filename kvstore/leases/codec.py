@@ -1,0 +1,33 @@
+"""Workers and routers as JSON. Unknown fields are skipped: a newer release may run beside this one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from baton.cluster import BlockCounts, Role, RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def encode(value: WorkerInfo | WorkerLoad | RouterInfo) -> str:
+    return json.dumps(dataclasses.asdict(value), separators=(",", ":"))
+
+
+def decode_worker(info: bytes, load: bytes) -> Worker:
+    info_fields = _fields(WorkerInfo, json.loads(info))
+    load_fields = _fields(WorkerLoad, json.loads(load))
+    info_fields["role"] = Role(info_fields["role"])
+    load_fields["state"] = WorkerState(load_fields["state"])
+    load_fields["blocks"] = BlockCounts(**_fields(BlockCounts, load_fields["blocks"]))
+    return Worker(WorkerInfo(**info_fields), WorkerLoad(**load_fields))
+
+
+def decode_router(info: bytes) -> RouterInfo:
+    return RouterInfo(**_fields(RouterInfo, json.loads(info)))
+
+
+def _fields(cls: type[DataclassInstance], values: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values}

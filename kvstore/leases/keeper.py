@@ -1,0 +1,93 @@
+"""Holds one worker's lease for as long as the process lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from baton.errors import Fenced
+from kvstore.index.backoff import backoff_s
+from kvstore.index.connection import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.cluster import WorkerInfo, WorkerLoad
+    from kvstore.leases.protocol import LeaseStore
+
+logger = logging.getLogger(__name__)
+
+
+class LeaseKeeper:
+    """acquire once, then `run` in a task of the caller's, then `close`. The caller owns `leases`.
+
+    A renewal with the same epoch also restores the lease after Redis lost its state, so nobody else need notice.
+    """
+
+    def __init__(self, leases: LeaseStore, worker_id: str, *, renew_s: float = 3.0) -> None:
+        self.epoch = 0
+        """0 until acquired."""
+        self.fenced = asyncio.Event()
+        """Set once a newer incarnation holds the lease. It never clears."""
+        self.connected = False
+        self._leases = leases
+        self._worker_id = worker_id
+        self._renew_s = renew_s
+        self._due = asyncio.Event()
+
+    async def acquire(self) -> int:
+        """The epoch of this incarnation. Waits for the store as long as it takes."""
+        num_failures = 0
+        while not self.epoch:
+            try:
+                self.epoch = await self._leases.acquire(self._worker_id)
+            except StoreUnavailable as error:
+                num_failures += 1
+                await self._back_off(num_failures, error)
+        self.connected = True
+        return self.epoch
+
+    async def run(self, describe: Callable[[], tuple[WorkerInfo, WorkerLoad]]) -> None:
+        """Renews with what `describe` returns, every `renew_s` and after `renew_soon`, until cancelled.
+
+        Raises:
+            Fenced: a newer incarnation holds the lease; this one must stop.
+        """
+        num_failures = 0
+        while True:
+            self._due.clear()
+            try:
+                await self._leases.renew(*describe())
+                num_failures = 0
+                self.connected = True
+            except StoreUnavailable as error:
+                num_failures += 1
+                await self._back_off(num_failures, error)
+                continue
+            except Fenced:
+                self.fenced.set()
+                raise
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._renew_s):
+                    await self._due.wait()
+
+    def renew_soon(self) -> None:
+        """Something others should know at once: the worker is ready, or draining."""
+        self._due.set()
+
+    async def close(self) -> None:
+        """Releases the lease; call it after `run` has ended. If the store is away, the lease expires by itself."""
+        if not self.epoch or self.fenced.is_set():
+            return
+        try:
+            await self._leases.release(self._worker_id, self.epoch)
+        except StoreUnavailable as error:
+            logger.warning("%s: the lease could not be released and will expire: %s", self._worker_id, error)
+
+    async def _back_off(self, num_failures: int, error: StoreUnavailable) -> None:
+        self.connected = False
+        if num_failures == 1:
+            logger.warning("%s: the lease store is away, trying again: %s", self._worker_id, error)
+        await asyncio.sleep(backoff_s(num_failures))

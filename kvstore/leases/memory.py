@@ -1,0 +1,69 @@
+"""The registry in memory, beside the index in memory: give both the same `MemoryStore`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.cluster import Worker
+from baton.errors import Fenced
+from kvstore.index.memory import Lease, MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from baton.cluster import RouterInfo, WorkerInfo, WorkerLoad
+
+
+class MemoryLeases:
+    """A `LeaseStore`."""
+
+    def __init__(self, store: MemoryStore, *, lease_s: float = 10.0, blocks_ttl_s: float = 60.0) -> None:
+        self._store = store
+        self._lease_s = lease_s
+        self._blocks_ttl_s = blocks_ttl_s
+
+    async def acquire(self, worker_id: str) -> int:
+        store = self._store
+        epoch = max(int(store.clock() * 1000), store.epochs.get(worker_id, 0) + 1)
+        store.epochs[worker_id] = epoch
+        store.leases[worker_id] = Lease(epoch, store.clock() + self._lease_s)
+        return epoch
+
+    async def renew(self, info: WorkerInfo, load: WorkerLoad) -> None:
+        store = self._store
+        highest = store.epochs.get(info.id, 0)
+        if highest > info.epoch:
+            raise Fenced(f"{info.id}: epoch {highest} holds the lease, this is epoch {info.epoch}")
+        store.epochs[info.id] = info.epoch
+        store.leases[info.id] = Lease(info.epoch, store.clock() + self._lease_s, Worker(info, load))
+        if blocks := store.owned(info.id, info.epoch):
+            blocks.expires_at = store.clock() + self._blocks_ttl_s
+
+    async def release(self, worker_id: str, epoch: int) -> None:
+        self._store.blocks.pop((worker_id, epoch), None)
+        lease = self._store.lease(worker_id)
+        if lease and lease.epoch == epoch:
+            del self._store.leases[worker_id]
+
+    async def list_workers(self) -> list[Worker]:
+        leases = [self._store.lease(worker_id) for worker_id in sorted(self._store.leases)]
+        return [lease.worker for lease in leases if lease and lease.worker]
+
+    async def announce_router(self, info: RouterInfo) -> None:
+        self._store.routers[info.id] = (self._store.clock() + self._lease_s, info)
+
+    async def list_routers(self) -> list[RouterInfo]:
+        now = self._store.clock()
+        return [info for _, (expires_at, info) in sorted(self._store.routers.items()) if expires_at > now]
+
+    async def set_desired(self, sizes: Mapping[str, int]) -> None:
+        self._store.desired.update(sizes)
+
+    async def get_desired(self) -> dict[str, int]:
+        return dict(self._store.desired)
+
+    async def boot(self) -> str:
+        return self._store.boot
+
+    async def close(self) -> None:
+        """Nothing to close."""

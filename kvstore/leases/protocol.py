@@ -1,0 +1,54 @@
+"""The registry: who is alive, as what, and how many there should be.
+
+A lease belongs to one incarnation of a worker id, named by its epoch. The highest epoch ever given out wins: it fences
+older ones off, and it may come back after its lease expired or the store lost its state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from baton.cluster import RouterInfo, Worker, WorkerInfo, WorkerLoad
+
+
+class LeaseStore(Protocol):
+    """Every method raises `StoreUnavailable` when the store cannot be reached; what it did until then is unknown."""
+
+    async def acquire(self, worker_id: str) -> int:
+        """The epoch of a new incarnation: max(now in ms, last + 1). Fences every earlier one off.
+
+        The worker is listed once it has renewed.
+        """
+
+    async def renew(self, info: WorkerInfo, load: WorkerLoad) -> None:
+        """Keeps the lease of `info.epoch`, and the worker's blocks in the index, alive; publishes both arguments.
+
+        Raises:
+            Fenced: a newer epoch was given out.
+        """
+
+    async def release(self, worker_id: str, epoch: int) -> None:
+        """Ends the lease and forgets the blocks of this epoch. A newer incarnation is left alone."""
+
+    async def list_workers(self) -> list[Worker]:
+        """The live workers, by id."""
+
+    async def announce_router(self, info: RouterInfo) -> None:
+        """Lists the router for the length of a lease."""
+
+    async def list_routers(self) -> list[RouterInfo]:
+        """The live routers, by id."""
+
+    async def set_desired(self, sizes: Mapping[str, int]) -> None:
+        """A copy of the desired pool sizes. Their owner writes it again when `boot` has changed."""
+
+    async def get_desired(self) -> dict[str, int]:
+        """Empty when nobody has written any."""
+
+    async def boot(self) -> str:
+        """A token that is drawn anew whenever the store starts without its state."""
+
+    async def close(self) -> None: ...

@@ -1,0 +1,16 @@
+-- Renews a lease and what hangs on it. Returns 0, or the newer epoch that fences the caller off.
+--
+-- KEYS  1 highest epoch  2 lease  3 worker ids  4 seq  5 blocks  6 snapshot parts
+-- ARGV  1 worker id  2 epoch  3 info  4 load  5 lease, ms  6 life of 4-6, ms  7 life of the highest epoch, ms
+--
+-- Race: a paused worker renews after its successor acquired. Compared apart from the write, it would take the lease
+-- back. The highest epoch wins, also over a lease that has expired: so after a loss of all state any live worker gets
+-- its own epoch back, and a zombie that came first is fenced by its successor's next renewal.
+local highest = tonumber(redis.call('GET', KEYS[1]) or '0')
+if highest > tonumber(ARGV[2]) then return string.format('%.0f', highest) end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[7])
+redis.call('HSET', KEYS[2], 'epoch', ARGV[2], 'info', ARGV[3], 'load', ARGV[4])
+redis.call('PEXPIRE', KEYS[2], ARGV[5])
+redis.call('SADD', KEYS[3], ARGV[1])
+for index = 4, 6 do redis.call('PEXPIRE', KEYS[index], ARGV[6]) end
+return '0'

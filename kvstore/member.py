@@ -1,0 +1,158 @@
+"""A worker as a member of the cluster: an engine whose lease and cached blocks others can see.
+
+Both roles are members; they differ in the gRPC service they add.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import socket
+from collections.abc import AsyncGenerator, Callable
+
+from baton.cluster import Role, WorkerInfo, WorkerLoad, WorkerState
+from baton.config import Config
+from baton.engine.block_pool import Removed, Stored
+from baton.engine.engine import Engine
+from baton.engine.kv_cache import KVSpec
+from baton.engine.loop import EngineLoop
+from baton.engine.runner import Runner
+from baton.engine.scheduler import SchedulerLimits
+from baton.rpc import RpcServer
+from kvstore.index import Connection, IndexPublisher, RedisIndex
+from kvstore.leases import LeaseKeeper, RedisLeases
+
+logger = logging.getLogger(__name__)
+WIRE_VERSION = 1
+"""Of the hand-over: workers of different versions do not pair."""
+
+
+class Member:
+    """One worker process's engine, gRPC server, lease and index publisher."""
+
+    def __init__(self, role: Role, worker_id: str, host: str, config: Config, runner: Runner) -> None:
+        self.role = role
+        self.worker_id = worker_id
+        self.host = host
+        self.config = config
+        self.runner = runner
+        self.incarnation = os.urandom(8).hex()
+        """One per process start; names this process in hand-overs."""
+        self.wire_compat = wire_compat(config.model.revision, runner.cache.spec)
+        limits = SchedulerLimits(
+            block_size=runner.cache.spec.block_size,
+            max_num_seqs=config.engine.max_num_seqs,
+            max_num_batched_tokens=config.engine.max_num_batched_tokens,
+            output_reservation=config.engine.output_reservation,
+            num_state_slots=config.engine.max_num_seqs if runner.cache.states else 0,
+        )
+        self.engine = Engine(runner, limits)
+        self.loop = EngineLoop(self.engine, config.engine.max_waiting, self._on_block_events, self._on_idle)
+        self._keeper: LeaseKeeper | None = None
+        self._publisher: IndexPublisher | None = None
+        self._state = WorkerState.STARTING
+        self._info: WorkerInfo | None = None
+
+    @property
+    def info(self) -> WorkerInfo:
+        assert self._info is not None, "the member has not joined yet"
+        return self._info
+
+    @contextlib.asynccontextmanager
+    async def joined(self, rpc: RpcServer, port: int) -> AsyncGenerator[asyncio.Task[None]]:
+        """The engine runs and the worker takes traffic while the block is entered.
+
+        Yields:
+            A task that ends, with the error, when the worker can no longer be part of the cluster: it was fenced by a
+            newer incarnation, or a part of it failed.
+        """
+        index_config = self.config.index
+        index = RedisIndex(
+            Connection(index_config.redis_url),
+            self.config.model.revision,
+            blocks_ttl_s=index_config.blocks_ttl_s,
+            stream_max_events=index_config.stream_max_events,
+        )
+        leases = RedisLeases(
+            Connection(index_config.redis_url),
+            self.config.model.revision,
+            lease_s=index_config.lease_s,
+            blocks_ttl_s=index_config.blocks_ttl_s,
+        )
+        keeper = self._keeper = LeaseKeeper(leases, self.worker_id, renew_s=index_config.renew_s)
+        try:
+            epoch = await keeper.acquire()
+            spec = self.runner.cache.spec
+            self._info = WorkerInfo(
+                id=self.worker_id,
+                role=self.role,
+                address=f"{self.host}:{port}",
+                pid=os.getpid(),
+                node=socket.gethostname(),
+                epoch=epoch,
+                content_id=self.config.model.revision,
+                wire_compat=self.wire_compat,
+                block_size=spec.block_size,
+                max_model_len=self.runner.max_model_len,
+            )
+            if spec.supports_prefix_reuse:
+                self._publisher = IndexPublisher(index, self.worker_id, epoch, self.engine.pool.keys)
+            await rpc.start()
+            await rpc.set_serving(True)
+            self._state = WorkerState.READY
+            running = asyncio.create_task(self._run(keeper), name="member")
+            try:
+                yield running
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+                await keeper.close()
+        finally:
+            await index.close()
+            await leases.close()
+
+    async def _run(self, keeper: LeaseKeeper) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.loop.run(), name="engine")
+            tasks.create_task(keeper.run(lambda: (self.info, self._load())), name="lease")
+            if self._publisher is not None:
+                tasks.create_task(self._publisher.run(), name="index")
+
+    def _load(self) -> WorkerLoad:
+        load = self.engine.load()
+        return WorkerLoad(
+            state=self._state,
+            running=load.running,
+            waiting=load.waiting,
+            queued_tokens=load.queued_tokens,
+            blocks=load.blocks,
+            self_check=self.loop.self_check,
+        )
+
+    def _on_idle(self) -> None:
+        """The last sequence is gone: others should see it at once, not at the next renewal."""
+        if self._keeper is not None:
+            self._keeper.renew_soon()
+
+    def _on_block_events(self, events: list[Stored | Removed]) -> None:
+        if self._publisher is None:
+            return
+        for event in events:
+            report: Callable[[list[bytes]], None] = (
+                self._publisher.stored if isinstance(event, Stored) else self._publisher.removed
+            )
+            report([event.key])
+
+
+def wire_compat(model_revision: str, spec: KVSpec) -> str:
+    """Identity of what two workers must share to pair: the model and the shape of its KV.
+
+    Block size, dtype and tensor parallelism are not part of it: the transfer plan deals with those.
+    """
+    groups = "|".join(f"{g.name}:{len(g.layers)}:{g.num_kv_heads}:{g.k_dim}:{g.v_dim}" for g in spec.groups)
+    states = "|".join(f"{s.name}:{s.shape}:{s.dtype}" for s in spec.states)
+    text = f"{WIRE_VERSION}\0{model_revision}\0{groups}\0{states}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

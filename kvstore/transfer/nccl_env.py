@@ -1,0 +1,15 @@
+"""What must be in a worker's environment before torch is imported, so that a broken pair never ends the process."""
+
+from __future__ import annotations
+
+
+def nccl_environment() -> dict[str, str]:
+    """Environment of a CUDA worker, set by whoever starts it.
+
+    By default torch tears the process down when a communicator fails or stalls; here a pair's failure ends that pair.
+    """
+    return {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    }

@@ -1,0 +1,38 @@
+"""Runs a prefill worker inside an asyncio process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from baton.cluster import Role
+from baton.config import Config
+from baton.engine.runner import Runner
+from baton.rpc import RpcServer
+from baton.v1 import worker_pb2_grpc
+from kvstore.member import Member
+from kvstore.transfer.sender import KvSender
+from prefill_worker.service import PrefillServicer
+
+
+@contextlib.asynccontextmanager
+async def running(
+    config: Config, worker_id: str, host: str, runner: Runner
+) -> AsyncGenerator[tuple[Member, asyncio.Task[None]]]:
+    """A prefill worker that takes traffic while the block is entered. Yields as `Member.joined` does."""
+    member = Member(Role.PREFILL, worker_id, host, config, runner)
+    sender = KvSender(
+        worker_id, member.incarnation, runner.cache, member.wire_compat, config.transfer, host, config.faults
+    )
+    rpc = RpcServer(["baton.v1.PrefillWorker"])
+    worker_pb2_grpc.add_PrefillWorkerServicer_to_server(PrefillServicer(worker_id, member.loop, sender), rpc.server)
+    port = rpc.bind(host, 0)
+    try:
+        async with member.joined(rpc, port) as ended:
+            try:
+                yield member, ended
+            finally:
+                await rpc.stop(grace_s=0)
+    finally:
+        await sender.close()

@@ -1,0 +1,71 @@
+"""Bad requests end here, with a sentence that says what to change. No worker ever sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from baton.errors import InvalidRequest, ModelNotFound
+from baton.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What validation needs to know of the served model."""
+
+    id: str
+    vocab_size: int
+    max_model_len: int
+    default_sampling: SamplingParams
+    default_max_tokens: int = 0
+    """Answer length when a client gives none; 0: up to the context window."""
+
+
+def check_model(name: str, model: ModelFacts) -> None:
+    if name not in ("", model.id):
+        raise ModelNotFound(f"the model {name!r} is not served here; use {model.id!r}", "model")
+
+
+def check_prompt(token_ids: Sequence[int], model: ModelFacts) -> None:
+    """Raises InvalidRequest unless these are 1 to max_model_len - 1 ids of the model's vocabulary."""
+    if not token_ids:
+        raise InvalidRequest("the prompt is empty; send at least one token", "input")
+    if len(token_ids) >= model.max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {len(token_ids)} tokens, but {model.id} takes at most {model.max_model_len - 1} "
+            "(its context window less one token of answer); shorten the prompt",
+            "input",
+        )
+    if max(token_ids) >= model.vocab_size or min(token_ids) < 0:
+        bad = next(t for t in token_ids if not 0 <= t < model.vocab_size)
+        raise InvalidRequest(
+            f"token id {bad} is outside the vocabulary of {model.id}; ids go from 0 to {model.vocab_size - 1}",
+            "token_ids",
+        )
+
+
+def sampling_params(asked: Mapping[str, Any], num_prompt_tokens: int, model: ModelFacts) -> SamplingParams:
+    """The request's sampling, with the model's defaults where the client set nothing; `max_tokens` is always set.
+
+    Raises:
+        InvalidRequest: a value is out of range, or prompt and answer together exceed the context window.
+    """
+    params = replace(model.default_sampling, **asked)
+    for token_id in params.stop_token_ids:
+        if not 0 <= token_id < model.vocab_size:
+            raise InvalidRequest(
+                f"sampling.stop_token_ids holds {token_id}, outside the vocabulary of {model.id}; "
+                f"ids go from 0 to {model.vocab_size - 1}",
+                "stop_token_ids",
+            )
+    room = model.max_model_len - num_prompt_tokens
+    if params.max_tokens is None:
+        return replace(params, max_tokens=min(room, model.default_max_tokens or room))
+    if params.max_tokens > room:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt_tokens} tokens and sampling.max_tokens asks for {params.max_tokens} more, but "
+            f"the context window of {model.id} is {model.max_model_len}; lower max_tokens to at most {room}",
+            "max_tokens",
+        )
+    return params

@@ -1,0 +1,83 @@
+"""Keeps the router's picture of the cluster current, and the router in the cluster's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from baton.cluster import ClusterStatus, PoolStatus, Role, RouterInfo, ServedModel, WorkerState
+from kvstore.index import MirrorFollower, StoreUnavailable
+from kvstore.leases import LeaseStore
+from router.pools import PoolView
+
+logger = logging.getLogger(__name__)
+
+
+class Registry:
+    """Reads leases into `pools` while `run` runs, and announces this router.
+
+    Args:
+        me: this router, with addresses; its mirror lag is filled in.
+        redis_address: for people to read.
+    """
+
+    def __init__(
+        self,
+        leases: LeaseStore,
+        pools: PoolView,
+        follower: MirrorFollower,
+        me: RouterInfo,
+        models: tuple[ServedModel, ...],
+        redis_address: str,
+        poll_s: float,
+    ) -> None:
+        self._leases = leases
+        self._pools = pools
+        self._follower = follower
+        self._me = me
+        self._models = models
+        self._redis_address = redis_address
+        self._poll_s = poll_s
+        self._routers: tuple[RouterInfo, ...] = ()
+        self._desired: dict[str, int] = {}
+        self._redis_ok = False
+
+    async def run(self) -> None:
+        """Polls until cancelled. While Redis is away, the last picture stays."""
+        while True:
+            try:
+                await self._leases.announce_router(self._myself())
+                self._routers = tuple(await self._leases.list_routers())
+                self._desired = await self._leases.get_desired()
+                workers = await self._leases.list_workers()
+            except StoreUnavailable as error:
+                if self._redis_ok:
+                    logger.warning("Redis is away; serving from what is known: %s", error)
+                self._redis_ok = False
+            else:
+                self._redis_ok = True
+                await self._pools.update(workers)
+            await asyncio.sleep(self._poll_s)
+
+    def status(self) -> ClusterStatus:
+        workers = self._pools.workers
+        ready = {role: sum(w.info.role is role and w.load.state is WorkerState.READY for w in workers) for role in Role}
+        return ClusterStatus(
+            pools={role.value: PoolStatus(self._desired.get(role.value, ready[role]), ready[role]) for role in Role},
+            workers=workers,
+            routers=self._routers or (self._myself(),),
+            redis_address=self._redis_address,
+            redis_ok=self._redis_ok,
+            models=self._models,
+        )
+
+    def why_not_ready(self) -> str:
+        """The reason why requests cannot be served now; empty when they can."""
+        if not self._pools.is_ready(Role.DECODE):
+            return "no decode worker is ready"
+        return ""
+
+    def _myself(self) -> RouterInfo:
+        me = self._me
+        return RouterInfo(me.id, os.getpid(), me.grpc, me.http, round(self._follower.lag_s, 6))

@@ -1,0 +1,150 @@
+"""Puts the router's parts together and runs them until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import uvicorn
+
+from baton.api import ModelCard
+from baton.cluster import RouterInfo, ServedModel
+from baton.config import Config
+from baton.errors import ConfigError
+from baton.rpc import RpcServer
+from baton.telemetry import tracing
+from baton.telemetry.instruments import Instruments
+from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
+from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex
+from kvstore.leases import RedisLeases
+from router import service as router_service
+from router.admission import Limiter, ModelFacts
+from router.dispatch import Dispatcher
+from router.http import create_app
+from router.pools import PoolView
+from router.registry import Registry
+from router.rpc import SERVICE_NAMES, AdminServicer, InferenceServicer
+from router.text import Tokenizer
+from router.worker_calls import WorkerCalls
+
+logger = logging.getLogger(__name__)
+STOP_GRACE_S = 5.0
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the process has one owner of signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+async def serve(config: Config, stop: asyncio.Event) -> None:
+    """Runs a router until `stop` is set, then gives running requests a few seconds.
+
+    Raises:
+        ConfigError: a port is taken, or no Redis is configured.
+        ModelLoadError: the model's folder has no tokenizer.
+    """
+    if not config.index.redis_url:
+        raise ConfigError("the router needs index.redis_url (BATON_INDEX_REDIS_URL)")
+    tracer = tracing.configure("baton-router", config.router.id, config.telemetry)
+    tokenizer = Tokenizer.load(Path(config.model.path))
+    name = config.model.served_name or Path(config.model.path).name
+    max_model_len = min(tokenizer.max_model_len, config.engine.max_model_len or tokenizer.max_model_len)
+
+    mirror = Mirror()
+    pools = PoolView(mirror.lookup, time.monotonic)
+    index = RedisIndex(Connection(config.index.redis_url), config.model.revision)
+    leases = RedisLeases(Connection(config.index.redis_url), config.model.revision, lease_s=config.index.lease_s)
+    follower = MirrorFollower(
+        index,
+        mirror,
+        poll_s=config.index.poll_s,
+        lease_s=config.index.lease_s,
+        blocks_ttl_s=config.index.blocks_ttl_s,
+    )
+    calls = WorkerCalls()
+
+    rpc = RpcServer(SERVICE_NAMES)
+    grpc_port = rpc.bind(config.cluster.host, config.cluster.grpc_port)
+    http = _HttpServer(
+        uvicorn.Config(
+            app=None,  # type: ignore[arg-type]  # set below: the app needs what comes in between
+            host=config.cluster.host,
+            port=config.cluster.http_port,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=int(STOP_GRACE_S),
+        )
+    )
+    me = RouterInfo(
+        config.router.id,
+        os.getpid(),
+        f"{config.cluster.host}:{grpc_port}",
+        f"{config.cluster.host}:{config.cluster.http_port}",
+        0.0,
+    )
+    models = (ServedModel(name, config.model.path),)
+    registry = Registry(leases, pools, follower, me, models, config.index.redis_url, config.index.poll_s)
+    instruments = Instruments(config.router.id, registry.status)
+    facts = ModelFacts(
+        name, tokenizer.vocab_size, max_model_len, tokenizer.default_sampling, config.router.default_max_tokens
+    )
+    service = router_service.RouterService(
+        router_service.ServedModel(
+            ModelCard(name, config.model.path, max_model_len, int(time.time())), tokenizer, config.model.revision
+        ),
+        facts,
+        Dispatcher(pools, calls, config.router, instruments),
+        Limiter(config.router.max_in_flight),
+        instruments,
+        config.router.cache_secret.encode(),
+    )
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service), rpc.server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(registry.status), rpc.server)
+    http.config.app = create_app(service, registry.why_not_ready, instruments.exposition)
+
+    try:
+        await rpc.start()
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(follower.run(), name="mirror"),
+                tasks.create_task(registry.run(), name="registry"),
+                tasks.create_task(_report_health(rpc, registry, config.index.poll_s), name="health"),
+            ]
+            serving = tasks.create_task(_serve_http(http, config), name="http")
+            await stop.wait()
+            logger.info("router %s stops", config.router.id)
+            await rpc.stop(STOP_GRACE_S)
+            http.should_exit = True
+            await serving
+            for task in background:
+                task.cancel()
+    finally:
+        await calls.close()
+        await index.close()
+        await leases.close()
+        instruments.shutdown()
+        if tracer is not None:
+            tracer.shutdown()
+
+
+async def _serve_http(http: _HttpServer, config: Config) -> None:
+    try:
+        await http.serve()
+    except SystemExit as error:  # uvicorn's way of saying that it could not bind
+        raise ConfigError(
+            f"cannot listen on {config.cluster.host}:{config.cluster.http_port}; is another program using the port?"
+        ) from error
+
+
+async def _report_health(rpc: RpcServer, registry: Registry, poll_s: float) -> None:
+    while True:
+        await rpc.set_serving(not registry.why_not_ready())
+        await asyncio.sleep(min(poll_s, 0.2))

@@ -1,0 +1,298 @@
+"""The life of a request, told once and in order. The code below reads in the same order.
+
+1. Admit. Validate what can be validated before tokenizing; take a slot, or refuse at once with Retry-After.
+2. Write the prompt. Chat template and tokenizer; check length and vocabulary. From here on only token ids.
+3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`baton.blocks`).
+4. Place, reserve, prefill, hand over, decode: `router.dispatch`, once for every choice, again when a worker fails.
+5. Write the text. Incremental detokenization and stop strings (`router.text`).
+6. Settle. Usage, timing, metrics and the request's span, exactly once, however the request ended.
+
+Leaving the stream early, at any step, cancels the request everywhere: each step frees what it holds as it unwinds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, StatusCode
+
+from baton.api import Chat, GenerateChunk, GenerateRequest, ModelCard, Prompt, Text, Timing, TokenIds, Usage
+from baton.blocks import cache_seed
+from baton.errors import BatonError, Overloaded
+from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
+from baton.telemetry import tracing
+from baton.telemetry.instruments import Instruments
+from router.admission import Limiter, ModelFacts, check_model, check_prompt, sampling_params
+from router.dispatch import ChoiceRecord, Dispatcher
+from router.text import AnswerWriter, Tokenizer
+
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    card: ModelCard
+    tokenizer: Tokenizer
+    content_id: str
+
+
+class RouterService:
+    """Text in, text out, over the worker pools. gRPC and HTTP are thin doors to it."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        facts: ModelFacts,
+        dispatcher: Dispatcher,
+        limiter: Limiter,
+        instruments: Instruments,
+        cache_secret: bytes,
+    ) -> None:
+        self.model = model
+        self.facts = facts
+        self._dispatcher = dispatcher
+        self._limiter = limiter
+        self._instruments = instruments
+        self._cache_seed = cache_seed(model.content_id, cache_secret, DEFAULT_TENANT)
+
+    async def generate(self, request: GenerateRequest, trace: Context | None = None) -> AsyncGenerator[GenerateChunk]:
+        """Serves a request.
+
+        Raises:
+            InvalidRequest, Unsupported: before anything was placed; the client can mend it.
+            Overloaded, NoWorker, WorkerFailed, TransferError: it could not be served.
+        """
+        settle = _Settlement(self._instruments, request, self.facts.id, trace)
+        with settle:
+            request_id = request.request_id or f"req-{uuid.uuid4().hex}"
+            check_model(request.model, self.facts)
+            prompt_ids = self.tokenize(request.prompt)
+            params = sampling_params(request.sampling, len(prompt_ids), self.facts)
+            spec = self._sequence_spec(request_id, prompt_ids, params)
+            records = [ChoiceRecord(settle.arrived_s) for _ in range(params.n)]
+            settle.begin(request_id, params, len(prompt_ids), records)
+            with self._limiter.slot(request_id, params.n):
+                choices = [
+                    self._choice(replace(spec, choice_index=i), params, records[i], settle) for i in range(params.n)
+                ]
+                async with contextlib.aclosing(merged(choices)) as chunks:
+                    async for chunk in chunks:
+                        yield replace(chunk, text="") if request.skip_text else chunk
+            self._limiter.record(time.monotonic() - settle.arrived_s)
+
+    def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt's token ids.
+
+        Raises:
+            InvalidRequest: it is empty, too long, not renderable, or has ids outside the vocabulary.
+        """
+        match prompt:
+            case Text(text):
+                token_ids = tuple(self.model.tokenizer.encode(text))
+            case Chat(messages):
+                token_ids = tuple(
+                    self.model.tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in messages])
+                )
+            case TokenIds(ids):
+                token_ids = ids
+        check_prompt(token_ids, self.facts)
+        return token_ids
+
+    def _sequence_spec(self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams) -> SequenceSpec:
+        assert params.max_tokens is not None
+        return SequenceSpec(
+            request_id=request_id,
+            choice_index=0,
+            token_ids=prompt_ids,
+            num_prompt_tokens=len(prompt_ids),
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_k=max(0, params.top_k),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            # Without a seed one is drawn here, so that a choice placed again still draws the same tokens.
+            seed=(secrets.randbits(63) if params.seed is None else params.seed) % 2**64,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+            cache_seed=self._cache_seed,
+        )
+
+    async def _choice(
+        self, spec: SequenceSpec, params: SamplingParams, record: ChoiceRecord, settle: _Settlement
+    ) -> AsyncGenerator[GenerateChunk]:
+        writer = AnswerWriter(self.model.tokenizer, spec.token_ids, params.stop)
+        async with contextlib.aclosing(self._dispatcher.run(spec, record, settle.trace)) as messages:
+            async for message in messages:
+                piece = writer.push(message.token_ids, message.finish_reason)
+                is_last = settle.book_tokens(spec.choice_index, len(piece.token_ids), piece.finish_reason is not None)
+                yield GenerateChunk(
+                    spec.request_id,
+                    spec.choice_index,
+                    piece.text,
+                    piece.token_ids,
+                    piece.finish_reason,
+                    settle.usage() if is_last else None,
+                    settle.timing() if is_last else None,
+                )
+                if piece.finish_reason is not None:
+                    return
+
+
+async def merged(choices: list[AsyncGenerator[GenerateChunk]]) -> AsyncGenerator[GenerateChunk]:
+    """The chunks of all choices as they come. The first failure ends all of them."""
+    if len(choices) == 1:
+        async with contextlib.aclosing(choices[0]) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        return
+    queue: asyncio.Queue[GenerateChunk | BaseException | None] = asyncio.Queue(maxsize=len(choices))
+
+    async def pump(choice: AsyncGenerator[GenerateChunk]) -> None:
+        try:
+            async with contextlib.aclosing(choice) as chunks:
+                async for chunk in chunks:
+                    await queue.put(chunk)
+            await queue.put(None)
+        except BatonError as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+    try:
+        num_running = len(tasks)
+        while num_running:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Settlement:
+    """A request's books: timestamps while it runs, one entry in metrics and trace when it ends."""
+
+    def __init__(
+        self, instruments: Instruments, request: GenerateRequest, model_id: str, trace: Context | None
+    ) -> None:
+        self.arrived_s = time.monotonic()
+        self._instruments = instruments
+        self._operation = "chat" if isinstance(request.prompt, Chat) else "text_completion"
+        self._labels = {
+            "gen_ai.operation.name": self._operation,
+            "gen_ai.provider.name": "baton",
+            "gen_ai.request.model": model_id,
+        }
+        self._span: Span = tracing.start_span(f"{self._operation} {model_id}", trace, self._labels)
+        self.trace = tracing.context_of(self._span)
+        self._records: list[ChoiceRecord] = []
+        self._num_prompt_tokens = 0
+        self._num_tokens: list[int] = []
+        self._last_token_s: list[float] = []
+        self._first_token_s = 0.0
+        self._num_unfinished = 0
+
+    def begin(
+        self, request_id: str, params: SamplingParams, num_prompt_tokens: int, records: list[ChoiceRecord]
+    ) -> None:
+        self._records = records
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = [0] * len(records)
+        self._last_token_s = [0.0] * len(records)
+        self._num_unfinished = len(records)
+        self._span.set_attributes(
+            {
+                "gen_ai.response.id": request_id,
+                "gen_ai.request.max_tokens": params.max_tokens or 0,
+                "gen_ai.request.temperature": params.temperature,
+                "gen_ai.request.top_p": params.top_p,
+                "gen_ai.request.top_k": float(params.top_k),
+                "gen_ai.request.choice.count": params.n,
+            }
+        )
+
+    def book_tokens(self, choice_index: int, num_tokens: int, finished: bool) -> bool:
+        """Counts tokens that leave for the client; returns whether these are the request's last."""
+        now = time.monotonic()
+        self._first_token_s = self._first_token_s or now
+        if num_tokens:
+            if self._num_tokens[choice_index]:
+                gap_s = (now - self._last_token_s[choice_index]) / num_tokens
+                self._instruments.inter_token_latency.record(gap_s, {"model": self._labels["gen_ai.request.model"]})
+            self._last_token_s[choice_index] = now
+            self._num_tokens[choice_index] += num_tokens
+        self._num_unfinished -= finished
+        return finished and self._num_unfinished == 0
+
+    def usage(self) -> Usage:
+        return Usage(self._num_prompt_tokens, sum(self._num_tokens), self._records[0].num_cached_tokens or 0)
+
+    def timing(self) -> Timing:
+        record = self._records[0]
+        return Timing(
+            ttft_s=self._first_token_s - self.arrived_s,
+            total_s=time.monotonic() - self.arrived_s,
+            queue_s=record.queue_s,
+            prefill_s=record.prefill_s,
+            transfer_s=record.transfer_s,
+            decode_s=self._last_token_s[0] - self._first_token_s,
+            prefill_worker=record.prefill_worker,
+            decode_worker=record.decode_worker,
+            mode=record.mode,
+            retries=record.retries,
+        )
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        """Leaving by GeneratorExit or CancelledError means that the client has left."""
+        if error is None or (self._num_tokens and self._num_unfinished == 0):
+            outcome = "ok"
+        elif isinstance(error, Overloaded):
+            outcome = "rejected"
+        else:
+            outcome = "error" if isinstance(error, Exception) else "cancelled"
+        labels = {"model": self._labels["gen_ai.request.model"]}
+        self._instruments.requests.add(1, {**labels, "outcome": outcome})
+        if isinstance(error, Exception):
+            self._labels["error.type"] = type(error).__name__
+            self._span.set_status(StatusCode.ERROR, str(error))
+        self._instruments.request_duration.record(time.monotonic() - self.arrived_s, self._labels)
+        if self._first_token_s:
+            self._book_served(labels)
+        self._span.set_attribute("baton.outcome", outcome)
+        self._span.end()
+
+    def _book_served(self, labels: dict[str, str]) -> None:
+        usage, timing = self.usage(), self.timing()
+        self._instruments.time_to_first_token.record(timing.ttft_s, self._labels)
+        self._instruments.decode_duration.record(timing.decode_s, labels)
+        if self._num_tokens[0] > 1:
+            self._instruments.time_per_output_token.record(timing.decode_s / (self._num_tokens[0] - 1), self._labels)
+        self._instruments.prompt_tokens.add(usage.prompt_tokens, labels)
+        self._instruments.prefix_hit_tokens.add(usage.cached_tokens, labels)
+        self._instruments.generation_tokens.add(usage.completion_tokens, labels)
+        self._span.set_attributes(
+            {
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.completion_tokens,
+                "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+                "baton.mode": timing.mode,
+                "baton.prefill_worker": timing.prefill_worker,
+                "baton.decode_worker": timing.decode_worker,
+                "baton.retries": timing.retries,
+            }
+        )
