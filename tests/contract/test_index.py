@@ -1,0 +1,476 @@
+"""The contract of PrefixIndex, and what publishers and followers make of it when things break."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.cluster import Role, WorkerInfo, WorkerLoad
+from baton.errors import Fenced
+from kvstore.index import (
+    ORIGIN,
+    Answer,
+    BlockEvent,
+    IndexPublisher,
+    Mirror,
+    MirrorFollower,
+    Op,
+    Outcome,
+    Position,
+)
+from kvstore.index.publisher import MAX_EVENT_KEYS
+from kvstore.leases import LeaseKeeper
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from tests.contract.conftest import Backend, RedisServer
+
+RESYNC, APPLIED = Outcome.RESYNC, Outcome.APPLIED
+
+
+def keys(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(number.to_bytes(16, "big") for number in numbers)
+
+
+def stored(epoch: int, seq: int, *numbers: int, worker_id: str = "w") -> BlockEvent:
+    return BlockEvent(worker_id, epoch, seq, Op.STORED, keys(*numbers))
+
+
+def snapshot(epoch: int, seq: int, *numbers: int) -> list[BlockEvent]:
+    return [
+        BlockEvent("w", epoch, seq, Op.SNAPSHOT_BEGIN),
+        BlockEvent("w", epoch, seq + 1, Op.SNAPSHOT_PART, keys(*numbers[:1])),
+        BlockEvent("w", epoch, seq + 2, Op.SNAPSHOT_PART, keys(*numbers[1:])),
+        BlockEvent("w", epoch, seq + 3, Op.SNAPSHOT_END, num_keys=len(numbers)),
+    ]
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - looks from outside
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def running(*loops: MirrorFollower | IndexPublisher) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(loop.run()) for loop in loops]
+        yield
+        for task in started:
+            task.cancel()
+
+
+class FakeWorker:
+    """A worker's block table, and the publisher that tells of it."""
+
+    def __init__(self, backend: Backend, worker_id: str, epoch: int, **options: int) -> None:
+        self.owned: set[bytes] = set()
+        self.worker_id, self.epoch = worker_id, epoch
+        self.publisher = IndexPublisher(
+            backend.index, worker_id, epoch, lambda: list(self.owned), check_s=0.05, **options
+        )
+
+    def store(self, *numbers: int) -> None:
+        self.owned.update(keys(*numbers))
+        self.publisher.stored(keys(*numbers))
+
+    def remove(self, *numbers: int) -> None:
+        self.owned.difference_update(keys(*numbers))
+        self.publisher.removed(keys(*numbers))
+
+    def clear(self) -> None:
+        self.owned.clear()
+        self.publisher.cleared()
+
+
+def follower(backend: Backend) -> MirrorFollower:
+    return MirrorFollower(backend.index, Mirror(), poll_s=0.05, lease_s=5.0, blocks_ttl_s=60.0)
+
+
+def owns(mirror: Mirror, worker: FakeWorker) -> bool:
+    """Whether the mirror has exactly the worker's blocks."""
+    mirror.check()
+    found = {key for key in worker.owned if mirror.lookup([key]).get(worker.worker_id)}
+    return found == worker.owned and mirror.workers().get(worker.worker_id) == len(worker.owned)
+
+
+# The contract
+
+
+async def test_events_are_applied_in_order_and_streamed(backend: Backend) -> None:
+    epoch = await backend.leases.acquire("w")
+    events = [
+        stored(epoch, 1, 1, 2, 3),
+        BlockEvent("w", epoch, 2, Op.REMOVED, keys(2, 9)),
+        BlockEvent("w", epoch, 3, Op.CLEARED),
+        stored(epoch, 4, 4),
+        *snapshot(epoch, 5, 5, 6),
+        stored(epoch, 9),
+    ]
+    owned: list[set[bytes]] = []
+    for event in events:
+        assert await backend.index.apply(event) == Answer(APPLIED, event.seq)
+        seq, found = await backend.index.snapshot("w", epoch)
+        assert seq == event.seq
+        owned.append(found)
+    after = [(1, 2, 3), (1, 3), (), (4,), (4,), (4,), (4,), (5, 6), (5, 6)]
+    assert owned == [set(keys(*numbers)) for numbers in after]
+    read = await backend.index.read(ORIGIN, 0)
+    assert [(event.seq, event.op, event.keys) for _, event in read] == [(e.seq, e.op, e.keys) for e in events]
+    assert read[7][1].num_keys == 2
+    cursors = [cursor for cursor, _ in read]
+    assert cursors == sorted(set(cursors))
+    assert [event.seq for _, event in await backend.index.read(cursors[6], 0)] == [8, 9]
+    state = await backend.index.state()
+    assert state.owners == {"w": Position(epoch, 9)}
+    assert state.tip == cursors[-1]
+
+
+async def test_a_gap_or_a_repetition_asks_for_a_snapshot_and_changes_nothing(backend: Backend) -> None:
+    epoch = await backend.leases.acquire("w")
+    await backend.index.apply(stored(epoch, 1, 1))
+    for seq in (0, 1, 3):
+        assert await backend.index.apply(stored(epoch, seq, 7)) == Answer(RESYNC, 1)
+    assert await backend.index.snapshot("w", epoch) == (1, set(keys(1)))
+    assert len(await backend.index.read(ORIGIN, 0)) == 1
+    for event in snapshot(epoch, 10, 7, 8):
+        assert await backend.index.apply(event) == Answer(APPLIED, event.seq)
+    assert await backend.index.snapshot("w", epoch) == (13, set(keys(7, 8)))
+
+
+async def test_sequence_reset_is_seen(backend: Backend) -> None:
+    """Regression, llm-d-router#2853: a publisher that counts from 1 again is not taken for an old one."""
+    epoch = await backend.leases.acquire("w")
+    for event in snapshot(epoch, 1000, 1, 2):
+        await backend.index.apply(event)
+    assert await backend.index.apply(snapshot(epoch, 1, 8)[0]) == Answer(RESYNC, 1003)
+    again = FakeWorker(backend, "w", epoch)
+    again.store(8)
+    async with running(again.publisher):
+        await until(lambda: again.publisher.is_settled)
+    assert await backend.index.snapshot("w", epoch) == (1006, set(keys(8)))
+
+
+async def test_a_snapshot_with_a_missing_part_is_refused(backend: Backend) -> None:
+    epoch = await backend.leases.acquire("w")
+    begin, part, _, _ = snapshot(epoch, 1, 1, 2)
+    await backend.index.apply(begin)
+    await backend.index.apply(part)
+    end = BlockEvent("w", epoch, 3, Op.SNAPSHOT_END, num_keys=2)
+    assert await backend.index.apply(end) == Answer(RESYNC, 2)
+    for event in snapshot(epoch, 5, 3, 4):
+        await backend.index.apply(event)
+    assert await backend.index.snapshot("w", epoch) == (8, set(keys(3, 4)))
+
+
+async def test_an_empty_snapshot_empties(backend: Backend) -> None:
+    epoch = await backend.leases.acquire("w")
+    events = [
+        stored(epoch, 1, 1),
+        BlockEvent("w", epoch, 2, Op.SNAPSHOT_BEGIN),
+        BlockEvent("w", epoch, 3, Op.SNAPSHOT_END),
+    ]
+    assert [(await backend.index.apply(event)).outcome for event in events] == [APPLIED] * 3
+    assert await backend.index.snapshot("w", epoch) == (3, set())
+
+
+async def test_restarted_worker_with_the_same_name_is_a_new_owner(backend: Backend) -> None:
+    """Regression, kthena#1463: a restarted pod that keeps its name was scored as warm."""
+    old = await backend.leases.acquire("w")
+    await backend.index.apply(stored(old, 1, 1))
+    new = await backend.leases.acquire("w")
+    assert await backend.index.snapshot("w", new) == (0, set())
+    assert (await backend.index.state()).owners == {"w": Position(new, 0)}
+    assert await backend.index.apply(stored(new, 1, 2)) == Answer(APPLIED, 1)
+
+
+async def test_fenced_worker_after_a_pause_changes_nothing(backend: Backend) -> None:
+    old = await backend.leases.acquire("w")
+    await backend.index.apply(stored(old, 1, 1))
+    new = await backend.leases.acquire("w")
+    for event in (stored(old, 2, 2), snapshot(old, 2, 2)[0]):
+        with pytest.raises(Fenced, match=str(new)):
+            await backend.index.apply(event)
+    assert await backend.index.snapshot("w", old) == (1, set(keys(1)))
+    assert len(await backend.index.read(ORIGIN, 0)) == 1
+
+
+async def test_without_a_lease_nothing_is_applied(backend: Backend) -> None:
+    epoch = await backend.leases.acquire("w")
+    await backend.lapse("w")
+    assert await backend.index.apply(stored(epoch, 1, 1)) == Answer(RESYNC, 0)
+    assert await backend.index.apply(snapshot(epoch, 1, 1)[0]) == Answer(RESYNC, 0)
+    assert (await backend.index.state()).owners == {}
+
+
+async def test_an_event_may_hold_more_keys_than_one_lua_call(backend: Backend) -> None:
+    epoch = await backend.leases.acquire("w")
+    many = keys(*range(9001))
+    await backend.index.apply(BlockEvent("w", epoch, 1, Op.STORED, many))
+    assert await backend.index.snapshot("w", epoch) == (1, set(many))
+    await backend.index.apply(BlockEvent("w", epoch, 2, Op.REMOVED, many[:8000]))
+    assert await backend.index.snapshot("w", epoch) == (2, set(many[8000:]))
+    assert (await backend.index.read(ORIGIN, 0))[0][1].keys == many
+
+
+async def test_read_waits_for_the_first_event(backend: Backend) -> None:
+    epoch = await backend.leases.acquire("w")
+    assert await backend.index.read(ORIGIN, 0.01) == []
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(backend.index.read(ORIGIN, 4))
+        await asyncio.sleep(0.02)
+        await backend.index.apply(stored(epoch, 1, 1))
+    assert [event.seq for _, event in reading.result()] == [1]
+
+
+# Publisher and follower
+
+
+async def test_a_follower_scans_and_then_follows(backend: Backend) -> None:
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    worker.store(*range(2000))
+    async with running(worker.publisher):
+        await until(lambda: worker.publisher.is_settled)
+        late = follower(backend)
+        async with running(late):
+            await until(lambda: owns(late.mirror, worker))
+            worker.store(*range(5000, 5000 + 2 * MAX_EVENT_KEYS))
+            worker.remove(*range(100))
+            await until(lambda: worker.publisher.is_settled and owns(late.mirror, worker))
+            worker.clear()
+            worker.store(7)
+            await until(lambda: owns(late.mirror, worker))
+            assert late.connected
+            await until(lambda: late.lag_s == 0)
+    assert (late.num_rescans, worker.publisher.num_snapshots) == (1, 1)
+
+
+async def test_three_followers_converge(backend: Backend) -> None:
+    workers = [FakeWorker(backend, name, await backend.leases.acquire(name)) for name in ("a", "b", "c")]
+    followers = [follower(backend) for _ in range(3)]
+    async with running(*(worker.publisher for worker in workers), *followers):
+        for step in range(60):
+            worker = workers[step % 3]
+            worker.store(step, step + 1, 1000 * (step % 3) + step)
+            worker.remove(max(step - 6, 0))
+            if step == 30:
+                worker.clear()
+            if step % 10 == 0:
+                await asyncio.sleep(0.01)
+        await until(lambda: all(owns(each.mirror, worker) for each in followers for worker in workers))
+    answers = [each.mirror.lookup(keys(57, 58, 59)) for each in followers]
+    assert answers[0]
+    assert answers[0] == answers[1] == answers[2]
+
+
+async def test_events_after_a_clear_do_not_resurrect(backend: Backend) -> None:
+    """Regression, llm-d-router#1738: a replay of what came before a clear must not bring it back."""
+    epoch = await backend.leases.acquire("w")
+    late = follower(backend)
+    await backend.index.apply(stored(epoch, 1, 1))
+    await backend.index.apply(BlockEvent("w", epoch, 2, Op.CLEARED))
+    assert (await backend.index.apply(stored(epoch, 1, 1))).outcome is RESYNC
+    async with running(late):
+        await until(lambda: late.mirror.position("w") == Position(epoch, 2))
+        for _, event in await backend.index.read(ORIGIN, 0):
+            late.mirror.apply(event)
+        assert late.mirror.lookup(keys(1)) == {}
+
+
+async def test_a_dead_worker_vanishes_from_the_mirror_and_its_successor_is_cold(backend: Backend) -> None:
+    a, b = [FakeWorker(backend, name, await backend.leases.acquire(name)) for name in ("a", "b")]
+    late = follower(backend)
+    async with running(a.publisher, b.publisher, late):
+        a.store(1, 2)
+        b.store(1)
+        await until(lambda: late.mirror.lookup(keys(1, 2)) == {"a": 2, "b": 1})
+        await backend.lapse("a")
+        await until(lambda: late.mirror.lookup(keys(1, 2)) == {"b": 1})
+    await backend.leases.acquire("a")
+    async with running(late):
+        await until(lambda: "a" in late.mirror.workers())
+        assert late.mirror.lookup(keys(1, 2)) == {"b": 1}
+
+
+async def test_a_sequence_reset_after_a_loss_reaches_the_mirror(backend: Backend) -> None:
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    late = follower(backend)
+    async with running(worker.publisher, late):
+        for number in range(9):
+            worker.store(number)
+            await until(lambda: owns(late.mirror, worker))
+    await backend.lapse_blocks("w", worker.epoch)
+    again = FakeWorker(backend, "w", worker.epoch)
+    again.store(20)
+    async with running(again.publisher):
+        await until(lambda: again.publisher.is_settled)
+    async with running(late):
+        await until(lambda: owns(late.mirror, again))
+
+
+async def test_a_worker_that_stays_away_is_forgotten(backend: Backend) -> None:
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    late = MirrorFollower(backend.index, Mirror(), poll_s=0.02, blocks_ttl_s=0.1)
+    async with running(worker.publisher, late):
+        worker.store(1)
+        await until(lambda: owns(late.mirror, worker))
+        await backend.lapse("w")
+        await until(lambda: not late.mirror.workers() and len(late.mirror) == 0)
+
+
+async def test_a_gap_between_two_polls_is_healed_at_once(server: RedisServer, namespace: str) -> None:
+    backend = server.backend(namespace)
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    late = MirrorFollower(backend.index, Mirror(), poll_s=3600)
+    assert backend.connection
+    async with running(worker.publisher):
+        worker.store(1)
+        await until(lambda: worker.publisher.is_settled)
+        async with running(late):
+            await until(lambda: owns(late.mirror, worker) and late.connected)
+            late.mirror.replace("w", worker.epoch, 1, ())  # as if it had missed what followed
+            worker.store(2)
+            await until(lambda: owns(late.mirror, worker))
+    assert late.num_rescans == 2
+
+
+async def test_a_fenced_publisher_stops(backend: Backend) -> None:
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    await backend.leases.acquire("w")
+    worker.store(1)
+    async with asyncio.timeout(5):
+        with pytest.raises(Fenced):
+            await worker.publisher.run()
+
+
+async def test_a_publisher_waits_for_the_lease(backend: Backend) -> None:
+    epoch = await backend.leases.acquire("w")
+    await backend.lapse("w")
+    worker = FakeWorker(backend, "w", epoch)
+    async with running(worker.publisher):
+        worker.store(1)
+        await asyncio.sleep(0.05)
+        assert not worker.publisher.is_settled
+        await backend.leases.renew(worker_info("w", epoch), WorkerLoad())
+        await until(lambda: worker.publisher.is_settled)
+    assert (await backend.index.snapshot("w", epoch))[1] == worker.owned
+
+
+async def test_an_idle_publisher_notices_that_its_set_expired(backend: Backend) -> None:
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    async with running(worker.publisher):
+        worker.store(1, 2)
+        await until(lambda: worker.publisher.is_settled)
+        await backend.lapse_blocks("w", worker.epoch)
+        await until(lambda: worker.publisher.num_snapshots == 2)
+    assert (await backend.index.snapshot("w", worker.epoch))[1] == worker.owned
+
+
+async def test_too_many_pending_events_become_a_snapshot(backend: Backend) -> None:
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"), max_pending_keys=10)
+    async with running(worker.publisher):
+        await until(lambda: worker.publisher.is_settled)
+        for number in range(500):
+            worker.store(number)
+            assert worker.publisher._num_pending_keys <= 10
+        await until(lambda: worker.publisher.is_settled)
+    assert worker.publisher.num_snapshots == 2
+    assert (await backend.index.snapshot("w", worker.epoch))[1] == worker.owned
+
+
+async def test_a_trimmed_stream_rescans_that_worker_only(server: RedisServer, namespace: str) -> None:
+    """Regression: events were cut from the stream before the router read them, and nothing follows them."""
+    backend = server.backend(namespace, stream_max_events=10)
+    a, b = [FakeWorker(backend, name, await backend.leases.acquire(name)) for name in ("a", "b")]
+    late = follower(backend)
+    async with running(a.publisher, b.publisher):
+        a.store(1)
+        b.store(2)
+        async with running(late):
+            await until(lambda: owns(late.mirror, a) and owns(late.mirror, b) and late.lag_s == 0)
+        rescans = late.num_rescans
+        a.store(3)
+        await until(lambda: a.publisher.is_settled)
+        assert backend.connection
+        await backend.connection.call("XTRIM", f"kv:{{{namespace}}}:ev", "MAXLEN", 0)
+        async with running(late):
+            await until(lambda: owns(late.mirror, a))
+            assert owns(late.mirror, b)
+            assert late.num_rescans == rescans + 1
+
+
+async def test_a_gap_in_the_stream_rescans_that_worker_only(server: RedisServer, namespace: str) -> None:
+    backend = server.backend(namespace)
+    a, b = [FakeWorker(backend, name, await backend.leases.acquire(name)) for name in ("a", "b")]
+    late = follower(backend)
+    async with running(a.publisher, b.publisher):
+        async with running(late):
+            await until(lambda: a.publisher.is_settled and b.publisher.is_settled and late.connected)
+        for number in (1, 2, 3):
+            a.store(number)
+            b.store(number)
+            await until(lambda: a.publisher.is_settled and b.publisher.is_settled)
+        rescans = late.num_rescans
+        entries = await backend.index.read(ORIGIN, 0)
+        lost = next(cursor for cursor, event in entries if event.worker_id == "a" and event.keys == keys(2))
+        assert backend.connection
+        assert await backend.connection.call("XDEL", f"kv:{{{namespace}}}:ev", f"{lost[0]}-{lost[1]}") == 1
+        async with running(late):
+            await until(lambda: owns(late.mirror, a) and owns(late.mirror, b))
+        assert late.num_rescans == rescans + 1
+
+
+def worker_info(worker_id: str, epoch: int) -> WorkerInfo:
+    return WorkerInfo(worker_id, Role.DECODE, "127.0.0.1:7000", 42, "node-a", epoch, "c", "w", 16, 2048)
+
+
+async def test_redis_returns_empty_workers_republish_and_the_mirror_heals(
+    own_server: RedisServer, namespace: str
+) -> None:
+    """Regression, sglang#39822: after a restart of the index, no placement may rest on what is no longer true."""
+    backend = own_server.backend(namespace)
+    router = own_server.backend(namespace)
+    keeper = LeaseKeeper(backend.leases, "w", renew_s=0.05)
+    worker = FakeWorker(backend, "w", await keeper.acquire())
+    gone = FakeWorker(backend, "gone", await backend.leases.acquire("gone"))
+    late = MirrorFollower(router.index, Mirror(), poll_s=0.05, lease_s=0.5)
+    async with asyncio.TaskGroup() as tasks, running(worker.publisher, late):
+        keeping = tasks.create_task(keeper.run(lambda: (worker_info("w", worker.epoch), WorkerLoad())))
+        async with running(gone.publisher):
+            worker.store(1, 2, 3)
+            gone.store(1, 2)
+            await until(lambda: owns(late.mirror, worker) and owns(late.mirror, gone))
+        own_server.embedded.kill()
+        await until(lambda: not late.connected)
+        worker.store(4)  # neither blocks nor fails
+        worker.remove(1)
+        assert late.mirror.lookup(keys(2, 3)) == {"w": 2, "gone": 1}  # we go on with what we knew
+        assert late.lag_s > 0
+        own_server.embedded.start()
+        await until(lambda: owns(late.mirror, worker) and late.connected and late.lag_s == 0)
+        assert late.mirror.lookup(keys(2, 3, 4))["w"] == 3
+        await until(lambda: late.mirror.lookup(keys(1, 2)) == {})  # the dead worker's lease never came back
+        keeping.cancel()
+    assert worker.publisher.num_snapshots == 2
+    assert (await backend.index.snapshot("w", worker.epoch))[1] == worker.owned
+
+
+async def test_a_mirror_loses_nothing_while_redis_is_new(own_server: RedisServer, namespace: str) -> None:
+    """Between Redis' return and the workers' renewals, no lease is there, and that says nothing."""
+    backend = own_server.backend(namespace)
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    late = MirrorFollower(own_server.backend(namespace).index, Mirror(), poll_s=0.02, lease_s=60)
+    async with running(late):
+        async with running(worker.publisher):
+            worker.store(1, 2)
+            await until(lambda: owns(late.mirror, worker))
+        own_server.embedded.kill()
+        own_server.embedded.start()
+        await until(lambda: not late.connected)
+        await until(lambda: late.connected)
+        await asyncio.sleep(0.1)
+        assert late.mirror.lookup(keys(1, 2)) == {"w": 2}

@@ -1,0 +1,311 @@
+"""The contract of LeaseStore, the keeper that holds a lease, and the Redis that `baton up` brings along."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.cluster import BlockCounts, Role, RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.errors import ConfigError, Fenced
+from deploy.redis import EmbeddedRedis
+from kvstore.index import BlockEvent, Connection, Op, StoreUnavailable
+from kvstore.leases import LeaseKeeper
+from kvstore.leases.codec import decode_worker, encode
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.contract.conftest import Backend, RedisServer
+
+LOAD = WorkerLoad(WorkerState.READY, 3, 1, 170, BlockCounts(100, 60, 30, 10), "ok")
+
+
+def worker_info(worker_id: str, epoch: int) -> WorkerInfo:
+    return WorkerInfo(worker_id, Role.PREFILL, "127.0.0.1:7000", 42, "node-a", epoch, "c" * 32, "w" * 32, 16, 2048)
+
+
+async def test_a_worker_is_listed_as_it_describes_itself(backend: Backend) -> None:
+    leases = backend.leases
+    b, a = [worker_info(worker_id, await leases.acquire(worker_id)) for worker_id in ("w-b", "w-a")]
+    assert await leases.list_workers() == []  # acquired, not described yet
+    await leases.renew(b, LOAD)
+    await leases.renew(a, LOAD)
+    assert await leases.list_workers() == [Worker(a, LOAD), Worker(b, LOAD)]
+    draining = dataclasses.replace(LOAD, state=WorkerState.DRAINING)
+    await leases.renew(a, draining)
+    assert await leases.list_workers() == [Worker(a, draining), Worker(b, LOAD)]
+
+
+async def test_epochs_rise_even_when_the_clock_does_not(backend: Backend) -> None:
+    first = await backend.leases.acquire("w")
+    assert first == 1_000_000_000
+    assert await backend.leases.acquire("w") == first + 1
+    backend.clock.now -= 3600
+    assert await backend.leases.acquire("w") == first + 2
+    backend.clock.now += 7200
+    assert await backend.leases.acquire("w") == first + 3_600_000
+
+
+async def test_epochs_rise_after_the_lease_has_gone(backend: Backend) -> None:
+    first = await backend.leases.acquire("w")
+    await backend.lapse("w")
+    second = await backend.leases.acquire("w")
+    await backend.leases.release("w", second)
+    assert [second, await backend.leases.acquire("w")] == [first + 1, first + 2]
+
+
+async def test_a_newer_incarnation_fences_the_older(backend: Backend) -> None:
+    leases = backend.leases
+    old = worker_info("w", await leases.acquire("w"))
+    await leases.renew(old, LOAD)
+    new = worker_info("w", await leases.acquire("w"))
+    with pytest.raises(Fenced, match=str(new.epoch)):
+        await leases.renew(old, LOAD)
+    await leases.renew(new, LOAD)
+    await leases.release("w", old.epoch)  # a slow shutdown takes nothing from the successor
+    assert await leases.list_workers() == [Worker(new, LOAD)]
+
+
+async def test_a_fenced_worker_stays_fenced_when_its_successor_has_died(backend: Backend) -> None:
+    old, new = await backend.leases.acquire("w"), await backend.leases.acquire("w")
+    assert new > old
+    await backend.lapse("w")
+    with pytest.raises(Fenced):
+        await backend.leases.renew(worker_info("w", old), LOAD)
+
+
+async def test_a_lapsed_lease_comes_back_with_its_own_epoch(backend: Backend) -> None:
+    info = worker_info("w", await backend.leases.acquire("w"))
+    await backend.leases.renew(info, LOAD)
+    await backend.lapse("w")
+    assert await backend.leases.list_workers() == []
+    await backend.leases.renew(info, LOAD)
+    assert await backend.leases.list_workers() == [Worker(info, LOAD)]
+
+
+async def test_release_ends_the_lease_and_the_blocks(backend: Backend) -> None:
+    info = worker_info("w", await backend.leases.acquire("w"))
+    await backend.leases.renew(info, LOAD)
+    await backend.index.apply(BlockEvent("w", info.epoch, 1, Op.STORED, (b"k" * 16,)))
+    await backend.leases.release("w", info.epoch)
+    assert await backend.leases.list_workers() == []
+    assert await backend.index.snapshot("w", info.epoch) == (0, set())
+
+
+async def test_a_renewal_keeps_the_blocks_alive(server: RedisServer, namespace: str) -> None:
+    backend = server.backend(namespace)
+    info = worker_info("w", await backend.leases.acquire("w"))
+    await backend.index.apply(BlockEvent("w", info.epoch, 1, Op.STORED, (b"k" * 16,)))
+    assert backend.connection
+    keys = [key for key in await backend.connection.call("KEYS", "*") if namespace.encode() in key]
+    owned = [key for key in keys if b":blk:" in key or b":seq:" in key]
+    assert len(owned) == 2
+    await backend.connection.pipeline([("PEXPIRE", key, 5000) for key in owned])
+    await backend.leases.renew(info, LOAD)
+    assert all(life > 50_000 for life in await backend.connection.pipeline([("PTTL", key) for key in owned]))
+
+
+async def test_everything_a_dead_worker_leaves_expires(server: RedisServer, namespace: str) -> None:
+    """Regression, kthena#1223: owner fields without a TTL live for ever."""
+    backend = server.backend(namespace)
+    epoch = await backend.leases.acquire("w")
+    await backend.leases.renew(worker_info("w", epoch), LOAD)
+    for seq, op in enumerate((Op.STORED, Op.SNAPSHOT_BEGIN, Op.SNAPSHOT_PART), 1):
+        await backend.index.apply(BlockEvent("w", epoch, seq, op, (b"k" * 16,)))
+    assert backend.connection
+    keys = [key for key in await backend.connection.call("KEYS", "*") if namespace.encode() in key and b":w" in key]
+    lives = dict(zip(keys, await backend.connection.pipeline([("PTTL", key) for key in keys]), strict=True))
+    assert len(lives) == 6  # lease, epoch, blk, seq, snap, and the set of ids, which is pruned
+    assert [key for key, life in lives.items() if life < 0] == [f"kv:{{{namespace}}}:workers".encode()]
+    await backend.lapse("w")
+    await backend.leases.list_workers()
+    assert not await backend.connection.call("SMEMBERS", f"kv:{{{namespace}}}:workers")
+
+
+async def test_routers_are_listed_until_they_lapse(backend: Backend) -> None:
+    first = RouterInfo("router-0", 7, "127.0.0.1:50051", "127.0.0.1:8000", 0.25)
+    second = dataclasses.replace(first, id="router-1", pid=8)
+    await backend.leases.announce_router(second)
+    await backend.leases.announce_router(first)
+    await backend.leases.announce_router(first)
+    assert await backend.leases.list_routers() == [first, second]
+    if backend.connection:
+        await backend.connection.call("DEL", f"kv:{{{backend.namespace}}}:router:router-0")
+        assert await backend.leases.list_routers() == [second]
+    else:
+        backend.clock.now += 11
+        assert await backend.leases.list_routers() == []
+
+
+async def test_desired_sizes_are_kept(backend: Backend) -> None:
+    assert await backend.leases.get_desired() == {}
+    await backend.leases.set_desired({"prefill": 2, "decode": 3})
+    await backend.leases.set_desired({"prefill": 0})
+    assert await backend.leases.get_desired() == {"prefill": 0, "decode": 3}
+
+
+async def test_the_boot_token_stays(backend: Backend) -> None:
+    boot = await backend.leases.boot()
+    assert boot
+    assert await backend.leases.boot() == boot
+    assert (await backend.index.state()).boot == boot
+
+
+def test_a_field_of_a_newer_release_is_skipped() -> None:
+    info, load = encode(worker_info("w", 1)), encode(LOAD)
+    newer = load.replace('"total":100', '"total":100,"pinned":4').replace('"running":3', '"running":3,"paused":1')
+    assert newer != load
+    assert decode_worker(info.encode(), newer.encode()) == Worker(worker_info("w", 1), LOAD)
+
+
+async def test_the_keeper_renews_at_once_when_asked(backend: Backend) -> None:
+    keeper = LeaseKeeper(backend.leases, "w", renew_s=60)
+    info = worker_info("w", await keeper.acquire())
+    load = [WorkerLoad()]
+    renewed = asyncio.Queue[WorkerState]()
+
+    def describe() -> tuple[WorkerInfo, WorkerLoad]:
+        renewed.put_nowait(load[0].state)
+        return info, load[0]
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(keeper.run(describe))
+        assert await renewed.get() is WorkerState.STARTING
+        load[0] = LOAD
+        keeper.renew_soon()
+        assert await renewed.get() is WorkerState.READY
+        running.cancel()
+    await keeper.close()
+    assert await backend.leases.list_workers() == []
+
+
+async def test_the_keeper_stops_when_fenced_after_a_pause(backend: Backend) -> None:
+    """Regression: a worker that was paused beyond its lease must not go on beside its successor."""
+    keeper = LeaseKeeper(backend.leases, "w", renew_s=0.01)
+    epoch = await keeper.acquire()
+    await backend.lapse("w")
+    successor = worker_info("w", await backend.leases.acquire("w"))
+    await backend.leases.renew(successor, LOAD)
+    async with asyncio.timeout(5):
+        with pytest.raises(Fenced):
+            await keeper.run(lambda: (worker_info("w", epoch), LOAD))
+    assert keeper.fenced.is_set()
+    await keeper.close()
+    assert await backend.leases.list_workers() == [Worker(successor, LOAD)]
+
+
+async def test_the_keeper_outlives_redis_and_keeps_its_epoch(own_server: RedisServer, namespace: str) -> None:
+    backend = own_server.backend(namespace)
+    keeper = LeaseKeeper(backend.leases, "w", renew_s=0.02)
+    info = worker_info("w", await keeper.acquire())
+    boot = await backend.leases.boot()
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(keeper.run(lambda: (info, LOAD)))
+        own_server.embedded.kill()
+        await until(lambda: not keeper.connected)
+        with pytest.raises(StoreUnavailable):
+            await backend.leases.list_workers()
+        own_server.embedded.start()
+        await until(lambda: keeper.connected)
+        assert await backend.leases.list_workers() == [Worker(info, LOAD)]
+        assert await backend.leases.boot() != boot
+        running.cancel()
+
+
+async def test_a_zombie_that_returns_first_after_a_loss_is_fenced(own_server: RedisServer, namespace: str) -> None:
+    backend = own_server.backend(namespace)
+    zombie = worker_info("w", await backend.leases.acquire("w"))
+    successor = worker_info("w", await backend.leases.acquire("w"))
+    own_server.embedded.kill()
+    own_server.embedded.start()
+    with pytest.raises(StoreUnavailable):
+        await backend.leases.boot()  # the old connection
+    await backend.leases.renew(zombie, LOAD)
+    await backend.leases.renew(successor, LOAD)
+    with pytest.raises(Fenced):
+        await backend.leases.renew(zombie, LOAD)
+
+
+async def test_the_keeper_waits_for_redis_to_acquire(own_server: RedisServer, namespace: str) -> None:
+    backend = own_server.backend(namespace)
+    own_server.embedded.kill()
+    keeper = LeaseKeeper(backend.leases, "w")
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        acquiring = tasks.create_task(keeper.acquire())
+        await asyncio.sleep(0.05)
+        assert not acquiring.done()
+        own_server.embedded.start()
+    assert acquiring.result() == 1_000_000_000
+
+
+async def until(condition: object) -> None:
+    assert callable(condition)
+    while not condition():  # noqa: ASYNC110 - looks from outside
+        await asyncio.sleep(0.005)
+
+
+def test_a_url_of_something_else_is_refused() -> None:
+    with pytest.raises(ConfigError, match="redis_url"):
+        Connection("http://localhost:1")
+
+
+async def test_the_embedded_redis_listens_on_a_port() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with EmbeddedRedis(port=port) as server:
+        connection = Connection(server.url)
+        assert await connection.call("CONFIG", "GET", "maxmemory-policy")
+        policy = await connection.call("CONFIG", "GET", "maxmemory-policy")
+        assert "noeviction" in str(policy)
+        await connection.close()
+        with pytest.raises(ConfigError, match="ended at once"):
+            EmbeddedRedis(port=port).start()
+        first = server.pid
+    assert first
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+
+
+def test_an_embedded_redis_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot start"):
+        EmbeddedRedis(binary=tmp_path / "missing").start()
+    mute = tmp_path / "mute"
+    mute.write_text("#!/bin/sh\necho loading for ever\nexec sleep 60\n")
+    mute.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"did not answer within 0\.2 s: loading for ever"):
+        EmbeddedRedis(binary=mute, start_timeout_s=0.2).start()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_the_embedded_redis_dies_with_its_parent() -> None:
+    code = (
+        "import sys, time; from deploy.redis import EmbeddedRedis; server = EmbeddedRedis(); server.start();"
+        "sys.stdout.write(f'{server.pid}\\n'); sys.stdout.flush(); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        pid = int(parent.stdout.readline())
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    deadline = time.monotonic() + 5
+    while _is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
+            return stat.read().rpartition(")")[2].split()[0] != "Z"  # nobody may reap it in a container
+    except OSError:
+        return False

@@ -1,0 +1,315 @@
+"""The router's mirror: bits, epochs, gaps, and a random walk beside a naive model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstore.index import Applied, BlockEvent, Mirror, Op, Position
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def keys(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(number.to_bytes(16, "big") for number in numbers)
+
+
+class Worker:
+    """Numbers the events of one epoch."""
+
+    def __init__(self, worker_id: str, epoch: int) -> None:
+        self.worker_id, self.epoch, self.seq = worker_id, epoch, 0
+
+    def event(self, op: Op, *numbers: int, num_keys: int = 0) -> BlockEvent:
+        self.seq += 1
+        return BlockEvent(self.worker_id, self.epoch, self.seq, op, keys(*numbers), num_keys)
+
+    def snapshot(self, *numbers: int) -> list[BlockEvent]:
+        middle = len(numbers) // 2
+        return [
+            self.event(Op.SNAPSHOT_BEGIN),
+            self.event(Op.SNAPSHOT_PART, *numbers[:middle]),
+            self.event(Op.SNAPSHOT_PART, *numbers[middle:]),
+            self.event(Op.SNAPSHOT_END, num_keys=len(numbers)),
+        ]
+
+
+def apply(mirror: Mirror, *events: BlockEvent) -> list[Applied]:
+    outcomes = []
+    for event in events:
+        outcomes.append(mirror.apply(event))
+        mirror.check()
+    return outcomes
+
+
+@pytest.fixture
+def mirror() -> Mirror:
+    return Mirror()
+
+
+def test_lookup_counts_leading_blocks_per_worker(mirror: Mirror) -> None:
+    a, b, c = Worker("a", 1), Worker("b", 1), Worker("c", 1)
+    apply(mirror, a.event(Op.STORED, 1, 2, 3, 4), b.event(Op.STORED, 1, 2), c.event(Op.STORED, 2, 3))
+    assert mirror.lookup(keys(1, 2, 3, 9, 4)) == {"a": 3, "b": 2}
+    assert mirror.lookup(keys(2, 3, 4)) == {"a": 3, "b": 1, "c": 2}
+    assert mirror.lookup(keys(9)) == {}
+    assert mirror.lookup(()) == {}
+    apply(mirror, a.event(Op.REMOVED, 2, 9))
+    assert mirror.lookup(keys(1, 2, 3)) == {"a": 1, "b": 2}
+    assert mirror.workers() == {"a": 3, "b": 2, "c": 2}
+
+
+def test_an_event_seen_twice_changes_nothing(mirror: Mirror) -> None:
+    a = Worker("a", 1)
+    stored, removed = a.event(Op.STORED, 1), a.event(Op.REMOVED, 1)
+    assert apply(mirror, stored, removed, stored, removed) == [Applied.DONE] * 2 + [Applied.STALE] * 2
+    assert mirror.lookup(keys(1)) == {}
+
+
+def test_restarted_worker_with_the_same_name_is_cold(mirror: Mirror) -> None:
+    """Regression, kthena#1463: a restarted pod that keeps its name was scored as warm."""
+    old, new = Worker("a", 1), Worker("a", 2)
+    apply(mirror, old.event(Op.STORED, 1, 2))
+    apply(mirror, new.event(Op.STORED, 1))
+    assert mirror.lookup(keys(1, 2)) == {"a": 1}
+    assert apply(mirror, old.event(Op.STORED, 2)) == [Applied.STALE]
+    assert mirror.lookup(keys(1, 2)) == {"a": 1}
+
+
+def test_a_new_lease_alone_makes_the_worker_cold(mirror: Mirror) -> None:
+    apply(mirror, Worker("a", 1).event(Op.STORED, 1))
+    mirror.set_leased({"a": 2})
+    mirror.check()
+    assert mirror.lookup(keys(1)) == {}
+    assert mirror.position("a") == Position(2, 0)
+
+
+def test_events_from_before_a_clear_do_not_resurrect(mirror: Mirror) -> None:
+    """Regression, llm-d-router#1738: events in flight added entries again after Clear."""
+    a = Worker("a", 1)
+    stored, cleared = a.event(Op.STORED, 1), a.event(Op.CLEARED)
+    assert apply(mirror, stored, cleared, stored) == [Applied.DONE, Applied.DONE, Applied.STALE]
+    assert mirror.lookup(keys(1)) == {}
+    apply(mirror, a.event(Op.STORED, 2))
+    assert (mirror.lookup(keys(1)), mirror.lookup(keys(2))) == ({}, {"a": 1})
+
+
+def test_a_gap_stops_only_this_worker_until_it_is_replaced(mirror: Mirror) -> None:
+    a, b = Worker("a", 1), Worker("b", 1)
+    apply(mirror, a.event(Op.STORED, 1))
+    a.event(Op.REMOVED, 1)  # lost
+    later = a.event(Op.STORED, 2)
+    assert apply(mirror, later, b.event(Op.STORED, 2), later) == [Applied.GAP, Applied.DONE, Applied.GAP]
+    mirror.replace("a", 1, 3, keys(2))
+    assert apply(mirror, later, a.event(Op.STORED, 3)) == [Applied.STALE, Applied.DONE]
+    assert mirror.lookup(keys(2, 3)) == {"a": 2, "b": 1}
+    assert mirror.lookup(keys(1)) == {}
+
+
+def test_a_snapshot_replaces_all_at_once_and_heals_a_gap(mirror: Mirror) -> None:
+    a = Worker("a", 1)
+    apply(mirror, a.event(Op.STORED, 1, 2))
+    a.event(Op.STORED, 8)  # lost
+    *parts, end = a.snapshot(2, 3, 4, 5)
+    assert apply(mirror, *parts) == [Applied.DONE] * 3
+    assert mirror.lookup(keys(1, 2)) == {"a": 2}
+    assert apply(mirror, end) == [Applied.DONE]
+    assert (mirror.lookup(keys(1)), mirror.lookup(keys(2, 3, 4, 5))) == ({}, {"a": 4})
+
+
+def test_a_snapshot_that_was_joined_in_its_middle_is_a_gap(mirror: Mirror) -> None:
+    a = Worker("a", 1)
+    _, _, part, end = a.snapshot(1, 2, 3, 4)
+    mirror.replace("a", 1, 2, ())
+    assert apply(mirror, part, end) == [Applied.DONE, Applied.GAP]
+    mirror.replace("a", 1, 4, keys(1, 2, 3, 4))
+    assert mirror.lookup(keys(1, 2, 3, 4)) == {"a": 4}
+
+
+def test_a_snapshot_whose_count_is_wrong_is_a_gap(mirror: Mirror) -> None:
+    a = Worker("a", 1)
+    apply(mirror, a.event(Op.SNAPSHOT_BEGIN), a.event(Op.SNAPSHOT_PART, 1, 2))
+    assert apply(mirror, a.event(Op.SNAPSHOT_END, num_keys=3)) == [Applied.GAP]
+    assert mirror.lookup(keys(1)) == {}
+
+
+def test_an_empty_snapshot_empties(mirror: Mirror) -> None:
+    a = Worker("a", 1)
+    apply(mirror, a.event(Op.STORED, 1), a.event(Op.SNAPSHOT_BEGIN), a.event(Op.SNAPSHOT_END))
+    assert mirror.lookup(keys(1)) == {}
+
+
+def test_an_unfinished_snapshot_is_dropped_by_the_next(mirror: Mirror) -> None:
+    a = Worker("a", 1)
+    apply(mirror, *a.snapshot(1, 2)[:2], *a.snapshot(3, 4))
+    assert mirror.lookup(keys(1)) == {}
+    assert mirror.lookup(keys(3, 4)) == {"a": 2}
+
+
+def test_a_dead_worker_vanishes_at_once_and_comes_back_whole(mirror: Mirror) -> None:
+    a, b = Worker("a", 1), Worker("b", 1)
+    apply(mirror, a.event(Op.STORED, 1, 2), b.event(Op.STORED, 1))
+    mirror.set_leased({"b": 1})
+    mirror.check()
+    assert mirror.lookup(keys(1, 2)) == {"b": 1}
+    apply(mirror, a.event(Op.STORED, 3))  # in flight: must not revive it
+    assert mirror.lookup(keys(1, 2, 3)) == {"b": 1}
+    mirror.set_leased({"a": 1, "b": 1})
+    assert mirror.lookup(keys(1, 2, 3)) == {"a": 3, "b": 1}
+
+
+def test_a_suspect_stays_out_although_its_lease_lives(mirror: Mirror) -> None:
+    a = Worker("a", 1)
+    apply(mirror, a.event(Op.STORED, 1))
+    mirror.set_suspect("a", True)
+    mirror.set_leased({"a": 1})
+    apply(mirror, *a.snapshot(1, 2))
+    assert mirror.lookup(keys(1)) == {}
+    mirror.set_suspect("a", False)
+    assert mirror.lookup(keys(1)) == {"a": 1}
+    mirror.set_suspect("a", True)
+    apply(mirror, Worker("a", 2).event(Op.STORED, 1))
+    assert mirror.lookup(keys(1)) == {"a": 1}
+
+
+def test_a_worker_corrects_the_hint(mirror: Mirror) -> None:
+    apply(mirror, Worker("a", 1).event(Op.STORED, 1, 2, 3))
+    mirror.disown("a", keys(2, 3, 9))
+    mirror.disown("nobody", keys(1))
+    mirror.check()
+    assert mirror.lookup(keys(1, 2)) == {"a": 1}
+
+
+def test_sweeping_frees_keys_and_bits(mirror: Mirror) -> None:
+    for epoch in range(1, 40):
+        a = Worker("a", epoch)
+        apply(mirror, a.event(Op.STORED, *range(10)))
+        mirror.forget("a" if epoch % 3 == 0 else "nobody")
+        while mirror.sweep(3):
+            mirror.check()
+    mirror.forget("a")
+    while mirror.sweep(3):
+        mirror.check()
+    assert (len(mirror), mirror._used) == (0, 0)
+
+
+def test_check_finds_a_miscount(mirror: Mirror) -> None:
+    apply(mirror, Worker("a", 1).event(Op.STORED, 1))
+    mirror._masks[keys(7)[0]] = 1
+    with pytest.raises(AssertionError, match="miscounted"):
+        mirror.check()
+
+
+class Naive:
+    """What the mirror should say, said slowly: one set a worker."""
+
+    def __init__(self) -> None:
+        self.epoch: dict[str, int] = {}
+        self.seq: dict[str, int] = {}
+        self.owned: dict[str, set[bytes]] = {}
+        self.parts: dict[str, set[bytes] | None] = {}
+        self.dead: set[str] = set()
+
+    def start(self, worker_id: str, epoch: int) -> None:
+        self.epoch[worker_id], self.seq[worker_id] = epoch, 0
+        self.owned[worker_id], self.parts[worker_id] = set(), None
+        self.dead.discard(worker_id)
+
+    def apply(self, event: BlockEvent) -> Applied:
+        worker_id = event.worker_id
+        if event.epoch > self.epoch.get(worker_id, 0):
+            self.start(worker_id, event.epoch)
+        if (event.epoch, event.seq) <= (self.epoch[worker_id], self.seq[worker_id]):
+            return Applied.STALE
+        parts = self.parts[worker_id]
+        if event.op is not Op.SNAPSHOT_BEGIN and event.seq != self.seq[worker_id] + 1:
+            return Applied.GAP
+        if event.op is Op.SNAPSHOT_END and (parts is None or len(parts) != event.num_keys):
+            return Applied.GAP
+        self.seq[worker_id] = event.seq
+        if event.op is Op.STORED:
+            self.owned[worker_id] |= set(event.keys)
+        elif event.op is Op.REMOVED:
+            self.owned[worker_id] -= set(event.keys)
+        elif event.op is Op.CLEARED:
+            self.owned[worker_id] = set()
+        elif event.op is Op.SNAPSHOT_BEGIN:
+            self.parts[worker_id] = set()
+        elif event.op is Op.SNAPSHOT_PART and parts is not None:
+            parts.update(event.keys)
+        elif event.op is Op.SNAPSHOT_END and parts is not None:
+            self.owned[worker_id], self.parts[worker_id] = parts, None
+        return Applied.DONE
+
+    def set_leased(self, epochs: dict[str, int]) -> None:
+        for worker_id, epoch in epochs.items():
+            if epoch > self.epoch.get(worker_id, 0):
+                self.start(worker_id, epoch)
+        self.dead = {worker_id for worker_id, epoch in self.epoch.items() if epochs.get(worker_id) != epoch}
+
+    def lookup(self, wanted: Sequence[bytes]) -> dict[str, int]:
+        found = {}
+        for worker_id in self.owned.keys() - self.dead:
+            num_blocks = next((n for n, key in enumerate(wanted) if key not in self.owned[worker_id]), len(wanted))
+            if num_blocks:
+                found[worker_id] = num_blocks
+        return found
+
+
+workers = st.sampled_from("abc")
+numbers = st.lists(st.integers(0, 7), max_size=5, unique=True)
+# Sequence numbers mostly follow, so that histories get long; sometimes they repeat or jump.
+events = st.tuples(
+    workers,
+    st.sampled_from([0, 0, 0, 0, 0, 0, -1, 1]),
+    st.sampled_from([1, 1, 1, 1, 1, 0, 2]),
+    st.sampled_from([*Op, Op.STORED, Op.STORED, Op.SNAPSHOT_PART]),
+    numbers,
+)
+steps = st.lists(
+    st.one_of(
+        events,
+        events,
+        events,
+        st.dictionaries(workers, st.integers(1, 4)),
+        st.tuples(workers, numbers),
+        st.integers(1, 5),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(steps)
+def test_random_events_give_what_a_naive_model_gives(
+    history: list[tuple[str, int, int, Op, list[int]] | dict[str, int] | tuple[str, list[int]] | int],
+) -> None:
+    mirror, naive = Mirror(), Naive()
+    for step in history:
+        if isinstance(step, dict):
+            mirror.set_leased(step)
+            naive.set_leased(step)
+        elif isinstance(step, int):
+            mirror.sweep(step)
+        elif len(step) == 2:
+            worker_id, owned = step
+            epoch, seq = naive.epoch.get(worker_id, 1), naive.seq.get(worker_id, 0) + 1
+            mirror.replace(worker_id, epoch, seq, keys(*owned))
+            if worker_id not in naive.epoch:
+                naive.start(worker_id, epoch)
+            naive.owned[worker_id], naive.parts[worker_id], naive.seq[worker_id] = set(keys(*owned)), None, seq
+        else:
+            worker_id, epochs_on, seqs_on, op, touched = step
+            epoch = max(naive.epoch.get(worker_id, 1) + epochs_on, 1)
+            seq = (0 if epochs_on > 0 else naive.seq.get(worker_id, 0)) + seqs_on
+            num_keys = len(naive.parts.get(worker_id) or ()) + len(touched) // 5  # seldom wrong
+            event = BlockEvent(worker_id, epoch, seq, op, keys(*touched), num_keys)
+            assert mirror.apply(event) is naive.apply(event)
+        mirror.check()
+        for start in range(8):
+            wanted = keys(*range(start, 8))
+            assert mirror.lookup(wanted) == naive.lookup(wanted)
