@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from baton.blocks import GRANULE
 from baton.errors import ConfigError
 
 if typing.TYPE_CHECKING:
@@ -30,6 +31,17 @@ if typing.TYPE_CHECKING:
 T = TypeVar("T")
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def _require_at_least_one(section: str, config: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{section}.{name} must be at least 1, got {getattr(config, name)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,12 @@ class EngineConfig:
     num_threads: int = 1
     """Compute threads of one worker. Two contended threads can be 40 times slower than one."""
 
+    def __post_init__(self) -> None:
+        _require_one_of("engine.runner", self.runner, ("transformers", "arithmetic"))
+        _require_at_least_one("engine", self, ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "num_threads"))
+        if self.block_size < GRANULE or self.block_size % GRANULE:
+            raise ConfigError(f"engine.block_size must be a multiple of {GRANULE}, got {self.block_size}")
+
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
@@ -88,12 +106,16 @@ class TransferConfig:
     op_timeout_s: float = 10.0
     """Longest wait for one chunk once it is granted."""
     lease_s: float = 300.0
-    """A reservation whose blocks have not arrived by then is given up. The router's open stream keeps one alive; this is
+    """A reservation whose blocks have not arrived by then is given up. Its life is the router's open stream; this is
     the backstop, and must exceed the longest prefill with its queue."""
     checksum: str = "full"
     """full or off."""
     links: tuple[str, ...] = ("nccl", "gloo")
     """Link kinds to offer, best first; nccl is used when both sides have CUDA."""
+
+    def __post_init__(self) -> None:
+        _require_one_of("transfer.checksum", self.checksum, ("full", "off"))
+        _require_at_least_one("transfer", self, ("slot_bytes", "window"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +153,10 @@ class RouterConfig:
     cache_secret: str = ""
     """Keys the tenants' cache scopes; the same on every router. `baton up` draws one."""
 
+    def __post_init__(self) -> None:
+        _require_one_of("router.mode", self.mode, ("auto", "split", "aggregated"))
+        _require_at_least_one("router", self, ("max_in_flight", "max_attempts"))
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
@@ -159,7 +185,7 @@ class FaultsConfig:
     """Faults on purpose, for tests. Off by default."""
 
     spec: str = ""
-    """Comma-separated: corrupt_chunk=N, drop_chunk=N, swap_blocks=N (every Nth chunk or transfer)."""
+    """Comma-separated: corrupt_chunk=N, drop_chunk=N, swap_blocks=N (every Nth chunk of the KV hand-over)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,16 +225,18 @@ def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> 
     environ = os.environ if environ is None else environ
     try:
         values: dict[str, Any] = (yaml.safe_load(path.read_text()) or {}) if path else {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold sections such as 'engine:' and 'cluster:'")
+    values = {name: {} if section is None else section for name, section in values.items()}
     sections = {f.name: {g.name for g in dataclasses.fields(f.default_factory)} for f in dataclasses.fields(Config)}  # type: ignore[arg-type]
     for name, value in environ.items():
         if not name.startswith("BATON_") or name in NOT_SETTINGS:
             continue
         section, key = SHORT_NAMES.get(name) or _split(name, sections)
-        values.setdefault(section, {})[key] = value
+        if isinstance(values.setdefault(section, {}), dict):  # else `_build` refuses it by name
+            values[section][key] = value
     return _build(Config, values, "")
 
 
@@ -229,7 +257,7 @@ def _split(name: str, sections: Mapping[str, set[str]]) -> tuple[str, str]:
 
 def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
     hints = typing.get_type_hints(cls)
-    if unknown := sorted(set(values) - set(hints)):
+    if unknown := sorted(set(values) - set(hints), key=str):
         known = ", ".join(sorted(hints))
         raise ConfigError(f"unknown setting {prefix}{unknown[0]}; known here: {known}")
     return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in values.items()})
@@ -241,14 +269,21 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
             raise ConfigError(f"{name} must be a section of settings")
         return _build(typing.cast("type[Any]", kind), value, name + ".")
     if isinstance(kind, types.GenericAlias):
-        return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
-    if kind is bool and isinstance(value, str):
-        if value.lower() not in ("true", "false", "1", "0"):
+        if isinstance(value, str):
+            return tuple(value.split(","))
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{name} must be a list, got {value!r}")
+        return tuple(str(item) for item in value)
+    if kind is bool:
+        if str(value).lower() not in ("true", "false", "1", "0"):
             raise ConfigError(f"{name} must be true or false, got {value!r}")
-        return value.lower() in ("true", "1")
-    if isinstance(value, (dict, list)) or (kind is not str and isinstance(value, bool)):
+        return str(value).lower() in ("true", "1")
+    if kind is str and isinstance(value, bool):
+        return "on" if value else "off"  # YAML's reading of a bare on or off
+    is_fraction = kind is int and isinstance(value, float) and not value.is_integer()
+    if value is None or isinstance(value, (bool, dict, list)) or is_fraction:
         raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}")
     try:
         return kind(value)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}") from error

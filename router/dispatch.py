@@ -22,7 +22,7 @@ from opentelemetry.context import Context
 
 from baton.blocks import GRANULE, block_keys
 from baton.config import RouterConfig
-from baton.errors import InvalidRequest, NoWorker, Overloaded, WorkerFailed
+from baton.errors import InvalidRequest, NoWorker, Overloaded, TransferError, WorkerFailed
 from baton.messages import FirstToken, HandedOver, NewTokens, SequenceSpec, Ticket
 from baton.telemetry.instruments import Instruments
 from router.placement import Mode, Placement, Prompt, place
@@ -30,6 +30,8 @@ from router.pools import PoolView
 from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
 
 logger = logging.getLogger(__name__)
+MAX_FAILED_TRANSFERS = 2
+"""Failed hand-overs of a choice before the decode worker computes the prompt itself."""
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -68,10 +70,14 @@ class Dispatcher:
                 `max_attempts` placements.
         """
         refused: set[str] = set()
+        num_failed_transfers = 0
         for attempt in range(self._config.max_attempts):
             current = replace(spec, token_ids=spec.token_ids + tuple(record.emitted), attempt=attempt)
+            mode = self._config.mode
+            if mode == "auto" and num_failed_transfers >= MAX_FAILED_TRANSFERS:
+                mode = Mode.AGGREGATED  # slower perhaps, but nothing has to travel
             try:
-                async with contextlib.aclosing(self._attempt(current, refused, record, trace)) as messages:
+                async with contextlib.aclosing(self._attempt(current, mode, refused, record, trace)) as messages:
                     async for message in messages:
                         record.emitted += message.token_ids
                         yield message
@@ -83,6 +89,8 @@ class Dispatcher:
                     refused.add(failure.worker.info.id)
                 elif isinstance(failure.error, WorkerFailed):
                     self._pools.suspect(failure.worker)
+                elif isinstance(failure.error, TransferError):
+                    num_failed_transfers += 1
                 record.retries += 1
                 self._instruments.retries.add(1, {"error": type(failure.error).__name__})
                 logger.warning(
@@ -90,11 +98,11 @@ class Dispatcher:
                 )
 
     async def _attempt(
-        self, spec: SequenceSpec, refused: set[str], record: ChoiceRecord, trace: Context
+        self, spec: SequenceSpec, mode: str, refused: set[str], record: ChoiceRecord, trace: Context
     ) -> AsyncGenerator[NewTokens]:
         block_size = next((worker.info.block_size for worker in self._pools.workers), GRANULE)
         prompt = Prompt(len(spec.token_ids), tuple(block_keys(spec.cache_seed, spec.token_ids, block_size)))
-        placement = await self._place(prompt, refused)
+        placement = await self._place(prompt, mode, refused)
         record.mode = placement.mode
         record.prefill_worker, record.decode_worker = placement.prefill_worker, placement.decode_worker
         self._instruments.placements.add(1, {"mode": placement.mode, "worker": placement.decode_worker})
@@ -103,14 +111,14 @@ class Dispatcher:
             async for message in messages:
                 yield message
 
-    async def _place(self, prompt: Prompt, refused: set[str]) -> Placement:
+    async def _place(self, prompt: Prompt, mode: str, refused: set[str]) -> Placement:
         """Waits, within bounds, until the workers for a request are there."""
         deadline = time.monotonic() + self._config.worker_wait_s
         while True:
             placement = place(
                 prompt,
                 self._pools.candidates(prompt, refused),
-                self._config.mode,
+                mode,
                 load_weight=self._config.load_weight,
                 aggregate_below_tokens=self._config.aggregate_below_tokens,
             )

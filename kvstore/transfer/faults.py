@@ -18,11 +18,12 @@ class Faults:
     """Each: every Nth chunk of a sender; 0 is never."""
 
     corrupt_chunk: int = 0
-    """Flip one bit."""
+    """Flip the top bit of every byte of one block row."""
     drop_chunk: int = 0
     """Send zeros instead."""
     swap_blocks: int = 0
-    """Exchange the first two block rows; chunks of a single row do not count."""
+    """Exchange the first and the last block row, of different layers where a chunk has several: attention does not mind
+    the order of a sequence's blocks within one layer. Chunks of a single row do not count."""
 
 
 def parse_faults(spec: str) -> Faults:
@@ -49,19 +50,19 @@ class FaultInjector:
         self._num_swappable = 0
 
     def spoil(self, chunk: Chunk, payload: torch.Tensor) -> None:
+        num_rows = (chunk.layer_hi - chunk.layer_lo) * (chunk.unit_hi - chunk.unit_lo)
         self._num_chunks += 1
         if _every(self._faults.corrupt_chunk, self._num_chunks):
-            # The top bit of a little-endian value: a number changes its sign.
-            payload[min(len(payload) // 2 | 3, len(payload) - 1)] ^= 0x80
+            # Of every byte: a float changes its sign and its exponent.
+            payload.view(max(1, num_rows), -1)[num_rows // 2] ^= 0x80
         if _every(self._faults.drop_chunk, self._num_chunks):
             payload.zero_()
-        num_rows = (chunk.layer_hi - chunk.layer_lo) * (chunk.unit_hi - chunk.unit_lo)
-        if chunk.unit_hi - chunk.unit_lo < 2:
+        if num_rows < 2:
             return
         self._num_swappable += 1
         if _every(self._faults.swap_blocks, self._num_swappable):
             rows = payload.view(num_rows, -1)
-            rows[:2] = rows[:2].flip(0)
+            rows[[0, -1]] = rows[[-1, 0]]
 
 
 def _every(nth: int, count: int) -> bool:

@@ -38,13 +38,13 @@ def test_every_nth_chunk_is_spoiled(fault: str) -> None:
     assert spoiled(Faults(), 7) == []
 
 
-def test_corruption_is_one_bit_and_a_swap_exchanges_two_rows() -> None:
+def test_corruption_spoils_one_row_and_a_swap_exchanges_two() -> None:
     payload = torch.zeros(64, dtype=torch.uint8)
     FaultInjector(Faults(corrupt_chunk=1)).spoil(CHUNK, payload)
-    assert payload.sum().item() == 0x80
+    assert payload.tolist() == [0] * 32 + [0x80] * 16 + [0] * 16
     payload = torch.arange(64, dtype=torch.uint8)
     FaultInjector(Faults(swap_blocks=1)).spoil(CHUNK, payload)
-    assert payload.tolist() == [*range(16, 32), *range(16), *range(32, 64)]
+    assert payload.tolist() == [*range(48, 64), *range(16, 48), *range(16)]
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 4, 5])

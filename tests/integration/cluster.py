@@ -1,0 +1,164 @@
+"""A real cluster for tests: `baton up` in a process of its own, and clients of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from deploy.client import Client
+
+READY = re.compile(r"BATON READY grpc=(\S+) http=(\S+)")
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 60.0
+
+
+class Cluster:
+    """A running `baton up`. Its log is kept for failure messages."""
+
+    def __init__(self, *args: str, **settings: str) -> None:
+        """Starts one and waits until it is ready.
+
+        Args:
+            args: of `baton up`.
+            settings: BATON_* environment variables without the prefix, in lower case.
+        """
+        self._log_file = tempfile.NamedTemporaryFile("w+", prefix="baton-up-", suffix=".log")  # noqa: SIM115
+        ports = {"grpc_port": str(free_port()), "http_port": str(free_port())}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_") or k == "BATON_CACHE"}
+        environment |= {f"BATON_{name.upper()}": value for name, value in (ports | settings).items()}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", "up", *args],
+            env=environment,
+            stdout=self._log_file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            self.grpc, self.http = self._wait_until_ready()
+        except BaseException:
+            self.process.kill()
+            raise
+        self.client = Client(self.grpc)
+        self._channel = grpc.insecure_channel(self.grpc)
+        self.inference = inference_pb2_grpc.InferenceStub(self._channel)
+
+    @property
+    def log(self) -> str:
+        return Path(self._log_file.name).read_text()
+
+    def generate(self, **fields: Any) -> Answer:
+        """One request, read to its end. `token_ids` and `sampling` take plain lists and dicts."""
+        return Answer(list(self.inference.Generate(request(**fields), timeout=240)))
+
+    def worker(self, worker_id: str) -> dict[str, Any]:
+        return next(w for w in self.client.status()["workers"] if w["id"] == worker_id)
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
+        """The first status that fulfils the condition."""
+        deadline = time.monotonic() + timeout_s
+        while not condition(status := self.client.status()):
+            assert time.monotonic() < deadline, f"not within {timeout_s} s; last status: {status}\n{self.log}"
+            time.sleep(0.1)
+        return status
+
+    def wait_until_idle(self) -> dict[str, Any]:
+        """Every worker has nothing to do, holds nothing, and says so itself."""
+        return self.wait_for(lambda status: all(is_idle(worker) for worker in status["workers"]))
+
+    def processes(self) -> list[psutil.Process]:
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Ends the cluster as an operator would, and returns its exit status."""
+        self.client.close()
+        self._channel.close()
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            for process in self.processes():
+                process.kill()
+            raise AssertionError(f"baton up did not end within {STOP_TIMEOUT_S} s:\n{self.log}") from None
+        finally:
+            self._log_file.close()
+
+    def _wait_until_ready(self) -> tuple[str, str]:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not (match := READY.search(self.log)):
+            assert self.process.poll() is None, f"baton up ended with {self.process.returncode}:\n{self.log}"
+            assert time.monotonic() < deadline, f"not ready within {START_TIMEOUT_S} s:\n{self.log}"
+            time.sleep(0.1)
+        return match[1], match[2]
+
+
+class Answer:
+    """The messages of one Generate call, put together."""
+
+    def __init__(self, messages: list[inference_pb2.GenerateResponse]) -> None:
+        self.messages = messages
+        self.text = "".join(message.text for message in messages)
+        self.token_ids = [token_id for message in messages for token_id in message.token_ids]
+        self.finish_reason = messages[-1].finish_reason
+        self.usage = messages[-1].usage
+        self.timing = messages[-1].timing
+
+    def choice(self, index: int) -> Answer:
+        return Answer([message for message in self.messages if message.choice_index == index])
+
+
+def request(**fields: Any) -> inference_pb2.GenerateRequest:
+    if "token_ids" in fields:
+        fields["token_ids"] = inference_pb2.TokenIds(ids=fields["token_ids"])
+    if "chat" in fields:
+        fields["chat"] = inference_pb2.ChatInput(
+            messages=[inference_pb2.ChatMessage(role=role, content=content) for role, content in fields["chat"]]
+        )
+    if "sampling" in fields:
+        fields["sampling"] = inference_pb2.SamplingParams(**fields["sampling"])
+    return inference_pb2.GenerateRequest(**fields)
+
+
+def is_idle(worker: dict[str, Any]) -> bool:
+    blocks = worker["blocks"]
+    assert worker["self_check"] == "ok", worker
+    assert blocks["free"] + blocks["cached"] + blocks["in_use"] == blocks["total"], worker
+    return bool(worker["running"] == worker["waiting"] == blocks["in_use"] == 0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def running_cluster(*args: str, **settings: str) -> Iterator[Cluster]:
+    """A cluster for the length of a block. Leaving it checks that no process is left."""
+    cluster = Cluster(*args, **settings)
+    try:
+        yield cluster
+        started = cluster.processes()
+    except BaseException:
+        with contextlib.suppress(Exception):
+            print(cluster.log)  # pytest shows it with the failure
+        cluster.stop()
+        raise
+    assert cluster.stop() == 0
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive, f"left behind: {[process.cmdline() for process in alive]}"

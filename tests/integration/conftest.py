@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from tests.integration.cluster import Cluster, running_cluster
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+
+
+class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """An OTLP receiver that keeps the spans, with the name of the service that sent each."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Span]] = []
+
+    def Export(  # noqa: N802 - the protocol's name
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            names = {a.key: a.value.string_value for a in resource.resource.attributes}
+            for scope in resource.scope_spans:
+                self.spans += [(names["service.name"], span) for span in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@pytest.fixture(scope="session")
+def trace_receiver() -> Iterator[tuple[TraceReceiver, str]]:
+    receiver = TraceReceiver()
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield receiver, f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+@pytest.fixture(scope="module")
+def split_cluster(model_dir: Path) -> Iterator[Cluster]:
+    """The real model, one worker a pool, every prompt handed over."""
+    with running_cluster(router_mode="split") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def arithmetic_cluster(model_dir: Path, trace_receiver: tuple[TraceReceiver, str]) -> Iterator[Cluster]:
+    """Two workers a pool with the model that can be worked out by hand: plumbing only."""
+    with running_cluster(
+        "--prefill", "2", "--decode", "2",
+        engine_runner="arithmetic", engine_num_blocks="512", router_mode="split",
+        telemetry_otlp_endpoint=trace_receiver[1],
+    ) as cluster:  # fmt: skip
+        yield cluster

@@ -1,0 +1,251 @@
+"""What the cluster does around the model: cancels, deaths, bad requests, traces. On the arithmetic engine."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from baton.engine.arithmetic import expected_tokens
+from baton.v1 import inference_pb2
+from tests.integration.cluster import Cluster, request
+from tests.integration.conftest import TraceReceiver
+
+VOCABULARY = 49152
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(1, VOCABULARY), k=num_tokens)
+
+
+def sampling(num_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True, **more}
+
+
+def test_streams_are_what_the_arithmetic_says(arithmetic_cluster: Cluster) -> None:
+    prompts = [prompt_of(i, num_tokens) for i, num_tokens in enumerate((1, 15, 16, 17, 100, 700, 1500))]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda p: arithmetic_cluster.generate(token_ids=p, sampling=sampling(40)), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected_tokens(prompt, 40)
+        assert answer.timing.mode == "split"
+        assert answer.timing.retries == 0
+
+
+def test_choices_are_separate_streams(arithmetic_cluster: Cluster) -> None:
+    prompt = prompt_of(50, 40)
+    answer = arithmetic_cluster.generate(token_ids=prompt, sampling=sampling(5, n=3))
+    for index in range(3):
+        assert answer.choice(index).token_ids == expected_tokens(prompt, 5)
+        assert answer.choice(index).finish_reason == "length"
+    assert answer.usage.prompt_tokens == 40
+    assert answer.usage.completion_tokens == 15
+    assert sum(message.HasField("usage") for message in answer.messages) == 1
+
+
+def test_a_repeated_prompt_lands_on_its_owner_and_survives_the_owner(arithmetic_cluster: Cluster) -> None:
+    """Ends with the pool whole again."""
+    cluster = arithmetic_cluster
+    prompt = prompt_of(60, 640)
+    first = cluster.generate(token_ids=prompt, sampling=sampling(4))
+    cluster.wait_until_idle()
+    time.sleep(0.5)  # the index is told within one step, the router's mirror follows at once: half a second is long
+    second = cluster.generate(token_ids=prompt, sampling=sampling(4))
+    assert first.usage.cached_tokens == 0
+    assert second.usage.cached_tokens == 624
+    owner = second.timing.prefill_worker
+    assert owner == first.timing.prefill_worker
+    before = cluster.worker(owner)
+    psutil.Process(before["pid"]).kill()
+    third = cluster.generate(token_ids=prompt, sampling=sampling(4))
+    assert third.token_ids == second.token_ids == expected_tokens(prompt, 4)
+    assert third.timing.prefill_worker != owner
+    cluster.wait_for(
+        lambda status: cluster.worker(owner)["epoch"] > before["epoch"] and status["pools"]["prefill"]["ready"] == 2
+    )
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_loses_no_stream(arithmetic_cluster: Cluster, role: str) -> None:
+    """Streams under way when a worker dies go on, without a missing or repeated token."""
+    cluster = arithmetic_cluster
+    status = cluster.wait_for(lambda s: s["pools"][role]["ready"] == 2)
+    victim = next(worker for worker in status["workers"] if worker["role"] == role)
+    prompts = [prompt_of(100 + i, 200) for i in range(16)]
+    timer = threading.Timer(0.3, psutil.Process(victim["pid"]).kill)
+    with ThreadPoolExecutor(16) as pool:
+        timer.start()
+        answers = list(pool.map(lambda p: cluster.generate(token_ids=p, sampling=sampling(600)), prompts))
+    timer.join()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected_tokens(prompt, 600)
+    if role == "decode":
+        assert any(answer.timing.retries for answer in answers), "the worker died after all streams had ended"
+    cluster.wait_for(
+        lambda s: s["pools"][role]["ready"] == 2 and cluster.worker(victim["id"])["epoch"] > victim["epoch"]
+    )
+    cluster.wait_until_idle()
+
+
+def test_random_cancels_leave_nothing_behind(arithmetic_cluster: Cluster) -> None:
+    """200 requests, half of them cancelled at random points: in queue, prefill, hand-over or decode."""
+    cluster = arithmetic_cluster
+    dice = random.Random(1)
+    plans = [
+        (prompt_of(i, dice.choice((5, 40, 300, 900))), dice.random() < 0.5, dice.random() * 0.5) for i in range(200)
+    ]
+
+    def run(plan: tuple[list[int], bool, float]) -> bool:
+        prompt, is_cancelled, delay_s = plan
+        call = cluster.inference.Generate(request(token_ids=prompt, sampling=sampling(60)), timeout=240)
+        timer = threading.Timer(delay_s, call.cancel)
+        if is_cancelled:
+            timer.start()
+        tokens: list[int] = []
+        try:
+            for message in call:
+                tokens += message.token_ids
+        except grpc.RpcError:
+            if not (is_cancelled and call.code() is grpc.StatusCode.CANCELLED):
+                raise
+        finally:
+            timer.cancel()
+        expected = expected_tokens(prompt, 60)
+        assert tokens == expected[: len(tokens)]
+        assert is_cancelled or len(tokens) == 60
+        return len(tokens) < 60
+
+    def held() -> dict[str, tuple[int, int]]:
+        """Threads and open files of every worker and of the router."""
+        status = cluster.client.status()
+        pids = {w["id"]: w["pid"] for w in status["workers"]} | {r["id"]: r["pid"] for r in status["routers"]}
+        return {name: (psutil.Process(p).num_threads(), psutil.Process(p).num_fds()) for name, p in pids.items()}
+
+    with ThreadPoolExecutor(24) as pool:
+        list(pool.map(run, plans))  # every pair of workers has met, every thread pool is full
+    cluster.wait_until_idle()
+    time.sleep(3)  # sockets of the exporters and of workers killed before settle down
+    before = held()
+    with ThreadPoolExecutor(24) as pool:
+        num_cancelled = sum(pool.map(run, plans))
+    assert num_cancelled >= 40
+    cluster.wait_until_idle()
+    deadline = time.monotonic() + 20  # gRPC closes idle sockets a little later
+    while any(now > was for name, counts in held().items() for now, was in zip(counts, before[name], strict=True)):
+        assert time.monotonic() < deadline, f"before {before}, after {held()}"
+        time.sleep(0.5)
+
+
+BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no input": ({}, "no input"),
+    "empty text": ({"text": ""}, "empty"),
+    "empty chat": ({"chat": []}, "message"),
+    "empty ids": ({"token_ids": []}, "empty"),
+    "too long": ({"token_ids": [5] * 9000}, "shorten"),
+    "no room": ({"token_ids": [5] * 8000, "sampling": {"max_tokens": 400}}, "lower max_tokens"),
+    "unknown model": ({"text": "a", "model": "gpt-4"}, "not served here"),
+    "unknown role": ({"chat": [("wizard", "hi")]}, "role"),
+    "ids out of range": ({"token_ids": [49152]}, "vocabulary"),
+    "negative max_tokens": ({"text": "a", "sampling": {"max_tokens": -1}}, "max_tokens must be at least 1"),
+    "zero max_tokens": ({"text": "a", "sampling": {"max_tokens": 0}}, "max_tokens must be at least 1"),
+    "temperature": ({"text": "a", "sampling": {"temperature": 100.0}}, "temperature"),
+    "negative temperature": ({"text": "a", "sampling": {"temperature": -0.1}}, "temperature"),
+    "nan temperature": ({"text": "a", "sampling": {"temperature": float("nan")}}, "temperature"),
+    "top_p": ({"text": "a", "sampling": {"top_p": 0.0}}, "top_p"),
+    "top_k": ({"text": "a", "sampling": {"top_k": -7}}, "top_k"),
+    "min_p": ({"text": "a", "sampling": {"min_p": 2.0}}, "min_p"),
+    "n": ({"text": "a", "sampling": {"n": 1000}}, "sampling.n"),
+    "empty stop": ({"text": "a", "sampling": {"stop": [""]}}, "stop"),
+    "stop id": ({"text": "a", "sampling": {"stop_token_ids": [99999]}}, "stop_token_ids"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_requests_are_refused_with_a_sentence(arithmetic_cluster: Cluster, name: str) -> None:
+    fields, part_of_message = BAD_REQUESTS[name]
+    with pytest.raises(grpc.RpcError) as caught:
+        arithmetic_cluster.generate(**fields)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert part_of_message in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"sampling": {"logprobs": 1}}, "logprobs"),
+        ({"sampling": {"frequency_penalty": 0.5}}, "frequency_penalty"),
+        ({"sampling": {"logit_bias": {1: 2.0}}}, "logit_bias"),
+        ({"priority": 3}, "priority"),
+        ({"slo": inference_pb2.ServiceLevelObjective(ttft_ms=10)}, "slo"),
+        ({"resume_from": {0: 3}}, "resume_from"),
+    ],
+)
+def test_fields_not_built_yet_are_named(arithmetic_cluster: Cluster, fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        arithmetic_cluster.generate(text="hello", **fields)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert named in (caught.value.details() or "")
+
+
+def test_no_worker_saw_a_bad_request(arithmetic_cluster: Cluster) -> None:
+    status = arithmetic_cluster.wait_until_idle()
+    before = _metric(arithmetic_cluster, "baton_placements_total")
+    for fields, _ in BAD_REQUESTS.values():
+        with pytest.raises(grpc.RpcError):
+            arithmetic_cluster.generate(**fields)
+    assert _metric(arithmetic_cluster, "baton_placements_total") == before
+    assert status["workers"]
+
+
+def test_metrics_tell_what_happened(arithmetic_cluster: Cluster) -> None:
+    names = (
+        "gen_ai_server_time_to_first_token_seconds_count", "gen_ai_server_request_duration_seconds_count",
+        "gen_ai_server_time_per_output_token_seconds_count", "baton_inter_token_latency_seconds_count",
+        "baton_queue_duration_seconds_count", "baton_prefill_duration_seconds_count",
+        "baton_transfer_duration_seconds_count", "baton_decode_duration_seconds_count",
+        "baton_prefix_hit_tokens_total",
+    )  # fmt: skip
+    prompt = prompt_of(70, 64)
+    arithmetic_cluster.generate(token_ids=prompt, sampling=sampling(8))
+    before = {name: _metric(arithmetic_cluster, name) for name in names}
+    arithmetic_cluster.generate(token_ids=prompt, sampling=sampling(8))
+    after = {name: _metric(arithmetic_cluster, name) for name in names}
+    for name in names:
+        assert after[name] > before[name], name
+    assert _metric(arithmetic_cluster, "baton_kv_blocks") == 4 * 512
+
+
+def test_one_trace_per_request(arithmetic_cluster: Cluster, trace_receiver: tuple[TraceReceiver, str]) -> None:
+    receiver = trace_receiver[0]
+    request_id = f"traced-{time.time_ns()}"
+    arithmetic_cluster.generate(request_id=request_id, token_ids=prompt_of(80, 64), sampling=sampling(8))
+    wanted = {
+        ("baton-router", "text_completion smollm2-135m-instruct"), ("baton-prefill", "prefill.queue"),
+        ("baton-prefill", "prefill.compute"), ("baton-prefill", "kv.transfer"), ("baton-decode", "decode"),
+    }  # fmt: skip
+    deadline = time.monotonic() + 30
+    while True:
+        roots = [s for _, s in receiver.spans if any(a.value.string_value == request_id for a in s.attributes)]
+        trace = [(service, s) for service, s in receiver.spans if roots and s.trace_id == roots[0].trace_id]
+        if wanted <= {(service, span.name) for service, span in trace}:
+            break
+        assert time.monotonic() < deadline, sorted({(service, span.name) for service, span in receiver.spans})
+        time.sleep(0.2)
+    assert len(roots) == 1
+    children = [span for _, span in trace if span.name != roots[0].name]
+    assert all(span.parent_span_id == roots[0].span_id for span in children)
+    assert all(span.end_time_unix_nano >= span.start_time_unix_nano for _, span in trace)
+
+
+def _metric(cluster: Cluster, name: str) -> float:
+    """Sum over all label values."""
+    text = urllib.request.urlopen(f"http://{cluster.http}/metrics").read().decode()
+    lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)

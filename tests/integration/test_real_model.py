@@ -1,0 +1,242 @@
+"""The real model through router, prefill worker and decode worker in processes of their own, against transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.integration.cluster import Answer, Cluster, running_cluster
+
+NUM_AT_ONCE = 8
+NUM_NEW_TOKENS = 12
+NEAR_TIE = 5e-4
+"""Two logits as close as this may swap places between batch shapes in float32 (CLARIFICATIONS of the design, 8)."""
+LONG_TEXT = "The library of Alexandria was one of the largest and most significant libraries of the ancient world. "
+
+
+class Reference:
+    """transformers' own `generate`, greedy, with the margin by which each token won."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.set_num_threads(1)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def generate(self, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+        out = self._model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        best = [scores[0].topk(2).values for scores in out.scores]
+        return out.sequences[0, len(prompt) :].tolist(), [float(top[0] - top[1]) for top in best]
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> Reference:
+    return Reference(model_dir)
+
+
+@pytest.fixture(scope="module")
+def prompts(reference: Reference) -> list[list[int]]:
+    """At least 30: almost empty, one token, exact blocks, several chunks, 2,000 tokens, unicode, chats."""
+    tokenizer = reference.tokenizer
+    long_ids: list[int] = tokenizer.encode(LONG_TEXT * 120)
+    texts = [
+        " ", "a", "\n", "Hello", "The capital of France is", "def fibonacci(n):", "1 + 1 =", "Once upon a time",
+        "Grüße aus München, schön dass du", "日本の首都は", "😀😃😄 means", "نص عربي قصير", "ёлка и снег",
+        "SELECT * FROM users WHERE", "{\"name\": \"", "A list of fruits:\n1. Apple\n2.", "e\u0301 is the letter",
+        "To be, or not to be, that is the", "The square root of 144 is",
+    ]  # fmt: skip
+    chats = [
+        [{"role": "user", "content": "What is the capital of Italy?"}],
+        [{"role": "system", "content": "Answer with one word."}, {"role": "user", "content": "Sky colour?"}],
+        [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Hello!"},
+            {"role": "user", "content": "Tell me a joke about 🐈."},
+        ],
+    ]
+    result: list[list[int]] = [tokenizer.encode(text) for text in texts]
+    result += [
+        tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        for chat in chats
+    ]
+    # One token; one block less one, exactly one, one more; two blocks; around the chunk of 512; several chunks; 2,000.
+    lengths = (1, 15, 16, 17, 32, 33, 511, 512, 513, 1100, 2000)
+    result += [long_ids[i : i + length] for i, length in enumerate(lengths)]
+    assert len(result) >= 30
+    return result
+
+
+def greedy(cluster: Cluster, prompt: list[int], num_tokens: int = NUM_NEW_TOKENS) -> Answer:
+    return cluster.generate(token_ids=prompt, sampling={"temperature": 0, "max_tokens": num_tokens})
+
+
+def num_excepted(got: list[int], want: list[int], margins: list[float]) -> int:
+    """0 when equal, 1 when they part at a near tie. Anything else is a wrong token."""
+    if got == want:
+        return 0
+    first = next(i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b)
+    assert margins[first] <= NEAR_TIE, f"token {first}: {got} instead of {want}, won by {margins[first]}"
+    return 1
+
+
+def test_tokens_equal_generate(split_cluster: Cluster, reference: Reference, prompts: list[list[int]]) -> None:
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        answers = list(pool.map(lambda prompt: greedy(split_cluster, prompt), prompts))
+    excepted = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.timing.mode == "split"
+        assert answer.timing.prefill_worker == "prefill-0"
+        assert answer.timing.decode_worker == "decode-0"
+        assert answer.usage.prompt_tokens == len(prompt)
+        assert answer.usage.completion_tokens == len(answer.token_ids)
+        excepted += num_excepted(answer.token_ids, *reference.generate(prompt, NUM_NEW_TOKENS))
+    print(f"{len(prompts)} prompts, {excepted} excepted at a near tie")
+    assert excepted <= 2
+
+
+@pytest.mark.parametrize("fault", ["corrupt_chunk=1", "drop_chunk=1", "swap_blocks=1"])
+def test_spoiled_blocks_change_the_answer_when_nobody_checks(
+    fault: str, model_dir: Path, reference: Reference, prompts: list[list[int]]
+) -> None:
+    """Proof that the comparison above sees one wrong block: the same faults, with checksums off."""
+    chosen = [prompt for prompt in prompts if 30 <= len(prompt) <= 40]
+    with running_cluster(router_mode="split", transfer_checksum="off", faults=fault) as cluster:
+        answers = [greedy(cluster, prompt).token_ids for prompt in chosen]
+    assert any(
+        got != want
+        for got, (want, _) in zip(answers, (reference.generate(p, NUM_NEW_TOKENS) for p in chosen), strict=True)
+    )
+
+
+def test_spoiled_blocks_are_detected_and_recomputed(
+    model_dir: Path, reference: Reference, prompts: list[list[int]]
+) -> None:
+    chosen = [prompt for prompt in prompts if 16 <= len(prompt) <= 600]
+    # Long prompts have more chunks than the faults let pass: their decode worker computes them in the end.
+    faults = "corrupt_chunk=7,drop_chunk=11,swap_blocks=13"
+    with running_cluster(router_aggregate_below_tokens="0", faults=faults) as cluster:
+        answers = [greedy(cluster, prompt) for prompt in chosen]
+        metrics = urllib.request.urlopen(f"http://{cluster.http}/metrics").read().decode()
+        cluster.wait_until_idle()
+    for prompt, answer in zip(chosen, answers, strict=True):
+        assert num_excepted(answer.token_ids, *reference.generate(prompt, NUM_NEW_TOKENS)) == 0
+    assert sum(answer.timing.retries for answer in answers) > 0
+    assert {answer.timing.mode for answer in answers} == {"split", "aggregated"}
+    counted = [
+        line for line in metrics.splitlines() if line.startswith('baton_retries_total{error="TransferCorrupted"')
+    ]
+    assert counted, metrics
+    assert float(counted[0].split()[-1]) == sum(answer.timing.retries for answer in answers)
+
+
+def test_aggregated_answers_are_the_same(split_cluster: Cluster, model_dir: Path, prompts: list[list[int]]) -> None:
+    """Tokens, text, usage and finish reason do not tell whether a request was split."""
+    chosen = [prompts[4], prompts[10], prompts[-6]]
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0.0, "max_tokens": 10},
+        {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "seed": 7, "max_tokens": 10},
+        {"temperature": 0.7, "seed": 8, "max_tokens": 10, "stop": ["\n", " the"]},
+    ]
+    with running_cluster("--prefill", "0", "--decode", "1") as aggregated:
+        for prompt in chosen:
+            for sampling in settings:
+                split = split_cluster.generate(token_ids=prompt, sampling=sampling)
+                whole = aggregated.generate(token_ids=prompt, sampling=sampling)
+                assert (split.timing.mode, whole.timing.mode) == ("split", "aggregated")
+                assert split.token_ids == whole.token_ids
+                assert split.text == whole.text
+                assert split.finish_reason == whole.finish_reason
+                assert split.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_the_same_prompt_again_is_cached(split_cluster: Cluster, reference: Reference) -> None:
+    prompt = reference.tokenizer.encode("A prompt that nobody has sent before, " * 12)
+    first, second = greedy(split_cluster, prompt, 4), greedy(split_cluster, prompt, 4)
+    assert first.usage.cached_tokens == 0
+    assert second.usage.cached_tokens == (len(prompt) - 1) // 16 * 16
+    assert second.token_ids == first.token_ids
+
+
+def test_openai_package_streams_a_chat(split_cluster: Cluster) -> None:
+    with openai.OpenAI(base_url=f"http://{split_cluster.http}/v1", api_key="none") as client:
+        model = client.models.list().data[0].id
+        assert model == "smollm2-135m-instruct"
+        messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+        whole = client.chat.completions.create(model=model, messages=messages, max_tokens=8, temperature=0)
+        assert "Paris" in (whole.choices[0].message.content or "")
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 8
+        stream = client.chat.completions.create(
+            model=model,
+            messages=messages,
+            max_tokens=8,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == whole.choices[0].message.content
+        assert len(chunks) > 4
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 8
+        completion = client.completions.create(model=model, prompt="1, 2, 3,", max_tokens=4, temperature=0)
+        assert completion.choices[0].text.startswith(" 4")
+        with pytest.raises(openai.NotFoundError, match="is not served here"):
+            client.chat.completions.create(model="gpt-4", messages=messages)
+        with pytest.raises(openai.BadRequestError, match=r"sampling\.temperature"):
+            client.chat.completions.create(model=model, messages=messages, temperature=9)
+
+
+def test_a_client_that_knows_only_reflection(split_cluster: Cluster) -> None:
+    """`buf curl` learns the API from the server."""
+    body = json.dumps({"text": "The capital of France is", "sampling": {"maxTokens": 3, "temperature": 0}})
+    url = f"http://{split_cluster.grpc}/baton.v1.Inference/Generate"
+    buf = Path(sys.executable).parent / "buf"
+    out = subprocess.run(
+        [buf, "curl", "--protocol", "grpc", "--http2-prior-knowledge", "-d", body, url],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    messages = [json.loads(part) for part in out.stdout.replace("}\n{", "}\0{").split("\0")]
+    assert "".join(message.get("text", "") for message in messages).startswith(" Paris")
+    assert messages[-1]["finishReason"] == "length"
+
+
+def test_the_command_line(split_cluster: Cluster) -> None:
+    def baton(*args: str) -> str:
+        command = [sys.executable, "-m", "deploy.cli", *args, "--address", split_cluster.grpc]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    assert "Paris" in baton("generate", "The capital of France is", "--max-tokens", "4", "--temperature", "0")
+    answer = json.loads(baton("generate", "The capital of France is", "--max-tokens", "4", "--json"))
+    assert answer["usage"]["completion_tokens"] == 4
+    status = json.loads(baton("status", "--json"))
+    assert status["pools"] == {"prefill": {"desired": 1, "ready": 1}, "decode": {"desired": 1, "ready": 1}}
+    assert {worker["id"] for worker in status["workers"]} == {"prefill-0", "decode-0"}
+    assert all(worker["self_check"] == "ok" for worker in status["workers"])
+    assert status["redis"]["ok"] is True
+    assert status["routers"][0]["grpc"] == split_cluster.grpc
+    assert "decode-0" in baton("status")
+    report = json.loads(baton("doctor", "--json"))
+    assert {check["name"]: check["state"] for check in report}["worker decode-0"] == "ok"
