@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on
 STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract
 export OMP_NUM_THREADS ?= 1
@@ -12,10 +13,11 @@ install: $(STAMP)
 
 # torch first and alone: on a CPU machine its CPU build, where any other package would pull the CUDA one.
 $(STAMP): pyproject.toml
-	@echo "==> Setting up $(VENV) (about two minutes the first time)"
+	@echo "==> Setting up $(VENV): a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[worker,local,dev]'
+	@echo "==> 1 of 3: torch";             $(PIP) torch==2.13.0
+	@echo "==> 2 of 3: what serving needs"; $(PIP) -e '.[worker,local]'
+	@echo "==> 3 of 3: tools and tests";    $(PIP) -e '.[worker,local,dev]'
 	@touch $(STAMP)
 
 serve: $(STAMP)

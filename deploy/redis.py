@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
-import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError
+from deploy.processes import die_with_parent
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)  # loaded before any fork: the child may call into it, and do little else
 
 
 class EmbeddedRedis:
@@ -54,6 +48,10 @@ class EmbeddedRedis:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
         """Returns once the server answers. Blocks for about 0.1 s.
@@ -112,13 +110,6 @@ class EmbeddedRedis:
             address += ["--unixsocket", str(self._path()), "--unixsocketperm", "700"]
         # Any eviction policy would silently forge the history, and state that outlives the server would be a lie.
         settings = ["--maxmemory-policy", "noeviction", "--save", "", "--appendonly", "no", "--daemonize", "no"]
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died before the call
-                os._exit(1)
-
         try:
             with (folder / "log").open("wb") as log:
                 return subprocess.Popen(
@@ -127,7 +118,7 @@ class EmbeddedRedis:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,  # Ctrl-C reaches us, and we stop the workers first
-                    preexec_fn=die_with_parent if sys.platform == "linux" else None,
+                    preexec_fn=die_with_parent(),
                 )
         except OSError as error:
             raise ConfigError(f"cannot start the embedded Redis {binary}: {error}") from error

@@ -18,7 +18,9 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 WORKER_HOST = "127.0.0.1"
+REDIS_CHECK_S = 0.5
 
 
 class RouterProcess:
@@ -136,13 +139,30 @@ async def _resolved(config: Config, console: Console) -> Config:
 
 
 def _with_redis(config: Config, stack: contextlib.AsyncExitStack, console: Console) -> Config:
+    """The configuration with a Redis that runs: the one it names, or an embedded one."""
     if config.index.redis_url:
         return config
-    redis = EmbeddedRedis()
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
+    redis = EmbeddedRedis(socket_path=folder / "redis.sock")
     redis.start()
     stack.callback(redis.stop)
+    keeping = asyncio.create_task(_keep_redis(redis))
+    stack.callback(keeping.cancel)
     console.print(f"==> Redis at {redis.url}", style="dim", soft_wrap=True)
     return dataclasses.replace(config, index=dataclasses.replace(config.index, redis_url=redis.url))
+
+
+async def _keep_redis(redis: EmbeddedRedis) -> None:
+    """Brings it back, empty, at the same address; workers and routers then tell it again what they know."""
+    while True:
+        await asyncio.sleep(REDIS_CHECK_S)
+        if not redis.is_running:
+            logger.warning("the embedded Redis has died; starting it again")
+            try:
+                redis.stop()
+                redis.start()  # from this thread: it lives as long as the thread that started it
+            except ConfigError as error:
+                logger.error("%s", error)
 
 
 async def _in_thread_context(

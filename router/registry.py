@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 
-from baton.cluster import ClusterStatus, PoolStatus, Role, RouterInfo, ServedModel, WorkerState
+from baton.cluster import ClusterStatus, PoolStatus, Role, RouterInfo, ServedModel, Worker, WorkerState
 from kvstore.index import MirrorFollower, StoreUnavailable
 from kvstore.leases import LeaseStore
 from router.pools import PoolView
@@ -31,6 +32,7 @@ class Registry:
         models: tuple[ServedModel, ...],
         redis_address: str,
         poll_s: float,
+        lease_s: float,
     ) -> None:
         self._leases = leases
         self._pools = pools
@@ -39,9 +41,12 @@ class Registry:
         self._models = models
         self._redis_address = redis_address
         self._poll_s = poll_s
+        self._lease_s = lease_s
         self._routers: tuple[RouterInfo, ...] = ()
         self._desired: dict[str, int] = {}
         self._redis_ok = False
+        self._boot = ""
+        self._keep_until_s = 0.0
 
     async def run(self) -> None:
         """Polls until cancelled. While Redis is away, the last picture stays."""
@@ -50,7 +55,7 @@ class Registry:
                 await self._leases.announce_router(self._myself())
                 self._routers = tuple(await self._leases.list_routers())
                 self._desired = await self._leases.get_desired()
-                workers = await self._leases.list_workers()
+                workers = await self._listed_workers()
             except StoreUnavailable as error:
                 if self._redis_ok:
                     logger.warning("Redis is away; serving from what is known: %s", error)
@@ -59,6 +64,17 @@ class Registry:
                 self._redis_ok = True
                 await self._pools.update(workers)
             await asyncio.sleep(self._poll_s)
+
+    async def _listed_workers(self) -> list[Worker]:
+        """The leases; for a while after Redis lost its state, also those it has not heard of again."""
+        boot = await self._leases.boot()
+        workers = await self._leases.list_workers()
+        if boot != self._boot:
+            self._boot, self._keep_until_s = boot, time.monotonic() + self._lease_s
+        if time.monotonic() < self._keep_until_s:
+            listed = {worker.info.id for worker in workers}
+            workers += [worker for worker in self._pools.workers if worker.info.id not in listed]
+        return workers
 
     def status(self) -> ClusterStatus:
         workers = self._pools.workers

@@ -91,7 +91,9 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         0.0,
     )
     models = (ServedModel(name, config.model.path),)
-    registry = Registry(leases, pools, follower, me, models, config.index.redis_url, config.index.poll_s)
+    registry = Registry(
+        leases, pools, follower, me, models, config.index.redis_url, config.index.poll_s, config.index.lease_s
+    )
     instruments = Instruments(config.router.id, registry.status)
     facts = ModelFacts(
         name, tokenizer.vocab_size, max_model_len, tokenizer.default_sampling, config.router.default_max_tokens

@@ -25,7 +25,7 @@ from opentelemetry.trace import Span, StatusCode
 
 from baton.api import Chat, GenerateChunk, GenerateRequest, ModelCard, Prompt, Text, Timing, TokenIds, Usage
 from baton.blocks import cache_seed
-from baton.errors import BatonError, Overloaded
+from baton.errors import BatonError, InvalidRequest, Overloaded, Unsupported
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from baton.telemetry import tracing
@@ -263,6 +263,8 @@ class _Settlement:
             outcome = "ok"
         elif isinstance(error, Overloaded):
             outcome = "rejected"
+        elif isinstance(error, (InvalidRequest, Unsupported)):
+            outcome = "invalid"
         else:
             outcome = "error" if isinstance(error, Exception) else "cancelled"
         labels = {"model": self._labels["gen_ai.request.model"]}

@@ -67,7 +67,7 @@ class Instruments:
         self.decode_duration = seconds("baton.decode.duration", "From the first token to the last.", DURATION_BOUNDS)
         self.transfer_bytes = meter.create_counter("baton.transfer", unit="By", description="KV bytes handed over.")
         self.requests = meter.create_counter(
-            "baton.requests", description="Finished requests by outcome: ok, error, rejected or cancelled."
+            "baton.requests", description="Finished requests by outcome: ok, error, rejected, invalid or cancelled."
         )
         self.retries = meter.create_counter(
             "baton.retries", description="Choices placed again, by the kind of failure before."

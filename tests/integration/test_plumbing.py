@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import random
 import threading
 import time
@@ -143,6 +145,49 @@ def test_random_cancels_leave_nothing_behind(arithmetic_cluster: Cluster) -> Non
         time.sleep(0.5)
 
 
+def test_an_http_client_that_leaves_ends_its_request(arithmetic_cluster: Cluster) -> None:
+    """Streaming or not: once the connection is gone, the workers hold nothing."""
+    for stream in (True, False):
+        body = {"prompt": prompt_of(90, 30), "max_tokens": 7000, "temperature": 0, "ignore_eos": True, "stream": stream}
+        connection = http.client.HTTPConnection(arithmetic_cluster.http, timeout=30)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        if stream:
+            assert connection.getresponse().readline().startswith(b"data: ")
+        arithmetic_cluster.wait_for(lambda s: any(w["blocks"]["in_use"] for w in s["workers"] if w["role"] == "decode"))
+        num_before = _num_cancelled(arithmetic_cluster)
+        connection.close()
+        arithmetic_cluster.wait_until_idle()
+        assert _num_cancelled(arithmetic_cluster) == num_before + 1
+
+
+def test_redis_dies_and_nobody_notices(arithmetic_cluster: Cluster) -> None:
+    """Requests go on while it is away; it comes back empty, and is told again who lives and who holds what."""
+    cluster = arithmetic_cluster
+    prompt = prompt_of(95, 640)
+    first = cluster.generate(token_ids=prompt, sampling=sampling(4))
+    (redis,) = [p for p in cluster.processes() if "valkey-server" in p.name()]
+    stop = threading.Event()
+
+    def serve() -> int:
+        num_served = 0
+        while not stop.is_set():
+            fresh = prompt_of(1000 + num_served, 50)
+            assert cluster.generate(token_ids=fresh, sampling=sampling(20)).token_ids == expected_tokens(fresh, 20)
+            num_served += 1
+        return num_served
+
+    with ThreadPoolExecutor(4) as pool:
+        serving = [pool.submit(serve) for _ in range(4)]
+        redis.kill()
+        time.sleep(6)  # dead for half a second, then empty: time enough for every lease to be missing once
+        stop.set()
+        assert min(task.result() for task in serving) > 5
+    cluster.wait_for(lambda s: s["redis"]["ok"] and all(p["ready"] == 2 for p in s["pools"].values()))
+    again = cluster.generate(token_ids=prompt, sampling=sampling(4))
+    assert again.token_ids == first.token_ids
+    assert again.usage.cached_tokens == 624
+
+
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "no input": ({}, "no input"),
     "empty text": ({"text": ""}, "empty"),
@@ -244,8 +289,12 @@ def test_one_trace_per_request(arithmetic_cluster: Cluster, trace_receiver: tupl
     assert all(span.end_time_unix_nano >= span.start_time_unix_nano for _, span in trace)
 
 
-def _metric(cluster: Cluster, name: str) -> float:
-    """Sum over all label values."""
+def _metric(cluster: Cluster, name: str, label: str = "") -> float:
+    """Sum over all label values, or over those with `label`."""
     text = urllib.request.urlopen(f"http://{cluster.http}/metrics").read().decode()
-    lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
+    lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " ")) and label in line]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def _num_cancelled(cluster: Cluster) -> float:
+    return _metric(cluster, "baton_requests_total", 'outcome="cancelled"')

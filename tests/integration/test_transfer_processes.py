@@ -214,7 +214,7 @@ async def serve(role: str) -> None:
                         answer = {"error": None}
                     except BatonError as error:
                         answer = {"error": type(error).__name__}
-            print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
+            print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
