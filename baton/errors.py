@@ -11,6 +11,7 @@
     │   ├── TransferRefused        FAILED_PRECONDITION  503   the two sides do not fit, and the message says why
     │   ├── TransferCorrupted      DATA_LOSS            503   a chunk failed its header or checksum test
     │   └── TransferTimeout        DEADLINE_EXCEEDED    503
+    ├── StoreUnavailable           UNAVAILABLE          503   Redis does not answer; what is known is used meanwhile
     ├── Fenced                     FAILED_PRECONDITION  503   a newer incarnation of this worker holds its lease
     ├── ModelLoadError             FAILED_PRECONDITION  500   the model cannot run here, and the message says why
     └── ConfigError                FAILED_PRECONDITION  500
@@ -90,6 +91,13 @@ class TransferCorrupted(TransferError):
 
 class TransferTimeout(TransferError):
     status = "DEADLINE_EXCEEDED"
+
+
+class StoreUnavailable(BatonError):
+    """The shared store did not answer, or refused. Ownership is a hint, so callers go on and try again later."""
+
+    status = "UNAVAILABLE"
+    http = 503
 
 
 class Fenced(BatonError):

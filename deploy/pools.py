@@ -11,9 +11,9 @@ from typing import Any
 
 from baton.cluster import Role
 from baton.config import Config
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, StoreUnavailable
 from deploy.actors import RESOURCE, WorkerActor, worker_environment
-from kvstore.index import Connection, StoreUnavailable
+from kvstore.index import Connection
 from kvstore.leases import RedisLeases
 
 logger = logging.getLogger(__name__)

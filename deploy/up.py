@@ -40,22 +40,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 WORKER_HOST = "127.0.0.1"
 REDIS_CHECK_S = 0.5
+ROUTER_RESTART_S = 0.5
 
 
 class RouterProcess:
     """The router, as a child process."""
 
     def __init__(self, config: Config) -> None:
-        environment = {**os.environ, "BATON_CONFIG_JSON": config.to_json()}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "router"], env=environment, preexec_fn=die_with_parent(), start_new_session=True
-        )
         self._config = config
+        self._process = self._spawn()
 
     async def ended(self) -> None:
         """Raises ConfigError once the process has ended; what it said is on standard error."""
         code = await asyncio.to_thread(self._process.wait)
         raise ConfigError(f"the router ended with status {code}")
+
+    async def keep(self) -> None:
+        """Starts it again whenever it ends, until cancelled."""
+        while True:
+            with contextlib.suppress(ConfigError):
+                await self.ended()
+            logger.warning("the router has died; starting it again")
+            await asyncio.sleep(ROUTER_RESTART_S)
+            self._process = self._spawn()
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL when it takes too long."""
@@ -65,6 +72,12 @@ class RouterProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "BATON_CONFIG_JSON": self._config.to_json()}
+        return subprocess.Popen(
+            [sys.executable, "-m", "router"], env=environment, preexec_fn=die_with_parent(), start_new_session=True
+        )
 
 
 async def up(config: Config, console: Console, on_ready: Callable[[Config], object]) -> None:
@@ -113,10 +126,11 @@ async def _run(config: Config, console: Console, on_ready: Callable[[Config], ob
         stack.callback(started.cancel)
         await asyncio.wait((started, router_ended), return_when=asyncio.FIRST_COMPLETED)
         await (router_ended if router_ended.done() else started)
+        router_ended.cancel()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(pools.run())
+            tasks.create_task(router.keep())
             await asyncio.to_thread(on_ready, config)
-            await router_ended
 
 
 def _set_on_signals(stop: asyncio.Event) -> None:

@@ -8,7 +8,8 @@ import os
 import time
 
 from baton.cluster import ClusterStatus, PoolStatus, Role, RouterInfo, ServedModel, Worker, WorkerState
-from kvstore.index import MirrorFollower, StoreUnavailable
+from baton.errors import StoreUnavailable
+from kvstore.index import MirrorFollower
 from kvstore.leases import LeaseStore
 from router.pools import PoolView
 

@@ -91,13 +91,26 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def register(self, block: int, key: bytes) -> None:
-        """Names a full block in use by its content. A second block with the same content stays nameless."""
+    def register(self, block: int, key: bytes) -> int:
+        """Names a full block in use by its content.
+
+        Returns:
+            The block to use from now on: another one, if that holds this content already; then the caller's reference
+            has moved to it. So two sequences that computed one prefix at the same time end up sharing it, and neither
+            builds on blocks that nobody could find.
+        """
         assert self._refs[block] > 0, f"block {block} is registered while nobody holds it"
-        if key not in self._block_of and block not in self._key_of:
+        known = self._block_of.get(key)
+        if known is None:
+            assert block not in self._key_of, f"block {block} is registered with two contents"
             self._block_of[key] = block
             self._key_of[block] = key
             self._events.append(Stored(key))
+            return block
+        if known != block:
+            self.acquire([known])
+            self.release([block])
+        return known
 
     def keys(self) -> list[bytes]:
         """Every key whose content is readable here."""

@@ -107,7 +107,7 @@ class Scheduler:
             known = sequence.token_ids[: sequence.num_computed_tokens]
             sequence.block_keys += extend_block_keys(sequence.spec.cache_seed, sequence.block_keys, known, block_size)
         for index in range(sequence.num_registered_blocks, num_full):
-            self.pool.register(sequence.block_table[index], sequence.block_keys[index])
+            sequence.block_table[index] = self.pool.register(sequence.block_table[index], sequence.block_keys[index])
         sequence.num_registered_blocks = max(sequence.num_registered_blocks, num_full)
 
     def remove(self, sequence: Sequence, status: Status) -> None:

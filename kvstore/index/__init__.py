@@ -1,6 +1,6 @@
 """Who owns which prefix. `protocol.py` tells the whole story; nothing here needs torch."""
 
-from kvstore.index.connection import Connection, StoreUnavailable
+from kvstore.index.connection import Connection
 from kvstore.index.events import ORIGIN, Answer, BlockEvent, Cursor, IndexState, Op, Outcome, Position
 from kvstore.index.follower import MirrorFollower
 from kvstore.index.memory import MemoryIndex, MemoryStore
@@ -27,5 +27,4 @@ __all__ = [
     "Position",
     "PrefixIndex",
     "RedisIndex",
-    "StoreUnavailable",
 ]

@@ -14,20 +14,13 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
-from baton.errors import BatonError, ConfigError
+from baton.errors import ConfigError, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
 TIMEOUT_S = 5.0
 """Longest wait for one answer; blocking reads wait less than this."""
-
-
-class StoreUnavailable(BatonError):
-    """The shared store did not answer, or refused. Ownership is a hint, so callers try again later and go on."""
-
-    status = "UNAVAILABLE"
-    http = 503
 
 
 class Connection:

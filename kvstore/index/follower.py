@@ -17,8 +17,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from baton.errors import StoreUnavailable
 from kvstore.index.backoff import backoff_s
-from kvstore.index.connection import StoreUnavailable
 from kvstore.index.events import ORIGIN, Cursor, Position
 from kvstore.index.mirror import Applied
 from kvstore.index.protocol import READ_EVENTS

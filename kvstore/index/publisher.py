@@ -12,8 +12,8 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
+from baton.errors import StoreUnavailable
 from kvstore.index.backoff import backoff_s
-from kvstore.index.connection import StoreUnavailable
 from kvstore.index.events import BlockEvent, Op, Outcome
 
 if TYPE_CHECKING:

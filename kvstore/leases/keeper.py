@@ -7,9 +7,8 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from baton.errors import Fenced
+from baton.errors import Fenced, StoreUnavailable
 from kvstore.index.backoff import backoff_s
-from kvstore.index.connection import StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

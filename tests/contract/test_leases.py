@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.cluster import BlockCounts, Role, RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
-from baton.errors import ConfigError, Fenced
+from baton.errors import ConfigError, Fenced, StoreUnavailable
 from deploy.redis import EmbeddedRedis
-from kvstore.index import BlockEvent, Connection, Op, StoreUnavailable
+from kvstore.index import BlockEvent, Connection, Op
 from kvstore.leases import LeaseKeeper
 from kvstore.leases.codec import decode_worker, encode
 

@@ -1,0 +1,317 @@
+"""`TransformersRunner` answers as transformers' own `generate`, for every model type that it takes.
+
+Greedy tokens in float32 are compared one by one. Where the reference's two best logits are closer than `NEAR_TIE`,
+another batch shape may pick the other one; from there on the two texts differ for good reason, so the comparison ends.
+Such places are counted, printed, and bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.config import EngineConfig, ModelConfig
+from baton.engine.engine import Engine, Generated
+from baton.engine.scheduler import SchedulerLimits
+from baton.engine.sequence import Purpose, Sequence
+from baton.engine.transformers_runner import LLAMA_FAMILY, TransformersRunner, eos_token_ids
+from baton.errors import ModelLoadError
+from baton.messages import SequenceSpec
+from router.text import Tokenizer
+
+pytestmark = pytest.mark.integration
+
+NEAR_TIE = 5e-4
+VOCAB_SIZE = 512
+ENGINE = EngineConfig(num_blocks=96, max_num_seqs=8, max_num_batched_tokens=48)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,  # far from uniform logits, so that near ties are rare
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "ernie4_5": {"head_dim": 16},
+    "gemma": {"head_dim": 32},
+    "granite": {"attention_multiplier": 0.3, "logits_scaling": 0.5, "residual_multiplier": 0.7},
+    "mistral": {"head_dim": 32, "sliding_window": None},
+    "mixtral": EXPERTS,
+    "olmo": {"clip_qkv": 3.0},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 48, "head_dim": 32},
+    "smollm3": {"no_rope_layer_interval": 2},
+}
+WINDOW = 24
+ALTERNATING = {
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": WINDOW},
+    "mixtral": {"sliding_window": WINDOW},
+    "phi3": {"sliding_window": WINDOW},
+    "qwen2": ALTERNATING,
+    "qwen3": ALTERNATING,
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": WINDOW},
+    "smollm3": ALTERNATING,
+    "starcoder2": {"sliding_window": WINDOW},
+}
+CASES = [
+    *[pytest.param(kind, EXTRAS.get(kind, {}), id=kind) for kind in LLAMA_FAMILY],
+    *[pytest.param(kind, EXTRAS.get(kind, {}) | extra, id=f"{kind}-window") for kind, extra in WINDOWED.items()],
+    pytest.param("llama", {"num_key_value_heads": 4}, id="llama-as-many-kv-heads"),
+    pytest.param("llama", {"num_key_value_heads": 1}, id="llama-one-kv-head"),
+    pytest.param(
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}},
+        id="llama-scaled-rope",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What `generate` says to a prompt, and how sure it is of each token."""
+
+    tokens: list[int]
+    margins: list[float]
+
+
+def save_tiny(kind: str, extra: dict[str, Any], folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(SIZES | extra))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().save_pretrained(folder)
+
+
+def load_reference(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+
+
+def refer(model: Any, prompt: list[int], max_tokens: int) -> Reference:
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = [logits[0].topk(2).values for logits in out.logits]
+    return Reference(out.sequences[0, len(prompt) :].tolist(), [float(pair[0] - pair[1]) for pair in best])
+
+
+def same_up_to_near_ties(answer: list[int], reference: Reference) -> bool:
+    """Whether all tokens are equal; False when they part at a near tie. Anything else fails."""
+    for step, (token, expected) in enumerate(zip(answer, reference.tokens, strict=False)):
+        if token != expected:
+            margin = reference.margins[step]
+            assert margin <= NEAR_TIE, f"token {step} is {token}, generate says {expected} with a margin of {margin}"
+            return False
+    assert len(answer) == len(reference.tokens)
+    return True
+
+
+def make_engine(folder: Path, config: EngineConfig = ENGINE) -> Engine:
+    runner = TransformersRunner(ModelConfig(path=str(folder), device="cpu"), config)
+    limits = SchedulerLimits(
+        config.block_size, config.max_num_seqs, config.max_num_batched_tokens, output_reservation=8, num_state_slots=0
+    )
+    return Engine(runner, limits)
+
+
+def make_spec(name: str, prompt: list[int], max_tokens: int, ignore_eos: bool) -> SequenceSpec:
+    return SequenceSpec(
+        request_id=name,
+        choice_index=0,
+        token_ids=tuple(prompt),
+        num_prompt_tokens=len(prompt),
+        max_tokens=max_tokens,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        stop_token_ids=(),
+        ignore_eos=ignore_eos,
+        cache_seed=b"tests",
+    )
+
+
+def answers(engine: Engine, specs: list[SequenceSpec], steps_between: int) -> tuple[list[list[int]], list[Sequence]]:
+    """Runs all specs; each arrives `steps_between` steps after the one before, so that batches are mixed."""
+    waiting, added = list(specs), list[Sequence]()
+    tokens: dict[str, list[int]] = {spec.request_id: [] for spec in specs}
+    num_steps = 0
+    while waiting or engine.load().running or engine.load().waiting:
+        while waiting and num_steps >= steps_between * len(added):
+            added.append(engine.add(waiting.pop(0), Purpose.GENERATE, float(num_steps)))
+        batch, _ = engine.schedule(float(num_steps))
+        for output in engine.commit(batch, engine.runner.execute(batch), float(num_steps)):
+            assert isinstance(output, Generated)
+            tokens[output.sequence.spec.request_id].append(output.token_id)
+        engine.check()
+        num_steps += 1
+    return list(tokens.values()), added
+
+
+@pytest.mark.parametrize(("kind", "extra"), CASES)
+def test_a_tiny_model_of_each_type_answers_as_generate(kind: str, extra: dict[str, Any], tmp_path: Path) -> None:
+    save_tiny(kind, extra, tmp_path)
+    reference = load_reference(tmp_path)
+    engine = make_engine(tmp_path)
+    draw = random.Random(7)
+    # One token, one more than a block, a whole block, several chunks of the 48-token budget, longer than the window.
+    prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 17, 16, 130, 61)]
+    references = [refer(reference, prompt, 12) for prompt in prompts]
+
+    specs = [make_spec(f"first-{i}", prompt, 12, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    got, _ = answers(engine, specs, steps_between=2)
+    num_same = sum(map(same_up_to_near_ties, got, references))
+
+    # Again, longer than before: the prompt and most of the answer come from the cache.
+    again = [prompt + reference.tokens[:10] for prompt, reference in zip(prompts, references, strict=True)]
+    specs = [make_spec(f"again-{i}", prompt, 2, ignore_eos=True) for i, prompt in enumerate(again)]
+    got, sequences = answers(engine, specs, steps_between=0)
+    tails = [Reference(reference.tokens[10:], reference.margins[10:]) for reference in references]
+    num_same += sum(map(same_up_to_near_ties, got, tails))
+    cached = [sequence.num_cached_tokens for sequence in sequences]
+    assert cached[1] == 16
+    assert cached[3] >= 128
+    print(f"{kind}: {num_same} of 10 answers equal to the last token")
+    assert num_same >= 8, "too many near ties for a test that means something"
+
+
+def test_the_window_of_the_windowed_configurations_matters(tmp_path: Path) -> None:
+    """Else the cases above would pass with an attention that ignores it."""
+    prompt = [random.Random(3).randrange(VOCAB_SIZE) for _ in range(100)]
+    logits = []
+    for name, window in (("full", None), ("window", WINDOW)):
+        save_tiny("mistral", {"head_dim": 32, "sliding_window": window}, tmp_path / name)
+        logits.append(refer(load_reference(tmp_path / name), prompt, 12).tokens)
+    assert logits[0] != logits[1]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mamba"])
+def test_a_type_that_does_not_run_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ModelLoadError, match=rf"type '{kind}', which this version does not run; it runs .*llama"):
+        make_engine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (None, "is not a model folder that transformers can read"),
+        ('{"model_type": "no-such-type"}', "is not a model folder that transformers can read"),
+        ('{"model_type": "llama"}', "cannot load the weights in"),
+    ],
+)
+def test_a_folder_without_a_model_is_refused(config: str | None, sentence: str, tmp_path: Path) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelLoadError, match=sentence) as refusal:
+        make_engine(tmp_path)
+    assert str(tmp_path) in str(refusal.value)
+
+
+def test_a_pool_of_less_than_two_blocks_is_refused(tmp_path: Path) -> None:
+    save_tiny("llama", {}, tmp_path)
+    with pytest.raises(ModelLoadError, match=r"holds 0 blocks of .* raise engine.kv_cache_gib"):
+        make_engine(tmp_path, replace(ENGINE, num_blocks=0, kv_cache_gib=1e-9))
+    with pytest.raises(ModelLoadError, match="holds 1 blocks"):
+        make_engine(tmp_path, replace(ENGINE, num_blocks=1))
+
+
+def test_the_pool_bounds_the_context_and_memory_bounds_the_pool(tmp_path: Path) -> None:
+    save_tiny("llama", {}, tmp_path)
+    assert make_engine(tmp_path, replace(ENGINE, num_blocks=3)).runner.max_model_len == 48
+    assert make_engine(tmp_path, replace(ENGINE, max_model_len=100)).runner.max_model_len == 100
+    runner = make_engine(tmp_path, replace(ENGINE, num_blocks=0, kv_cache_gib=2**-10)).runner
+    assert runner.cache.num_blocks == 2**20 // runner.cache.spec.block_bytes
+    assert runner.cache.spec.block_bytes == 4 * 2 * 16 * (16 + 16) * 4  # layers, heads, tokens, K and V, float32
+    assert runner.max_model_len == 512
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    save_tiny("llama", {}, tmp_path)
+    with pytest.raises(
+        ModelLoadError, match=r"model\.dtype must be auto or one of float32, bfloat16, float16; got 'int3'"
+    ):
+        TransformersRunner(ModelConfig(path=str(tmp_path), dtype="int3", device="cpu"), ENGINE)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [2, 5]}, {"eos_token_id": 7}, {2, 5}),
+        ({"eos_token_id": 2}, {}, {2}),
+        ({"temperature": 1.0}, {"eos_token_id": 7}, {7}),
+        (None, {"eos_token_id": 0}, {0}),
+        (None, {}, set()),
+    ],
+)
+def test_end_of_sequence_ids(
+    generation: dict[str, Any] | None, config: dict[str, Any], expected: set[int], tmp_path: Path
+) -> None:
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert eos_token_ids(tmp_path) == expected
+
+
+def real_prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    text = tokenizer.encode(
+        "The history of bridges begins with fallen trees and stepping stones. Later builders learned to span rivers "
+        "with arches of stone, chains of iron and cables of steel, and each age left some of its works standing. "
+    )
+    long = (text * 20)[:700]
+    shared = text[:40]
+    return [
+        [504],  # "The": a prompt of one token
+        text[:16],  # exactly one block
+        text[:32],
+        long[3:153],  # several chunks
+        tokenizer.encode("Ünïcödé ist überall: 東京 🚲 — \u200d👩\u200d💻 and"),
+        tokenizer.encode("def fibonacci(n):\n    "),
+        tokenizer.encode_chat([{"role": "user", "content": "What is 2 + 2? Answer briefly."}]),  # ends by itself
+        long,
+        shared + tokenizer.encode(" Most of all,"),
+        shared + tokenizer.encode(" In Japan,"),
+        tokenizer.encode("1, 2, 3, 4, 5, 6, 7, 8,"),
+        tokenizer.encode("Once upon a time"),
+    ]
+
+
+def test_the_real_model_answers_as_generate(model_dir: Path) -> None:
+    prompts = real_prompts(Tokenizer.load(model_dir))
+    reference = load_reference(model_dir)
+    references = [refer(reference, prompt, 16) for prompt in prompts]
+    engine = make_engine(model_dir, replace(ENGINE, num_blocks=256, max_num_batched_tokens=128))
+    specs = [make_spec(f"real-{i}", prompt, 16, ignore_eos=False) for i, prompt in enumerate(prompts)]
+    got, sequences = answers(engine, specs, steps_between=1)
+    same = [same_up_to_near_ties(answer, reference) for answer, reference in zip(got, references, strict=True)]
+    print(f"{sum(same)} of {len(same)} answers equal to the last token; parted at a near tie: {same.count(False)}")
+    assert sum(same) >= len(same) - 2
+    assert sequences[9].num_cached_tokens == 32, "two whole blocks of the shared beginning"
+    assert engine.pool.counts().in_use == 0

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.blocks import block_keys, cache_seed, content_id, extend_block_keys, num_blocks_for
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=200)
+SEED = cache_seed(content_id("rev"), b"secret", "tenant")
+
+
+@given(TOKENS, st.integers(0, 200))
+def test_keys_of_a_prefix_are_a_prefix_of_the_keys(tokens: list[int], length: int) -> None:
+    keys = block_keys(SEED, tokens)
+    assert len(keys) == len(tokens) // 16
+    assert all(len(key) == 16 for key in keys)
+    assert block_keys(SEED, tokens[:length]) == keys[: min(length, len(tokens)) // 16]
+
+
+@given(TOKENS, st.data())
+def test_a_changed_token_changes_its_block_and_all_that_follow(tokens: list[int], data: st.DataObject) -> None:
+    keys = block_keys(SEED, tokens)
+    if not keys:
+        return
+    index = data.draw(st.integers(0, len(keys) * 16 - 1))
+    other = block_keys(SEED, [*tokens[:index], tokens[index] ^ 1, *tokens[index + 1 :]])
+    assert other[: index // 16] == keys[: index // 16]
+    assert not set(other[index // 16 :]) & set(keys)
+
+
+@given(TOKENS)
+def test_a_larger_block_is_named_by_its_last_granule(tokens: list[int]) -> None:
+    keys = block_keys(SEED, tokens)
+    for granules in (2, 3, 4):
+        assert block_keys(SEED, tokens, 16 * granules) == keys[granules - 1 :: granules]
+
+
+@given(TOKENS, st.integers(0, 200), st.sampled_from([16, 32, 48]))
+def test_extending_gives_the_keys_of_the_whole(tokens: list[int], length: int, block_size: int) -> None:
+    keys = block_keys(SEED, tokens[:length], block_size)
+    before = list(keys)
+    new = extend_block_keys(SEED, keys, tokens, block_size)
+    assert keys == before
+    assert keys + new == block_keys(SEED, tokens, block_size)
+
+
+def test_keys_depend_on_model_adapter_tenant_and_secret() -> None:
+    seeds = [
+        cache_seed(content_id("rev"), b"secret", "tenant"),
+        cache_seed(content_id("rev2"), b"secret", "tenant"),
+        cache_seed(content_id("rev", "adapter"), b"secret", "tenant"),
+        cache_seed(content_id("rev"), b"other", "tenant"),
+        cache_seed(content_id("rev"), b"secret", "tenant2"),
+        cache_seed(content_id("rev"), b"secret", ""),
+    ]
+    keys = {key for seed in seeds for key in block_keys(seed, list(range(64)))}
+    assert len(keys) == 4 * len(seeds)
+
+
+def test_revision_and_adapter_do_not_run_together() -> None:
+    assert content_id("ab", "c") != content_id("a", "bc")
+    assert len(content_id("x")) == 32
+
+
+def test_keys_never_change() -> None:
+    """Routers and workers of different releases share an index: these bytes are part of the contract."""
+    assert [key.hex() for key in block_keys(b"seed", list(range(32)))] == [
+        "edd1e80a9beb3772c183c52e3987762c",
+        "b1884964b09b466892546ef00c550e0d",
+    ]
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 20])
+def test_a_block_size_that_does_not_fit_the_chain_is_refused(block_size: int) -> None:
+    with pytest.raises(ValueError, match=f"multiple of 16, got {block_size}"):
+        block_keys(SEED, [1] * 40, block_size)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
+def test_blocks_for_tokens(num_tokens: int, num_blocks: int) -> None:
+    assert num_blocks_for(num_tokens, 16) == num_blocks

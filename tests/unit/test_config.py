@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config import (
+    SHORT_NAMES,
+    Config,
+    EngineConfig,
+    RouterConfig,
+    TransferConfig,
+    load,
+    process_config,
+)
+from baton.errors import ConfigError
+
+FIELDS = [
+    (section.name, setting.name)
+    for section in dataclasses.fields(Config)
+    for setting in dataclasses.fields(getattr(Config(), section.name))
+]
+
+
+def from_yaml(folder: Path, text: str, **environ: str) -> Config:
+    path = folder / "baton.yaml"
+    path.write_text(text)
+    return load(path, environ)
+
+
+def another(value: Any) -> Any:
+    """A valid value of the same type that differs from a default."""
+    match value:
+        case str():
+            return {"transformers": "arithmetic", "full": "off", "auto": "split"}.get(value, value + "x")
+        case tuple():
+            return ("gloo",)
+        case _:
+            return value + 16
+
+
+def test_nothing_given_gives_the_defaults() -> None:
+    assert load(environ={}) == Config()
+
+
+@pytest.mark.parametrize(("section", "name"), FIELDS)
+def test_every_setting_can_come_from_the_environment_and_from_a_file(section: str, name: str, tmp_path: Path) -> None:
+    default = getattr(getattr(Config(), section), name)
+    wanted = another(default)
+    text = ",".join(wanted) if isinstance(wanted, tuple) else str(wanted)
+    from_environment = load(environ={f"BATON_{section}_{name}".upper(): text})
+    from_file = from_yaml(tmp_path, json.dumps({section: {name: wanted}}))
+    assert from_environment == from_file
+    got = getattr(getattr(from_file, section), name)
+    assert got == wanted
+    assert type(got) is type(default)
+    assert Config.from_json(from_file.to_json()) == from_file
+
+
+def test_the_environment_wins_over_the_file_setting_by_setting(tmp_path: Path) -> None:
+    text = "engine:\n  block_size: 32\n  max_num_seqs: 5\n"
+    config = from_yaml(tmp_path, text, BATON_ENGINE_MAX_NUM_SEQS="7", BATON_CLUSTER_PREFILL="3", HOME="/root")
+    assert (config.engine.block_size, config.engine.max_num_seqs, config.cluster.prefill) == (32, 7, 3)
+
+
+@pytest.mark.parametrize(("name", "place"), SHORT_NAMES.items())
+def test_short_names(name: str, place: tuple[str, str]) -> None:
+    assert str(getattr(getattr(load(environ={name: "7"}), place[0]), place[1])) == "7"
+
+
+def test_what_is_not_a_setting_is_left_alone() -> None:
+    assert load(environ={"BATON_ADDRESS": "x:1", "BATON_CONFIG_JSON": "{}", "PATH": "/bin", "BATONS": "1"}) == Config()
+
+
+@pytest.mark.parametrize("name", ["BATON_ENGINE_BLOCKSIZE", "BATON_NOSUCH_X", "BATON_X", "BATON_", "BATON_ENGINE"])
+def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the environment variable {name} is not a setting of Baton"):
+        load(environ={name: "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("enginee: {}", "unknown setting enginee; known here: cluster, engine, faults"),
+        ("engine: {blocksize: 16}", "unknown setting engine.blocksize; known here: block_size, "),
+        ("1: {}\nx: {}", "unknown setting 1; known here"),
+        ("engine: 5", "engine must be a section of settings"),
+        ("- engine", "must hold sections such as 'engine:'"),
+        ("engine: {block_size: many}", "engine.block_size must be of type int, got 'many'"),
+        ("engine: {block_size: 16.5}", "engine.block_size must be of type int, got 16.5"),
+        ("engine: {block_size: true}", "engine.block_size must be of type int, got True"),
+        ("engine: {block_size: }", "engine.block_size must be of type int, got None"),
+        ("engine: {block_size: [16]}", r"engine.block_size must be of type int, got \[16\]"),
+        ("engine: {num_blocks: .inf}", "engine.num_blocks must be of type int, got inf"),
+        ("engine: {kv_cache_gib: big}", "engine.kv_cache_gib must be of type float, got 'big'"),
+        ("model: {id: [a, b]}", r"model.id must be of type str, got \['a', 'b'\]"),
+        ("model: {id: }", "model.id must be of type str, got None"),
+        ("transfer: {links: 5}", "transfer.links must be a list, got 5"),
+        ("transfer: {checksum: Full}", "transfer.checksum must be one of full, off; got 'Full'"),
+        ("router: {mode: both}", "router.mode must be one of auto, split, aggregated; got 'both'"),
+        ("engine: {runner: vllm}", "engine.runner must be one of transformers, arithmetic; got 'vllm'"),
+        ("engine: {block_size: 20}", "engine.block_size must be a multiple of 16, got 20"),
+        ("engine: {block_size: 0}", "engine.block_size must be a multiple of 16, got 0"),
+        ("engine: {max_num_seqs: 0}", "engine.max_num_seqs must be at least 1, got 0"),
+        ("router: {max_attempts: 0}", "router.max_attempts must be at least 1, got 0"),
+        ("transfer: {window: 0}", "transfer.window must be at least 1, got 0"),
+        ("engine: {", "cannot read the configuration"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_place(text: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        from_yaml(tmp_path, text)
+
+
+def test_a_wrong_file_is_refused_in_the_same_words_when_the_environment_adds_to_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="engine must be a section of settings"):
+        from_yaml(tmp_path, "engine: 5", BATON_ENGINE_BLOCK_SIZE="32")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*missing\.yaml"):
+        load(tmp_path / "missing.yaml", {})
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        load(tmp_path / "binary.yaml", {})
+
+
+@pytest.mark.parametrize("text", ["", "engine:", "# nothing\nengine:\n  # block_size: 32\n"])
+def test_empty_files_and_sections_change_nothing(text: str, tmp_path: Path) -> None:
+    assert from_yaml(tmp_path, text) == Config()
+    assert from_yaml(tmp_path, text, BATON_ENGINE_BLOCK_SIZE="32").engine.block_size == 32
+
+
+def test_numbers_and_switches_as_yaml_reads_them(tmp_path: Path) -> None:
+    text = "engine: {kv_cache_gib: 3, num_blocks: 1000.0}\nmodel: {id: 7}\ntransfer: {checksum: off, links: [gloo]}"
+    config = from_yaml(tmp_path, text)
+    assert config.engine.kv_cache_gib == 3.0
+    assert isinstance(config.engine.kv_cache_gib, float)
+    assert (config.engine.num_blocks, config.model.id) == (1000, "7")
+    assert (config.transfer.checksum, config.transfer.links) == ("off", ("gloo",))
+
+
+def test_constructing_a_section_validates_it_too() -> None:
+    for make in (
+        lambda: EngineConfig(block_size=17),
+        lambda: RouterConfig(mode="x"),
+        lambda: TransferConfig(checksum="x"),
+    ):
+        with pytest.raises(ConfigError):
+            make()
+
+
+def test_a_child_takes_its_parents_configuration_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = load(environ={"BATON_ENGINE_NUM_BLOCKS": "99", "BATON_TRANSFER_LINKS": "gloo"})
+    monkeypatch.setenv("BATON_CONFIG_JSON", parent.to_json())
+    monkeypatch.setenv("BATON_ENGINE_NUM_BLOCKS", "5")
+    assert process_config() == parent
+    monkeypatch.delenv("BATON_CONFIG_JSON")
+    assert process_config().engine.num_blocks == 5

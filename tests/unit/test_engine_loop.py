@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
+from baton.engine.block_pool import Removed, Stored
+from baton.engine.engine import Engine, Generated, Reserved
+from baton.engine.loop import EngineLoop, SequenceHandle
+from baton.engine.scheduler import Batch, SchedulerLimits
+from baton.engine.sequence import Purpose
+from baton.errors import InvalidRequest, Overloaded, WorkerFailed
+from baton.sampling import FinishReason
+from tests.unit.test_engine import is_empty, make_engine, make_spec, numbers, write_prompt_kv
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@contextlib.asynccontextmanager
+async def running(loop: EngineLoop) -> AsyncIterator[EngineLoop]:
+    """The loop runs while the block is entered; it must not have ended by itself."""
+    task = asyncio.create_task(loop.run())
+    try:
+        yield loop
+        assert not task.done(), task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled(), task
+
+
+async def rest(loop: EngineLoop) -> None:
+    """Waits until the loop has nothing to step."""
+    async with asyncio.timeout(10):
+        while loop._wake.is_set() or loop.engine.scheduler.running or loop.engine.scheduler.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def read_all(handle: SequenceHandle) -> list[int]:
+    tokens = []
+    while True:
+        output = await handle.next()
+        assert isinstance(output, Generated)
+        tokens.append(output.token_id)
+        if output.finish_reason is not None:
+            return tokens
+
+
+class GatedRunner(ArithmeticRunner):
+    """Executes a batch only when allowed, so that a test can act while a step is in flight."""
+
+    def __init__(self, num_blocks: int = 64) -> None:
+        super().__init__(num_blocks)
+        self.started = threading.Semaphore(0)
+        self.allowed = threading.Semaphore(0)
+
+    def execute(self, batch: Batch) -> list[int]:
+        self.started.release()
+        assert self.allowed.acquire(timeout=10)
+        return super().execute(batch)
+
+    async def wait_started(self) -> None:
+        assert await asyncio.to_thread(self.started.acquire, timeout=10)
+
+
+class FailingRunner(ArithmeticRunner):
+    """Fails in the steps whose numbers it is given, counted from 0."""
+
+    def __init__(self, fail_at: set[int]) -> None:
+        super().__init__(64)
+        self.fail_at = fail_at
+        self.num_steps = 0
+
+    def execute(self, batch: Batch) -> list[int]:
+        self.num_steps += 1
+        if self.num_steps - 1 in self.fail_at:
+            raise RuntimeError("out of memory")
+        return super().execute(batch)
+
+
+def engine_of(runner: ArithmeticRunner) -> Engine:
+    return Engine(runner, SchedulerLimits(16, 8, 64, 32, 0))
+
+
+async def test_many_at_once_get_their_own_tokens() -> None:
+    async with running(EngineLoop(make_engine(32), 64)) as loop:
+
+        async def ask(index: int) -> None:
+            prompt = numbers(index % 5, 10 + 7 * index)
+            async with loop.sequence(make_spec(prompt, 15, name=f"r{index}"), Purpose.GENERATE) as handle:
+                assert await read_all(handle) == expected_tokens(prompt, 15)
+
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            for index in range(20):
+                tasks.create_task(ask(index))
+        await rest(loop)
+        assert is_empty(loop.engine)
+        assert loop.self_check == "ok"
+
+
+async def test_prefill_and_receive_over_handles() -> None:
+    async with running(EngineLoop(make_engine(), 64)) as loop:
+        prompt = numbers(1, 40)
+        async with loop.sequence(make_spec(prompt, name="p"), Purpose.PREFILL) as handle:
+            output = await handle.next()
+            assert isinstance(output, Generated)
+            await rest(loop)
+            assert loop.engine.pool.counts().in_use == 3
+        async with loop.sequence(make_spec(prompt, name="d"), Purpose.RECEIVE) as handle:
+            reserved = await handle.next()
+            assert isinstance(reserved, Reserved)
+            assert reserved.skip_tokens == 32
+            write_prompt_kv(loop.engine.runner.cache, handle.sequence, reserved.skip_tokens)
+            assert loop.insert(handle.sequence, output.token_id) is None
+            assert [output.token_id, *await read_all(handle)] == expected_tokens(prompt, 8)
+        await rest(loop)
+        assert is_empty(loop.engine)
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_cancelled_at_any_moment_nothing_is_left(seed: int) -> None:
+    draw = random.Random(seed)
+    async with running(EngineLoop(make_engine(10, output_reservation=0, max_num_seqs=4), 64)) as loop:
+
+        async def ask(index: int) -> None:
+            purpose = draw.choice(list(Purpose))
+            prompt = numbers(index % 3, draw.randrange(1, 100))
+            async with loop.sequence(make_spec(prompt, 30, name=f"r{index}"), purpose) as handle:
+                tokens = list[int]()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(draw.uniform(0, 0.05)):
+                        while len(tokens) < 30:
+                            output = await handle.next()
+                            if isinstance(output, Generated):
+                                tokens.append(output.token_id)
+                assert tokens == expected_tokens(prompt, len(tokens))
+
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            asked = []
+            for index in range(40):
+                asked.append(tasks.create_task(ask(index)))
+                await asyncio.sleep(draw.uniform(0, 0.003))
+                if draw.random() < 0.3:
+                    draw.choice(asked).cancel()
+        await rest(loop)
+        assert is_empty(loop.engine)
+        assert loop.self_check == "ok"
+        assert loop._outputs == {}
+
+
+async def test_leaving_while_a_step_is_in_flight_frees_at_its_end() -> None:
+    runner = GatedRunner()
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        async with loop.sequence(make_spec(numbers(1, 40)), Purpose.GENERATE):
+            await runner.wait_started()
+        assert loop.engine.pool.counts().in_use > 0
+        runner.allowed.release()
+        await rest(loop)
+        assert is_empty(loop.engine)
+
+
+async def test_a_failed_step_ends_its_batch_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    runner = FailingRunner({2})
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        spec = make_spec(numbers(1, 40), 10, name="unlucky")
+        async with loop.sequence(spec, Purpose.GENERATE) as handle:
+            outputs = [await handle.next() for _ in range(2)]
+            with pytest.raises(WorkerFailed, match="could not compute a step: out of memory"):
+                await handle.next()
+        assert [o.token_id for o in outputs if isinstance(o, Generated)] == expected_tokens(numbers(1, 40), 2)
+        async with loop.sequence(spec, Purpose.GENERATE) as handle:
+            assert await read_all(handle) == expected_tokens(numbers(1, 40), 10)
+        await rest(loop)
+        assert is_empty(loop.engine)
+        assert loop.self_check == "ok"
+    assert "a step failed" in caplog.text
+
+
+async def test_a_failed_step_spares_who_was_not_in_it() -> None:
+    runner = FailingRunner({0})
+    async with (
+        running(EngineLoop(engine_of(runner), 64)) as loop,
+        loop.sequence(make_spec(numbers(1, 64), name="in"), Purpose.GENERATE) as unlucky,
+        loop.sequence(make_spec(numbers(2, 20), name="out"), Purpose.GENERATE) as lucky,
+    ):
+        with pytest.raises(WorkerFailed):
+            await unlucky.next()
+        assert await read_all(lucky) == expected_tokens(numbers(2, 20), 8)
+
+
+async def test_tokens_before_a_failure_are_read_before_it() -> None:
+    runner = FailingRunner({3})
+    async with (
+        running(EngineLoop(engine_of(runner), 64)) as loop,
+        loop.sequence(make_spec(numbers(1, 10)), Purpose.GENERATE) as handle,
+    ):
+        await rest(loop)
+        ready = handle.take_ready()
+        assert [o.token_id for o in ready if isinstance(o, Generated)] == expected_tokens(numbers(1, 10), 3)
+        assert handle.take_ready() == []
+        with pytest.raises(WorkerFailed):
+            await handle.next()
+
+
+async def test_a_slow_reader_gets_what_is_ready_in_order() -> None:
+    async with running(EngineLoop(make_engine(), 64)) as loop:
+        prompt = numbers(3, 20)
+        async with loop.sequence(make_spec(prompt, 20), Purpose.GENERATE) as handle:
+            assert handle.take_ready() == []
+            first = await handle.next()
+            await rest(loop)
+            outputs = [first, *handle.take_ready()]
+            assert handle.take_ready() == []
+        assert [o.token_id for o in outputs if isinstance(o, Generated)] == expected_tokens(prompt, 20)
+        reasons = [o.finish_reason for o in outputs if isinstance(o, Generated)]
+        assert reasons == [None] * 19 + [FinishReason.LENGTH]
+
+
+async def test_beyond_max_waiting_it_refuses() -> None:
+    loop = EngineLoop(make_engine(), 2)  # not running: everybody waits
+    async with (
+        loop.sequence(make_spec([1], name="a"), Purpose.GENERATE),
+        loop.sequence(make_spec([1], name="b"), Purpose.RECEIVE),
+    ):
+        with pytest.raises(Overloaded, match="the worker's queue is full"):
+            async with loop.sequence(make_spec([1], name="c"), Purpose.GENERATE):
+                pass
+        assert len(loop.engine.scheduler.waiting) == 2
+    async with loop.sequence(make_spec([1], name="c"), Purpose.GENERATE):
+        pass
+    assert is_empty(loop.engine)
+
+
+async def test_a_refused_sequence_leaves_nothing() -> None:
+    loop = EngineLoop(make_engine(4), 8)
+    async with loop.sequence(make_spec([1]), Purpose.GENERATE):
+        for spec, sentence in ((make_spec([2]), "already being served"), (make_spec([1] * 64, name="x"), "do not fit")):
+            with pytest.raises(InvalidRequest, match=sentence):
+                async with loop.sequence(spec, Purpose.GENERATE):
+                    pass
+        assert len(loop._outputs) == 1
+    assert is_empty(loop.engine)
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("engine")]
+
+
+async def test_no_thread_outlives_the_loop() -> None:
+    runner = GatedRunner()
+    loop = EngineLoop(engine_of(runner), 8)
+    task = asyncio.create_task(loop.run())
+    async with loop.sequence(make_spec(numbers(1, 20)), Purpose.GENERATE):
+        await runner.wait_started()
+        assert len(engine_threads()) == 1
+        task.cancel()
+        runner.allowed.release()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        assert engine_threads() == []
+
+
+async def test_block_events_and_idleness_are_told() -> None:
+    events: list[Stored | Removed] = []
+    idle = 0
+
+    def on_idle() -> None:
+        nonlocal idle
+        idle += 1
+
+    async with running(EngineLoop(make_engine(4), 8, events.extend, on_idle)) as loop:
+        for index in range(3):
+            async with loop.sequence(make_spec(numbers(index, 40), 2, name=f"r{index}"), Purpose.GENERATE) as handle:
+                await read_all(handle)
+        await rest(loop)
+        assert idle >= 1
+        known = set[bytes]()
+        for event in events:
+            (known.add if isinstance(event, Stored) else known.remove)(event.key)
+        assert known == set(loop.engine.pool.keys())
+        assert any(isinstance(event, Removed) for event in events)
+
+
+async def test_a_leak_shows_in_the_self_check() -> None:
+    async with running(EngineLoop(make_engine(), 8)) as loop:
+        assert loop.engine.pool.allocate(2) is not None
+        async with loop.sequence(make_spec([1, 2], 2), Purpose.GENERATE) as handle:
+            await read_all(handle)
+        await rest(loop)
+        assert loop.self_check == "2 blocks in use, 0 held"

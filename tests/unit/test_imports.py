@@ -1,0 +1,34 @@
+"""What a process loads. Each test asks a fresh interpreter, since this one has loaded everything already."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "ray", "numpy")
+
+
+def loaded_by(modules: str, watched: tuple[str, ...]) -> set[str]:
+    code = f"import sys, {modules}; print(*(m for m in {watched!r} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["router", "router.server", "router.__main__", "kvstore.index", "kvstore.leases"])
+def test_the_router_runs_without_torch_transformers_and_ray(module: str) -> None:
+    assert loaded_by(module, HEAVY) == set()
+
+
+def test_the_watch_sees_what_is_loaded() -> None:
+    assert loaded_by("torch", HEAVY) >= {"torch"}
+
+
+def test_the_vocabulary_needs_no_grpc() -> None:
+    modules = "baton.api, baton.blocks, baton.cluster, baton.config, baton.errors, baton.messages, baton.sampling"
+    assert loaded_by(modules, (*HEAVY, "grpc", "google.protobuf", "redis")) == set()
+
+
+def test_the_scheduler_needs_no_torch() -> None:
+    assert loaded_by("baton.engine.scheduler, baton.engine.block_pool", (*HEAVY, "grpc", "baton.v1")) == set()

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import pytest
+
+from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from router.placement import Prompt
+from router.pools import SUSPICION_S, PoolView
+
+PROMPT = Prompt(100, (b"k0", b"k1", b"k2", b"k3", b"k4", b"k5"))
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def worker(
+    worker_id: str,
+    *,
+    role: Role = Role.DECODE,
+    epoch: int = 1,
+    state: WorkerState = WorkerState.READY,
+    queued_tokens: int = 0,
+    block_size: int = 16,
+) -> Worker:
+    info = WorkerInfo(worker_id, role, "h:1", 1, "node", epoch, "content", "wire", block_size, 8192)
+    return Worker(info, WorkerLoad(state, queued_tokens=queued_tokens))
+
+
+def view(held: dict[str, int] | None = None) -> tuple[PoolView, Clock]:
+    clock = Clock()
+    return PoolView(lambda keys: held or {}, clock), clock
+
+
+def ids(pools: PoolView, excluded: tuple[str, ...] = ()) -> list[str]:
+    return [candidate.worker_id for candidate in pools.candidates(PROMPT, excluded)]
+
+
+def load_of(pools: PoolView, worker_id: str) -> int:
+    (load,) = [c.load_tokens for c in pools.candidates(PROMPT) if c.worker_id == worker_id]
+    return load
+
+
+async def test_only_ready_workers_that_are_not_excluded_are_candidates() -> None:
+    pools, _ = view()
+    states = {"a": WorkerState.READY, "b": WorkerState.STARTING, "c": WorkerState.DRAINING, "d": WorkerState.DEAD}
+    await pools.update([worker(name, state=state) for name, state in states.items()] + [worker("e")])
+    assert ids(pools) == ["a", "e"]
+    assert ids(pools, ("a",)) == ["e"]
+    assert [w.info.id for w in pools.workers] == ["a", "b", "c", "d", "e"]
+
+
+async def test_whoever_has_no_lease_is_gone() -> None:
+    pools, _ = view()
+    await pools.update([worker("a"), worker("b")])
+    await pools.update([worker("b")])
+    assert ids(pools) == ["b"]
+    with pytest.raises(KeyError):
+        pools.get("a")
+
+
+async def test_is_ready_is_told_by_role() -> None:
+    pools, _ = view()
+    assert not pools.is_ready(Role.DECODE)
+    await pools.update([worker("d"), worker("p", role=Role.PREFILL, state=WorkerState.STARTING)])
+    assert pools.is_ready(Role.DECODE)
+    assert not pools.is_ready(Role.PREFILL)
+    pools.suspect(pools.get("d"))
+    assert not pools.is_ready(Role.DECODE)
+
+
+async def test_a_suspect_is_passed_over_for_a_while() -> None:
+    pools, clock = view()
+    await pools.update([worker("a"), worker("b")])
+    pools.suspect(pools.get("a"))
+    assert ids(pools) == ["b"]
+    clock.now += SUSPICION_S - 0.01
+    await pools.update([worker("a"), worker("b")])
+    assert ids(pools) == ["b"], "a renewed lease does not clear it"
+    clock.now += 0.01
+    assert ids(pools) == ["a", "b"]
+    await pools.update([worker("a"), worker("b")])
+    assert ids(pools) == ["a", "b"]
+
+
+async def test_a_new_incarnation_of_a_suspect_is_trusted() -> None:
+    pools, _ = view()
+    await pools.update([worker("a")])
+    pools.suspect(pools.get("a"))
+    await pools.update([worker("a", epoch=2)])
+    assert ids(pools) == ["a"]
+    pools.suspect(pools.get("a"))
+    assert ids(pools) == [], "until it fails as well"
+
+
+async def test_load_is_what_it_was_sent_or_what_it_says_whichever_is_more() -> None:
+    pools, _ = view()
+    await pools.update([worker("a", queued_tokens=50)])
+    assert load_of(pools, "a") == 50
+    with pools.working("a", 40):
+        assert load_of(pools, "a") == 50
+        with pools.working("a", 30):
+            assert load_of(pools, "a") == 70
+            await pools.update([worker("a", queued_tokens=10)])
+            assert load_of(pools, "a") == 70, "the booking outlives a renewal of the lease"
+        assert load_of(pools, "a") == 40
+    assert load_of(pools, "a") == 10
+
+
+async def test_bookings_end_with_the_incarnation_they_were_made_on() -> None:
+    pools, _ = view()
+    await pools.update([worker("a")])
+    with contextlib.ExitStack() as later:
+        with pools.working("a", 40):
+            await pools.update([worker("a", epoch=2)])
+            assert load_of(pools, "a") == 0
+            later.enter_context(pools.working("a", 5))
+        assert load_of(pools, "a") == 5, "the end of the old booking takes nothing from the new incarnation"
+    assert load_of(pools, "a") == 0
+    with pools.working("a", 40):
+        await pools.update([])
+    await pools.update([worker("a", epoch=2)])
+    assert load_of(pools, "a") == 0
+
+
+async def test_a_booking_ends_with_an_error_too() -> None:
+    pools, _ = view()
+    await pools.update([worker("a")])
+    with pytest.raises(RuntimeError), pools.working("a", 40):
+        raise RuntimeError
+    assert load_of(pools, "a") == 0
+
+
+async def test_cached_tokens_are_counted_in_the_workers_blocks_and_capped() -> None:
+    pools, _ = view({"a": 2, "b": 4, "gone": 6})
+    await pools.update([worker("a"), worker("b", block_size=32), worker("c")])
+    assert {c.worker_id: c.num_cached_tokens for c in pools.candidates(PROMPT)} == {"a": 32, "b": 100, "c": 0}
+
+
+async def test_the_lookup_is_asked_for_the_prompts_keys() -> None:
+    asked = []
+    pools = PoolView(lambda keys: asked.append(keys) or {}, Clock())  # type: ignore[func-returns-value]
+    pools.candidates(PROMPT)
+    assert asked == [PROMPT.block_keys]
+
+
+async def test_waiting_ends_with_the_next_update_or_in_time() -> None:
+    pools, _ = view()
+    await pools.wait_for_change(0.01)
+    waiting = asyncio.create_task(pools.wait_for_change(30))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await pools.update([])
+    async with asyncio.timeout(1):
+        await waiting
+
+
+async def test_get_gives_the_latest_lease() -> None:
+    pools, _ = view()
+    await pools.update([worker("a")])
+    newer = worker("a", queued_tokens=9)
+    await pools.update([newer])
+    assert pools.get("a") == newer
+    assert pools.is_trusted(newer)
+    assert not pools.is_trusted(replace(newer, load=WorkerLoad(WorkerState.DRAINING)))

@@ -1,0 +1,309 @@
+"""Every message survives the way through bytes, and no field of the public API is silently ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton import api, wire
+from baton import messages as m
+from baton.cluster import (
+    BlockCounts,
+    ClusterStatus,
+    PoolStatus,
+    Role,
+    RouterInfo,
+    ServedModel,
+    Worker,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
+from baton.errors import InvalidRequest, Unsupported
+from baton.sampling import FinishReason, SamplingParams
+from baton.v1 import inference_pb2, kv_pb2, worker_pb2
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_BYTES: st.binary(max_size=40),
+    FieldDescriptor.TYPE_DOUBLE: st.floats(allow_nan=False),
+    FieldDescriptor.TYPE_FLOAT: st.floats(allow_nan=False, width=32),
+    FieldDescriptor.TYPE_INT32: st.integers(-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
+    FieldDescriptor.TYPE_STRING: TEXT,
+    FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1),
+    FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
+}
+
+
+def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    if field.name == "finish_reason":
+        return st.none() | st.sampled_from(FinishReason)
+    if field.is_repeated:
+        return st.lists(SCALARS[field.type], max_size=6).map(tuple)
+    return SCALARS[field.type]
+
+
+def messages_of(cls: type[Any], descriptor: Descriptor) -> st.SearchStrategy[Any]:
+    """Any value that the fields of the contract can hold. The field names must be the same on both sides."""
+    assert [f.name for f in dataclasses.fields(cls)] == [f.name for f in descriptor.fields], cls
+    return st.builds(cls, **{field.name: values_of(field) for field in descriptor.fields})
+
+
+SPECS = messages_of(m.SequenceSpec, worker_pb2.SequenceSpec.DESCRIPTOR)
+TICKETS = messages_of(m.Ticket, worker_pb2.Ticket.DESCRIPTOR)
+FROM_PREFILL = {cls: getattr(kv_pb2, cls.__name__) for cls in typing.get_args(m.FromPrefill)}
+FROM_DECODE = {cls: getattr(kv_pb2, cls.__name__) for cls in typing.get_args(m.FromDecode)}
+
+
+def through_bytes(message: Any) -> Any:
+    return type(message).FromString(message.SerializeToString())
+
+
+@given(SPECS)
+def test_sequence_spec(spec: m.SequenceSpec) -> None:
+    assert wire.sequence_from_pb(through_bytes(wire.sequence_to_pb(spec))) == spec
+
+
+@given(TICKETS)
+def test_ticket(ticket: m.Ticket) -> None:
+    assert wire.ticket_from_pb(through_bytes(wire.ticket_to_pb(ticket))) == ticket
+
+
+@given(SPECS, st.none() | TICKETS, st.booleans())
+def test_requests_to_workers(spec: m.SequenceSpec, ticket: m.Ticket | None, await_kv: bool) -> None:
+    request = through_bytes(wire.prefill_request(spec, ticket))
+    assert wire.prefill_request_from_pb(request) == (spec, ticket)
+    assert wire.decode_request_from_pb(through_bytes(wire.decode_request(spec, await_kv))) == (spec, await_kv)
+
+
+@given(
+    messages_of(m.FirstToken, worker_pb2.FirstToken.DESCRIPTOR)
+    | messages_of(m.HandedOver, worker_pb2.HandedOver.DESCRIPTOR)
+)
+def test_answers_of_prefill_workers(event: m.FirstToken | m.HandedOver) -> None:
+    assert wire.prefill_event(through_bytes(wire.prefill_response(event))) == event
+
+
+@given(TICKETS | messages_of(m.NewTokens, worker_pb2.NewTokens.DESCRIPTOR))
+def test_answers_of_decode_workers(event: m.Ticket | m.NewTokens) -> None:
+    assert wire.decode_event(through_bytes(wire.decode_response(event))) == event
+
+
+@pytest.mark.parametrize("cls", FROM_PREFILL)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_messages_of_a_prefill_worker(cls: type[Any], data: st.DataObject) -> None:
+    message = data.draw(messages_of(cls, FROM_PREFILL[cls].DESCRIPTOR))
+    assert wire.session_request_from_pb(through_bytes(wire.session_request(message))) == message
+
+
+@pytest.mark.parametrize("cls", FROM_DECODE)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_messages_of_a_decode_worker(cls: type[Any], data: st.DataObject) -> None:
+    message = data.draw(messages_of(cls, FROM_DECODE[cls].DESCRIPTOR))
+    assert wire.session_response_from_pb(through_bytes(wire.session_response(message))) == message
+
+
+def test_every_kind_of_session_message_is_covered() -> None:
+    for message, classes in ((kv_pb2.SessionRequest, FROM_PREFILL), (kv_pb2.SessionResponse, FROM_DECODE)):
+        kinds = {field.message_type.name for field in message.DESCRIPTOR.fields if field.message_type}
+        assert kinds == {cls.__name__ for cls in classes}
+
+
+def test_a_session_message_of_a_later_version_is_none() -> None:
+    unknown = b"\xfa\x06\x00"  # field 111, empty
+    assert wire.session_request_from_pb(kv_pb2.SessionRequest.FromString(unknown)) is None
+    assert wire.session_response_from_pb(kv_pb2.SessionResponse.FromString(unknown)) is None
+
+
+# -- the public API ----------------------------------------------------------------------------------------------------
+
+SAMPLING_FIELDS = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+SUPPORTED = [name for name in SAMPLING_FIELDS if name in {f.name for f in dataclasses.fields(SamplingParams)}]
+SAMPLINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        name: values_of(SAMPLING_FIELDS[name]).filter(lambda value: value != ())  # an empty list is no list
+        for name in SUPPORTED
+    },
+)
+PROMPTS = st.one_of(
+    st.builds(api.Text, TEXT),
+    st.builds(api.TokenIds, st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20).map(tuple)),
+    st.builds(api.Chat, st.lists(st.builds(api.ChatMessage, TEXT, TEXT), min_size=1, max_size=4).map(tuple)),
+)
+
+
+@given(st.builds(api.GenerateRequest, PROMPTS, TEXT, TEXT, SAMPLINGS, st.booleans()))
+def test_generate_request(request: api.GenerateRequest) -> None:
+    assert wire.generate_request_from_pb(through_bytes(wire.generate_request(request))) == request
+
+
+@given(
+    st.builds(
+        api.GenerateChunk,
+        TEXT,
+        st.integers(0, 2**32 - 1),
+        TEXT,
+        st.lists(st.integers(0, 2**32 - 1)).map(tuple),
+        st.none() | st.sampled_from(FinishReason),
+        st.none() | messages_of(api.Usage, inference_pb2.Usage.DESCRIPTOR),
+        st.none() | messages_of(api.Timing, inference_pb2.Timing.DESCRIPTOR),
+    )
+)
+def test_generate_chunk(chunk: api.GenerateChunk) -> None:
+    assert wire.generate_chunk(through_bytes(wire.generate_response(chunk))) == chunk
+
+
+def test_what_is_set_to_zero_is_set() -> None:
+    message = inference_pb2.GenerateRequest(
+        text="x", sampling=inference_pb2.SamplingParams(temperature=0, top_k=0, seed=0, ignore_eos=False)
+    )
+    sampling = wire.generate_request_from_pb(through_bytes(message)).sampling
+    assert sampling == {"temperature": 0.0, "top_k": 0, "seed": 0, "ignore_eos": False}
+    assert wire.generate_request_from_pb(inference_pb2.GenerateRequest(text="x")).sampling == {}
+
+
+EXAMPLES: dict[int, Any] = {
+    FieldDescriptor.TYPE_BOOL: True,
+    FieldDescriptor.TYPE_STRING: "x",
+    FieldDescriptor.TYPE_MESSAGE: None,
+}
+
+
+def set_field(message: Any, field: FieldDescriptor) -> None:
+    """Gives a field some value other than its default."""
+    target = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        target[1] = 1
+    elif field.is_repeated and field.message_type is not None:
+        target.add()
+    elif field.is_repeated:
+        target.append(EXAMPLES.get(field.type, 1))
+    elif field.message_type is not None:
+        target.SetInParent()
+    else:
+        setattr(message, field.name, EXAMPLES.get(field.type, 1))
+
+
+@pytest.mark.parametrize("name", list(SAMPLING_FIELDS))
+def test_every_sampling_field_is_taken_or_refused_by_name(name: str) -> None:
+    message = inference_pb2.GenerateRequest(text="x")
+    set_field(message.sampling, SAMPLING_FIELDS[name])
+    if name in SUPPORTED:
+        assert set(wire.generate_request_from_pb(message).sampling) == {name}
+        return
+    with pytest.raises(Unsupported, match=rf"sampling\.{name} is not supported yet; leave it unset") as refusal:
+        wire.generate_request_from_pb(message)
+    assert refusal.value.param == name
+
+
+def test_sampling_fields_refused_today() -> None:
+    refused = {"logprobs", "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"}
+    assert set(SAMPLING_FIELDS) - set(SUPPORTED) == refused
+
+
+@pytest.mark.parametrize("name", list(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name))
+def test_every_request_field_is_taken_or_refused_by_name(name: str) -> None:
+    message = inference_pb2.GenerateRequest(text="x")
+    set_field(message, inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name[name])
+    if name in ("request_id", "model", "text", "chat", "token_ids", "sampling", "stream_options"):
+        wire.generate_request_from_pb(message)
+        return
+    with pytest.raises(Unsupported, match=f"{name} is not supported yet; leave it unset") as refusal:
+        wire.generate_request_from_pb(message)
+    assert refusal.value.param == name
+
+
+@pytest.mark.parametrize("name", ["name", "tool_call_id", "tool_calls"])
+def test_chat_fields_that_are_not_built_are_refused(name: str) -> None:
+    message = inference_pb2.GenerateRequest()
+    entry = message.chat.messages.add(role="user", content="x")
+    set_field(entry, entry.DESCRIPTOR.fields_by_name[name])
+    with pytest.raises(Unsupported, match="tools, tool calls and names in a chat are not supported yet"):
+        wire.generate_request_from_pb(message)
+
+
+def test_tools_are_refused() -> None:
+    message = inference_pb2.GenerateRequest()
+    message.chat.tools.add(name="f")
+    with pytest.raises(Unsupported, match="tools"):
+        wire.generate_request_from_pb(message)
+
+
+def test_a_request_without_input_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no input; set one of text, chat or token_ids"):
+        wire.generate_request_from_pb(inference_pb2.GenerateRequest(request_id="r"))
+    with pytest.raises(InvalidRequest, match="no input"):
+        wire.tokenize_request_from_pb(inference_pb2.TokenizeRequest())
+
+
+def test_tokenize() -> None:
+    request = inference_pb2.TokenizeRequest(model="m", text="hello")
+    assert wire.tokenize_request_from_pb(request) == ("m", api.Text("hello"))
+    response = through_bytes(wire.tokenize_response((1, 2, 3), 100))
+    assert (list(response.token_ids), response.max_model_len) == ([1, 2, 3], 100)
+
+
+def test_list_models() -> None:
+    (model,) = through_bytes(wire.list_models_response([api.ModelCard("m", "/m", 8192, 1_700_000_000)])).models
+    assert (model.id, model.path, model.max_model_len, model.created) == ("m", "/m", 8192, 1_700_000_000)
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+def status(num_workers: int) -> ClusterStatus:
+    info = WorkerInfo("decode-0", Role.DECODE, "127.0.0.1:5", 77, "node", 2**40, "content", "wire", 16, 8192)
+    load = WorkerLoad(WorkerState.READY, 0, 3, 100, BlockCounts(10, 4, 5, 1))
+    return ClusterStatus(
+        {"decode": PoolStatus(2, 1), "prefill": PoolStatus(0, 0)},
+        (Worker(info, load),) * num_workers,
+        (RouterInfo("router-0", 5, "h:1", "h:2", 0.0),),
+        "redis://x",
+        False,
+        (ServedModel("m", "/m"),),
+    )
+
+
+def test_status_as_json_has_every_field_even_when_zero() -> None:
+    assert wire.status_as_json(through_bytes(wire.status_response(status(1)))) == {
+        "pools": {"decode": {"desired": 2, "ready": 1}, "prefill": {"desired": 0, "ready": 0}},
+        "workers": [
+            {
+                "id": "decode-0",
+                "role": "decode",
+                "state": "ready",
+                "pid": 77,
+                "node": "node",
+                "address": "127.0.0.1:5",
+                "epoch": 2**40,
+                "running": 0,
+                "waiting": 3,
+                "blocks": {"total": 10, "free": 4, "cached": 5, "in_use": 1},
+                "self_check": "ok",
+            }
+        ],
+        "routers": [{"id": "router-0", "pid": 5, "grpc": "h:1", "http": "h:2", "mirror_lag_s": 0.0}],
+        "redis": {"address": "redis://x", "ok": False},
+        "models": [{"id": "m", "path": "/m"}],
+    }
+
+
+def test_status_of_an_empty_cluster() -> None:
+    assert wire.status_as_json(wire.status_response(status(0)))["workers"] == []
+
+
+def test_pools_and_workers_are_those_of_the_status() -> None:
+    whole = wire.status_response(status(2))
+    assert wire.pools_response(status(2)).pools == whole.pools
+    assert list(wire.workers_response(status(2)).workers) == list(whole.workers)
