@@ -212,7 +212,7 @@ def create_app(service: RouterService, is_ready: Callable[[], str], metrics: Cal
         prompt: Prompt = Text(body.prompt or "")
         if body.messages is not None:
             prompt = Chat(tuple(_chat_message(message, index) for index, message in enumerate(body.messages)))
-        tokens = service.tokenize(prompt)
+        tokens = await service.tokenize(prompt)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.facts.max_model_len}
 
     @app.post("/detokenize")

@@ -27,6 +27,17 @@ def check_model(name: str, model: ModelFacts) -> None:
         raise ModelNotFound(f"the model {name!r} is not served here; use {model.id!r}", "model")
 
 
+def check_length(num_characters: int, longest_token: int, model: ModelFacts) -> None:
+    """Raises InvalidRequest for a text that cannot fit however it is tokenized, before that costs anything."""
+    limit = model.max_model_len * longest_token
+    if num_characters > limit:
+        raise InvalidRequest(
+            f"the prompt has {num_characters} characters, but the {model.max_model_len - 1} tokens that {model.id} "
+            f"takes never hold more than {limit}; shorten the prompt",
+            "input",
+        )
+
+
 def check_prompt(token_ids: Sequence[int], model: ModelFacts) -> None:
     """Raises InvalidRequest unless these are 1 to max_model_len - 1 ids of the model's vocabulary."""
     if not token_ids:

@@ -31,6 +31,8 @@ class Tokenizer:
     """Any of them ends an answer."""
     max_model_len: int
     """Longest prompt + answer in tokens, as the model was trained; 0: the model does not say."""
+    longest_token: int
+    """Characters of the longest vocabulary entry: no token stands for more text."""
     default_sampling: SamplingParams
     """What the model's authors recommend; what they leave open is neutral."""
     _tokenizer: tokenizers.Tokenizer
@@ -48,6 +50,7 @@ class Tokenizer:
             tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises no narrower class
             raise ModelLoadError(f"Cannot read {folder / 'tokenizer.json'}: {error}") from error
+        vocabulary = tokenizer.get_vocab()
         tokenizer.no_truncation()
         tokenizer.no_padding()
         config = _read_json(folder / "config.json", required=True)
@@ -56,7 +59,8 @@ class Tokenizer:
         special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | tokenizer_config)
         return Tokenizer(
             chat_template=ChatTemplate.load(folder, tokenizer_config, special_tokens),
-            vocab_size=max(tokenizer.get_vocab().values(), default=-1) + 1,
+            vocab_size=max(vocabulary.values(), default=-1) + 1,
+            longest_token=max(map(len, vocabulary), default=1),
             special_ids=frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special),
             eos_ids=_eos_ids(generation, config, tokenizer.token_to_id(special_tokens.get("eos_token", ""))),
             max_model_len=next((int(value) for name in LENGTH_NAMES if (value := _of_text(config, name))), 0),

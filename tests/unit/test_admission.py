@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import InvalidRequest, ModelNotFound, Overloaded
 from baton.sampling import SamplingParams
-from router.admission import Limiter, ModelFacts, check_model, check_prompt, sampling_params
+from router.admission import Limiter, ModelFacts, check_length, check_model, check_prompt, sampling_params
 
 FACTS = ModelFacts("tiny", 500, 100, SamplingParams(temperature=0.2, top_p=0.9, stop_token_ids=(7,)))
 
@@ -37,6 +37,12 @@ def test_bad_prompts_are_refused(prompt: list[int], param: str, sentence: str) -
     with pytest.raises(InvalidRequest, match=sentence) as refusal:
         check_prompt(prompt, FACTS)
     assert refusal.value.param == param
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
+    check_length(1000, 10, FACTS)
+    with pytest.raises(InvalidRequest, match="the prompt has 1001 characters, but the 99 tokens that tiny takes"):
+        check_length(1001, 10, FACTS)
 
 
 def test_the_models_defaults_fill_in_what_was_not_asked() -> None:
