@@ -29,6 +29,20 @@ class BlockCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferCounts:
+    """A worker's hand-overs since it started, by how they ended."""
+
+    committed: int = 0
+    failed: int = 0
+    corrupted: int = 0
+    """A chunk failed its header or checksum test."""
+    expired: int = 0
+    """The lease ended before the KV arrived."""
+    fenced: int = 0
+    """Messages about an unknown transfer or a past generation, dropped."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What a worker says of itself once per incarnation."""
 
@@ -59,6 +73,7 @@ class WorkerLoad:
     """Tokens known and not computed yet."""
     blocks: BlockCounts = field(default_factory=BlockCounts)
     self_check: str = "ok"
+    transfers: TransferCounts = field(default_factory=TransferCounts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class EngineConfig:
     num_blocks: int = 0
     """Blocks of the KV pool; 0: as many as fit into `kv_cache_gib`."""
     max_num_seqs: int = 64
-    """Sequences in one step."""
+    """Sequences that hold blocks: in the running batch, or reserved for KV that is on its way."""
     max_num_batched_tokens: int = 512
     """Tokens in one step; longer prompts are prefilled in chunks."""
     max_model_len: int = 0
@@ -90,6 +90,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _require_one_of("engine.runner", self.runner, ("transformers", "arithmetic"))
         _require_at_least_one("engine", self, ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "num_threads"))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"engine.max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least engine.max_num_seqs "
+                f"({self.max_num_seqs}), or some sequences would never get a turn"
+            )
         if self.block_size < GRANULE or self.block_size % GRANULE:
             raise ConfigError(f"engine.block_size must be a multiple of {GRANULE}, got {self.block_size}")
 
@@ -98,7 +103,7 @@ class EngineConfig:
 class TransferConfig:
     """The KV hand-over."""
 
-    slot_bytes: int = 2 * 2**20
+    slot_bytes: int = 4 * 2**20
     """Largest payload of one chunk."""
     window: int = 4
     """Receives posted ahead on one pair."""

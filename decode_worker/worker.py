@@ -23,6 +23,7 @@ async def running(
     """A decode worker that takes traffic while the block is entered. Yields as `Member.joined` does."""
     member = Member(Role.DECODE, worker_id, host, config, runner)
     receiver = KvReceiver(worker_id, member.incarnation, runner.cache, member.wire_compat, config.transfer, host)
+    member.transfers = lambda: receiver.stats.counts()
     rpc = RpcServer(["baton.v1.DecodeWorker", "baton.v1.KvControl"])
     worker_pb2_grpc.add_DecodeWorkerServicer_to_server(DecodeServicer(worker_id, member.loop, receiver), rpc.server)
     kv_pb2_grpc.add_KvControlServicer_to_server(receiver, rpc.server)
@@ -30,9 +31,6 @@ async def running(
     receiver.kv_address = f"{host}:{port}"
     try:
         async with member.joined(rpc, port) as ended:
-            try:
-                yield member, ended
-            finally:
-                await rpc.stop(grace_s=0)
+            yield member, ended
     finally:
         await receiver.close()

@@ -9,6 +9,7 @@ import os
 from collections.abc import Awaitable
 from typing import Any
 
+from baton.blocks import content_id
 from baton.cluster import Role
 from baton.config import Config
 from baton.errors import BatonError, ConfigError, StoreUnavailable
@@ -59,7 +60,7 @@ class Pools:
         self._host = host
         self._desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
         self._actors: dict[str, Any] = {}
-        self._leases = RedisLeases(Connection(config.index.redis_url), config.model.revision)
+        self._leases = RedisLeases(Connection(config.index.redis_url), content_id(config.model.revision))
         num_workers = sum(self._desired.values())
         num_gpus = ray.cluster_resources().get("GPU", 0.0)
         self._options = {

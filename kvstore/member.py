@@ -13,7 +13,8 @@ import os
 import socket
 from collections.abc import AsyncGenerator, Callable
 
-from baton.cluster import Role, WorkerInfo, WorkerLoad, WorkerState
+from baton.blocks import content_id
+from baton.cluster import Role, TransferCounts, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import Config
 from baton.engine.block_pool import Removed, Stored
 from baton.engine.engine import Engine
@@ -41,6 +42,7 @@ class Member:
         self.runner = runner
         self.incarnation = os.urandom(8).hex()
         """One per process start; names this process in hand-overs."""
+        self.content_id = content_id(config.model.revision)
         self.wire_compat = wire_compat(config.model.revision, runner.cache.spec)
         limits = SchedulerLimits(
             block_size=runner.cache.spec.block_size,
@@ -52,6 +54,8 @@ class Member:
         self.engine = Engine(runner, limits)
         self.loop = EngineLoop(self.engine, config.engine.max_waiting, self._on_block_events, self._on_idle)
         self._keeper: LeaseKeeper | None = None
+        self.transfers: Callable[[], TransferCounts] = TransferCounts
+        """The role's hand-overs so far, for the lease."""
         self._publisher: IndexPublisher | None = None
         self._state = WorkerState.STARTING
         self._info: WorkerInfo | None = None
@@ -69,22 +73,25 @@ class Member:
             A task that ends, with the error, when the worker can no longer be part of the cluster: it was fenced by a
             newer incarnation, or a part of it failed.
         """
-        index_config = self.config.index
-        index = RedisIndex(
-            Connection(index_config.redis_url),
-            self.config.model.revision,
-            blocks_ttl_s=index_config.blocks_ttl_s,
-            stream_max_events=index_config.stream_max_events,
-        )
-        leases = RedisLeases(
-            Connection(index_config.redis_url),
-            self.config.model.revision,
-            lease_s=index_config.lease_s,
-            blocks_ttl_s=index_config.blocks_ttl_s,
-        )
-        keeper = self._keeper = LeaseKeeper(leases, self.worker_id, renew_s=index_config.renew_s)
-        try:
+        settings = self.config.index
+        async with contextlib.AsyncExitStack() as stack:
+            index = RedisIndex(
+                Connection(settings.redis_url),
+                self.content_id,
+                blocks_ttl_s=settings.blocks_ttl_s,
+                stream_max_events=settings.stream_max_events,
+            )
+            stack.push_async_callback(index.close)
+            leases = RedisLeases(
+                Connection(settings.redis_url),
+                self.content_id,
+                lease_s=settings.lease_s,
+                blocks_ttl_s=settings.blocks_ttl_s,
+            )
+            stack.push_async_callback(leases.close)
+            keeper = self._keeper = LeaseKeeper(leases, self.worker_id, renew_s=settings.renew_s)
             epoch = await keeper.acquire()
+            stack.push_async_callback(keeper.close)
             spec = self.runner.cache.spec
             self._info = WorkerInfo(
                 id=self.worker_id,
@@ -93,7 +100,7 @@ class Member:
                 pid=os.getpid(),
                 node=socket.gethostname(),
                 epoch=epoch,
-                content_id=self.config.model.revision,
+                content_id=self.content_id,
                 wire_compat=self.wire_compat,
                 block_size=spec.block_size,
                 max_model_len=self.runner.max_model_len,
@@ -101,18 +108,12 @@ class Member:
             if spec.supports_prefix_reuse:
                 self._publisher = IndexPublisher(index, self.worker_id, epoch, self.engine.pool.keys)
             await rpc.start()
+            stack.push_async_callback(rpc.stop, 0)
             await rpc.set_serving(True)
             self._state = WorkerState.READY
             running = asyncio.create_task(self._run(keeper), name="member")
-            try:
-                yield running
-            finally:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
-                await keeper.close()
-        finally:
-            await index.close()
-            await leases.close()
+            stack.push_async_callback(_ended, running)
+            yield running
 
     async def _run(self, keeper: LeaseKeeper) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -130,6 +131,7 @@ class Member:
             queued_tokens=load.queued_tokens,
             blocks=load.blocks,
             self_check=self.loop.self_check,
+            transfers=self.transfers(),
         )
 
     def _on_idle(self) -> None:
@@ -147,10 +149,16 @@ class Member:
             report([event.key])
 
 
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 def wire_compat(model_revision: str, spec: KVSpec) -> str:
     """Identity of what two workers must share to pair: the model and the shape of its KV.
 
-    Block size, dtype and tensor parallelism are not part of it: the transfer plan deals with those.
+    Block size and KV dtype are not part of it: they belong to the transfer plan. This version plans for equal ones
+    only, so a pair that differs in them is refused when its first transfer is offered, in words.
     """
     groups = "|".join(f"{g.name}:{len(g.layers)}:{g.num_kv_heads}:{g.k_dim}:{g.v_dim}" for g in spec.groups)
     states = "|".join(f"{s.name}:{s.shape}:{s.dtype}" for s in spec.states)

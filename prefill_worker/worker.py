@@ -25,14 +25,12 @@ async def running(
     sender = KvSender(
         worker_id, member.incarnation, runner.cache, member.wire_compat, config.transfer, host, config.faults
     )
+    member.transfers = lambda: sender.stats.counts()
     rpc = RpcServer(["baton.v1.PrefillWorker"])
     worker_pb2_grpc.add_PrefillWorkerServicer_to_server(PrefillServicer(worker_id, member.loop, sender), rpc.server)
     port = rpc.bind(host, 0)
     try:
         async with member.joined(rpc, port) as ended:
-            try:
-                yield member, ended
-            finally:
-                await rpc.stop(grace_s=0)
+            yield member, ended
     finally:
         await sender.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from baton.api import ModelCard
+from baton.blocks import content_id
 from baton.cluster import RouterInfo, ServedModel
 from baton.config import Config
 from baton.errors import ConfigError
@@ -58,10 +59,11 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     name = config.model.served_name or Path(config.model.path).name
     max_model_len = min(tokenizer.max_model_len, config.engine.max_model_len or tokenizer.max_model_len)
 
+    content = content_id(config.model.revision)
     mirror = Mirror()
     pools = PoolView(mirror.lookup, time.monotonic)
-    index = RedisIndex(Connection(config.index.redis_url), config.model.revision)
-    leases = RedisLeases(Connection(config.index.redis_url), config.model.revision, lease_s=config.index.lease_s)
+    index = RedisIndex(Connection(config.index.redis_url), content)
+    leases = RedisLeases(Connection(config.index.redis_url), content, lease_s=config.index.lease_s)
     follower = MirrorFollower(
         index,
         mirror,
@@ -100,7 +102,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     )
     service = router_service.RouterService(
         router_service.ServedModel(
-            ModelCard(name, config.model.path, max_model_len, int(time.time())), tokenizer, config.model.revision
+            ModelCard(name, config.model.path, max_model_len, int(time.time())), tokenizer, content
         ),
         facts,
         Dispatcher(pools, calls, config.router, instruments),

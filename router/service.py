@@ -244,7 +244,7 @@ class _Settlement:
         if num_tokens:
             if self._num_tokens[choice_index]:
                 gap_s = (now - self._last_token_s[choice_index]) / num_tokens
-                self._instruments.inter_token_latency.record(gap_s, {"model": self._labels["gen_ai.request.model"]})
+                self._instruments.inter_token_latency.observe(gap_s)
             self._last_token_s[choice_index] = now
             self._num_tokens[choice_index] += num_tokens
         self._num_unfinished -= finished

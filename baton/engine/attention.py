@@ -13,6 +13,7 @@ The packed batch of a step, T tokens in one row:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ class StepContext:
     segments: tuple[Segment, ...]
     first_decode_row: int
     decode_pages: torch.Tensor | None
-    """`[decodes * kv_heads * blocks]`, padded with page 0; None when the batch has no decodes."""
+    """`[decodes * kv_heads * blocks]`, padded with the sequence's own first block; None when there are no decodes."""
     decode_positions: torch.Tensor | None
     """`[decodes, 1, 1, 1]`: position of each decode's token, the last one it may see."""
     num_decodes: int
@@ -89,7 +90,7 @@ def step_context(cache: KVCache, parts: list[Scheduled]) -> StepContext:
     decode_pages = decode_positions = None
     if decodes:
         width = max(num_blocks_for(p.start + 1, block_size) for p in decodes)
-        tables = torch.tensor([(*p.block_table, *[0] * (width - len(p.block_table))) for p in decodes])
+        tables = torch.tensor([(*p.block_table, *p.block_table[:1] * (width - len(p.block_table))) for p in decodes])
         decode_pages = (tables[:, None, :] * num_heads + heads[None, :, None]).flatten().to(cache.device)
         decode_positions = torch.tensor([p.start for p in decodes]).view(-1, 1, 1, 1).to(cache.device)
     return StepContext(
@@ -102,6 +103,22 @@ def step_context(cache: KVCache, parts: list[Scheduled]) -> StepContext:
         decode_positions,
         len(decodes),
     )
+
+
+def begun_blocks(cache: KVCache, parts: Sequence[Scheduled]) -> list[int]:
+    """Blocks whose first token this step writes and whose last it does not.
+
+    They must be zeroed first: attention masks the places behind the last token, but a masked NaN or infinity that
+    another request left there would still spoil the sum.
+    """
+    block_size = cache.spec.block_size
+    begun: list[int] = []
+    for part in parts:
+        end = part.start + part.num_tokens
+        begins = end // block_size * block_size
+        if begins >= part.start and end % block_size:
+            begun.append(part.block_table[-1])
+    return begun
 
 
 def paged_attention(

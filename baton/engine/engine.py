@@ -55,22 +55,20 @@ class Engine:
         self.runner = runner
         self.pool = BlockPool(runner.cache.num_blocks)
         self.scheduler = Scheduler(self.pool, limits)
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: set[Sequence] = set()
 
     def add(self, spec: SequenceSpec, purpose: Purpose, now: float) -> Sequence:
         """Queues a sequence.
 
         Raises:
-            InvalidRequest: its id is in use here, or it cannot fit.
+            InvalidRequest: it cannot fit.
         """
-        if spec.sequence_id in self._sequences:
-            raise InvalidRequest(f"request {spec.request_id} is already being served; choose another request_id")
         if not 0 < len(spec.token_ids) < self.runner.max_model_len:
             raise InvalidRequest(
                 f"{len(spec.token_ids)} tokens do not fit; this worker takes 1 to {self.runner.max_model_len - 1}"
             )
         sequence = Sequence(spec, purpose, now)
-        self._sequences[sequence.sequence_id] = sequence
+        self._sequences.add(sequence)
         self.scheduler.add(sequence)
         return sequence
 
@@ -141,14 +139,19 @@ class Engine:
         elif sequence.status is not Status.FINISHED:
             self._finish(sequence)
 
+    @property
+    def is_idle(self) -> bool:
+        """No sequence is known: nothing waits, runs, or holds blocks."""
+        return not self._sequences
+
     def load(self) -> EngineLoad:
-        sequences = self._sequences.values()
-        num_running = len(self.scheduler.running)
         return EngineLoad(
-            running=num_running,
+            running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting) + len(self.scheduler.reserved),
             queued_tokens=sum(
-                s.num_tokens - s.num_computed_tokens for s in sequences if s.status in (Status.WAITING, Status.RUNNING)
+                s.num_tokens - s.num_computed_tokens
+                for s in self._sequences
+                if s.status in (Status.WAITING, Status.RUNNING)
             ),
             blocks=self.pool.counts(),
         )
@@ -158,9 +161,9 @@ class Engine:
 
     def check(self) -> None:
         """Asserts that nothing is leaked: every used block is held by a sequence that is still known."""
-        self.scheduler.check(s for s in self._sequences.values() if s.status is Status.HELD)
-        assert all(s.status is not Status.FINISHED for s in self._sequences.values()), "a finished sequence is kept"
+        self.scheduler.check(s for s in self._sequences if s.status is Status.HELD)
+        assert all(s.status is not Status.FINISHED for s in self._sequences), "a finished sequence is kept"
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence, Status.FINISHED)
-        del self._sequences[sequence.sequence_id]
+        self._sequences.discard(sequence)

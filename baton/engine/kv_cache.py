@@ -116,6 +116,12 @@ class KVCache:
     def group_of(self, layer_index: int) -> LayerGroup:
         return self.spec.groups[self._place[layer_index][0]]
 
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Zeroes whole blocks in every layer."""
+        ids = torch.tensor(blocks, device=self.device)
+        for group in self.groups:
+            group.index_fill_(1, ids, 0)
+
     def clear_state(self, slots: Sequence[int]) -> None:
         """Zeroes the states of the given sequence slots."""
         for state in self.states.values():

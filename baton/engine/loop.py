@@ -23,7 +23,7 @@ class EngineLoop:
     """Owns the engine's thread and the queue of every sequence's outputs.
 
     `on_block_events` is called on the event loop after each step with what became cached and what was evicted;
-    `on_idle` when there is nothing to step.
+    `on_idle` when the last sequence has gone.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class EngineLoop:
         self._on_idle = on_idle
         self._outputs: dict[Sequence, asyncio.Queue[Output | WorkerFailed]] = {}
         self._wake = asyncio.Event()
+        self._was_idle = False
 
     async def run(self) -> None:
         """Steps until cancelled. A step in progress is waited for, so no thread outlives this call."""
@@ -49,8 +50,7 @@ class EngineLoop:
                 self._deliver(outputs)
                 if not batch:
                     self._publish_block_events()
-                    self._check_when_idle()
-                    self._on_idle()
+                    self._note_idleness()
                     self._wake.clear()
                     await self._wake.wait()
                     continue
@@ -77,6 +77,7 @@ class EngineLoop:
         if len(self.engine.scheduler.waiting) >= self._max_waiting:
             raise Overloaded("the worker's queue is full; try again later")
         sequence = self.engine.add(spec, purpose, time.monotonic())
+        self._was_idle = False
         queue = self._outputs[sequence] = asyncio.Queue()
         self._wake.set()
         try:
@@ -102,7 +103,14 @@ class EngineLoop:
         if events := self.engine.take_block_events():
             self._on_block_events(events)
 
-    def _check_when_idle(self) -> None:
+    def _note_idleness(self) -> None:
+        """Once each time the last sequence has gone: the engine checks itself and says that it is idle."""
+        if self.engine.is_idle and not self._was_idle:
+            self._was_idle = True
+            self._check()
+            self._on_idle()
+
+    def _check(self) -> None:
         try:
             self.engine.check()
         except AssertionError as error:

@@ -33,28 +33,26 @@ def sample(logits: torch.Tensor, specs: Sequence[SequenceSpec], positions: Seque
 def _sample_row(logits: torch.Tensor, spec: SequenceSpec, number: float) -> int:
     """Temperature, then top-k, top-p and min-p, in transformers' order; then inverse transform sampling."""
     probabilities = torch.softmax(logits.double() / spec.temperature, dim=-1)
-    if spec.top_k == 0 and spec.top_p >= 1 and spec.min_p == 0:
+    top_k = spec.top_k if spec.top_k < probabilities.numel() else 0  # all tokens
+    if top_k == 0 and spec.top_p >= 1 and spec.min_p == 0:
         return _draw(probabilities, number)
-    top, token_ids = _descending(probabilities, spec)
-    if spec.top_k > 0:
-        top = top[: spec.top_k]
+    top, token_ids = _descending(probabilities, top_k, spec.top_p)
     if spec.top_p < 1:
         mass = top.cumsum(0)
         # Keep every token before which less than top_p of the (top-k) mass lies: at least the first.
-        top = top[(mass - top) < spec.top_p * (mass[-1] if spec.top_k > 0 else 1.0)]
+        top = top[(mass - top) < spec.top_p * (mass[-1] if top_k > 0 else 1.0)]
     if spec.min_p > 0:
         top = top[top >= spec.min_p * top[0]]
     return int(token_ids[_draw(top, number)])
 
 
-def _descending(probabilities: torch.Tensor, spec: SequenceSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def _descending(probabilities: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The most likely tokens first: as many as the filters can keep. A full sort is the last resort."""
-    size = probabilities.numel()
-    if 0 < spec.top_k < size:
-        return _pair(probabilities.topk(spec.top_k))
-    if spec.top_p < 1 and size > NUCLEUS_CANDIDATES:
+    if top_k > 0:
+        return _pair(probabilities.topk(top_k))
+    if top_p < 1 and probabilities.numel() > NUCLEUS_CANDIDATES:
         top = probabilities.topk(NUCLEUS_CANDIDATES)
-        if float(top.values.sum()) >= spec.top_p:
+        if float(top.values.sum()) >= top_p:
             return _pair(top)
     return _pair(probabilities.sort(descending=True))
 

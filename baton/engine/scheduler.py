@@ -86,7 +86,7 @@ class Scheduler:
         newly_reserved: list[Sequence] = []
         while self.waiting and len(self.running) + len(self.reserved) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
-            if (budget <= 0 and sequence.purpose is not Purpose.RECEIVE) or not self._admit(sequence, now):
+            if (budget <= 0 and not sequence.awaits_kv) or not self._admit(sequence, now):
                 break
             self.waiting.popleft()
             if sequence.status is Status.RESERVED:
@@ -138,6 +138,7 @@ class Scheduler:
         assert slots + len(self._state_slots) == self.limits.num_state_slots, "a state slot is lost"
 
     def _part(self, sequence: Sequence, num_tokens: int) -> Scheduled:
+        assert num_tokens > 0, f"{sequence.sequence_id} is scheduled with nothing to compute"
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         return Scheduled(
             sequence,
@@ -150,7 +151,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Gives a waiting sequence its cached prefix and all blocks it is expected to need; all or nothing."""
         block_size = self.limits.block_size
-        receives = sequence.purpose is Purpose.RECEIVE and not sequence.was_admitted
+        receives = sequence.awaits_kv
         # The last known token is computed here, so its block cannot come from the cache; unless the KV arrives anyway.
         num_reusable = sequence.num_tokens if receives else sequence.num_tokens - 1
         cached: list[int] = []

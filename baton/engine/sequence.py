@@ -30,7 +30,7 @@ class Status(Enum):
     RUNNING = "running"
     """Holds blocks that the engine reads and writes."""
     HELD = "held"
-    """Finished here, blocks kept for the sender; `release` gives them back."""
+    """Finished here, blocks kept for the sender until the sequence is ended."""
     FINISHED = "finished"
     """Holds nothing, for good."""
 
@@ -62,6 +62,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.token_ids)
+
+    @property
+    def awaits_kv(self) -> bool:
+        """Its KV comes from elsewhere. Once it has been preempted it is computed here, like any other."""
+        return self.purpose is Purpose.RECEIVE and not self.was_admitted
 
     @property
     def sequence_id(self) -> str:

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.attention import ATTENTION_NAME, order_for_packing, set_step, step_context
+from baton.engine.attention import ATTENTION_NAME, begun_blocks, order_for_packing, set_step, step_context
 from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.engine.sampler import sample
 from baton.engine.scheduler import Batch
@@ -57,8 +57,8 @@ class TransformersRunner:
         )
         if num_blocks < 2:
             raise ModelLoadError(
-                f"a KV pool of {engine.kv_cache_gib} GiB holds {num_blocks} blocks of {spec.block_bytes} bytes; "
-                "raise engine.kv_cache_gib"
+                f"a KV pool of {num_blocks} blocks is too small (a block is {spec.block_bytes} bytes); "
+                "raise engine.kv_cache_gib or engine.num_blocks"
             )
         self.cache = KVCache(spec, num_blocks, engine.max_num_seqs, self.device)
         self.max_model_len = min(model_len, num_blocks * engine.block_size)
@@ -72,6 +72,8 @@ class TransformersRunner:
         positions = torch.cat([torch.arange(p.start, p.start + p.num_tokens) for p in parts])[None].to(self.device)
         ends = torch.tensor([p.num_tokens for p in parts]).cumsum(0) - 1
         sampling = [row for row, part in enumerate(parts) if part.sample]
+        if begun := begun_blocks(self.cache, parts):
+            self.cache.clear_blocks(begun)
         set_step(step_context(self.cache, parts))
         # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
         rows = ends[sampling].to(self.device) if sampling else 1

@@ -12,7 +12,11 @@ from baton.errors import ConfigError
 from baton.rpc.errors import ErrorInterceptor
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-KEEPALIVE = [("grpc.keepalive_time_ms", 5_000), ("grpc.keepalive_timeout_ms", 3_000)]
+KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
 """A peer that stops answering, without closing its socket, is given up after 8 seconds."""
 SERVER_OPTIONS = [
     *KEEPALIVE,

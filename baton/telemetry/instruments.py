@@ -7,13 +7,15 @@ process's monotonic clock.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 
+from opentelemetry import metrics
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Histogram, Observation
+from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.resources import Resource
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from baton.cluster import ClusterStatus
 
@@ -38,7 +40,7 @@ class Instruments:
         self._status = status
         meter = self._provider.get_meter("baton")
 
-        def seconds(name: str, description: str, bounds: list[float]) -> Histogram:
+        def seconds(name: str, description: str, bounds: list[float]) -> metrics.Histogram:
             return meter.create_histogram(
                 name, unit="s", description=description, explicit_bucket_boundaries_advisory=bounds
             )
@@ -52,8 +54,12 @@ class Instruments:
         self.time_per_output_token = seconds(
             "gen_ai.server.time_per_output_token", "Mean time between a request's tokens after the first.", TOKEN_BOUNDS
         )
-        self.inter_token_latency = seconds(
-            "baton.inter_token_latency", "Time between two consecutive tokens of a choice.", TOKEN_BOUNDS
+        # One observation a token: the only instrument on the hot path, and 8 times cheaper without OpenTelemetry's SDK.
+        self.inter_token_latency = Histogram(
+            "baton_inter_token_latency_seconds",
+            "Time between two consecutive tokens of a choice.",
+            buckets=TOKEN_BOUNDS,
+            registry=self._registry,
         )
         self.queue_duration = seconds(
             "baton.queue.duration", "From arrival at the router to the start of the prefill.", DURATION_BOUNDS
@@ -91,6 +97,11 @@ class Instruments:
         }
         for name, (description, observe) in gauges.items():
             meter.create_observable_gauge(name, [self._observer(observe)], description=description)
+        meter.create_observable_counter(
+            "baton.kv_transfers",
+            [self._observer(_transfers)],
+            description="A worker's KV hand-overs by outcome; fenced: messages about past ones, dropped.",
+        )
         meter.create_observable_gauge(
             "baton.mirror_lag",
             [self._observer(lambda s: [Observation(r.mirror_lag_s, {"router": r.id}) for r in s.routers])],
@@ -134,6 +145,13 @@ def _ready(status: ClusterStatus) -> Iterable[Observation]:
 def _self_checks(status: ClusterStatus) -> Iterable[Observation]:
     for worker in status.workers:
         yield Observation(int(worker.load.self_check == "ok"), {"worker": worker.info.id})
+
+
+def _transfers(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        labels = {"worker": worker.info.id, "role": worker.info.role.value}
+        for outcome, count in dataclasses.asdict(worker.load.transfers).items():
+            yield Observation(count, {**labels, "outcome": outcome})
 
 
 def _pools(status: ClusterStatus) -> Iterable[Observation]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Each: every Nth chunk of a sender; 0 is never."""
+    """Each: every Nth chunk of a pair; 0 is never."""
 
     corrupt_chunk: int = 0
     """Flip the top bit of every byte of one block row."""

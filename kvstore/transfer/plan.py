@@ -19,6 +19,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -55,24 +57,31 @@ def plan(spec: KVSpec, num_tokens: int, skip_tokens: int, slot_bytes: int) -> tu
     """The chunks of one transfer, in the order in which they are sent; each fits into `slot_bytes`.
 
     Raises:
-        ValueError: one block of one layer is larger than a slot, or `skip_tokens` is not block-aligned.
+        ConfigError: one block of one layer is larger than a slot.
+        ValueError: `skip_tokens` is not block-aligned.
     """
+    require_fitting_slots(spec, slot_bytes)
     units = num_units(spec, num_tokens, skip_tokens)
     chunks: list[Chunk] = []
     for part, group in enumerate(spec.groups):
-        row_bytes = group.row_bytes(spec.block_size)
-        if row_bytes > slot_bytes:
-            raise ValueError(
-                f"one block of one layer of group {group.name!r} is {row_bytes} bytes and does not fit a slot of "
-                f"{slot_bytes}; raise transfer.slot_bytes"
-            )
         if units:
-            chunks += _group_chunks(part, len(group.layers), units, row_bytes, slot_bytes)
+            chunks += _group_chunks(part, len(group.layers), units, group.row_bytes(spec.block_size), slot_bytes)
     for index, state in enumerate(spec.states):
         chunks += (
             Chunk(len(spec.groups) + index, 0, 1, lo, hi, hi - lo) for lo, hi in _spans(state.num_bytes, slot_bytes)
         )
     return tuple(chunks)
+
+
+def require_fitting_slots(spec: KVSpec, slot_bytes: int) -> None:
+    """Raises ConfigError unless one block of one layer fits a slot, so that no transfer fails for it later."""
+    for group in spec.groups:
+        row_bytes = group.row_bytes(spec.block_size)
+        if row_bytes > slot_bytes:
+            raise ConfigError(
+                f"one block of one layer of group {group.name!r} is {row_bytes} bytes and does not fit a slot of "
+                f"{slot_bytes}; raise transfer.slot_bytes"
+            )
 
 
 def plan_digest(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections import deque
 from functools import partial
@@ -49,7 +50,7 @@ from kvstore.transfer.inbound import Inbound
 from kvstore.transfer.lane import Lane
 from kvstore.transfer.ledger import Committed, Failed, Free, Instruction, Ledger
 from kvstore.transfer.link import Link, Slot
-from kvstore.transfer.plan import Chunk, plan, plan_digest
+from kvstore.transfer.plan import Chunk, plan, plan_digest, require_fitting_slots
 from kvstore.transfer.reasons import from_reason, to_reason
 from kvstore.transfer.staging import Rows
 from kvstore.transfer.stats import TransferStats
@@ -60,6 +61,9 @@ if TYPE_CHECKING:
 
     from baton.config import TransferConfig
     from baton.engine.kv_cache import KVCache
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
@@ -81,7 +85,7 @@ class _Reserved:
 
 
 class KvReceiver(kv_pb2_grpc.KvControlServicer):
-    """Takes sequences' KV into one decode worker's cache. For one event loop, on a server with `SERVER_OPTIONS`.
+    """Takes sequences' KV into one decode worker's cache. For one event loop, on a `baton.rpc` server.
 
     Attributes:
         kv_address: where prefill workers reach the server that this is added to; the worker sets it before `expect`.
@@ -110,6 +114,7 @@ class KvReceiver(kv_pb2_grpc.KvControlServicer):
         self.ledger_lock = threading.Lock()
         self.lanes: set[Lane] = set()
         self._wire_compat = wire_compat
+        require_fitting_slots(cache.spec, config.slot_bytes)
         self._links = usable_links(cache.device, config.links)
         self._decided: deque[Instruction] = deque()
         self._reserved: dict[int, _Reserved] = {}
@@ -252,6 +257,10 @@ class KvReceiver(kv_pb2_grpc.KvControlServicer):
             reading.cancel()
             writing.cancel()
             await asyncio.wait({reading, writing})
+            for task in (reading, writing):
+                if not task.cancelled() and (bug := task.exception()) is not None:
+                    logger.error("the session with prefill worker %s failed", session.peer, exc_info=bug)
+                    session.failure = session.failure or TransferError(f"the session failed: {bug}")
         if (failure := session.failure) is not None:
             await context.abort(grpc.StatusCode[failure.status], str(failure))
 
@@ -415,6 +424,8 @@ class _Session:
         self._lane.close(self._close_link)
 
     def _on(self, message: FromPrefill) -> None:
+        if self._ended:
+            return  # read after the end: an offer taken now would wait for its lease
         match message:
             case Rendezvous():
                 self._store.deliver(message.key, message.value)

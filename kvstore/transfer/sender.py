@@ -50,7 +50,7 @@ from kvstore.transfer.header import PROTOCOL_VERSION
 from kvstore.transfer.lane import Lane
 from kvstore.transfer.link import Link, Slot
 from kvstore.transfer.outbound import Outbound
-from kvstore.transfer.plan import plan, plan_digest
+from kvstore.transfer.plan import plan, plan_digest, require_fitting_slots
 from kvstore.transfer.reasons import from_reason, from_status, to_reason
 from kvstore.transfer.staging import Rows
 from kvstore.transfer.stats import TransferStats
@@ -80,6 +80,7 @@ class KvSender:
         host: str,
         faults: FaultsConfig | None = None,
     ) -> None:
+        require_fitting_slots(cache.spec, config.slot_bytes)
         links = usable_links(cache.device, config.links)
         self._hello = Hello(PROTOCOL_VERSION, worker_id, incarnation, wire_compat, links)
         self._cache = cache
@@ -246,7 +247,7 @@ class _Pair:
             else:
                 settle = asyncio.create_task(self._settle(talk, error))
                 self._settling.add(settle)
-                settle.add_done_callback(self._settling.discard)
+                settle.add_done_callback(self._settled)
             raise
         self._end_turn()
         return handed_over
@@ -266,6 +267,11 @@ class _Pair:
         self._lane.close(self._close_link)
         self._out.put_nowait(None)
         self._call.cancel()
+
+    def _settled(self, settle: asyncio.Task[None]) -> None:
+        """Not the coroutine's own last act: a task that is cancelled before its first step runs none of it."""
+        self._settling.discard(settle)
+        self._end_turn()
 
     def _end_turn(self) -> None:
         self._talk = None
@@ -288,9 +294,13 @@ class _Pair:
         except TransferError as error:
             self.lose(error)
             raise
+        except Exception as error:  # whatever the device or the link may raise in its thread
+            failure = TransferError(f"the hand-over failed on the prefill side: {error}")
+            self.lose(failure)
+            raise failure from error
 
     async def _settle(self, talk: _Talk, error: BaseException) -> None:
-        """After a transfer was given up: leaves the link with nothing posted, then ends the turn."""
+        """After a transfer was given up: leaves the link with nothing posted. The turn ends with this task."""
         ticket = talk.outbound.ticket
         reason = to_reason(error) if isinstance(error, TransferError) else "the sender cancelled"
         try:
@@ -307,8 +317,8 @@ class _Pair:
             self.lose(TransferTimeout(f"decode worker {self._worker_id} did not answer an abort"))
         except TransferError as link_error:
             self.lose(link_error)
-        finally:
-            self._end_turn()
+        except Exception as error:  # whatever the device or the link may raise in its thread
+            self.lose(TransferError(f"the link could not be brought to a clean end: {error}"))
 
     # -- the session -----------------------------------------------------------------------------------------------
 
@@ -334,8 +344,7 @@ class _Pair:
             self.lose(WorkerFailed("the session was cancelled"))
             for task in self._settling:
                 task.cancel()
-            if self._settling:
-                await asyncio.wait(self._settling)
+            await asyncio.gather(*self._settling, return_exceptions=True)
             await self._channel.close()
             await self._lane.join(self._config.op_timeout_s + 1)
 

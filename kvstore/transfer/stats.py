@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.cluster import TransferCounts
+
 
 @dataclass(slots=True)
 class TransferStats:
@@ -25,3 +27,9 @@ class TransferStats:
     """Leases that ended before the KV arrived."""
     num_pairs: int = 0
     """Open now."""
+
+    def counts(self) -> TransferCounts:
+        """What the worker's lease tells of it."""
+        return TransferCounts(
+            self.num_transfers, self.num_failed, self.num_corrupted, self.num_expired, self.num_fenced
+        )

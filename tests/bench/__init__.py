@@ -1,0 +1,1 @@
+"""Benchmarks: ratios in one run on this machine. `README.md` says how each is measured."""

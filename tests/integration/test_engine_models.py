@@ -202,6 +202,18 @@ def test_a_tiny_model_of_each_type_answers_as_generate(kind: str, extra: dict[st
     assert num_same >= 8, "too many near ties for a test that means something"
 
 
+def test_what_others_left_in_the_blocks_does_not_matter(tmp_path: Path) -> None:
+    """NaN and infinity are not masked by a mask: 0 * NaN is NaN. Another request may have left them."""
+    save_tiny("llama", {}, tmp_path)
+    draw = random.Random(8)
+    prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 17, 16, 60)]
+    specs = [make_spec(f"{i}", prompt, 20, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    clean, spoiled = make_engine(tmp_path), make_engine(tmp_path)
+    for group in spoiled.runner.cache.groups:
+        group.fill_(float("nan"))
+    assert answers(spoiled, specs, steps_between=2)[0] == answers(clean, specs, steps_between=2)[0]
+
+
 def test_the_window_of_the_windowed_configurations_matters(tmp_path: Path) -> None:
     """Else the cases above would pass with an attention that ignores it."""
     prompt = [random.Random(3).randrange(VOCAB_SIZE) for _ in range(100)]
@@ -237,7 +249,7 @@ def test_a_folder_without_a_model_is_refused(config: str | None, sentence: str, 
 
 def test_a_pool_of_less_than_two_blocks_is_refused(tmp_path: Path) -> None:
     save_tiny("llama", {}, tmp_path)
-    with pytest.raises(ModelLoadError, match=r"holds 0 blocks of .* raise engine.kv_cache_gib"):
+    with pytest.raises(ModelLoadError, match=r"a KV pool of 0 blocks is too small .* raise engine.kv_cache_gib"):
         make_engine(tmp_path, replace(ENGINE, num_blocks=0, kv_cache_gib=1e-9))
     with pytest.raises(ModelLoadError, match="holds 1 blocks"):
         make_engine(tmp_path, replace(ENGINE, num_blocks=1))

@@ -20,8 +20,8 @@ from baton.config import FaultsConfig, TransferConfig
 from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
 from baton.errors import BatonError, TransferCorrupted, TransferError, TransferRefused, TransferTimeout, WorkerFailed
 from baton.messages import HandedOver, Ticket
+from baton.rpc.server import SERVER_OPTIONS
 from baton.v1 import kv_pb2_grpc
-from kvstore.transfer.channel import SERVER_OPTIONS
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
 

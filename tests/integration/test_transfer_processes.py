@@ -25,8 +25,8 @@ from baton.config import TransferConfig
 from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.errors import BatonError, TransferError, TransferTimeout, WorkerFailed
 from baton.messages import Ticket
+from baton.rpc.server import SERVER_OPTIONS
 from baton.v1 import kv_pb2_grpc
-from kvstore.transfer.channel import SERVER_OPTIONS
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
 

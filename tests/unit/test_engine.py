@@ -447,15 +447,16 @@ def test_times_are_booked() -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_id_in_use_is_refused_and_later_accepted() -> None:
+def test_an_id_may_come_again_while_the_first_is_still_in_flight() -> None:
+    """A client cancels and sends the same request again, before the step with the first one is over."""
     engine = make_engine()
-    engine.add(make_spec([1, 2], name="same"), Purpose.GENERATE, 0.0)
-    with pytest.raises(InvalidRequest, match="request same is already being served"):
-        engine.add(make_spec([3], name="same"), Purpose.GENERATE, 0.0)
-    engine.add(make_spec([3], name="same", attempt=1), Purpose.GENERATE, 0.0)
-    drain(engine)
-    engine.add(make_spec([3], name="same"), Purpose.GENERATE, 0.0)
-    drain(engine)
+    first = engine.add(make_spec([1, 2], name="same"), Purpose.GENERATE, 0.0)
+    batch, _ = engine.schedule(0.0)
+    engine.end(first)
+    second = engine.add(make_spec([1, 2], name="same"), Purpose.GENERATE, 0.0)
+    engine.commit(batch, engine.runner.execute(batch), 0.0)
+    tokens = [output.token_id for output in drain(engine) if isinstance(output, Generated)]
+    assert tokens == expected_tokens([1, 2], second.spec.max_tokens)
     assert is_empty(engine)
 
 

@@ -236,13 +236,35 @@ async def test_beyond_max_waiting_it_refuses() -> None:
     assert is_empty(loop.engine)
 
 
+async def test_idleness_is_noted_once_each_time_the_last_sequence_goes() -> None:
+    num_idle = 0
+
+    def note() -> None:
+        nonlocal num_idle
+        num_idle += 1
+
+    loop = EngineLoop(make_engine(), 8, on_idle=note)
+    running = asyncio.create_task(loop.run())
+    await asyncio.sleep(0)
+    assert num_idle == 1  # from the start
+    for expected in (2, 3):
+        async with loop.sequence(make_spec([1, 2, 3], max_tokens=4), Purpose.GENERATE) as handle:
+            while True:
+                output = await handle.next()
+                if isinstance(output, Generated) and output.finish_reason is not None:
+                    break
+        await asyncio.sleep(0.05)
+        assert num_idle == expected
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_a_refused_sequence_leaves_nothing() -> None:
     loop = EngineLoop(make_engine(4), 8)
     async with loop.sequence(make_spec([1]), Purpose.GENERATE):
-        for spec, sentence in ((make_spec([2]), "already being served"), (make_spec([1] * 64, name="x"), "do not fit")):
-            with pytest.raises(InvalidRequest, match=sentence):
-                async with loop.sequence(spec, Purpose.GENERATE):
-                    pass
+        with pytest.raises(InvalidRequest, match="do not fit"):
+            async with loop.sequence(make_spec([1] * 64, name="x"), Purpose.GENERATE):
+                pass
         assert len(loop._outputs) == 1
     assert is_empty(loop.engine)
 

@@ -115,7 +115,7 @@ def test_the_filters_keep_what_transformers_keeps(spec: SequenceSpec) -> None:
     for row in range(30):
         logits = logits_of(draw.choice([12, 50, 300, 2000]), row, draw.choice([0.5, 2.0, 5.0]))
         probabilities = filtered(logits, spec)
-        is_plain = spec.top_k == 0 and spec.top_p >= 1 and spec.min_p == 0
+        is_plain = (spec.top_k == 0 or spec.top_k >= len(logits)) and spec.top_p >= 1 and spec.min_p == 0
         order = torch.arange(len(logits)) if is_plain else probabilities.argsort(descending=True, stable=True)
         mass = probabilities[order].cumsum(0)
         positions = range(40 * row, 40 * row + 40)
@@ -197,3 +197,9 @@ def test_the_edges_of_the_distribution() -> None:
     weights = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0], dtype=torch.float64)
     edges = [0.0, 0.25, 1 - 2**-53]
     assert [sampler._draw(weights, number) for number in edges] == [1, 3, 3]
+
+
+@pytest.mark.parametrize("top_k", [1000, 5000])
+def test_a_top_k_of_the_whole_vocabulary_is_no_top_k(top_k: int) -> None:
+    logits = logits_of(1000, scale=4.0)
+    assert draws(logits, spec_of(top_k=top_k, top_p=0.9)) == draws(logits, spec_of(top_p=0.9))

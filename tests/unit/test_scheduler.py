@@ -261,3 +261,14 @@ def test_a_held_sequence_keeps_its_blocks_until_given_back() -> None:
         scheduler.check()
     scheduler.remove(sequence, Status.FINISHED)
     scheduler.check()
+
+
+def test_a_preempted_sequence_whose_kv_was_received_waits_for_the_budget_like_any_other() -> None:
+    """It is computed here now: admitting it with no budget left would schedule it with nothing to compute."""
+    scheduler = make_scheduler(max_num_batched_tokens=32)
+    first, second = (add(scheduler, 40, purpose=Purpose.RECEIVE, first=100 * i) for i in range(2))
+    for sequence in (first, second):
+        sequence.was_admitted = True  # and preempted since
+    assert run_step(scheduler) == [(first, 32)]
+    assert second.status is Status.WAITING
+    assert run_step(scheduler) == [(first, 8), (second, 24)]

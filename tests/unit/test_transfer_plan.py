@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.kv_cache import KVSpec, LayerGroup, StateSpec
+from baton.errors import ConfigError
 from kvstore.transfer.plan import num_units, plan, plan_digest
 
 SLOT = 4096
@@ -67,7 +68,7 @@ def test_skip_must_be_whole_blocks_of_the_sequence(skip: int) -> None:
 
 
 def test_a_row_larger_than_a_slot_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"group 'g0' is 512 bytes"):
+    with pytest.raises(ConfigError, match=r"group 'g0' is 512 bytes"):
         plan(spec_of((1,)), 16, 0, 511)
 
 

@@ -1,0 +1,120 @@
+"""The clients of the router benchmark, as lean as Python allows: each serves one request at a time.
+
+`Direct` calls the workers as the router does, without a router; `Grpc` and `Http` call a router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Protocol
+
+import grpc
+
+from baton.rpc.server import CHANNEL_OPTIONS
+from baton.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
+
+
+class Client(Protocol):
+    async def ask(self, prompt: str, token_ids: list[int], num_tokens: int, gap_us: int) -> int:
+        """One request to its end; returns the tokens (over HTTP: the chunks) that came."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def _channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, OWN_CONNECTION])
+
+
+class Direct:
+    def __init__(self, address: str, split: bool) -> None:
+        self._channel = _channel(address)
+        self._decode: Any = worker_pb2_grpc.DecodeWorkerStub(self._channel)
+        self._prefill: Any = worker_pb2_grpc.PrefillWorkerStub(self._channel)
+        self._split = split
+
+    async def ask(self, prompt: str, token_ids: list[int], num_tokens: int, gap_us: int) -> int:
+        spec = worker_pb2.SequenceSpec(
+            request_id="r", token_ids=token_ids, num_prompt_tokens=len(token_ids), max_tokens=num_tokens, seed=gap_us
+        )
+        call = self._decode.Decode(worker_pb2.DecodeRequest(sequence=spec, await_kv=self._split))
+        count = 0
+        if self._split:
+            ticket = (await call.read()).ticket
+            prefill = self._prefill.Prefill(worker_pb2.PrefillRequest(sequence=spec, ticket=ticket))
+            count += (await prefill.read()).HasField("first_token")
+            await prefill.read()
+        while (message := await call.read()) is not grpc.aio.EOF:
+            count += len(message.new_tokens.token_ids)
+        return count
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class Grpc:
+    def __init__(self, address: str) -> None:
+        self._channel = _channel(address)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+
+    async def ask(self, prompt: str, token_ids: list[int], num_tokens: int, gap_us: int) -> int:
+        call = self._stub.Generate(
+            inference_pb2.GenerateRequest(
+                chat=inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage(role="user", content=prompt)]),
+                sampling=inference_pb2.SamplingParams(max_tokens=num_tokens, seed=gap_us, temperature=0.0),
+            )
+        )
+        count = 0
+        while (message := await call.read()) is not grpc.aio.EOF:
+            count += len(message.token_ids)
+        return count
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class Http:
+    """HTTP/1.1 on a kept connection, by hand: an HTTP library would cost more than the router."""
+
+    def __init__(self, address: str, stream: bool) -> None:
+        self._host, _, self._port = address.partition(":")
+        self._stream = stream
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def ask(self, prompt: str, token_ids: list[int], num_tokens: int, gap_us: int) -> int:
+        if self._writer is None or self._reader is None:
+            self._reader, self._writer = await asyncio.open_connection(self._host, int(self._port), limit=2**22)
+        reader, writer = self._reader, self._writer
+        body = json.dumps(
+            {
+                "messages": [{"role": "user", "content": prompt}],
+                "max_tokens": num_tokens,
+                "seed": gap_us,
+                "temperature": 0,
+                "stream": self._stream,
+            }
+        ).encode()
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body) + body
+        )
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        if not head.startswith(b"http/1.1 200"):
+            raise RuntimeError(f"the router answered {head.decode(errors='replace')}")
+        if not self._stream:
+            length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
+            return int(json.loads(await reader.readexactly(length))["usage"]["completion_tokens"])
+        count = 0
+        while size := int(await reader.readline(), 16):
+            # A chunk of the transfer is one event here; the text is not parsed, as no router costs depend on it.
+            count += (await reader.readexactly(size + 2)).count(b'"delta"')
+        await reader.readline()
+        return count
+
+    async def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
