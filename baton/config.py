@@ -183,6 +183,10 @@ class TelemetryConfig:
     """host:port of an OTLP gRPC receiver for traces; empty: spans are not exported."""
     sample_ratio: float = 1.0
     log_level: str = "info"
+    """debug, info, warning, error or critical."""
+
+    def __post_init__(self) -> None:
+        _require_one_of("telemetry.log_level", self.log_level, ("debug", "info", "warning", "error", "critical"))
 
 
 @dataclass(frozen=True, slots=True)

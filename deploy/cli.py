@@ -26,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(stderr=True)
+console = Console(stderr=True, soft_wrap=True, highlight=False)
 
 Address = Annotated[str, typer.Option(help="Router, host:port.", envvar="BATON_ADDRESS")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
@@ -107,14 +107,17 @@ def status(address: Address = baton_config.DEFAULT_ADDRESS, as_json: AsJson = Fa
 
 @app.command()
 def doctor(
-    address: Address = baton_config.DEFAULT_ADDRESS,
+    address: Annotated[
+        str, typer.Option(help="Router, host:port; else the configured port.", envvar="BATON_ADDRESS")
+    ] = "",
     config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check the installation, and the cluster if one runs, and say how to mend what is wrong."""
     from deploy.doctor import diagnose, show
 
-    checks = diagnose(baton_config.load(config), address)
+    settings = baton_config.load(config)
+    checks = diagnose(settings, address or f"{settings.cluster.host}:{settings.cluster.grpc_port}")
     if as_json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))  # noqa: T201
     else:
@@ -128,8 +131,13 @@ def main() -> None:
     try:
         app()
     except BatonError as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+        _print_error(error)
         sys.exit(1)
+
+
+def _print_error(error: BaseException) -> None:
+    console.print("error: ", style="red", end="")
+    console.print(str(error), markup=False)
 
 
 def _on_ready(settings: Config, ask: str | None) -> None:
@@ -138,8 +146,12 @@ def _on_ready(settings: Config, ask: str | None) -> None:
     print(f"BATON READY grpc={address} http={cluster.host}:{cluster.http_port}", flush=True)  # noqa: T201
     if ask is not None:
         console.print(f"==> A sample request: baton generate {ask!r} --max-tokens 24", style="dim")
-        console.print(ask, end="", style="bold", highlight=False)
-        _generate(GenerateRequest(Text(ask), sampling={"max_tokens": 24, "temperature": 0.0}), address, as_json=False)
+        console.print(ask, end="", style="bold", markup=False)
+        try:
+            sample = GenerateRequest(Text(ask), sampling={"max_tokens": 24, "temperature": 0.0})
+            _generate(sample, address, as_json=False)
+        except BatonError as error:
+            _print_error(error)
         console.print("==> Serving. Ctrl-C ends it; in another terminal: baton generate 'Hello'", style="dim")
 
 

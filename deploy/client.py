@@ -9,8 +9,9 @@ import grpc
 
 from baton import wire
 from baton.api import GenerateChunk, GenerateRequest
-from baton.errors import BatonError, NoWorker, WorkerFailed
+from baton.errors import BatonError, InvalidRequest, NoWorker
 from baton.rpc import from_rpc_error
+from baton.rpc.errors import ERROR_KEY
 from baton.rpc.server import CHANNEL_OPTIONS
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 
@@ -26,10 +27,14 @@ class Client:
 
     def generate(self, request: GenerateRequest) -> Iterator[GenerateChunk]:
         stub = inference_pb2_grpc.InferenceStub(self._channel)
-        call = stub.Generate(wire.generate_request(request))
         try:
-            for message in call:
-                yield wire.generate_chunk(message)
+            message = wire.generate_request(request)
+        except (ValueError, UnicodeError) as error:  # protobuf's own checks of ranges and of text
+            raise InvalidRequest(f"the request cannot be sent: {error}") from error
+        call = stub.Generate(message)
+        try:
+            for response in call:
+                yield wire.generate_chunk(response)
         except grpc.RpcError as error:
             raise self._typed(error) from None
         finally:
@@ -47,8 +52,10 @@ class Client:
         self._channel.close()
 
     def _typed(self, error: grpc.RpcError) -> BatonError:
+        call: Any = error
         typed = from_rpc_error(error, f"the router at {self._address}")
-        if isinstance(typed, WorkerFailed) and error.code() is grpc.StatusCode.UNAVAILABLE:
+        is_typed = any(key == ERROR_KEY for key, _ in call.trailing_metadata() or ())
+        if not is_typed and call.code() is grpc.StatusCode.UNAVAILABLE:
             return NoWorker(
                 f"no router answers at {self._address}; start one with `baton up`, or name another with --address"
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from baton.config import Config
 from baton.errors import BatonError, NoWorker
 from deploy.client import Client
 from deploy.models import CATALOGUE, cache_dir
+from deploy.processes import why_taken
 from deploy.redis import EmbeddedRedis
 
 State = Literal["ok", "warn", "fail"]
@@ -146,14 +146,10 @@ def _disk(config: Config) -> Iterator[Check]:
 def _ports(config: Config) -> Iterator[Check]:
     cluster = config.cluster
     for name, port in (("BATON_GRPC_PORT", cluster.grpc_port), ("BATON_HTTP_PORT", cluster.http_port)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((cluster.host, port))
-            except OSError as error:
-                yield Check(f"port {port}", "fail", str(error), f"stop what uses it, or set {name} to another port")
-            else:
-                yield Check(f"port {port}", "ok", "free")
+        if reason := why_taken(cluster.host, port):
+            yield Check(f"port {port}", "fail", reason, f"stop what uses it, or set {name} to another port")
+        else:
+            yield Check(f"port {port}", "ok", "free")
 
 
 def _cluster(address: str) -> list[Check]:

@@ -1,10 +1,11 @@
-"""Child processes that must not outlive this one."""
+"""Child processes that must not outlive this one, and the ports they want."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 
@@ -28,3 +29,14 @@ def die_with_parent() -> Callable[[], None] | None:
             os._exit(1)
 
     return in_child
+
+
+def why_taken(host: str, port: int) -> str:
+    """Why nobody can listen on the port now; empty when it is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""

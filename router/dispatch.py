@@ -30,6 +30,8 @@ from router.pools import PoolView
 from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
 
 logger = logging.getLogger(__name__)
+HAND_OVER_REPORT_S = 0.05
+"""How long the first decoded token waits for the prefill worker's report on the hand-over, which is there already."""
 MAX_FAILED_TRANSFERS = 2
 """Failed hand-overs of a choice before the decode worker computes the prompt itself."""
 A = TypeVar("A")
@@ -40,7 +42,6 @@ B = TypeVar("B")
 class ChoiceRecord:
     """What happened to one choice, filled in as it happens. Seconds are of the attempt that was served."""
 
-    arrived_s: float
     num_cached_tokens: int | None = None
     """Of the first attempt: later ones find what it left behind."""
     queue_s: float = 0.0
@@ -100,15 +101,22 @@ class Dispatcher:
     async def _attempt(
         self, spec: SequenceSpec, mode: str, refused: set[str], record: ChoiceRecord, trace: Context
     ) -> AsyncGenerator[NewTokens]:
+        began_s = time.monotonic()
         block_size = next((worker.info.block_size for worker in self._pools.workers), GRANULE)
         prompt = Prompt(len(spec.token_ids), tuple(block_keys(spec.cache_seed, spec.token_ids, block_size)))
         placement = await self._place(prompt, mode, refused)
         record.mode = placement.mode
         record.prefill_worker, record.decode_worker = placement.prefill_worker, placement.decode_worker
-        self._instruments.placements.add(1, {"mode": placement.mode, "worker": placement.decode_worker})
+        self._instruments.placements.add(
+            1, {"mode": placement.mode, "prefill": placement.prefill_worker, "decode": placement.decode_worker}
+        )
         serve = self._split if placement.mode is Mode.SPLIT else self._aggregated
         async with contextlib.aclosing(serve(spec, prompt, placement, record, trace)) as messages:
             async for message in messages:
+                if began_s:
+                    record.queue_s = max(0.0, time.monotonic() - began_s - record.prefill_s)
+                    self._instruments.queue_duration.record(record.queue_s)
+                    began_s = 0.0
                 yield message
 
     async def _place(self, prompt: Prompt, mode: str, refused: set[str]) -> Placement:
@@ -136,8 +144,8 @@ class Dispatcher:
         self, spec: SequenceSpec, prompt: Prompt, placement: Placement, record: ChoiceRecord, trace: Context
     ) -> AsyncGenerator[NewTokens]:
         worker = self._pools.get(placement.decode_worker)
-        with self._pools.working(worker.info.id, prompt.num_tokens):
-            async with await self._calls.decode(worker, spec, await_kv=False, trace=trace) as stream:
+        with self._pools.working(worker, prompt.num_tokens):
+            async with self._calls.decode(worker, spec, await_kv=False, trace=trace) as stream:
                 message = await _read_tokens(stream)
                 self._book_prefill(record, message.num_cached_tokens, message.prefill_s)
                 yield message
@@ -151,18 +159,16 @@ class Dispatcher:
         decode_worker = self._pools.get(placement.decode_worker)
         prefill_worker = self._pools.get(placement.prefill_worker)
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(self._pools.working(decode_worker.info.id, prompt.num_tokens))
+            stack.enter_context(self._pools.working(decode_worker, prompt.num_tokens))
             prefill_load = stack.enter_context(contextlib.ExitStack())
-            prefill_load.enter_context(self._pools.working(prefill_worker.info.id, prompt.num_tokens))
+            prefill_load.enter_context(self._pools.working(prefill_worker, prompt.num_tokens))
 
             decode = await stack.enter_async_context(
-                await self._calls.decode(decode_worker, spec, await_kv=True, trace=trace)
+                self._calls.decode(decode_worker, spec, await_kv=True, trace=trace)
             )
             ticket = await decode.read()
             assert isinstance(ticket, Ticket)
-            prefill = await stack.enter_async_context(
-                await self._calls.prefill(prefill_worker, spec, ticket, trace=trace)
-            )
+            prefill = await stack.enter_async_context(self._calls.prefill(prefill_worker, spec, ticket, trace=trace))
             first = await prefill.read()
             assert isinstance(first, FirstToken)
             prefill_load.close()
@@ -184,11 +190,14 @@ class Dispatcher:
     ) -> NewTokens:
         """The decode worker's first tokens. Whichever side sees the hand-over fail first, ends the wait at once."""
         async with _both(prefill.read(), _read_tokens(decode)) as (handing_over, reading):
-            await asyncio.wait((handing_over, reading), return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait((handing_over, reading), return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
-                handing_over.result()  # raises: nothing will come on the decode stream
+                handing_over.result()  # if it failed, nothing will come on the decode stream
+                await asyncio.wait((reading,))
             tokens = reading.result()
-            if handing_over.exception() is None:  # else the prefill worker died after the commit, which hurts nobody
+            # The KV has arrived; a prefill worker that dies or stalls before it says so hurts nobody.
+            await asyncio.wait((handing_over,), timeout=HAND_OVER_REPORT_S)
+            if handing_over.done() and handing_over.exception() is None:
                 handed_over = handing_over.result()
                 assert isinstance(handed_over, HandedOver)
                 self._book_hand_over(record, handed_over)
@@ -203,8 +212,6 @@ class Dispatcher:
         if record.num_cached_tokens is None:
             record.num_cached_tokens = num_cached_tokens
         record.prefill_s = prefill_s
-        record.queue_s = max(0.0, time.monotonic() - record.arrived_s - prefill_s)
-        self._instruments.queue_duration.record(record.queue_s)
         self._instruments.prefill_duration.record(prefill_s, {"mode": record.mode})
 
 

@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.api import Chat, ChatMessage, GenerateChunk, GenerateRequest, Prompt, Text, TokenIds, Usage
 from baton.errors import BatonError, InvalidRequest, Overloaded, Unsupported
@@ -34,16 +34,21 @@ T = TypeVar("T")
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions."""
+MAX_BODY_BYTES = 8 * 2**20
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1), "echo": (None, False), "frequency_penalty": (None, 0), "function_call": (None, "none"),
-    "functions": (None, []), "logit_bias": (None, {}), "logprobs": (None, False, 0), "max_logprobs": (None,),
-    "min_tokens": (None, 0), "modalities": (None, ["text"]), "parallel_tool_calls": (None, True, False),
-    "presence_penalty": (None, 0), "priority": (None, 0), "reasoning_effort": (None,), "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}), "service_tier": (None, "auto", "default"), "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"), "tools": (None, []), "top_logprobs": (None, 0),
+    "add_special_tokens": (True, False), "audio": (), "best_of": (1,), "detokenize": (True,), "echo": (False,),
+    "frequency_penalty": (0,), "function_call": ("none",), "functions": ([],), "logit_bias": ({},),
+    "length_penalty": (1,), "logprobs": (False,), "max_logprobs": (), "min_tokens": (0,), "modalities": (["text"],),
+    "parallel_tool_calls": (True, False), "prediction": (), "presence_penalty": (0,), "priority": (0,),
+    "reasoning_effort": (), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,), "use_beam_search": (False,),
+    "verbosity": ("medium",), "web_search_options": (),
 }  # fmt: skip
-"""OpenAI's and vLLM's fields that are not built yet -> the values that ask for nothing."""
-IGNORED = {"user", "store", "metadata", "safety_identifier", "prompt_cache_key"}
+"""OpenAI's and vLLM's fields that are not built yet -> the values that ask for nothing. null always does."""
+IGNORED = {
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "store", "user",
+}  # fmt: skip
 """Fields that do not change an answer."""
 
 
@@ -52,8 +57,8 @@ class _Body(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str = ""
-    stream: bool = False
+    model: str | None = None
+    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -70,10 +75,15 @@ class _Body(BaseModel):
     def sampling(self) -> dict[str, Any]:
         """What the client set, by our names."""
         for name, value in (self.model_extra or {}).items():
-            if name in NEUTRAL and value not in NEUTRAL[name]:
-                raise Unsupported(f"{name} is not supported yet; leave it out", name)
-            if name not in NEUTRAL and name not in IGNORED:
+            if value is None or name in IGNORED:
+                continue
+            if name not in NEUTRAL:
                 raise InvalidRequest(f"unknown field {name!r}; remove it or correct its name", name)
+            if not any(_is_same(value, neutral) for neutral in NEUTRAL[name]):
+                raise Unsupported(f"{name} is not supported yet; leave it out", name)
+        for name, value in (self.stream_options or {}).items():
+            if name not in ("include_usage", "include_obfuscation") and value:
+                raise Unsupported(f"stream_options.{name} is not supported yet; leave it out", "stream_options")
         names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "ignore_eos")
         asked = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.stop:
@@ -121,13 +131,17 @@ class CompletionBody(_Body):
 
 
 class TokenizeBody(BaseModel):
-    model: str = ""
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
 
 
 class DetokenizeBody(BaseModel):
-    model: str = ""
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
     tokens: list[int]
 
 
@@ -186,6 +200,8 @@ def create_app(service: RouterService, is_ready: Callable[[], str], metrics: Cal
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_unexpected)
+    app.add_middleware(_BodyLimit)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -206,7 +222,7 @@ def create_app(service: RouterService, is_ready: Callable[[], str], metrics: Cal
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        check_model(body.model, service.facts)
+        check_model(body.model or "", service.facts)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("set either prompt or messages", "prompt")
         prompt: Prompt = Text(body.prompt or "")
@@ -217,7 +233,9 @@ def create_app(service: RouterService, is_ready: Callable[[], str], metrics: Cal
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
-        check_model(body.model, service.facts)
+        check_model(body.model or "", service.facts)
+        if any(not 0 <= token < service.facts.vocab_size for token in body.tokens):
+            raise InvalidRequest(f"tokens must be ids from 0 to {service.facts.vocab_size - 1}", "tokens")
         return {"prompt": service.model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
     @app.get("/healthz")
@@ -244,7 +262,7 @@ async def _answer(
     kind = "chatcmpl" if is_chat else "cmpl"
     request_id = body.request_id or f"{kind}-{uuid.uuid4().hex}"
     shape = _Shape(request_id, int(time.time()), service.facts.id, is_chat)
-    generate = GenerateRequest(prompts[0], request_id, body.model, body.sampling())
+    generate = GenerateRequest(prompts[0], request_id, body.model or "", body.sampling())
     chunks = service.generate(generate, tracing.from_metadata(request.headers.items()))
     if not body.stream:
         return JSONResponse(await _unless_disconnected(request, _whole(chunks, shape)))
@@ -323,19 +341,51 @@ async def _disconnected(request: Request) -> None:
 
 
 def _chat_message(message: Mapping[str, Any], index: int) -> ChatMessage:
-    """A message of text; parts of text are joined."""
+    """A message of text; parts of text are joined, as `router.text.chat` joins them."""
     where = f"messages[{index}]"
-    for name in set(message) - {"role", "content"}:
+    for name in set(message) - {"role", "content", "name", "refusal"}:
         if message[name]:
-            raise Unsupported(f"{where}.{name} is not supported yet; leave it out", where)
+            raise Unsupported(f"{where}.{name!a} is not supported yet; leave it out", where)
     content = message.get("content")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise Unsupported(f"{where}.content may hold text parts only", where)
-        content = "\n".join(str(part.get("text", "")) for part in content)
+        content = "\n".join(_text_of(part, where) for part in content)
     if not isinstance(message.get("role"), str) or not isinstance(content, str):
         raise InvalidRequest(f"{where} must have a role and content, both strings", where)
     return ChatMessage(message["role"], content)
+
+
+def _text_of(part: Any, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise Unsupported(f"{where}.content may hold text parts only", where)
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"{where}.content holds a part whose text is not a string", where)
+    text: str = part["text"]
+    return text
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Equality that tells False from 0: `logprobs: 0` asks for the chosen token's."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+class _BodyLimit:
+    """Refuses bodies that are too long to be a request, before they are parsed."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; shorten the prompt")
+            return message
+
+        await self._app(scope, limited if scope["type"] == "http" else receive, send)
 
 
 def _is_token_id(item: object) -> bool:
@@ -343,7 +393,7 @@ def _is_token_id(item: object) -> bool:
 
 
 def _event(body: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(body)}\n\n"  # ASCII: some clients take U+2028 for the end of a line
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -374,23 +424,39 @@ def _error_body(error: BatonError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": param, "code": type(error).__name__}}
 
 
+class _Json(JSONResponse):
+    """ASCII only: what an error quotes may be no valid Unicode."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
+
+
 async def _on_baton_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, BatonError)
-    headers = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, Overloaded) else None
-    return JSONResponse(_error_body(error), error.http, headers)
+    headers = {}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if isinstance(error, Unsupported):
+        headers["x-should-retry"] = "false"  # the openai package retries every other 5xx
+    return _Json(_error_body(error), error.http, headers)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     param = ".".join(str(part) for part in first["loc"] if part != "body")
-    return JSONResponse(_error_body(InvalidRequest(f"{param or 'the body'}: {first['msg']}", param or None)), 400)
+    return _Json(_error_body(InvalidRequest(f"{param or 'the body'}: {first['msg']}", param or None)), 400)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": body}, error.status_code)
+    return _Json({"error": body}, error.status_code)
+
+
+async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
+    """A defect of ours; uvicorn logs the traceback."""
+    return _Json(_error_body(BatonError("internal error; the server's log says more")), 500)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 
 from baton.cluster import Role, Worker, WorkerState
 from router.placement import Candidate, Prompt
 
 SUSPICION_S = 10.0
 """A worker whose stream broke is passed over for so long, unless it comes back as a new incarnation."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    worker: Worker
-    load_tokens: int = 0
-    """Of requests this router placed there and that are not done."""
 
 
 class PoolView:
@@ -32,22 +25,23 @@ class PoolView:
     def __init__(self, lookup: Callable[[tuple[bytes, ...]], dict[str, int]], clock: Callable[[], float]) -> None:
         self._lookup = lookup
         self._clock = clock
-        self._entries: dict[str, _Entry] = {}
+        self._workers: dict[str, Worker] = {}
+        self._load_tokens: Counter[tuple[str, int]] = Counter()
+        """Of requests this router placed on an incarnation and that are not done."""
         self._suspects: dict[tuple[str, int], float] = {}
         self._changed = asyncio.Condition()
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        return tuple(entry.worker for entry in self._entries.values())
+        return tuple(self._workers.values())
+
+    def max_model_len(self) -> int | None:
+        """Longest sequence that every known worker can hold; None while none is known."""
+        return min((worker.info.max_model_len for worker in self.workers), default=None)
 
     async def update(self, workers: Collection[Worker]) -> None:
         """Takes over what the leases say; whoever has none is gone."""
-        old = self._entries
-        self._entries = {}
-        for worker in sorted(workers, key=lambda w: w.info.id):
-            entry = old.get(worker.info.id)
-            same = entry is not None and entry.worker.info.epoch == worker.info.epoch
-            self._entries[worker.info.id] = _Entry(worker, entry.load_tokens if entry and same else 0)
+        self._workers = {worker.info.id: worker for worker in sorted(workers, key=lambda worker: worker.info.id)}
         now = self._clock()
         self._suspects = {who: until for who, until in self._suspects.items() if until > now}
         async with self._changed:
@@ -60,7 +54,7 @@ class PoolView:
                 await self._changed.wait()
 
     def get(self, worker_id: str) -> Worker:
-        return self._entries[worker_id].worker
+        return self._workers[worker_id]
 
     def suspect(self, worker: Worker) -> None:
         """Passes this incarnation over for a while: its stream broke, though its lease may still live."""
@@ -78,25 +72,24 @@ class PoolView:
         held = self._lookup(prompt.block_keys)
         return [
             Candidate(
-                worker_id,
-                entry.worker.info.role,
+                worker.info.id,
+                worker.info.role,
                 # Other routers' work shows in the worker's own report, this router's at once.
-                max(entry.load_tokens, entry.worker.load.queued_tokens),
-                min(held.get(worker_id, 0) * entry.worker.info.block_size, prompt.num_tokens),
+                max(self._load_tokens[worker.info.id, worker.info.epoch], worker.load.queued_tokens),
+                min(held.get(worker.info.id, 0) * worker.info.block_size, prompt.num_tokens),
             )
-            for worker_id, entry in self._entries.items()
-            if worker_id not in excluded and self.is_trusted(entry.worker)
+            for worker in self.workers
+            if worker.info.id not in excluded and self.is_trusted(worker)
         ]
 
     @contextlib.contextmanager
-    def working(self, worker_id: str, num_tokens: int) -> Iterator[None]:
-        """Books `num_tokens` of load on a worker while the block is entered."""
-        entry = self._entries[worker_id]
-        epoch = entry.worker.info.epoch
-        entry.load_tokens += num_tokens
+    def working(self, worker: Worker, num_tokens: int) -> Iterator[None]:
+        """Books `num_tokens` of load on a worker's incarnation while the block is entered."""
+        incarnation = worker.info.id, worker.info.epoch
+        self._load_tokens[incarnation] += num_tokens
         try:
             yield
         finally:
-            current = self._entries.get(worker_id)
-            if current is not None and current.worker.info.epoch == epoch:
-                current.load_tokens -= num_tokens
+            self._load_tokens[incarnation] -= num_tokens
+            if not self._load_tokens[incarnation]:
+                del self._load_tokens[incarnation]

@@ -12,6 +12,7 @@ from baton.errors import StoreUnavailable
 from kvstore.index import MirrorFollower
 from kvstore.leases import LeaseStore
 from router.pools import PoolView
+from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
 
@@ -28,21 +29,26 @@ class Registry:
         self,
         leases: LeaseStore,
         pools: PoolView,
+        calls: WorkerCalls,
         follower: MirrorFollower,
         me: RouterInfo,
         models: tuple[ServedModel, ...],
         redis_address: str,
         poll_s: float,
         lease_s: float,
+        needs_prefill: bool,
     ) -> None:
         self._leases = leases
         self._pools = pools
+        self._calls = calls
+        self._is_stopping = False
         self._follower = follower
         self._me = me
         self._models = models
         self._redis_address = redis_address
         self._poll_s = poll_s
         self._lease_s = lease_s
+        self._needs_prefill = needs_prefill
         self._routers: tuple[RouterInfo, ...] = ()
         self._desired: dict[str, int] = {}
         self._redis_ok = False
@@ -64,6 +70,7 @@ class Registry:
             else:
                 self._redis_ok = True
                 await self._pools.update(workers)
+                await self._calls.forget_past_incarnations(workers)
             await asyncio.sleep(self._poll_s)
 
     async def _listed_workers(self) -> list[Worker]:
@@ -91,9 +98,17 @@ class Registry:
 
     def why_not_ready(self) -> str:
         """The reason why requests cannot be served now; empty when they can."""
+        if self._is_stopping:
+            return "the router is stopping"
         if not self._pools.is_ready(Role.DECODE):
             return "no decode worker is ready"
+        if self._needs_prefill and not self._pools.is_ready(Role.PREFILL):
+            return "no prefill worker is ready, and router.mode is split"
         return ""
+
+    def stop(self) -> None:
+        """From now on the router is not ready."""
+        self._is_stopping = True
 
     def _myself(self) -> RouterInfo:
         me = self._me

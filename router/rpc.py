@@ -43,7 +43,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        return wire.list_models_response([self._service.model.card])
+        return wire.list_models_response([self._service.card])
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):

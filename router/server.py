@@ -35,6 +35,8 @@ from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
 STOP_GRACE_S = 5.0
+UNKNOWN_LENGTH = 2**31 - 1
+"""Context of a model that does not say its own: then the workers' limit is what counts."""
 
 
 class _HttpServer(uvicorn.Server):
@@ -57,7 +59,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     tracer = tracing.configure("baton-router", config.router.id, config.telemetry)
     tokenizer = Tokenizer.load(Path(config.model.path))
     name = config.model.served_name or Path(config.model.path).name
-    max_model_len = min(tokenizer.max_model_len, config.engine.max_model_len or tokenizer.max_model_len)
+    max_model_len = min(tokenizer.max_model_len or UNKNOWN_LENGTH, config.engine.max_model_len or UNKNOWN_LENGTH)
 
     content = content_id(config.model.revision)
     mirror = Mirror()
@@ -94,7 +96,16 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     )
     models = (ServedModel(name, config.model.path),)
     registry = Registry(
-        leases, pools, follower, me, models, config.index.redis_url, config.index.poll_s, config.index.lease_s
+        leases,
+        pools,
+        calls,
+        follower,
+        me,
+        models,
+        config.index.redis_url,
+        config.index.poll_s,
+        config.index.lease_s,
+        needs_prefill=config.router.mode == "split",
     )
     instruments = Instruments(config.router.id, registry.status)
     facts = ModelFacts(
@@ -109,6 +120,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         Limiter(config.router.max_in_flight),
         instruments,
         config.router.cache_secret.encode(),
+        pools.max_model_len,
     )
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service), rpc.server)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(registry.status), rpc.server)
@@ -125,12 +137,13 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
             serving = tasks.create_task(_serve_http(http, config), name="http")
             await stop.wait()
             logger.info("router %s stops", config.router.id)
-            await rpc.stop(STOP_GRACE_S)
-            http.should_exit = True
-            await serving
+            registry.stop()
+            http.should_exit = True  # both doors close at once, and both give running requests the same time
+            await asyncio.gather(rpc.stop(STOP_GRACE_S), serving)
             for task in background:
                 task.cancel()
     finally:
+        await rpc.stop(0)
         await calls.close()
         await index.close()
         await leases.close()

@@ -1,6 +1,6 @@
 """The life of a request, told once and in order. The code below reads in the same order.
 
-1. Admit. Validate what can be validated before tokenizing; take a slot, or refuse at once with Retry-After.
+1. Admit. Check model, id and sampling; take a slot, or refuse at once with Retry-After.
 2. Write the prompt. Chat template and tokenizer; check length and vocabulary. From here on only token ids.
 3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`baton.blocks`).
 4. Place, reserve, prefill, hand over, decode: `router.dispatch`, once for every choice, again when a worker fails.
@@ -17,7 +17,7 @@ import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
 from opentelemetry.context import Context
@@ -25,12 +25,21 @@ from opentelemetry.trace import Span, StatusCode
 
 from baton.api import Chat, GenerateChunk, GenerateRequest, ModelCard, Prompt, Text, Timing, TokenIds, Usage
 from baton.blocks import cache_seed
-from baton.errors import BatonError, InvalidRequest, Overloaded, Unsupported
+from baton.errors import InvalidRequest, Overloaded, Unsupported
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
-from router.admission import Limiter, ModelFacts, check_length, check_model, check_prompt, sampling_params
+from router.admission import (
+    Limiter,
+    ModelFacts,
+    check_length,
+    check_model,
+    check_prompt,
+    check_request_id,
+    sampling_params,
+    with_max_tokens,
+)
 from router.dispatch import ChoiceRecord, Dispatcher
 from router.text import AnswerWriter, Tokenizer
 
@@ -47,7 +56,11 @@ class ServedModel:
 
 
 class RouterService:
-    """Text in, text out, over the worker pools. gRPC and HTTP are thin doors to it."""
+    """Text in, text out, over the worker pools. gRPC and HTTP are thin doors to it.
+
+    Args:
+        worker_limit: longest sequence that every worker can hold, in tokens; None: not known yet.
+    """
 
     def __init__(
         self,
@@ -57,13 +70,27 @@ class RouterService:
         limiter: Limiter,
         instruments: Instruments,
         cache_secret: bytes,
+        worker_limit: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.model = model
-        self.facts = facts
+        self._facts = facts
+        self._worker_limit = worker_limit
         self._dispatcher = dispatcher
         self._limiter = limiter
         self._instruments = instruments
         self._cache_seed = cache_seed(model.content_id, cache_secret, DEFAULT_TENANT)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What requests are checked against: the model's limits, or the workers' where those are tighter."""
+        limit = self._worker_limit()
+        if limit is None or limit >= self._facts.max_model_len:
+            return self._facts
+        return replace(self._facts, max_model_len=limit)
+
+    @property
+    def card(self) -> ModelCard:
+        return replace(self.model.card, max_model_len=self.facts.max_model_len)
 
     async def generate(self, request: GenerateRequest, trace: Context | None = None) -> AsyncGenerator[GenerateChunk]:
         """Serves a request.
@@ -72,22 +99,26 @@ class RouterService:
             InvalidRequest, Unsupported: before anything was placed; the client can mend it.
             Overloaded, NoWorker, WorkerFailed, TransferError: it could not be served.
         """
-        settle = _Settlement(self._instruments, request, self.facts.id, trace)
+        facts = self.facts
+        settle = _Settlement(self._instruments, request, facts.id, trace)
         with settle:
+            check_model(request.model, facts)
+            check_request_id(request.request_id)
             request_id = request.request_id or f"req-{uuid.uuid4().hex}"
-            check_model(request.model, self.facts)
-            prompt_ids = await self.tokenize(request.prompt)
-            params = sampling_params(request.sampling, len(prompt_ids), self.facts)
-            spec = self._sequence_spec(request_id, prompt_ids, params)
-            records = [ChoiceRecord(settle.arrived_s) for _ in range(params.n)]
-            settle.begin(request_id, params, len(prompt_ids), records)
+            params = sampling_params(request.sampling, facts)
             with self._limiter.slot(request_id, params.n):
+                prompt_ids = await self.tokenize(request.prompt)
+                params = with_max_tokens(params, len(prompt_ids), facts)
+                records = [ChoiceRecord() for _ in range(params.n)]
+                settle.begin(request_id, params, len(prompt_ids), records)
+                spec = self._sequence_spec(request_id, prompt_ids, params)
                 choices = [
-                    self._choice(replace(spec, choice_index=i), params, records[i], settle) for i in range(params.n)
+                    self._choice(replace(spec, choice_index=index), params, record, settle.trace)
+                    for index, record in enumerate(records)
                 ]
                 async with contextlib.aclosing(merged(choices)) as chunks:
                     async for chunk in chunks:
-                        yield replace(chunk, text="") if request.skip_text else chunk
+                        yield settle.book(replace(chunk, text="") if request.skip_text else chunk)
             self._limiter.record(time.monotonic() - settle.arrived_s)
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
@@ -102,12 +133,13 @@ class RouterService:
                 num_characters = len(text)
             case Chat(messages):
                 num_characters = sum(len(message.content) for message in messages)
-        check_length(num_characters, self.model.tokenizer.longest_token, self.facts)
+        facts = self.facts
+        check_length(num_characters, self.model.tokenizer.longest_token, facts)
         if num_characters > MAX_INLINE_CHARACTERS:
             token_ids = await asyncio.to_thread(self._encode, prompt)
         else:
             token_ids = self._encode(prompt)
-        check_prompt(token_ids, self.facts)
+        check_prompt(token_ids, facts)
         return token_ids
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -129,7 +161,7 @@ class RouterService:
             num_prompt_tokens=len(prompt_ids),
             max_tokens=params.max_tokens,
             temperature=params.temperature,
-            top_k=max(0, params.top_k),
+            top_k=params.top_k if 0 < params.top_k < self._facts.vocab_size else 0,
             top_p=params.top_p,
             min_p=params.min_p,
             # Without a seed one is drawn here, so that a choice placed again still draws the same tokens.
@@ -140,21 +172,14 @@ class RouterService:
         )
 
     async def _choice(
-        self, spec: SequenceSpec, params: SamplingParams, record: ChoiceRecord, settle: _Settlement
+        self, spec: SequenceSpec, params: SamplingParams, record: ChoiceRecord, trace: Context
     ) -> AsyncGenerator[GenerateChunk]:
         writer = AnswerWriter(self.model.tokenizer, spec.token_ids, params.stop)
-        async with contextlib.aclosing(self._dispatcher.run(spec, record, settle.trace)) as messages:
+        async with contextlib.aclosing(self._dispatcher.run(spec, record, trace)) as messages:
             async for message in messages:
                 piece = writer.push(message.token_ids, message.finish_reason)
-                is_last = settle.book_tokens(spec.choice_index, len(piece.token_ids), piece.finish_reason is not None)
                 yield GenerateChunk(
-                    spec.request_id,
-                    spec.choice_index,
-                    piece.text,
-                    piece.token_ids,
-                    piece.finish_reason,
-                    settle.usage() if is_last else None,
-                    settle.timing() if is_last else None,
+                    spec.request_id, spec.choice_index, piece.text, piece.token_ids, piece.finish_reason
                 )
                 if piece.finish_reason is not None:
                     return
@@ -167,7 +192,7 @@ async def merged(choices: list[AsyncGenerator[GenerateChunk]]) -> AsyncGenerator
             async for chunk in chunks:
                 yield chunk
         return
-    queue: asyncio.Queue[GenerateChunk | BaseException | None] = asyncio.Queue(maxsize=len(choices))
+    queue: asyncio.Queue[GenerateChunk | Exception | None] = asyncio.Queue(maxsize=len(choices))
 
     async def pump(choice: AsyncGenerator[GenerateChunk]) -> None:
         try:
@@ -175,7 +200,7 @@ async def merged(choices: list[AsyncGenerator[GenerateChunk]]) -> AsyncGenerator
                 async for chunk in chunks:
                     await queue.put(chunk)
             await queue.put(None)
-        except BatonError as error:
+        except Exception as error:  # raised by whoever reads the queue
             await queue.put(error)
 
     tasks = [asyncio.create_task(pump(choice)) for choice in choices]
@@ -183,7 +208,7 @@ async def merged(choices: list[AsyncGenerator[GenerateChunk]]) -> AsyncGenerator
         num_running = len(tasks)
         while num_running:
             item = await queue.get()
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
             if item is None:
                 num_running -= 1
@@ -237,18 +262,22 @@ class _Settlement:
             }
         )
 
-    def book_tokens(self, choice_index: int, num_tokens: int, finished: bool) -> bool:
-        """Counts tokens that leave for the client; returns whether these are the request's last."""
+    def book(self, chunk: GenerateChunk) -> GenerateChunk:
+        """Counts what leaves for the client; the request's last chunk gets usage and timing."""
         now = time.monotonic()
         self._first_token_s = self._first_token_s or now
+        index, num_tokens = chunk.choice_index, len(chunk.token_ids)
         if num_tokens:
-            if self._num_tokens[choice_index]:
-                gap_s = (now - self._last_token_s[choice_index]) / num_tokens
-                self._instruments.inter_token_latency.observe(gap_s)
-            self._last_token_s[choice_index] = now
-            self._num_tokens[choice_index] += num_tokens
-        self._num_unfinished -= finished
-        return finished and self._num_unfinished == 0
+            if self._num_tokens[index]:
+                gap_s = (now - self._last_token_s[index]) / num_tokens
+                for _ in range(num_tokens):
+                    self._instruments.inter_token_latency.observe(gap_s)
+            self._last_token_s[index] = now
+            self._num_tokens[index] += num_tokens
+        self._num_unfinished -= chunk.finish_reason is not None
+        if self._num_unfinished:
+            return chunk
+        return replace(chunk, usage=self.usage(), timing=self.timing())
 
     def usage(self) -> Usage:
         return Usage(self._num_prompt_tokens, sum(self._num_tokens), self._records[0].num_cached_tokens or 0)
@@ -283,7 +312,9 @@ class _Settlement:
             outcome = "error" if isinstance(error, Exception) else "cancelled"
         labels = {"model": self._labels["gen_ai.request.model"]}
         self._instruments.requests.add(1, {**labels, "outcome": outcome})
-        if isinstance(error, Exception):
+        if outcome == "cancelled":
+            self._labels["error.type"] = outcome
+        elif isinstance(error, Exception):
             self._labels["error.type"] = type(error).__name__
             self._span.set_status(StatusCode.ERROR, str(error))
         self._instruments.request_duration.record(time.monotonic() - self.arrived_s, self._labels)

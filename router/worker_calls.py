@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -66,38 +66,42 @@ class WorkerStream(Generic[Event]):
 
 
 class WorkerCalls:
-    """Opens streams to workers; keeps one channel for each worker id."""
+    """Opens streams to workers, over one channel an address."""
 
     def __init__(self) -> None:
         self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
 
-    async def decode(
+    def decode(
         self, worker: Worker, spec: SequenceSpec, *, await_kv: bool, trace: Context
     ) -> WorkerStream[Ticket | NewTokens]:
-        stub = worker_pb2_grpc.DecodeWorkerStub(await self._channel(worker))
+        stub = worker_pb2_grpc.DecodeWorkerStub(self._channel(worker))
         call = stub.Decode(wire.decode_request(spec, await_kv), metadata=tracing.to_metadata(trace))
         return WorkerStream(worker, call, wire.decode_event)
 
-    async def prefill(
+    def prefill(
         self, worker: Worker, spec: SequenceSpec, ticket: Ticket, *, trace: Context
     ) -> WorkerStream[FirstToken | HandedOver]:
-        stub = worker_pb2_grpc.PrefillWorkerStub(await self._channel(worker))
+        stub = worker_pb2_grpc.PrefillWorkerStub(self._channel(worker))
         call = stub.Prefill(wire.prefill_request(spec, ticket), metadata=tracing.to_metadata(trace))
         return WorkerStream(worker, call, wire.prefill_event)
+
+    async def forget_past_incarnations(self, workers: Collection[Worker]) -> None:
+        """Closes the channels of workers that are listed at another address now; their streams have failed anyway."""
+        addresses = {worker.info.id: worker.info.address for worker in workers}
+        for address, (worker_id, old) in list(self._channels.items()):
+            if addresses.get(worker_id, address) != address:
+                del self._channels[address]
+                await old.close()
 
     async def close(self) -> None:
         for _, open_channel in self._channels.values():
             await open_channel.close()
 
-    async def _channel(self, worker: Worker) -> grpc.aio.Channel:
-        known = self._channels.get(worker.info.id)
-        if known is not None and known[0] == worker.info.address:
-            return known[1]
-        # A new incarnation listens elsewhere; calls still open on the old channel fail with its process anyway.
-        self._channels[worker.info.id] = (worker.info.address, channel(worker.info.address))
-        if known is not None:
-            await known[1].close()
-        return self._channels[worker.info.id][1]
+    def _channel(self, worker: Worker) -> grpc.aio.Channel:
+        address = worker.info.address
+        if address not in self._channels:
+            self._channels[address] = worker.info.id, channel(address)
+        return self._channels[address][1]
 
 
 def _is_current_task_cancelling() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -18,6 +19,9 @@ from baton.errors import BatonError, Overloaded, WorkerFailed
 
 ERROR_KEY = "baton-error"
 RETRY_AFTER_KEY = "retry-after"
+MAX_MESSAGE_CHARACTERS = 1024
+
+logger = logging.getLogger(__name__)
 
 
 def _tree(cls: type[BatonError]) -> dict[str, type[BatonError]]:
@@ -57,6 +61,8 @@ def _guard_unary(method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
             return await method(request, context)
         except BatonError as error:
             await abort(context, error)
+        except Exception as error:
+            await _abort_unexpected(context, error)
 
     return guarded
 
@@ -69,8 +75,18 @@ def _guard_stream(method: Callable[..., Any]) -> Callable[..., Any]:
                     yield response
         except BatonError as error:
             await abort(context, error)
+        except Exception as error:
+            await _abort_unexpected(context, error)
 
     return guarded
+
+
+async def _abort_unexpected(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+    """A defect of ours: the log gets the traceback, the client a sentence."""
+    if isinstance(error, (grpc.aio.AbortError, grpc.RpcError)):
+        raise error
+    logger.exception("a call failed unexpectedly")
+    await abort(context, BatonError("internal error; the server's log says more"))
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
@@ -78,7 +94,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
     metadata = [(ERROR_KEY, type(error).__name__)]
     if isinstance(error, Overloaded):
         metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
-    await context.abort(grpc.StatusCode[error.status], str(error), tuple(metadata))
+    # Longer texts break grpc's limit on trailers, and the client would see that instead.
+    await context.abort(grpc.StatusCode[error.status], str(error)[:MAX_MESSAGE_CHARACTERS], tuple(metadata))
     raise AssertionError("abort raises")
 
 
@@ -90,6 +107,8 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
     details = error.details() or error.code().name
     if cls is Overloaded:
         return Overloaded(details, float(metadata.get(RETRY_AFTER_KEY, 1.0)))
+    if cls is BatonError:
+        return WorkerFailed(f"{peer} failed: {details}")
     if cls is not None:
         return cls(details)
     return WorkerFailed(f"{peer} broke off: {error.code().name}: {details}")

@@ -15,9 +15,10 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 KEEPALIVE = [
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),  # grpc's core waits this long, and a minute by default
     ("grpc.http2.max_pings_without_data", 0),
 ]
-"""A peer that stops answering, without closing its socket, is given up after 8 seconds."""
+"""A peer that stops answering, without closing its socket, is given up after 8 seconds at most."""
 SERVER_OPTIONS = [
     *KEEPALIVE,
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),

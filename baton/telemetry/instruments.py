@@ -62,7 +62,7 @@ class Instruments:
             registry=self._registry,
         )
         self.queue_duration = seconds(
-            "baton.queue.duration", "From arrival at the router to the start of the prefill.", DURATION_BOUNDS
+            "baton.queue.duration", "From a choice's placement to the start of its prefill.", DURATION_BOUNDS
         )
         self.prefill_duration = seconds(
             "baton.prefill.duration", "Computing the prompt and its first token on a worker.", DURATION_BOUNDS
@@ -85,7 +85,7 @@ class Instruments:
             "baton.prefix_hit_tokens", description="Prompt tokens found in a worker's prefix cache."
         )
         self.generation_tokens = meter.create_counter("baton.generation_tokens", description="Tokens generated.")
-        self.placements = meter.create_counter("baton.placements", description="Placements by mode and worker.")
+        self.placements = meter.create_counter("baton.placements", description="Placements by mode and workers.")
 
         gauges: dict[str, tuple[str, Callable[[ClusterStatus], Iterable[Observation]]]] = {
             "baton.kv_blocks": ("KV blocks of a worker by state.", _block_counts),

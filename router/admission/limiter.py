@@ -28,6 +28,8 @@ class Limiter:
             Overloaded: the limit is reached. `retry_after_s` is the mean time until a slot frees.
             InvalidRequest: a request of this id is in flight.
         """
+        if num_choices > self.max_in_flight:
+            raise InvalidRequest(f"sampling.n must be at most {self.max_in_flight} here; lower it", "n")
         if self.num_in_flight + num_choices > self.max_in_flight:
             raise Overloaded(
                 f"{self.num_in_flight} of at most {self.max_in_flight} answers are being generated; try again later",

@@ -9,6 +9,8 @@ from typing import Any
 from baton.errors import InvalidRequest, ModelNotFound
 from baton.sampling import SamplingParams
 
+MAX_REQUEST_ID = 128
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -56,11 +58,20 @@ def check_prompt(token_ids: Sequence[int], model: ModelFacts) -> None:
         )
 
 
-def sampling_params(asked: Mapping[str, Any], num_prompt_tokens: int, model: ModelFacts) -> SamplingParams:
-    """The request's sampling, with the model's defaults where the client set nothing; `max_tokens` is always set.
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidRequest unless the id is empty, or short and printable: it travels in every message and log."""
+    if len(request_id) > MAX_REQUEST_ID or not request_id.isascii() or not request_id.isprintable():
+        raise InvalidRequest(
+            f"request_id must be at most {MAX_REQUEST_ID} printable ASCII characters; shorten it or leave it empty",
+            "request_id",
+        )
+
+
+def sampling_params(asked: Mapping[str, Any], model: ModelFacts) -> SamplingParams:
+    """The request's sampling, with the model's defaults where the client set nothing.
 
     Raises:
-        InvalidRequest: a value is out of range, or prompt and answer together exceed the context window.
+        InvalidRequest: a value is out of range.
     """
     params = replace(model.default_sampling, **asked)
     for token_id in params.stop_token_ids:
@@ -70,6 +81,15 @@ def sampling_params(asked: Mapping[str, Any], num_prompt_tokens: int, model: Mod
                 f"ids go from 0 to {model.vocab_size - 1}",
                 "stop_token_ids",
             )
+    return params
+
+
+def with_max_tokens(params: SamplingParams, num_prompt_tokens: int, model: ModelFacts) -> SamplingParams:
+    """The same with `max_tokens` set: what the client asked, else what the context window leaves.
+
+    Raises:
+        InvalidRequest: prompt and answer together exceed the context window.
+    """
     room = model.max_model_len - num_prompt_tokens
     if params.max_tokens is None:
         return replace(params, max_tokens=min(room, model.default_max_tokens or room))

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from baton.engine.arithmetic import expected_tokens
+from baton.errors import BatonError
 from baton.v1 import inference_pb2
 from tests.integration.cluster import Cluster, request
 from tests.integration.conftest import TraceReceiver
@@ -186,6 +187,111 @@ def test_redis_dies_and_nobody_notices(arithmetic_cluster: Cluster) -> None:
     again = cluster.generate(token_ids=prompt, sampling=sampling(4))
     assert again.token_ids == first.token_ids
     assert again.usage.cached_tokens == 624
+
+
+def test_a_frozen_worker_is_left_within_seconds(arithmetic_cluster: Cluster) -> None:
+    """SIGSTOP closes no socket: only unanswered pings tell."""
+    cluster = arithmetic_cluster
+    cluster.wait_for(lambda s: s["pools"]["decode"]["ready"] == 2)
+    prompt = prompt_of(200, 100)
+    messages = cluster.inference.Generate(request(token_ids=prompt, sampling=sampling(6000)), timeout=120)
+    tokens = list(next(messages).token_ids)
+    status = cluster.wait_for(
+        lambda s: sum(w["blocks"]["in_use"] > 0 for w in s["workers"] if w["role"] == "decode") == 1
+    )
+    (victim,) = [w for w in status["workers"] if w["role"] == "decode" and w["blocks"]["in_use"]]
+    frozen = psutil.Process(victim["pid"])
+    frozen.suspend()
+    try:
+        longest_gap_s, last_s = 0.0, time.monotonic()
+        for message in messages:
+            now = time.monotonic()
+            longest_gap_s, last_s = max(longest_gap_s, now - last_s), now
+            tokens += message.token_ids
+    finally:
+        frozen.resume()
+    assert tokens == expected_tokens(prompt, 6000)
+    assert message.timing.retries == 1
+    assert longest_gap_s < 20, "gRPC's own default is a minute"
+    cluster.wait_for(lambda s: s["pools"]["decode"]["ready"] == 2)
+    cluster.wait_until_idle()
+
+
+def test_the_last_message_carries_the_usage_whatever_choice_ends_last(arithmetic_cluster: Cluster) -> None:
+    for seed in range(20):
+        answer = arithmetic_cluster.generate(token_ids=prompt_of(300 + seed, 5), sampling=sampling(3, n=8))
+        assert [m.HasField("usage") for m in answer.messages] == [False] * (len(answer.messages) - 1) + [True]
+        assert answer.usage.completion_tokens == 24
+
+
+def post(cluster: Cluster, path: str, body: object) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(cluster.http, timeout=30)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request("POST", path, data, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    return response.status, answer
+
+
+COMPLETION = {"prompt": "hi", "max_tokens": 2}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {**COMPLETION, "n": 2, "top_k": 2**32}, 200),
+        ("/v1/completions", {**COMPLETION, "stream": None, "model": None, "logprobs": None, "audio": None}, 200),
+        ("/v1/chat/completions", {**CHAT, "verbosity": None, "logprobs": False, "tools": None, "user": "me"}, 200),
+        ("/v1/chat/completions", {**CHAT, "skip_special_tokens": True, "frequency_penalty": 0.0}, 200),
+        ("/v1/completions", {**COMPLETION, "logprobs": 0}, 501),
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 501),
+        ("/v1/chat/completions", {**CHAT, "stream_options": {"continuous_usage_stats": True}}, 501),
+        ("/v1/completions", {**COMPLETION, "n": 2, "request_id": "\ud800"}, 400),
+        ("/v1/completions", {**COMPLETION, "request_id": "x" * 1000}, 400),
+        ("/v1/completions", {**COMPLETION, "temprature": 1}, 400),
+        ("/v1/completions", {**COMPLETION, "model": "x" * 100_000}, 404),
+        ("/v1/completions", {"prompt": []}, 400),
+        ("/v1/completions", {"prompt": [[1, 2], "a"]}, 400),
+        ("/v1/completions", {"prompt": ["a", "b"]}, 501),
+        ("/v1/completions", {"prompt": [10**30]}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "\ud800": 1}]}, 501),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, 400),
+        ("/v1/chat/completions", {"messages": "hi"}, 400),
+        ("/v1/chat/completions", b"{", 400),
+        ("/v1/chat/completions", b" " * (9 * 2**20), 413),
+        ("/detokenize", {"tokens": [-1]}, 400),
+        ("/detokenize", {"tokens": [2**33]}, 400),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": False}, 400),
+    ],
+)
+def test_odd_http_requests_get_an_answer_of_openais_shape(
+    arithmetic_cluster: Cluster, path: str, body: object, status: int
+) -> None:
+    got, answer = post(arithmetic_cluster, path, body)
+    assert got == status, answer
+    if status != 200:
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert answer["error"]["message"]
+
+
+def test_the_router_restarts(arithmetic_cluster: Cluster) -> None:
+    cluster = arithmetic_cluster
+    before = cluster.client.status()["routers"][0]["pid"]
+    psutil.Process(before).kill()
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            status = cluster.client.status()
+            if status["routers"][0]["pid"] != before and all(p["ready"] == 2 for p in status["pools"].values()):
+                break
+        except BatonError:
+            pass
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    prompt = prompt_of(400, 100)
+    assert cluster.generate(token_ids=prompt, sampling=sampling(5)).token_ids == expected_tokens(prompt, 5)
 
 
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {

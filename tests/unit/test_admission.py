@@ -6,9 +6,31 @@ import pytest
 
 from baton.errors import InvalidRequest, ModelNotFound, Overloaded
 from baton.sampling import SamplingParams
-from router.admission import Limiter, ModelFacts, check_length, check_model, check_prompt, sampling_params
+from router.admission import (
+    Limiter,
+    ModelFacts,
+    check_length,
+    check_model,
+    check_prompt,
+    check_request_id,
+    sampling_params,
+    with_max_tokens,
+)
 
 FACTS = ModelFacts("tiny", 500, 100, SamplingParams(temperature=0.2, top_p=0.9, stop_token_ids=(7,)))
+
+
+def params_of(asked: dict[str, Any], facts: ModelFacts) -> SamplingParams:
+    """For a prompt of 20 tokens."""
+    return with_max_tokens(sampling_params(asked, facts), 20, facts)
+
+
+@pytest.mark.parametrize("request_id", ["x" * 129, "a\nb", "\ud800", "naïve"])
+def test_a_request_id_is_short_and_printable(request_id: str) -> None:
+    check_request_id("")
+    check_request_id("chatcmpl-" + "0" * 32)
+    with pytest.raises(InvalidRequest, match="at most 128 printable ASCII characters"):
+        check_request_id(request_id)
 
 
 def test_the_model_may_be_left_out_but_not_mistaken() -> None:
@@ -46,23 +68,23 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
 
 
 def test_the_models_defaults_fill_in_what_was_not_asked() -> None:
-    params = sampling_params({"top_p": 0.5, "max_tokens": 10}, 20, FACTS)
+    params = params_of({"top_p": 0.5, "max_tokens": 10}, FACTS)
     assert params == SamplingParams(temperature=0.2, top_p=0.5, max_tokens=10, stop_token_ids=(7,))
-    assert sampling_params({"temperature": 0.0}, 20, FACTS).temperature == 0
+    assert params_of({"temperature": 0.0}, FACTS).temperature == 0
 
 
 @pytest.mark.parametrize(("default", "expected"), [(0, 80), (16, 16), (1000, 80)])
 def test_the_answers_length_when_nobody_says(default: int, expected: int) -> None:
     facts = ModelFacts("tiny", 500, 100, SamplingParams(), default)
-    assert sampling_params({}, 20, facts).max_tokens == expected
+    assert params_of({}, facts).max_tokens == expected
 
 
 def test_prompt_and_answer_must_fit_the_context_window() -> None:
-    assert sampling_params({"max_tokens": 80}, 20, FACTS).max_tokens == 80
+    assert params_of({"max_tokens": 80}, FACTS).max_tokens == 80
     with pytest.raises(
         InvalidRequest, match="context window of tiny is 100; lower max_tokens to at most 80"
     ) as refusal:
-        sampling_params({"max_tokens": 81}, 20, FACTS)
+        params_of({"max_tokens": 81}, FACTS)
     assert refusal.value.param == "max_tokens"
 
 
@@ -72,7 +94,7 @@ def test_prompt_and_answer_must_fit_the_context_window() -> None:
 )
 def test_bad_values_are_refused_by_name(asked: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"sampling\.{param}") as refusal:
-        sampling_params(asked, 20, FACTS)
+        params_of(asked, FACTS)
     assert refusal.value.param == param
 
 

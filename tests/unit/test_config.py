@@ -35,7 +35,9 @@ def another(value: Any) -> Any:
     """A valid value of the same type that differs from a default."""
     match value:
         case str():
-            return {"transformers": "arithmetic", "full": "off", "auto": "split"}.get(value, value + "x")
+            return {"transformers": "arithmetic", "full": "off", "auto": "split", "info": "debug"}.get(
+                value, value + "x"
+            )
         case tuple():
             return ("gloo",)
         case _:

@@ -59,6 +59,8 @@ class Raising(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         if request.text == "RuntimeError":
             raise RuntimeError("a bug")
+        if request.text == "long":
+            raise InvalidRequest("x" * 100_000)
         raise self.error(request.text)
 
     async def ListModels(  # noqa: N802
@@ -97,6 +99,9 @@ async def test_every_error_crosses_grpc_as_what_it_was(stub: inference_pb2_grpc.
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await anext(responses)
         error = from_rpc_error(failure.value, "worker")
+        if cls is BatonError:  # which says no more than that the peer failed
+            assert type(error) is WorkerFailed
+            continue
         assert type(error) is cls
         assert str(error) == "what happened"
         if isinstance(error, Overloaded):
@@ -108,7 +113,16 @@ async def test_what_is_none_of_ours_means_that_the_peer_failed(stub: inference_p
         await stub.Tokenize(inference_pb2.TokenizeRequest(text="RuntimeError"))
     error = from_rpc_error(failure.value, "decode-0")
     assert type(error) is WorkerFailed
-    assert str(error).startswith("decode-0 broke off: UNKNOWN: ")
+    assert failure.value.code() is grpc.StatusCode.INTERNAL
+    assert str(error) == "decode-0 failed: internal error; the server's log says more"
+
+
+async def test_a_long_message_is_cut_and_keeps_its_status(stub: inference_pb2_grpc.InferenceAsyncStub) -> None:
+    """gRPC refuses long trailers, and would answer RESOURCE_EXHAUSTED in our place."""
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await stub.Tokenize(inference_pb2.TokenizeRequest(text="long"))
+    assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(failure.value.details() or "") == 1024
 
 
 def test_param_names_the_field() -> None:

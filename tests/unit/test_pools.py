@@ -103,9 +103,9 @@ async def test_load_is_what_it_was_sent_or_what_it_says_whichever_is_more() -> N
     pools, _ = view()
     await pools.update([worker("a", queued_tokens=50)])
     assert load_of(pools, "a") == 50
-    with pools.working("a", 40):
+    with pools.working(pools.get("a"), 40):
         assert load_of(pools, "a") == 50
-        with pools.working("a", 30):
+        with pools.working(pools.get("a"), 30):
             assert load_of(pools, "a") == 70
             await pools.update([worker("a", queued_tokens=10)])
             assert load_of(pools, "a") == 70, "the booking outlives a renewal of the lease"
@@ -117,22 +117,23 @@ async def test_bookings_end_with_the_incarnation_they_were_made_on() -> None:
     pools, _ = view()
     await pools.update([worker("a")])
     with contextlib.ExitStack() as later:
-        with pools.working("a", 40):
+        with pools.working(pools.get("a"), 40):
             await pools.update([worker("a", epoch=2)])
             assert load_of(pools, "a") == 0
-            later.enter_context(pools.working("a", 5))
+            later.enter_context(pools.working(pools.get("a"), 5))
         assert load_of(pools, "a") == 5, "the end of the old booking takes nothing from the new incarnation"
     assert load_of(pools, "a") == 0
-    with pools.working("a", 40):
+    with pools.working(pools.get("a"), 40):
         await pools.update([])
-    await pools.update([worker("a", epoch=2)])
+        await pools.update([worker("a", epoch=2)])
+        assert load_of(pools, "a") == 40, "a lease that was missing once changes nothing"
     assert load_of(pools, "a") == 0
 
 
 async def test_a_booking_ends_with_an_error_too() -> None:
     pools, _ = view()
     await pools.update([worker("a")])
-    with pytest.raises(RuntimeError), pools.working("a", 40):
+    with pytest.raises(RuntimeError), pools.working(pools.get("a"), 40):
         raise RuntimeError
     assert load_of(pools, "a") == 0
 

@@ -1,0 +1,83 @@
+"""What an operator sees when something cannot start: one sentence, exit status 1, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster import free_port
+
+
+def baton(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("BATON_") or k == "BATON_CACHE"}
+    ports = {"BATON_GRPC_PORT": str(free_port()), "BATON_HTTP_PORT": str(free_port())}
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *args],
+        env=clean | ports | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def refused(result: subprocess.CompletedProcess[str], sentence: str) -> None:
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith("error: "), result.stderr
+    assert sentence in result.stderr
+
+
+def test_a_port_in_use(model_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        refused(baton("up", BATON_GRPC_PORT=port), "set BATON_GRPC_PORT to another port")
+        refused(baton("up", BATON_HTTP_PORT=port), "set BATON_HTTP_PORT to another port")
+
+
+def test_pool_sizes_that_cannot_serve() -> None:
+    refused(baton("up", "--decode", "0"), "there must be at least 1 decode worker")
+    refused(baton("up", "--prefill", "0", BATON_ROUTER_MODE="split"), "use --prefill 1")
+
+
+def test_settings_that_do_not_exist(tmp_path: Path) -> None:
+    refused(baton("up", BATON_ENGINE_BLOCKSIZE="16"), "BATON_ENGINE_BLOCKSIZE")
+    odd = tmp_path / "[prod].yaml"
+    odd.write_text("engine: {blocks: 3}")
+    refused(baton("up", "--config", str(odd)), "unknown setting engine.blocks")
+    refused(baton("up", "--config", str(tmp_path / "[/none].yaml")), "[/none].yaml")
+    refused(baton("up", BATON_TELEMETRY_LOG_LEVEL="loud"), "telemetry.log_level")
+
+
+def test_a_model_that_does_not_exist_or_does_not_run(tmp_path: Path) -> None:
+    refused(baton("up", "--model", str(tmp_path)), str(tmp_path))
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["status"]])
+def test_no_cluster(command: list[str]) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    refused(baton(*command, "--address", address), f"no router answers at {address}")
+
+
+def test_numbers_that_cannot_be_sent() -> None:
+    result = baton("generate", "hi", "--seed", "9" * 30, "--address", f"127.0.0.1:{free_port()}")
+    refused(result, "the request cannot be sent")
+
+
+def test_the_doctor_without_a_cluster(model_dir: Path) -> None:
+    result = baton("doctor")
+    assert result.returncode == 0, result.stdout
+    assert "cluster: none runs" in result.stdout
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        result = baton("doctor", BATON_HTTP_PORT=port)
+    assert result.returncode == 1
+    assert f"FAIL port {port}" in result.stdout
+    assert "set BATON_HTTP_PORT to another port" in result.stdout
