@@ -15,6 +15,8 @@ from baton.sampling import FinishReason
 class ChatMessage:
     role: str
     content: str
+    name: str = ""
+    """For templates that tell several users apart."""
 
 
 @dataclass(frozen=True, slots=True)

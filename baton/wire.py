@@ -190,7 +190,7 @@ def generate_request(request: api.GenerateRequest) -> inference_pb2.GenerateRequ
             message.token_ids.ids.extend(ids)
         case api.Chat(messages):
             for entry in messages:
-                message.chat.messages.add(role=entry.role, content=entry.content)
+                message.chat.messages.add(role=entry.role, content=entry.content, name=entry.name)
     return message
 
 
@@ -215,11 +215,9 @@ def _prompt(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeReque
         case "text":
             return api.Text(message.text)
         case "chat":
-            if message.chat.tools or any(m.tool_calls or m.tool_call_id or m.name for m in message.chat.messages):
-                raise Unsupported(
-                    "tools, tool calls and names in a chat are not supported yet; leave them out", "tools"
-                )
-            return api.Chat(tuple(api.ChatMessage(m.role, m.content) for m in message.chat.messages))
+            if message.chat.tools or any(m.tool_calls or m.tool_call_id for m in message.chat.messages):
+                raise Unsupported("tools and tool calls in a chat are not supported yet; leave them out", "tools")
+            return api.Chat(tuple(api.ChatMessage(m.role, m.content, m.name) for m in message.chat.messages))
         case "token_ids" if isinstance(message, inference_pb2.GenerateRequest):
             return api.TokenIds(tuple(message.token_ids.ids))
     raise InvalidRequest("the request has no input; set one of text, chat or token_ids", "input")

@@ -148,7 +148,10 @@ class RouterService:
             case Text(text):
                 return tuple(tokenizer.encode(text))
             case Chat(messages):
-                return tuple(tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in messages]))
+                named = [
+                    {"role": m.role, "content": m.content} | ({"name": m.name} if m.name else {}) for m in messages
+                ]
+                return tuple(tokenizer.encode_chat(named))
             case TokenIds(ids):
                 return ids
 

@@ -20,7 +20,7 @@ from tests.integration.cluster import Answer, Cluster, running_cluster
 NUM_AT_ONCE = 8
 NUM_NEW_TOKENS = 12
 NEAR_TIE = 5e-4
-"""Two logits as close as this may swap places between batch shapes in float32 (CLARIFICATIONS of the design, 8)."""
+"""Two logits as close as this may swap places between batch shapes in float32."""
 LONG_TEXT = "The library of Alexandria was one of the largest and most significant libraries of the ancient world. "
 
 

@@ -224,13 +224,19 @@ def test_every_request_field_is_taken_or_refused_by_name(name: str) -> None:
     assert refusal.value.param == name
 
 
-@pytest.mark.parametrize("name", ["name", "tool_call_id", "tool_calls"])
+@pytest.mark.parametrize("name", ["tool_call_id", "tool_calls"])
 def test_chat_fields_that_are_not_built_are_refused(name: str) -> None:
     message = inference_pb2.GenerateRequest()
     entry = message.chat.messages.add(role="user", content="x")
     set_field(entry, entry.DESCRIPTOR.fields_by_name[name])
-    with pytest.raises(Unsupported, match="tools, tool calls and names in a chat are not supported yet"):
+    with pytest.raises(Unsupported, match="tools and tool calls in a chat are not supported yet"):
         wire.generate_request_from_pb(message)
+
+
+def test_names_in_a_chat_are_kept() -> None:
+    message = inference_pb2.GenerateRequest()
+    message.chat.messages.add(role="user", content="x", name="ada")
+    assert wire.generate_request_from_pb(message).prompt == api.Chat((api.ChatMessage("user", "x", "ada"),))
 
 
 def test_tools_are_refused() -> None:
