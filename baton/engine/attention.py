@@ -55,6 +55,8 @@ class StepContext:
     """`[decodes * kv_heads * blocks]`, padded with the sequence's own first block; None when there are no decodes."""
     decode_positions: torch.Tensor | None
     """`[decodes, 1, 1, 1]`: position of each decode's token, the last one it may see."""
+    decode_mask: torch.Tensor | None
+    """`[decodes, 1, 1, blocks * block_size]`: the places it may see."""
     num_decodes: int
 
 
@@ -87,12 +89,13 @@ def step_context(cache: KVCache, parts: list[Scheduled]) -> StepContext:
             segments.append(Segment(row, part.num_tokens, part.start + part.num_tokens, pages.to(cache.device)))
             row += part.num_tokens
     decodes = parts[len(segments) :]
-    decode_pages = decode_positions = None
+    decode_pages = decode_positions = decode_mask = None
     if decodes:
         width = max(num_blocks_for(p.start + 1, block_size) for p in decodes)
         tables = torch.tensor([(*p.block_table, *p.block_table[:1] * (width - len(p.block_table))) for p in decodes])
         decode_pages = (tables[:, None, :] * num_heads + heads[None, :, None]).flatten().to(cache.device)
         decode_positions = torch.tensor([p.start for p in decodes]).view(-1, 1, 1, 1).to(cache.device)
+        decode_mask = torch.arange(width * block_size, device=cache.device) <= decode_positions
     return StepContext(
         cache,
         (blocks[:, None] * num_heads + heads[None]).flatten().to(cache.device),
@@ -101,6 +104,7 @@ def step_context(cache: KVCache, parts: list[Scheduled]) -> StepContext:
         row,
         decode_pages,
         decode_positions,
+        decode_mask,
         len(decodes),
     )
 
@@ -157,17 +161,17 @@ def paged_attention(
             keys, values = key[:, :, rows], value[:, :, rows]
         else:
             shape = (1, group.num_kv_heads, -1)
-            keys = key_pages[segment.pages].view(*shape, group.k_dim)[:, :, : segment.num_context]
-            values = value_pages[segment.pages].view(*shape, group.v_dim)[:, :, : segment.num_context]
+            keys = key_pages.index_select(0, segment.pages).view(*shape, group.k_dim)[:, :, : segment.num_context]
+            values = value_pages.index_select(0, segment.pages).view(*shape, group.v_dim)[:, :, : segment.num_context]
         out[rows] = _attend_segment(query[:, :, rows], keys, values, segment, scaling, sliding_window, num_groups)
-    if step.decode_pages is not None and step.decode_positions is not None:
+    if step.decode_pages is not None and step.decode_positions is not None and step.decode_mask is not None:
         shape = (step.num_decodes, group.num_kv_heads, -1)
-        keys = key_pages[step.decode_pages].view(*shape, group.k_dim)
-        values = value_pages[step.decode_pages].view(*shape, group.v_dim)
-        at = torch.arange(keys.shape[2], device=keys.device)
-        mask = at <= step.decode_positions
+        keys = key_pages.index_select(0, step.decode_pages).view(*shape, group.k_dim)
+        values = value_pages.index_select(0, step.decode_pages).view(*shape, group.v_dim)
+        mask = step.decode_mask
         if sliding_window is not None:
-            mask &= at > step.decode_positions - sliding_window
+            at = torch.arange(keys.shape[2], device=keys.device)
+            mask = mask & (at > step.decode_positions - sliding_window)
         # Query heads that share a KV head are packed into rows: K and V are never repeated.
         packed = query[0, :, step.first_decode_row :].transpose(0, 1).reshape(*shape[:2], num_groups, group.k_dim)
         decoded = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)

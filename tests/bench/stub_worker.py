@@ -15,6 +15,7 @@ from typing import Any
 
 import uvloop
 
+from baton.blocks import content_id
 from baton.cluster import Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.rpc import RpcServer
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -105,7 +106,8 @@ async def _main() -> None:
 
 
 async def _hold_lease(role: Role, redis_url: str, revision: str, address: str) -> None:
-    leases = RedisLeases(Connection(redis_url), revision)
+    content = content_id(revision)
+    leases = RedisLeases(Connection(redis_url), content)
     keeper = LeaseKeeper(leases, f"{role}-0", renew_s=1.0)
     info = WorkerInfo(
         id=f"{role}-0",
@@ -114,7 +116,7 @@ async def _hold_lease(role: Role, redis_url: str, revision: str, address: str) -
         pid=os.getpid(),
         node=socket.gethostname(),
         epoch=await keeper.acquire(),
-        content_id=revision,
+        content_id=content,
         wire_compat="bench",
         block_size=16,
         max_model_len=8192,
