@@ -43,7 +43,6 @@ class _Owner:
     num_keys: dict[int, int] = field(default_factory=dict)
     """For `bit` and `parts`."""
     leased: bool = True
-    suspect: bool = False
 
 
 class Mirror:
@@ -103,11 +102,6 @@ class Mirror:
             self._add(owner, owner.bit, keys)
             owner.seq = seq
 
-    def disown(self, worker_id: str, keys: Iterable[bytes]) -> None:
-        """The worker said that it does not hold `keys` after all."""
-        if owner := self._owners.get(worker_id):
-            self._remove(owner, keys)
-
     def set_leased(self, epochs: Mapping[str, int]) -> None:
         """These workers hold a lease, under these epochs; all others are dead: looked over, but not forgotten."""
         for worker_id, epoch in epochs.items():
@@ -116,12 +110,6 @@ class Mirror:
                 self._adopt(worker_id, epoch)
         for worker_id, owner in self._owners.items():
             owner.leased = epochs.get(worker_id) == owner.epoch
-            self._show(owner)
-
-    def set_suspect(self, worker_id: str, suspect: bool) -> None:
-        """The caller saw the worker fail (or answer again) before its lease told. A new epoch clears it."""
-        if owner := self._owners.get(worker_id):
-            owner.suspect = suspect
             self._show(owner)
 
     def forget(self, worker_id: str) -> None:
@@ -177,7 +165,7 @@ class Mirror:
         for owner in self._owners.values():
             assert set(owner.num_keys) == {owner.bit, *([owner.parts] if owner.parts else [])}, "a bit without a role"
             assert all(counts[bit] == count for bit, count in owner.num_keys.items()), f"{owner.worker_id}: miscounted"
-            assert bool(self._alive & owner.bit) == (owner.leased and not owner.suspect), "the alive mask is wrong"
+            assert bool(self._alive & owner.bit) == owner.leased, "the alive mask is wrong"
         assert self._worker_of == {owner.bit: owner.worker_id for owner in self._owners.values()}, "bits misnamed"
         assert not self._alive & ~sum(self._worker_of), "a bit is alive without a worker"
 
@@ -238,7 +226,7 @@ class Mirror:
         self._retired |= bit
 
     def _show(self, owner: _Owner) -> None:
-        self._alive = self._alive | owner.bit if owner.leased and not owner.suspect else self._alive & ~owner.bit
+        self._alive = self._alive | owner.bit if owner.leased else self._alive & ~owner.bit
 
     def _add(self, owner: _Owner, bit: int, keys: Iterable[bytes]) -> None:
         masks = self._masks

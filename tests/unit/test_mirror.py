@@ -162,28 +162,6 @@ def test_a_dead_worker_vanishes_at_once_and_comes_back_whole(mirror: Mirror) -> 
     assert mirror.lookup(keys(1, 2, 3)) == {"a": 3, "b": 1}
 
 
-def test_a_suspect_stays_out_although_its_lease_lives(mirror: Mirror) -> None:
-    a = Worker("a", 1)
-    apply(mirror, a.event(Op.STORED, 1))
-    mirror.set_suspect("a", True)
-    mirror.set_leased({"a": 1})
-    apply(mirror, *a.snapshot(1, 2))
-    assert mirror.lookup(keys(1)) == {}
-    mirror.set_suspect("a", False)
-    assert mirror.lookup(keys(1)) == {"a": 1}
-    mirror.set_suspect("a", True)
-    apply(mirror, Worker("a", 2).event(Op.STORED, 1))
-    assert mirror.lookup(keys(1)) == {"a": 1}
-
-
-def test_a_worker_corrects_the_hint(mirror: Mirror) -> None:
-    apply(mirror, Worker("a", 1).event(Op.STORED, 1, 2, 3))
-    mirror.disown("a", keys(2, 3, 9))
-    mirror.disown("nobody", keys(1))
-    mirror.check()
-    assert mirror.lookup(keys(1, 2)) == {"a": 1}
-
-
 def test_sweeping_frees_keys_and_bits(mirror: Mirror) -> None:
     for epoch in range(1, 40):
         a = Worker("a", epoch)
