@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,7 +19,7 @@ import pytest
 from baton.engine.arithmetic import expected_tokens
 from baton.errors import BatonError
 from baton.v1 import inference_pb2
-from tests.integration.cluster import Cluster, request
+from tests.integration.cluster import Cluster, request, running_cluster
 from tests.integration.conftest import TraceReceiver
 
 VOCABULARY = 49152
@@ -292,6 +293,19 @@ def test_the_router_restarts(arithmetic_cluster: Cluster) -> None:
         time.sleep(0.2)
     prompt = prompt_of(400, 100)
     assert cluster.generate(token_ids=prompt, sampling=sampling(5)).token_ids == expected_tokens(prompt, 5)
+
+
+def test_pools_too_small_for_all_streams_preempt_and_stay_exact(model_dir: Path) -> None:
+    """24 streams of 600 tokens and more, in pools of 1,024: received sequences are preempted and computed again."""
+    prompts = [prompt_of(500 + i, 30 + 7 * i) for i in range(24)]
+    small = {"engine_runner": "arithmetic", "engine_num_blocks": "64", "engine_output_reservation": "16"}
+    with running_cluster("--decode", "2", router_mode="split", **small) as cluster:
+        with ThreadPoolExecutor(24) as pool:
+            answers = list(pool.map(lambda p: cluster.generate(token_ids=p, sampling=sampling(600)), prompts))
+        cluster.wait_until_idle()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected_tokens(prompt, 600)
+        assert answer.timing.retries == 0, "preemption is the worker's own affair"
 
 
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
