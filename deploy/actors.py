@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.cluster import Role
 from baton.config import Config
-from baton.engine.runner import Runner
 from baton.errors import ConfigError
 from baton.telemetry import logs, tracing
 from kvstore.transfer.nccl_env import nccl_environment
+
+if TYPE_CHECKING:
+    from baton.engine.runner import Runner  # torch comes with it, and only the worker's own process needs that
 
 RESOURCE = "baton_worker"
 """Both roles ask for the same Ray resource, so that a role flip changes nothing for Ray."""

@@ -42,6 +42,8 @@ B = TypeVar("B")
 class ChoiceRecord:
     """What happened to one choice, filled in as it happens. Seconds are of the attempt that was served."""
 
+    began_s: float = 0.0
+    """When the attempt began, on the monotonic clock."""
     num_cached_tokens: int | None = None
     """Of the first attempt: later ones find what it left behind."""
     queue_s: float = 0.0
@@ -101,7 +103,7 @@ class Dispatcher:
     async def _attempt(
         self, spec: SequenceSpec, mode: str, refused: set[str], record: ChoiceRecord, trace: Context
     ) -> AsyncGenerator[NewTokens]:
-        began_s = time.monotonic()
+        record.began_s = time.monotonic()
         block_size = next((worker.info.block_size for worker in self._pools.workers), GRANULE)
         prompt = Prompt(len(spec.token_ids), tuple(block_keys(spec.cache_seed, spec.token_ids, block_size)))
         placement = await self._place(prompt, mode, refused)
@@ -113,10 +115,6 @@ class Dispatcher:
         serve = self._split if placement.mode is Mode.SPLIT else self._aggregated
         async with contextlib.aclosing(serve(spec, prompt, placement, record, trace)) as messages:
             async for message in messages:
-                if began_s:
-                    record.queue_s = max(0.0, time.monotonic() - began_s - record.prefill_s)
-                    self._instruments.queue_duration.record(record.queue_s)
-                    began_s = 0.0
                 yield message
 
     async def _place(self, prompt: Prompt, mode: str, refused: set[str]) -> Placement:
@@ -212,6 +210,8 @@ class Dispatcher:
         if record.num_cached_tokens is None:
             record.num_cached_tokens = num_cached_tokens
         record.prefill_s = prefill_s
+        record.queue_s = max(0.0, time.monotonic() - record.began_s - prefill_s)
+        self._instruments.queue_duration.record(record.queue_s)
         self._instruments.prefill_duration.record(prefill_s, {"mode": record.mode})
 
 

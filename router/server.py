@@ -23,13 +23,13 @@ from baton.telemetry.instruments import Instruments
 from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
 from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex
 from kvstore.leases import RedisLeases
-from router import service as router_service
 from router.admission import Limiter, ModelFacts
 from router.dispatch import Dispatcher
 from router.http import create_app
 from router.pools import PoolView
 from router.registry import Registry
 from router.rpc import SERVICE_NAMES, AdminServicer, InferenceServicer
+from router.service import LoadedModel, RouterService
 from router.text import Tokenizer
 from router.worker_calls import WorkerCalls
 
@@ -111,10 +111,8 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     facts = ModelFacts(
         name, tokenizer.vocab_size, max_model_len, tokenizer.default_sampling, config.router.default_max_tokens
     )
-    service = router_service.RouterService(
-        router_service.ServedModel(
-            ModelCard(name, config.model.path, max_model_len, int(time.time())), tokenizer, content
-        ),
+    service = RouterService(
+        LoadedModel(ModelCard(name, config.model.path, max_model_len, int(time.time())), tokenizer, content),
         facts,
         Dispatcher(pools, calls, config.router, instruments),
         Limiter(config.router.max_in_flight),

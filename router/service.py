@@ -49,7 +49,9 @@ MAX_INLINE_CHARACTERS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class LoadedModel:
+    """The served model, as the router needs it."""
+
     card: ModelCard
     tokenizer: Tokenizer
     content_id: str
@@ -64,7 +66,7 @@ class RouterService:
 
     def __init__(
         self,
-        model: ServedModel,
+        model: LoadedModel,
         facts: ModelFacts,
         dispatcher: Dispatcher,
         limiter: Limiter,
