@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: serve test check proto bench clean install
+.PHONY: serve test chaos check proto bench clean install
 
 install: $(STAMP)
 
@@ -24,7 +24,11 @@ serve: $(STAMP)
 	@$(BIN)/baton up --ask "The capital of France is"
 
 test: check
-	$(BIN)/python -m pytest tests/integration
+	$(BIN)/python -m pytest tests/integration tests/chaos
+
+# Workers join and leave for a minute; `make test` has a short one.
+chaos: $(STAMP)
+	CHAOS_SECONDS=60 $(BIN)/python -m pytest -s tests/chaos
 
 check: $(STAMP) proto-is-current
 	$(BIN)/ruff format --check .

@@ -57,19 +57,24 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Prompt tokens whose KV was found in a cache instead of computed."""
+    """Prompt tokens whose KV was found in a cache, pulled from another worker's if need be, instead of computed."""
     reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of the first choice, each measured inside one process."""
+    """Seconds of the first choice, each measured inside one process.
+
+    queue, prefill, transfer and decode follow one another and add up to the whole, but for what the router does itself.
+    """
 
     ttft_s: float = 0.0
     total_s: float = 0.0
     queue_s: float = 0.0
+    """From placement to the start of the prefill; a prefix that is pulled arrives in this time."""
     prefill_s: float = 0.0
     transfer_s: float = 0.0
+    """The part of the hand-over that came after the first token. The rest went on during the prefill."""
     decode_s: float = 0.0
     prefill_worker: str = ""
     decode_worker: str = ""

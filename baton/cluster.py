@@ -30,7 +30,7 @@ class BlockCounts:
 
 @dataclass(frozen=True, slots=True)
 class TransferCounts:
-    """A worker's hand-overs since it started, by how they ended."""
+    """A worker's KV transfers since it started, sent and received; the last three are as of now."""
 
     committed: int = 0
     failed: int = 0
@@ -39,7 +39,25 @@ class TransferCounts:
     expired: int = 0
     """The lease ended before the KV arrived."""
     fenced: int = 0
-    """Messages about an unknown transfer or a past generation, dropped."""
+    """Messages and chunks of an unknown transfer or a past generation, dropped."""
+    resent: int = 0
+    """Messages said again because no answer came."""
+    failed_pulls: int = 0
+    """Prefixes that were to be pulled and had to be computed."""
+    pulled_tokens: int = 0
+    """Prompt tokens whose KV came from another worker's cache."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    chunks: int = 0
+    transfer_s: float = 0.0
+    """From a sent transfer's first chunk to its acknowledged commit, summed."""
+    exposed_s: float = 0.0
+    """The part of it after the prompt was computed: what no computing hid."""
+    open_pairs: int = 0
+    slots_in_use: int = 0
+    """Of the staging pools."""
+    unsent_bytes: int = 0
+    """Computed, pinned, and not sent yet."""
 
 
 @dataclass(frozen=True, slots=True)

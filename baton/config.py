@@ -104,23 +104,45 @@ class TransferConfig:
     """The KV hand-over."""
 
     slot_bytes: int = 4 * 2**20
-    """Largest payload of one chunk."""
+    """Largest payload of one chunk. The same on every worker."""
+    span_tokens: int = 512
+    """Tokens that travel together; a finished prefill chunk leaves while the next is computed. The same on every
+    worker; best equal to engine.max_num_batched_tokens."""
+    num_slots: int = 16
+    """Staging slots of one side for all its pairs. Pairs over shared memory have their own."""
     window: int = 4
-    """Receives posted ahead on one pair."""
+    """Staging slots that one pair may hold at a time."""
+    max_pairs: int = 0
+    """Pairs that a sender keeps open; the one that was idle longest makes room. 0: 8 on a GPU, where each takes about
+    30 MB, else 64."""
     open_timeout_s: float = 10.0
     op_timeout_s: float = 10.0
-    """Longest wait for one chunk once it is granted."""
-    lease_s: float = 300.0
-    """A reservation whose blocks have not arrived by then is given up. Its life is the router's open stream; this is
-    the backstop, and must exceed the longest prefill with its queue."""
+    """Longest wait for one message of a link, or for the peer's answer to one of the session."""
+    pull_timeout_s: float = 2.0
+    """Longest wait for a prefix that another worker is believed to hold; then it is computed."""
+    ping_s: float = 2.0
+    """How often each side of a session says that it lives; the sender's ping renews its leases."""
+    resend_s: float = 1.0
+    """What the peer has not answered is said again after this time."""
+    lease_s: float = 30.0
+    """A reservation is given up when its sender has not been heard of for so long. A sender offers as soon as it has
+    the request, however long its queue is."""
+    max_unsent_mib: int = 1024
+    """A prefill worker takes no new prompt while more KV than this is computed and not sent."""
     checksum: str = "full"
     """full or off."""
-    links: tuple[str, ...] = ("nccl", "gloo")
-    """Link kinds to offer, best first; nccl is used when both sides have CUDA."""
+    wire_dtype: str = "auto"
+    """auto (the narrower of the two caches'), float32, bfloat16, float16 or int8 (one scale a head and page)."""
+    links: tuple[str, ...] = ("nccl", "shm", "gloo")
+    """Link kinds to offer, best first. nccl needs CUDA on both sides, shm two CPU caches on one host."""
 
     def __post_init__(self) -> None:
         _require_one_of("transfer.checksum", self.checksum, ("full", "off"))
-        _require_at_least_one("transfer", self, ("slot_bytes", "window"))
+        _require_one_of("transfer.wire_dtype", self.wire_dtype, ("auto", "float32", "bfloat16", "float16", "int8"))
+        for kind in self.links:
+            _require_one_of("transfer.links", kind, ("nccl", "shm", "gloo"))
+        counts = ("slot_bytes", "span_tokens", "num_slots", "window", "max_unsent_mib")
+        _require_at_least_one("transfer", self, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +172,10 @@ class RouterConfig:
     worker_wait_s: float = 30.0
     """How long an accepted request waits for a worker to become ready."""
     aggregate_below_tokens: int = 48
-    """In auto mode: prompts with fewer uncached tokens than this are prefilled by the decode worker."""
+    """In auto mode: prompts of which fewer tokens than this have to be computed are prefilled by the decode worker."""
+    pull_above_tokens: int = 64
+    """The worker that computes a prompt pulls a prefix from another one which holds at least so many tokens more of
+    it. A number above the context window: never."""
     load_weight: float = 1.0
     """Placement: how many uncached prompt tokens one running or waiting token of load is worth."""
     default_max_tokens: int = 0
@@ -160,7 +185,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         _require_one_of("router.mode", self.mode, ("auto", "split", "aggregated"))
-        _require_at_least_one("router", self, ("max_in_flight", "max_attempts"))
+        _require_at_least_one("router", self, ("max_in_flight", "max_attempts", "pull_above_tokens"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +219,8 @@ class FaultsConfig:
     """Faults on purpose, for tests. Off by default."""
 
     spec: str = ""
-    """Comma-separated: corrupt_chunk=N, drop_chunk=N, swap_blocks=N (every Nth chunk of the KV hand-over)."""
+    """Comma-separated: NAME=N for every Nth chunk of a KV transfer; the names are the fields of
+    `kvstore.transfer.faults.Faults`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What processes say to each other, as plain values. `baton.wire` turns them into protobuf and back.
 
 Router -> worker: `SequenceSpec`, answered by `FirstToken` and `HandedOver` (prefill) or `Ticket` and `NewTokens`
-(decode). Prefill <-> decode: the messages of one KV session, `FromPrefill` and `FromDecode`.
+(decode). Worker <-> worker: the messages of one KV session, `FromSender` and `FromReceiver`, and `Pull`.
 """
 
 from __future__ import annotations
@@ -39,22 +39,66 @@ class SequenceSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """A layer group of a cache: of the model, not of one rank."""
+
+    name: str
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: str
+    """As torch names it, without `torch.`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The shape of a worker's KV cache, as it tells its peers. Every rank holds its share of each group's heads."""
+
+    block_size: int
+    tp_size: int
+    groups: tuple[GroupLayout, ...]
+    states: tuple[StateLayout, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A worker that is believed to hold a longer prefix of the prompt, from which it can be pulled."""
+
+    worker_id: str
+    address: str
+    """host:port of its KvControl service."""
+    num_tokens: int
+    """Leading prompt tokens it is believed to hold."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ticket:
-    """A decode worker's promise of blocks for one transfer."""
+    """A worker's promise of blocks for one transfer into its cache."""
 
     transfer_id: str
     generation: int
-    """Unique per reservation in the life of a decode worker's process."""
+    """Unique per reservation in the life of the receiving process."""
     decode_worker_id: str
+    """The receiving worker's id."""
     incarnation: str
-    """Of the decode worker: one per process start."""
+    """Of the receiving worker: one per process start."""
     kv_address: str
     num_tokens: int
     """Tokens whose KV is handed over; the sequence's length before the first token."""
     skip_tokens: int
-    """Leading tokens whose blocks the decode worker already holds; a multiple of the block size."""
+    """Leading tokens whose blocks the receiver already holds; a multiple of its block size."""
     lease_ms: int
+    """Time within which the sender must offer; from then on its pings renew the lease."""
     wire_compat: str
+    layout: KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +115,9 @@ class HandedOver:
     num_bytes: int
     num_chunks: int
     transfer_s: float
+    """From the first chunk, or from the last token if that came first, to the acknowledged commit."""
+    exposed_s: float
+    """The part of it that came after the first token: what no computing hid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +139,13 @@ class Hello:
     incarnation: str
     wire_compat: str
     links: tuple[str, ...]
+    layout: KvLayout
+    rank: int
+    """The sending rank."""
+    peer_rank: int
+    """The receiving rank that is meant."""
+    host_id: str
+    """Equal where two processes can share memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +153,11 @@ class Welcome:
     incarnation: str
     link: str
     pair_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """This side lives. From the sender it renews the leases of all transfers that it offered on the session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +172,9 @@ class Offer:
     generation: int
     plan_digest: bytes
     num_chunks: int
+    wire_dtype: str
+    num_tokens: int
+    """Leading tokens that are offered: the ticket's, or fewer where a prefix is pulled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +187,8 @@ class Grant:
 class Commit:
     transfer_id: str
     generation: int
-    first_token: int
+    first_token: int | None
+    """None for a pulled prefix. Sampling is keyed by seed and position, so there is no other sampler state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,5 +217,14 @@ class AbortAck:
     generation: int
 
 
-FromPrefill = Hello | Rendezvous | Offer | Commit | Abort
-FromDecode = Welcome | Rendezvous | Grant | CommitAck | Nack | AbortAck
+FromSender = Hello | Rendezvous | Offer | Commit | Abort | Ping
+FromReceiver = Welcome | Rendezvous | Grant | CommitAck | Nack | AbortAck | Ping
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Asks a worker to send what it holds of a prefix to the ticket's worker."""
+
+    ticket: Ticket
+    block_keys: tuple[bytes, ...]
+    """Chained keys of the prefix, one for each 16 tokens."""

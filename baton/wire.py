@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from typing import Any, TypeVar
 
-from google.protobuf import json_format
+from google.protobuf import json_format, message_factory
+from google.protobuf.message import Message
 
 from baton import api
 from baton import messages as m
@@ -34,20 +37,41 @@ def ticket_from_pb(message: worker_pb2.Ticket) -> m.Ticket:
     return _from_pb(message, m.Ticket)
 
 
-def prefill_request(spec: m.SequenceSpec, ticket: m.Ticket | None) -> worker_pb2.PrefillRequest:
-    return worker_pb2.PrefillRequest(sequence=sequence_to_pb(spec), ticket=ticket_to_pb(ticket) if ticket else None)
+def prefill_request(
+    spec: m.SequenceSpec, ticket: m.Ticket | None, source: m.PrefixSource | None = None
+) -> worker_pb2.PrefillRequest:
+    return worker_pb2.PrefillRequest(
+        sequence=sequence_to_pb(spec),
+        ticket=ticket_to_pb(ticket) if ticket else None,
+        source=_source_to_pb(source),
+    )
 
 
-def prefill_request_from_pb(message: worker_pb2.PrefillRequest) -> tuple[m.SequenceSpec, m.Ticket | None]:
-    return sequence_from_pb(message.sequence), ticket_from_pb(message.ticket) if message.HasField("ticket") else None
+def prefill_request_from_pb(
+    message: worker_pb2.PrefillRequest,
+) -> tuple[m.SequenceSpec, m.Ticket | None, m.PrefixSource | None]:
+    ticket = ticket_from_pb(message.ticket) if message.HasField("ticket") else None
+    return sequence_from_pb(message.sequence), ticket, _source_from_pb(message)
 
 
-def decode_request(spec: m.SequenceSpec, await_kv: bool) -> worker_pb2.DecodeRequest:
-    return worker_pb2.DecodeRequest(sequence=sequence_to_pb(spec), await_kv=await_kv)
+def decode_request(
+    spec: m.SequenceSpec, await_kv: bool, source: m.PrefixSource | None = None
+) -> worker_pb2.DecodeRequest:
+    return worker_pb2.DecodeRequest(sequence=sequence_to_pb(spec), await_kv=await_kv, source=_source_to_pb(source))
 
 
-def decode_request_from_pb(message: worker_pb2.DecodeRequest) -> tuple[m.SequenceSpec, bool]:
-    return sequence_from_pb(message.sequence), message.await_kv
+def decode_request_from_pb(
+    message: worker_pb2.DecodeRequest,
+) -> tuple[m.SequenceSpec, bool, m.PrefixSource | None]:
+    return sequence_from_pb(message.sequence), message.await_kv, _source_from_pb(message)
+
+
+def _source_to_pb(source: m.PrefixSource | None) -> worker_pb2.PrefixSource | None:
+    return _to_pb(source, worker_pb2.PrefixSource) if source else None
+
+
+def _source_from_pb(message: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) -> m.PrefixSource | None:
+    return _from_pb(message.source, m.PrefixSource) if message.HasField("source") else None
 
 
 def prefill_response(event: m.FirstToken | m.HandedOver) -> worker_pb2.PrefillResponse:
@@ -74,47 +98,57 @@ def decode_event(message: worker_pb2.DecodeResponse) -> m.Ticket | m.NewTokens:
     return _from_pb(message.new_tokens, m.NewTokens)
 
 
-# -- prefill <-> decode ----------------------------------------------------------------------------------------------
+# -- worker <-> worker ------------------------------------------------------------------------------------------------
 
-_FROM_PREFILL: dict[type[Any], tuple[str, type[Any]]] = {
+_FROM_SENDER: dict[type[Any], tuple[str, type[Any]]] = {
     m.Hello: ("hello", kv_pb2.Hello),
     m.Rendezvous: ("rendezvous", kv_pb2.Rendezvous),
     m.Offer: ("offer", kv_pb2.Offer),
     m.Commit: ("commit", kv_pb2.Commit),
     m.Abort: ("abort", kv_pb2.Abort),
+    m.Ping: ("ping", kv_pb2.Ping),
 }
-_FROM_DECODE: dict[type[Any], tuple[str, type[Any]]] = {
+_FROM_RECEIVER: dict[type[Any], tuple[str, type[Any]]] = {
     m.Welcome: ("welcome", kv_pb2.Welcome),
     m.Rendezvous: ("rendezvous", kv_pb2.Rendezvous),
     m.Grant: ("grant", kv_pb2.Grant),
     m.CommitAck: ("commit_ack", kv_pb2.CommitAck),
     m.Nack: ("nack", kv_pb2.Nack),
     m.AbortAck: ("abort_ack", kv_pb2.AbortAck),
+    m.Ping: ("ping", kv_pb2.Ping),
 }
-_PREFILL_KIND = {field: cls for cls, (field, _) in _FROM_PREFILL.items()}
-_DECODE_KIND = {field: cls for cls, (field, _) in _FROM_DECODE.items()}
+_SENDER_KIND = {field: cls for cls, (field, _) in _FROM_SENDER.items()}
+_RECEIVER_KIND = {field: cls for cls, (field, _) in _FROM_RECEIVER.items()}
 
 
-def session_request(message: m.FromPrefill) -> kv_pb2.SessionRequest:
-    field, pb_class = _FROM_PREFILL[type(message)]
+def session_request(message: m.FromSender) -> kv_pb2.SessionRequest:
+    field, pb_class = _FROM_SENDER[type(message)]
     return kv_pb2.SessionRequest(**{field: _to_pb(message, pb_class)})
 
 
-def session_request_from_pb(message: kv_pb2.SessionRequest) -> m.FromPrefill | None:
+def session_request_from_pb(message: kv_pb2.SessionRequest) -> m.FromSender | None:
     """None: a message kind this version does not know."""
     field = message.WhichOneof("message")
-    return _from_pb(getattr(message, field), _PREFILL_KIND[field]) if field else None
+    return _from_pb(getattr(message, field), _SENDER_KIND[field]) if field else None
 
 
-def session_response(message: m.FromDecode) -> kv_pb2.SessionResponse:
-    field, pb_class = _FROM_DECODE[type(message)]
+def session_response(message: m.FromReceiver) -> kv_pb2.SessionResponse:
+    field, pb_class = _FROM_RECEIVER[type(message)]
     return kv_pb2.SessionResponse(**{field: _to_pb(message, pb_class)})
 
 
-def session_response_from_pb(message: kv_pb2.SessionResponse) -> m.FromDecode | None:
+def session_response_from_pb(message: kv_pb2.SessionResponse) -> m.FromReceiver | None:
     """None: a message kind this version does not know."""
     field = message.WhichOneof("message")
-    return _from_pb(getattr(message, field), _DECODE_KIND[field]) if field else None
+    return _from_pb(getattr(message, field), _RECEIVER_KIND[field]) if field else None
+
+
+def pull_to_pb(pull: m.Pull) -> kv_pb2.PullRequest:
+    return _to_pb(pull, kv_pb2.PullRequest)
+
+
+def pull_from_pb(message: kv_pb2.PullRequest) -> m.Pull:
+    return _from_pb(message, m.Pull)
 
 
 # -- public API ------------------------------------------------------------------------------------------------------
@@ -284,17 +318,55 @@ def _worker(worker: Worker) -> admin_pb2.Worker:
 
 
 def _to_pb(value: Any, pb_class: type[T]) -> T:
-    fields = {name: getattr(value, name) for name in value.__dataclass_fields__}
-    return pb_class(**{name: v or "" if name == "finish_reason" else v for name, v in fields.items()})
+    fields: dict[str, Any] = {name: getattr(value, name) for name in value.__dataclass_fields__}
+    if "finish_reason" in fields:
+        fields["finish_reason"] = fields["finish_reason"] or ""
+    for name, (_, pb) in _kind(type(value), pb_class).nested.items():
+        inner = fields[name]
+        fields[name] = [_to_pb(item, pb) for item in inner] if isinstance(inner, tuple) else _to_pb(inner, pb)
+    return pb_class(**fields)
 
 
 def _from_pb(message: Any, cls: type[T]) -> T:
     values: dict[str, Any] = {}
+    kind = _kind(cls, type(message))
     for name in cls.__dataclass_fields__:  # type: ignore[attr-defined]
         value = getattr(message, name)
         if name == "finish_reason":
             value = FinishReason(value) if value else None
+        elif name in kind.nested:
+            inner = kind.nested[name][0]
+            is_one = isinstance(value, Message)
+            value = _from_pb(value, inner) if is_one else tuple(_from_pb(item, inner) for item in value)
         elif not isinstance(value, (str, bytes, int, float)):
             value = tuple(value)
+        elif name in kind.optional and not message.HasField(name):
+            value = None
         values[name] = value
     return cls(**values)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kind:
+    nested: dict[str, tuple[Any, Any]]
+    """Fields that are messages themselves, or tuples of them: their dataclass and their protobuf class."""
+    optional: frozenset[str]
+    """Plain fields that may be absent."""
+
+
+_KINDS: dict[tuple[Any, Any], _Kind] = {}
+
+
+def _kind(cls: Any, pb_class: Any) -> _Kind:
+    if (known := _KINDS.get((cls, pb_class))) is not None:
+        return known
+    nested: dict[str, tuple[Any, Any]] = {}
+    optional: set[str] = set()
+    for name, hint in typing.get_type_hints(cls).items():
+        inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
+        descriptor = pb_class.DESCRIPTOR.fields_by_name[name]
+        if dataclasses.is_dataclass(inner):
+            nested[name] = (inner, message_factory.GetMessageClass(descriptor.message_type))
+        elif descriptor.has_presence:
+            optional.add(name)
+    return _KINDS.setdefault((cls, pb_class), _Kind(nested, frozenset(optional)))

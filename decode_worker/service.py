@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -12,38 +13,41 @@ from baton import wire
 from baton.engine.engine import Generated, Reserved
 from baton.engine.loop import EngineLoop, SequenceHandle
 from baton.engine.sequence import Purpose, Sequence
-from baton.messages import NewTokens, SequenceSpec, Ticket
+from baton.messages import NewTokens, PrefixSource, SequenceSpec, Ticket
 from baton.sampling import FinishReason
 from baton.telemetry import tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from kvstore.transfer.receiver import KvReceiver
+from kvstore.transfer.endpoint import KvEndpoint
 
 
 class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
-    def __init__(self, worker_id: str, loop: EngineLoop, receiver: KvReceiver) -> None:
+    def __init__(self, worker_id: str, loop: EngineLoop, kv: KvEndpoint) -> None:
         self._worker_id = worker_id
         self._loop = loop
-        self._receiver = receiver
+        self._kv = kv
 
     async def Decode(  # noqa: N802 - the generated name
         self, request: worker_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.DecodeResponse]:
-        spec, await_kv = wire.decode_request_from_pb(request)
+        spec, await_kv, source = wire.decode_request_from_pb(request)
         span = tracing.start_span(
             "decode", tracing.from_metadata(context.invocation_metadata()), {"baton.worker": self._worker_id}
         )
         try:
-            serve = self._after_hand_over if await_kv else self._aggregated
-            async with contextlib.aclosing(serve(spec)) as events:
+            serve = self._after_hand_over(spec) if await_kv else self._aggregated(spec, source)
+            async with contextlib.aclosing(serve) as events:
                 async for event in events:
                     yield wire.decode_response(event)
         finally:
             span.end()
 
-    async def _aggregated(self, spec: SequenceSpec) -> AsyncGenerator[NewTokens]:
-        """Prefills here and decodes here."""
+    async def _aggregated(self, spec: SequenceSpec, source: PrefixSource | None) -> AsyncGenerator[NewTokens]:
+        """Prefills here, from a prefix pulled from `source` if there is one, and decodes here."""
+        arrived_s = time.monotonic()
+        if source is not None:
+            await self._kv.fetch_prefix(spec, source)
         async with (
-            self._loop.sequence(spec, Purpose.GENERATE) as handle,
+            self._loop.sequence(spec, Purpose.GENERATE, arrived_s) as handle,
             contextlib.aclosing(self._tokens(handle)) as new,
         ):
             async for message in new:
@@ -55,7 +59,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             reserved = await handle.next()
             assert isinstance(reserved, Reserved)
             sequence = reserved.sequence
-            ticket = self._receiver.expect(
+            ticket = self._kv.receiver.expect(
                 f"{sequence.sequence_id}@{self._worker_id}",
                 sequence.num_tokens,
                 reserved.skip_tokens,
@@ -64,13 +68,14 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             )
             try:
                 yield ticket
-                first_token = await self._receiver.wait_committed(ticket)
+                arrival = await self._kv.receiver.wait_committed(ticket)
             finally:
                 # Whatever happened, no transfer writes these blocks from here on: `insert` uses them, or leaving the
                 # sequence's context frees them.
-                await self._receiver.release(ticket)
+                await self._kv.receiver.release(ticket)
             # The router has the first token already, straight from the prefill worker, and its finish reason too.
-            if self._loop.insert(sequence, first_token) is None:
+            assert arrival.first_token is not None
+            if self._loop.insert(sequence, arrival.first_token) is None:
                 async with contextlib.aclosing(self._tokens(handle)) as messages:
                     async for message in messages:
                         yield message

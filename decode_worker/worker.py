@@ -13,7 +13,6 @@ from baton.rpc import RpcServer
 from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
 from decode_worker.service import DecodeServicer
 from kvstore.member import Member
-from kvstore.transfer.receiver import KvReceiver
 
 
 @contextlib.asynccontextmanager
@@ -22,15 +21,9 @@ async def running(
 ) -> AsyncGenerator[tuple[Member, asyncio.Task[None]]]:
     """A decode worker that takes traffic while the block is entered. Yields as `Member.joined` does."""
     member = Member(Role.DECODE, worker_id, host, config, runner)
-    receiver = KvReceiver(worker_id, member.incarnation, runner.cache, member.wire_compat, config.transfer, host)
-    member.transfers = lambda: receiver.stats.counts()
     rpc = RpcServer(["baton.v1.DecodeWorker", "baton.v1.KvControl"])
-    worker_pb2_grpc.add_DecodeWorkerServicer_to_server(DecodeServicer(worker_id, member.loop, receiver), rpc.server)
-    kv_pb2_grpc.add_KvControlServicer_to_server(receiver, rpc.server)
+    worker_pb2_grpc.add_DecodeWorkerServicer_to_server(DecodeServicer(worker_id, member.loop, member.kv), rpc.server)
+    kv_pb2_grpc.add_KvControlServicer_to_server(member.kv, rpc.server)
     port = rpc.bind(host, 0)
-    receiver.kv_address = f"{host}:{port}"
-    try:
-        async with member.joined(rpc, port) as ended:
-            yield member, ended
-    finally:
-        await receiver.close()
+    async with member.joined(rpc, port) as ended:
+        yield member, ended

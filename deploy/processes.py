@@ -13,8 +13,8 @@ PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """A `preexec_fn` for subprocess.Popen: the child is killed when this process dies, however it dies.
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
+    """A `preexec_fn` for subprocess.Popen: the child gets this signal when this process dies, however it dies.
 
     Linux ties this to the *thread* that starts the child, so start it from one that lives as long as the process. Other
     systems have no such thing: None.
@@ -24,7 +24,7 @@ def die_with_parent() -> Callable[[], None] | None:
     libc, parent = _libc, os.getpid()
 
     def in_child() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:  # it died before the call
             os._exit(1)
 

@@ -14,7 +14,7 @@ import socket
 from collections.abc import AsyncGenerator, Callable
 
 from baton.blocks import content_id
-from baton.cluster import Role, TransferCounts, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import Config
 from baton.engine.block_pool import Removed, Stored
 from baton.engine.engine import Engine
@@ -25,9 +25,10 @@ from baton.engine.scheduler import SchedulerLimits
 from baton.rpc import RpcServer
 from kvstore.index import Connection, IndexPublisher, RedisIndex
 from kvstore.leases import LeaseKeeper, RedisLeases
+from kvstore.transfer.endpoint import KvEndpoint
 
 logger = logging.getLogger(__name__)
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Of the hand-over: workers of different versions do not pair."""
 
 
@@ -53,9 +54,9 @@ class Member:
         )
         self.engine = Engine(runner, limits)
         self.loop = EngineLoop(self.engine, config.engine.max_waiting, self._on_block_events, self._on_idle)
+        compat, transfer, faults = self.wire_compat, config.transfer, config.faults
+        self.kv = KvEndpoint(worker_id, self.incarnation, self.loop, compat, transfer, host, faults)
         self._keeper: LeaseKeeper | None = None
-        self.transfers: Callable[[], TransferCounts] = TransferCounts
-        """The role's hand-overs so far, for the lease."""
         self._publisher: IndexPublisher | None = None
         self._state = WorkerState.STARTING
         self._info: WorkerInfo | None = None
@@ -89,6 +90,7 @@ class Member:
                 blocks_ttl_s=settings.blocks_ttl_s,
             )
             stack.push_async_callback(leases.close)
+            stack.push_async_callback(self.kv.close)
             keeper = self._keeper = LeaseKeeper(leases, self.worker_id, renew_s=settings.renew_s)
             epoch = await keeper.acquire()
             stack.push_async_callback(keeper.close)
@@ -105,6 +107,7 @@ class Member:
                 block_size=spec.block_size,
                 max_model_len=self.runner.max_model_len,
             )
+            self.kv.receiver.kv_address = self.info.address
             if spec.supports_prefix_reuse:
                 self._publisher = IndexPublisher(index, self.worker_id, epoch, self.engine.pool.keys)
             await rpc.start()
@@ -131,7 +134,7 @@ class Member:
             queued_tokens=load.queued_tokens,
             blocks=load.blocks,
             self_check=self.loop.self_check,
-            transfers=self.transfers(),
+            transfers=self.kv.counts(),
         )
 
     def _on_idle(self) -> None:
@@ -155,12 +158,12 @@ async def _ended(task: asyncio.Task[None]) -> None:
 
 
 def wire_compat(model_revision: str, spec: KVSpec) -> str:
-    """Identity of what two workers must share to pair: the model and the shape of its KV.
+    """Identity of what two workers must share to pair: the model and what its KV consists of.
 
-    Block size and KV dtype are not part of it: they belong to the transfer plan. This version plans for equal ones
-    only, so a pair that differs in them is refused when its first transfer is offered, in words.
+    Block size, KV data type and tensor-parallel degree are not part of it: the transfer plan bridges them, or refuses
+    them in words (`kvstore.transfer.layout.mismatch`).
     """
-    groups = "|".join(f"{g.name}:{len(g.layers)}:{g.num_kv_heads}:{g.k_dim}:{g.v_dim}" for g in spec.groups)
+    groups = "|".join(f"{g.name}:{len(g.layers)}:{g.k_dim}:{g.v_dim}" for g in spec.groups)
     states = "|".join(f"{s.name}:{s.shape}:{s.dtype}" for s in spec.states)
     text = f"{WIRE_VERSION}\0{model_revision}\0{groups}\0{states}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,8 +1,9 @@
-"""Prefill: computes a prompt's KV and its first token, and hands the blocks over."""
+"""Prefill: computes a prompt's KV and its first token, and hands the blocks over while it computes."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -10,36 +11,48 @@ import grpc
 from opentelemetry.context import Context
 
 from baton import wire
-from baton.engine.engine import Generated
-from baton.engine.loop import EngineLoop
-from baton.engine.sequence import Purpose, Sequence
+from baton.engine.engine import Admitted, Generated
+from baton.engine.loop import EngineLoop, SequenceHandle
+from baton.engine.sequence import Purpose
 from baton.errors import TransferError, WorkerFailed
-from baton.messages import FirstToken, HandedOver, SequenceSpec, Ticket
+from baton.messages import FirstToken, HandedOver, PrefixSource, SequenceSpec, Ticket
 from baton.telemetry import tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from kvstore.transfer.sender import KvSender
+from kvstore.transfer.endpoint import KvEndpoint
+from kvstore.transfer.sender import Transfer
 
 
 class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
-    def __init__(self, worker_id: str, loop: EngineLoop, sender: KvSender) -> None:
+    def __init__(self, worker_id: str, loop: EngineLoop, kv: KvEndpoint) -> None:
         self._worker_id = worker_id
         self._loop = loop
-        self._sender = sender
+        self._kv = kv
 
     async def Prefill(  # noqa: N802 - the generated name
         self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
-        spec, ticket = wire.prefill_request_from_pb(request)
+        spec, ticket, source = wire.prefill_request_from_pb(request)
         trace = tracing.from_metadata(context.invocation_metadata())
-        async with contextlib.aclosing(self._prefill(spec, ticket, trace)) as events:
+        async with contextlib.aclosing(self._prefill(spec, ticket, source, trace)) as events:
             async for event in events:
                 yield wire.prefill_response(event)
 
     async def _prefill(
-        self, spec: SequenceSpec, ticket: Ticket | None, trace: Context
+        self, spec: SequenceSpec, ticket: Ticket | None, source: PrefixSource | None, trace: Context
     ) -> AsyncGenerator[FirstToken | HandedOver]:
+        """In order: offer, pull what another worker holds, compute and send side by side, first token, hand-over."""
         labels: tracing.Attributes = {"baton.worker": self._worker_id}
-        async with self._loop.sequence(spec, Purpose.PREFILL) as handle:
+        arrived_s = time.monotonic()
+        async with contextlib.AsyncExitStack() as stack:
+            transfer = await stack.enter_async_context(self._kv.sender.transfer(ticket)) if ticket else None
+            await self._kv.sender.wait_for_room(self._loop.max_waiting)
+            if source is not None:
+                await self._kv.fetch_prefix(spec, source)
+            handle = await stack.enter_async_context(self._loop.sequence(spec, Purpose.PREFILL, arrived_s))
+            admitted = await handle.next()
+            assert isinstance(admitted, Admitted)
+            if transfer is not None:
+                await stack.enter_async_context(self._streaming(transfer, handle))
             output = await handle.next()
             assert isinstance(output, Generated)
             sequence = output.sequence
@@ -50,16 +63,35 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             tracing.record_span("prefill.compute", trace, prefill_s, computed)
             # The first token goes out at once; the blocks stay held until the transfer is over.
             yield FirstToken(output.token_id, output.finish_reason, sequence.num_cached_tokens, queue_s, prefill_s)
-            if ticket is not None and output.finish_reason is None:
-                handed_over = await self._hand_over(ticket, sequence, output.token_id)
-                sent = {**labels, "baton.transfer_id": ticket.transfer_id, "baton.bytes": handed_over.num_bytes}
+            if transfer is not None and output.finish_reason is None:
+                handed_over = await _finished(transfer, output.token_id)
+                sent = {
+                    **labels,
+                    "baton.transfer_id": transfer.ticket.transfer_id,
+                    "baton.bytes": handed_over.num_bytes,
+                    "baton.chunks": handed_over.num_chunks,
+                    "baton.exposed_s": handed_over.exposed_s,
+                }
                 tracing.record_span("kv.transfer", trace, handed_over.transfer_s, sent)
                 yield handed_over
 
-    async def _hand_over(self, ticket: Ticket, sequence: Sequence, first_token: int) -> HandedOver:
-        state_slot = sequence.state_slot if sequence.state_slot >= 0 else None
+    @contextlib.asynccontextmanager
+    async def _streaming(self, transfer: Transfer, handle: SequenceHandle) -> AsyncIterator[None]:
+        """The transfer reads the sequence's blocks as they are computed, while the block is entered."""
+        sequence = handle.sequence
+        blocks = self._loop.pin(sequence)
         try:
-            return await self._sender.send(ticket, sequence.block_table, first_token, state_slot)
-        except WorkerFailed as error:
-            # It is the decode worker that failed; the router must not take this one for broken.
-            raise TransferError(str(error)) from error
+            transfer.attach(blocks, sequence.state_slot if sequence.state_slot >= 0 else None)
+            handle.watch(transfer.advance)
+            yield
+        finally:
+            await transfer.close()  # the sequence's states, which cannot be pinned, are held until here
+            self._loop.unpin(blocks)
+
+
+async def _finished(transfer: Transfer, first_token: int) -> HandedOver:
+    try:
+        return await transfer.finish(first_token)
+    except WorkerFailed as error:
+        # It is the decode worker that failed; the router must not take this one for broken.
+        raise TransferError(str(error)) from error

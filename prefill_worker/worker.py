@@ -10,9 +10,8 @@ from baton.cluster import Role
 from baton.config import Config
 from baton.engine.runner import Runner
 from baton.rpc import RpcServer
-from baton.v1 import worker_pb2_grpc
+from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
 from kvstore.member import Member
-from kvstore.transfer.sender import KvSender
 from prefill_worker.service import PrefillServicer
 
 
@@ -22,15 +21,9 @@ async def running(
 ) -> AsyncGenerator[tuple[Member, asyncio.Task[None]]]:
     """A prefill worker that takes traffic while the block is entered. Yields as `Member.joined` does."""
     member = Member(Role.PREFILL, worker_id, host, config, runner)
-    sender = KvSender(
-        worker_id, member.incarnation, runner.cache, member.wire_compat, config.transfer, host, config.faults
-    )
-    member.transfers = lambda: sender.stats.counts()
-    rpc = RpcServer(["baton.v1.PrefillWorker"])
-    worker_pb2_grpc.add_PrefillWorkerServicer_to_server(PrefillServicer(worker_id, member.loop, sender), rpc.server)
+    rpc = RpcServer(["baton.v1.PrefillWorker", "baton.v1.KvControl"])
+    worker_pb2_grpc.add_PrefillWorkerServicer_to_server(PrefillServicer(worker_id, member.loop, member.kv), rpc.server)
+    kv_pb2_grpc.add_KvControlServicer_to_server(member.kv, rpc.server)
     port = rpc.bind(host, 0)
-    try:
-        async with member.joined(rpc, port) as ended:
-            yield member, ended
-    finally:
-        await sender.close()
+    async with member.joined(rpc, port) as ended:
+        yield member, ended

@@ -4,6 +4,8 @@
                   `----- the open stream is the reservation ------------------------------------------------ ... ---'
     aggregated    Decode --> all tokens
 
+Whoever computes the prompt may be told a source: a worker with a longer prefix of it, from which it pulls first.
+
 A failure before the last token places the choice again, with the tokens emitted so far as part of its prompt. Tokens
 are drawn by position, so the stream goes on as if nothing had happened.
 """
@@ -16,14 +18,23 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from opentelemetry.context import Context
 
 from baton.blocks import GRANULE, block_keys
 from baton.config import RouterConfig
-from baton.errors import InvalidRequest, NoWorker, Overloaded, TransferError, WorkerFailed
-from baton.messages import FirstToken, HandedOver, NewTokens, SequenceSpec, Ticket
+from baton.errors import (
+    InvalidRequest,
+    NoWorker,
+    Overloaded,
+    TransferCorrupted,
+    TransferError,
+    TransferRefused,
+    WorkerFailed,
+)
+from baton.messages import FirstToken, HandedOver, NewTokens, PrefixSource, SequenceSpec, Ticket
 from baton.telemetry.instruments import Instruments
 from router.placement import Mode, Placement, Prompt, place
 from router.pools import PoolView
@@ -49,11 +60,39 @@ class ChoiceRecord:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
+    """Of the hand-over, what came after the first token."""
     prefill_worker: str = ""
     decode_worker: str = ""
+    source: str = ""
+    """Worker from which a prefix was to be pulled; empty: nobody."""
     mode: str = ""
     retries: int = 0
     emitted: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Lessons:
+    """What the failed attempts of one choice mean for its next placement."""
+
+    refused: set[str] = field(default_factory=set)
+    """Workers whose queue was full."""
+    not_from: set[str] = field(default_factory=set)
+    """Workers from which no prefix is pulled: sources of failed attempts, and whoever could not hand over."""
+    doubted: set[str] = field(default_factory=set)
+    """The other side of failed hand-overs: it may be gone, and its own stream not broken yet. Only for want of another
+    is it tried again."""
+    num_failed_transfers: int = 0
+
+    def learn(self, failure: WorkerCallError, record: ChoiceRecord) -> None:
+        if isinstance(failure.error, Overloaded):
+            self.refused.add(failure.worker.info.id)  # before anything was pulled: nothing speaks against the source
+            return
+        self.not_from.add(record.source)
+        if isinstance(failure.error, TransferError):
+            self.num_failed_transfers += 1
+            self.not_from.add(record.prefill_worker)
+            if not isinstance(failure.error, (TransferCorrupted, TransferRefused)):  # then the other side has answered
+                self.doubted |= {record.prefill_worker, record.decode_worker} - {failure.worker.info.id}
 
 
 class Dispatcher:
@@ -72,15 +111,14 @@ class Dispatcher:
             Overloaded, NoWorker, WorkerFailed, TransferError: the choice could not be served within
                 `max_attempts` placements.
         """
-        refused: set[str] = set()
-        num_failed_transfers = 0
+        lessons = _Lessons()
         for attempt in range(self._config.max_attempts):
             current = replace(spec, token_ids=spec.token_ids + tuple(record.emitted), attempt=attempt)
             mode = self._config.mode
-            if mode == "auto" and num_failed_transfers >= MAX_FAILED_TRANSFERS:
+            if mode == "auto" and lessons.num_failed_transfers >= MAX_FAILED_TRANSFERS:
                 mode = Mode.AGGREGATED  # slower perhaps, but nothing has to travel
             try:
-                async with contextlib.aclosing(self._attempt(current, mode, refused, record, trace)) as messages:
+                async with contextlib.aclosing(self._attempt(current, mode, lessons, record, trace)) as messages:
                     async for message in messages:
                         record.emitted += message.token_ids
                         yield message
@@ -88,12 +126,9 @@ class Dispatcher:
             except WorkerCallError as failure:
                 if isinstance(failure.error, InvalidRequest) or attempt == self._config.max_attempts - 1:
                     raise failure.error from failure
-                if isinstance(failure.error, Overloaded):
-                    refused.add(failure.worker.info.id)
-                elif isinstance(failure.error, WorkerFailed):
+                if isinstance(failure.error, WorkerFailed):
                     self._pools.suspect(failure.worker)
-                elif isinstance(failure.error, TransferError):
-                    num_failed_transfers += 1
+                lessons.learn(failure, record)
                 record.retries += 1
                 self._instruments.retries.add(1, {"error": type(failure.error).__name__})
                 logger.warning(
@@ -101,13 +136,13 @@ class Dispatcher:
                 )
 
     async def _attempt(
-        self, spec: SequenceSpec, mode: str, refused: set[str], record: ChoiceRecord, trace: Context
+        self, spec: SequenceSpec, mode: str, lessons: _Lessons, record: ChoiceRecord, trace: Context
     ) -> AsyncGenerator[NewTokens]:
         record.began_s = time.monotonic()
         block_size = next((worker.info.block_size for worker in self._pools.workers), GRANULE)
         prompt = Prompt(len(spec.token_ids), tuple(block_keys(spec.cache_seed, spec.token_ids, block_size)))
-        placement = await self._place(prompt, mode, refused)
-        record.mode = placement.mode
+        placement = await self._place(prompt, mode, lessons)
+        record.mode, record.source = placement.mode, placement.source
         record.prefill_worker, record.decode_worker = placement.prefill_worker, placement.decode_worker
         self._instruments.placements.add(
             1, {"mode": placement.mode, "prefill": placement.prefill_worker, "decode": placement.decode_worker}
@@ -117,20 +152,24 @@ class Dispatcher:
             async for message in messages:
                 yield message
 
-    async def _place(self, prompt: Prompt, mode: str, refused: set[str]) -> Placement:
+    async def _place(self, prompt: Prompt, mode: str, lessons: _Lessons) -> Placement:
         """Waits, within bounds, until the workers for a request are there."""
         deadline = time.monotonic() + self._config.worker_wait_s
+        settings = self._config
+        decide = partial(
+            place,
+            load_weight=settings.load_weight,
+            aggregate_below_tokens=settings.aggregate_below_tokens,
+            pull_above_tokens=settings.pull_above_tokens,
+            not_from=lessons.not_from,
+        )
         while True:
-            placement = place(
-                prompt,
-                self._pools.candidates(prompt, refused),
-                mode,
-                load_weight=self._config.load_weight,
-                aggregate_below_tokens=self._config.aggregate_below_tokens,
-            )
+            candidates = self._pools.candidates(prompt, lessons.refused)
+            undoubted = [c for c in candidates if c.worker_id not in lessons.doubted]
+            placement = decide(prompt, undoubted, mode) or decide(prompt, candidates, mode)
             if placement is not None:
                 return placement
-            if refused:
+            if lessons.refused:
                 raise Overloaded("every worker's queue is full; try again later")
             if time.monotonic() >= deadline:
                 raise NoWorker(
@@ -142,8 +181,9 @@ class Dispatcher:
         self, spec: SequenceSpec, prompt: Prompt, placement: Placement, record: ChoiceRecord, trace: Context
     ) -> AsyncGenerator[NewTokens]:
         worker = self._pools.get(placement.decode_worker)
+        source = self._source(placement)
         with self._pools.working(worker, prompt.num_tokens):
-            async with self._calls.decode(worker, spec, await_kv=False, trace=trace) as stream:
+            async with self._calls.decode(worker, spec, await_kv=False, source=source, trace=trace) as stream:
                 message = await _read_tokens(stream)
                 self._book_prefill(record, message.num_cached_tokens, message.prefill_s)
                 yield message
@@ -156,6 +196,7 @@ class Dispatcher:
     ) -> AsyncGenerator[NewTokens]:
         decode_worker = self._pools.get(placement.decode_worker)
         prefill_worker = self._pools.get(placement.prefill_worker)
+        source = self._source(placement)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(self._pools.working(decode_worker, prompt.num_tokens))
             prefill_load = stack.enter_context(contextlib.ExitStack())
@@ -166,7 +207,9 @@ class Dispatcher:
             )
             ticket = await decode.read()
             assert isinstance(ticket, Ticket)
-            prefill = await stack.enter_async_context(self._calls.prefill(prefill_worker, spec, ticket, trace=trace))
+            prefill = await stack.enter_async_context(
+                self._calls.prefill(prefill_worker, spec, ticket, source=source, trace=trace)
+            )
             first = await prefill.read()
             assert isinstance(first, FirstToken)
             prefill_load.close()
@@ -179,6 +222,11 @@ class Dispatcher:
             while message.finish_reason is None:
                 message = await _read_tokens(decode)
                 yield message
+
+    def _source(self, placement: Placement) -> PrefixSource | None:
+        if not placement.source:
+            return None
+        return PrefixSource(placement.source, self._pools.get(placement.source).info.address, placement.source_tokens)
 
     async def _first_after_hand_over(
         self,
@@ -202,8 +250,9 @@ class Dispatcher:
         return tokens
 
     def _book_hand_over(self, record: ChoiceRecord, handed_over: HandedOver) -> None:
-        record.transfer_s = handed_over.transfer_s
+        record.transfer_s = handed_over.exposed_s
         self._instruments.transfer_duration.record(handed_over.transfer_s)
+        self._instruments.transfer_exposed.record(handed_over.exposed_s)
         self._instruments.transfer_bytes.add(handed_over.num_bytes)
 
     def _book_prefill(self, record: ChoiceRecord, num_cached_tokens: int, prefill_s: float) -> None:

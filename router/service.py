@@ -287,6 +287,11 @@ class _Settlement:
     def usage(self) -> Usage:
         return Usage(self._num_prompt_tokens, sum(self._num_tokens), self._records[0].num_cached_tokens or 0)
 
+    @property
+    def _after_first_s(self) -> float:
+        """From the first token to the last."""
+        return self._last_token_s[0] - self._first_token_s
+
     def timing(self) -> Timing:
         record = self._records[0]
         return Timing(
@@ -295,7 +300,7 @@ class _Settlement:
             queue_s=record.queue_s,
             prefill_s=record.prefill_s,
             transfer_s=record.transfer_s,
-            decode_s=self._last_token_s[0] - self._first_token_s,
+            decode_s=max(0.0, self._after_first_s - record.transfer_s),
             prefill_worker=record.prefill_worker,
             decode_worker=record.decode_worker,
             mode=record.mode,
@@ -331,9 +336,11 @@ class _Settlement:
     def _book_served(self, labels: dict[str, str]) -> None:
         usage, timing = self.usage(), self.timing()
         self._instruments.time_to_first_token.record(timing.ttft_s, self._labels)
-        self._instruments.decode_duration.record(timing.decode_s, labels)
+        self._instruments.decode_duration.record(self._after_first_s, labels)
         if self._num_tokens[0] > 1:
-            self._instruments.time_per_output_token.record(timing.decode_s / (self._num_tokens[0] - 1), self._labels)
+            self._instruments.time_per_output_token.record(
+                self._after_first_s / (self._num_tokens[0] - 1), self._labels
+            )
         self._instruments.prompt_tokens.add(usage.prompt_tokens, labels)
         self._instruments.prefix_hit_tokens.add(usage.cached_tokens, labels)
         self._instruments.generation_tokens.add(usage.completion_tokens, labels)
@@ -345,6 +352,7 @@ class _Settlement:
                 "baton.mode": timing.mode,
                 "baton.prefill_worker": timing.prefill_worker,
                 "baton.decode_worker": timing.decode_worker,
+                "baton.prefix_source": self._records[0].source,
                 "baton.retries": timing.retries,
             }
         )

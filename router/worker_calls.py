@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 from baton import wire
 from baton.cluster import Worker
 from baton.errors import BatonError, WorkerFailed
-from baton.messages import FirstToken, HandedOver, NewTokens, SequenceSpec, Ticket
+from baton.messages import FirstToken, HandedOver, NewTokens, PrefixSource, SequenceSpec, Ticket
 from baton.rpc import channel, from_rpc_error
 from baton.telemetry import tracing
 from baton.v1 import worker_pb2_grpc
@@ -72,17 +72,23 @@ class WorkerCalls:
         self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
 
     def decode(
-        self, worker: Worker, spec: SequenceSpec, *, await_kv: bool, trace: Context
+        self,
+        worker: Worker,
+        spec: SequenceSpec,
+        *,
+        await_kv: bool,
+        source: PrefixSource | None = None,
+        trace: Context,
     ) -> WorkerStream[Ticket | NewTokens]:
         stub = worker_pb2_grpc.DecodeWorkerStub(self._channel(worker))
-        call = stub.Decode(wire.decode_request(spec, await_kv), metadata=tracing.to_metadata(trace))
+        call = stub.Decode(wire.decode_request(spec, await_kv, source), metadata=tracing.to_metadata(trace))
         return WorkerStream(worker, call, wire.decode_event)
 
     def prefill(
-        self, worker: Worker, spec: SequenceSpec, ticket: Ticket, *, trace: Context
+        self, worker: Worker, spec: SequenceSpec, ticket: Ticket, *, source: PrefixSource | None, trace: Context
     ) -> WorkerStream[FirstToken | HandedOver]:
         stub = worker_pb2_grpc.PrefillWorkerStub(self._channel(worker))
-        call = stub.Prefill(wire.prefill_request(spec, ticket), metadata=tracing.to_metadata(trace))
+        call = stub.Prefill(wire.prefill_request(spec, ticket, source), metadata=tracing.to_metadata(trace))
         return WorkerStream(worker, call, wire.prefill_event)
 
     async def forget_past_incarnations(self, workers: Collection[Worker]) -> None:

@@ -2,7 +2,7 @@
 
     next token = (sum over positions p of (p + 1) * token_p  +  state) mod vocab_size
 
-K holds the token and V holds (p + 1) * token, in two layers; `state`, if there is one, is the running sum of all
+K holds the token and V holds (p + 1) * token, in every layer; `state`, if there is one, is the running sum of all
 tokens. The answer comes from K of the first layer, plus one for every place where another page says otherwise. So a
 block that is lost, stale, swapped or altered, in any layer, changes the answer, as with a real model, and tests of
 scheduling, hand-over and streaming need no weights.
@@ -10,18 +10,21 @@ scheduling, hand-over and streaming need no weights.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as SequenceOf
 
 import torch
 
 from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
+from baton.engine.runner import LayerDone, ignore_layer
 from baton.engine.scheduler import Batch, Scheduled
-
-NUM_LAYERS = 2
 
 
 class ArithmeticRunner:
-    """See the module's docstring. End of sequence never comes by itself: token 0 is the only end token."""
+    """See the module's docstring. End of sequence never comes by itself: token 0 is the only end token.
+
+    Each layer of a step takes at least `layer_s`, slept before the layer is written: it stands for the computing.
+    """
 
     def __init__(
         self,
@@ -33,37 +36,47 @@ class ArithmeticRunner:
         max_num_seqs: int = 64,
         with_state: bool = False,
         eos_token_ids: frozenset[int] = frozenset({0}),
+        num_layers: int = 2,
+        layer_s: float = 0.0,
     ) -> None:
         states = (StateSpec("token_sum", (1,), torch.int64),) if with_state else ()
-        spec = KVSpec(block_size, (LayerGroup("all", tuple(range(NUM_LAYERS)), 1, 1, 1, torch.int64),), states)
+        spec = KVSpec(block_size, (LayerGroup("all", tuple(range(num_layers)), 1, 1, 1, torch.int64),), states)
         self.cache = KVCache(spec, num_blocks, 2 * max_num_seqs)
         self.vocab_size = vocab_size
         self.max_model_len = min(max_model_len, num_blocks * block_size)
         self.eos_token_ids = eos_token_ids
+        self.layer_s = layer_s
 
-    def execute(self, batch: Batch) -> list[int]:
-        return [token for part in batch if (token := self._compute(part)) is not None]
+    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+        for layer in range(self.cache.spec.num_layers):
+            if self.layer_s:
+                time.sleep(self.layer_s)
+            for part in batch:
+                self._write(layer, part)
+            layer_done(layer, None)
+        for part in batch:
+            for state in self.cache.states.values():
+                state[part.sequence.state_slot] += sum(part.token_ids)
+        return [self._answer(part) for part in batch if part.sample]
 
-    def _compute(self, part: Scheduled) -> int | None:
-        block_size = self.cache.spec.block_size
+    def _pages(self, layer: int) -> torch.Tensor:
+        """`[block, K or V, token]`."""
+        return self.cache.layer(layer).view(-1, 2, self.cache.spec.block_size)
+
+    def _write(self, layer: int, part: Scheduled) -> None:
+        block_size, pages = self.cache.spec.block_size, self._pages(layer)
+        for position, token_id in enumerate(part.token_ids, part.start):
+            page = pages[part.block_table[position // block_size]]
+            page[0, position % block_size] = token_id
+            page[1, position % block_size] = (position + 1) * token_id
+
+    def _answer(self, part: Scheduled) -> int:
         blocks = torch.tensor(part.block_table)
-        for layer in range(NUM_LAYERS):
-            pages = self.cache.layer(layer).view(-1, 2, block_size)  # [block, K or V, token]
-            for offset, token_id in enumerate(part.token_ids):
-                position = part.start + offset
-                page = pages[part.block_table[position // block_size]]
-                page[0, position % block_size] = token_id
-                page[1, position % block_size] = (position + 1) * token_id
-        state = 0
-        for tensor in self.cache.states.values():
-            tensor[part.sequence.state_slot] += sum(part.token_ids)
-            state = int(tensor[part.sequence.state_slot])
-        if not part.sample:
-            return None
-        num_tokens = part.start + part.num_tokens
-        layers = [self.cache.layer(layer).view(-1, 2, block_size)[blocks].unbind(1) for layer in range(NUM_LAYERS)]
+        num_tokens = part.end
+        layers = [self._pages(layer)[blocks].unbind(1) for layer in range(self.cache.spec.num_layers)]
         tokens = layers[0][0].flatten()[:num_tokens]
         weighted = tokens * torch.arange(1, num_tokens + 1)
+        state = sum(int(state[part.sequence.state_slot]) for state in self.cache.states.values())
         num_wrong = 0
         for keys, values in layers:
             num_wrong += int((keys.flatten()[:num_tokens] != tokens).sum())

@@ -1,9 +1,9 @@
 """Paged attention for transformers' own model code.
 
 `paged_attention` is registered under a name with transformers' AttentionInterface; a model loaded with that name calls
-it in every layer with the packed batch's queries, keys and values. It writes K and V into the pages of the KV cache and
-attends over the pages of each sequence. What it needs to know of the step travels in a context variable, because some
-models drop unknown keyword arguments on the way (TGI drives transformers the same way).
+it in every layer with the packed batch's queries, keys and values. It writes K and V into the pages of the KV cache,
+says that they are there, and attends over the pages of each sequence. What it needs to know of the step travels in a
+context variable, because some models drop unknown keyword arguments on the way (TGI drives transformers the same way).
 
 The packed batch of a step, T tokens in one row:
 
@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from baton.blocks import num_blocks_for
 from baton.engine.kv_cache import KVCache
+from baton.engine.runner import LayerDone
 from baton.engine.scheduler import Scheduled
 
 ATTENTION_NAME = "baton_paged"
@@ -58,6 +59,12 @@ class StepContext:
     decode_mask: torch.Tensor | None
     """`[decodes, 1, 1, blocks * block_size]`: the places it may see."""
     num_decodes: int
+    layer_done: LayerDone
+
+    def tell_written(self, layer: int) -> None:
+        """K and V of `layer` are in the pages, on a GPU as soon as the stream has come this far."""
+        on_gpu = self.cache.device.type == "cuda"
+        self.layer_done(layer, torch.cuda.current_stream(self.cache.device).record_event() if on_gpu else None)
 
 
 _STEP: ContextVar[StepContext] = ContextVar("step")
@@ -73,25 +80,23 @@ def order_for_packing(batch: tuple[Scheduled, ...]) -> list[int]:
     return sorted(range(len(batch)), key=lambda index: batch[index].num_tokens == 1)
 
 
-def step_context(cache: KVCache, parts: list[Scheduled]) -> StepContext:
+def step_context(cache: KVCache, parts: list[Scheduled], layer_done: LayerDone) -> StepContext:
     """The index tensors of a step. `parts` are in packed order."""
     block_size, num_heads = cache.spec.block_size, cache.spec.groups[0].num_kv_heads
     heads = torch.arange(num_heads)
-    positions = torch.cat([torch.arange(p.start, p.start + p.num_tokens) for p in parts])
-    blocks = torch.cat(
-        [torch.tensor(p.block_table)[torch.arange(p.start, p.start + p.num_tokens) // block_size] for p in parts]
-    )
+    positions = torch.cat([torch.arange(p.start, p.end) for p in parts])
+    blocks = torch.cat([torch.tensor(p.block_table)[torch.arange(p.start, p.end) // block_size] for p in parts])
     segments: list[Segment] = []
     row = 0
     for part in parts:
         if part.num_tokens > 1:
             pages = (heads[:, None] + torch.tensor(part.block_table)[None] * num_heads).flatten()
-            segments.append(Segment(row, part.num_tokens, part.start + part.num_tokens, pages.to(cache.device)))
+            segments.append(Segment(row, part.num_tokens, part.end, pages.to(cache.device)))
             row += part.num_tokens
     decodes = parts[len(segments) :]
     decode_pages = decode_positions = decode_mask = None
     if decodes:
-        width = max(num_blocks_for(p.start + 1, block_size) for p in decodes)
+        width = max(num_blocks_for(p.end, block_size) for p in decodes)
         tables = torch.tensor([(*p.block_table, *p.block_table[:1] * (width - len(p.block_table))) for p in decodes])
         decode_pages = (tables[:, None, :] * num_heads + heads[None, :, None]).flatten().to(cache.device)
         decode_positions = torch.tensor([p.start for p in decodes]).view(-1, 1, 1, 1).to(cache.device)
@@ -106,6 +111,7 @@ def step_context(cache: KVCache, parts: list[Scheduled]) -> StepContext:
         decode_positions,
         decode_mask,
         len(decodes),
+        layer_done,
     )
 
 
@@ -118,9 +124,8 @@ def begun_blocks(cache: KVCache, parts: Sequence[Scheduled]) -> list[int]:
     block_size = cache.spec.block_size
     begun: list[int] = []
     for part in parts:
-        end = part.start + part.num_tokens
-        begins = end // block_size * block_size
-        if begins >= part.start and end % block_size:
+        begins = part.end // block_size * block_size
+        if begins >= part.start and part.end % block_size:
             begun.append(part.block_table[-1])
     return begun
 
@@ -151,6 +156,7 @@ def paged_attention(
     write = (step.write_pages, step.write_offsets)
     key_pages.view(-1, block_size, group.k_dim).index_put_(write, key[0].transpose(0, 1).flatten(0, 1))
     value_pages.view(-1, block_size, group.v_dim).index_put_(write, value[0].transpose(0, 1).flatten(0, 1))
+    step.tell_written(layer)
 
     num_heads, num_tokens = query.shape[1], query.shape[2]
     num_groups = num_heads // group.num_kv_heads

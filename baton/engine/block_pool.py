@@ -112,6 +112,10 @@ class BlockPool:
             self.release([block])
         return known
 
+    def references(self) -> dict[int, int]:
+        """Reference counts of the blocks in use."""
+        return {block: refs for block, refs in enumerate(self._refs) if refs}
+
     def keys(self) -> list[bytes]:
         """Every key whose content is readable here."""
         return list(self._block_of)

@@ -4,14 +4,21 @@ A step is three calls, straight down: `schedule` (pure decisions) -> `runner.exe
 `commit` (bookkeeping, outputs, events). Everything but `execute` happens on one thread, so there are no locks. While a
 batch executes, sequences may be added, aborted or inserted: what the batch uses is only given away at its commit.
 
-The verbs are JetStream's: a PREFILL sequence ends HELD with its blocks, a RECEIVE sequence is reserved and later
-`insert`ed, and generation is what the running batch does.
+The verbs are JetStream's: a PREFILL sequence is admitted with all its blocks and ends HELD with them, a RECEIVE
+sequence is reserved and later `insert`ed (or its KV `adopt`ed by the cache), and generation is what the running batch
+does.
+
+Transfers read blocks beside the engine. They `pin` them: a block table may change while it is read (a block moves to
+the known one of the same content), and its sequence may end first. Pinned blocks keep what was in them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from baton.blocks import GRANULE
 from baton.cluster import BlockCounts
 from baton.engine.block_pool import BlockPool, Removed, Stored
 from baton.engine.runner import Runner
@@ -31,6 +38,13 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    """A PREFILL sequence has the blocks of all its tokens; the first `num_computed_tokens` are already in them."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
 class Generated:
     """A sequence's next token."""
 
@@ -39,7 +53,7 @@ class Generated:
     finish_reason: FinishReason | None
 
 
-Output = Reserved | Generated
+Output = Reserved | Admitted | Generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,7 @@ class Engine:
         self.pool = BlockPool(runner.cache.num_blocks)
         self.scheduler = Scheduler(self.pool, limits)
         self._sequences: set[Sequence] = set()
+        self._pins: Counter[int] = Counter()
 
     def add(self, spec: SequenceSpec, purpose: Purpose, now: float) -> Sequence:
         """Queues a sequence.
@@ -88,14 +103,57 @@ class Engine:
             self._finish(sequence)
         return finish_reason
 
+    def adopt(self, sequence: Sequence, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens of a RESERVED sequence has arrived: its full blocks become findable.
+
+        The sequence stays RESERVED; ended, it leaves these blocks in the cache. No transfer may write them any more.
+        A sequence that is only to fill the cache has `max_tokens` 0, and so reserves no room for an answer.
+        """
+        assert sequence.status is Status.RESERVED, sequence.status
+        assert num_tokens <= sequence.num_tokens, f"{num_tokens} of {sequence.num_tokens} tokens have arrived"
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_tokens)
+        self.scheduler.register_computed_blocks(sequence)
+
+    def pin(self, sequence: Sequence) -> tuple[int, ...]:
+        """Takes a reference on each block of a sequence, for a reader: nobody else gets them until `unpin`.
+
+        Returns:
+            The block table as it is now: what to read, and what to unpin.
+        """
+        return self._pin(sequence.block_table)
+
+    def pin_prefix(self, keys: SequenceOf[bytes]) -> tuple[int, ...]:
+        """Pins the longest cached prefix of a chain of keys, one a granule of 16 tokens (see `baton.blocks`).
+
+        Returns:
+            Its blocks, in order; none for a model with per-sequence states, whose blocks are never cached.
+        """
+        granules = self.scheduler.limits.block_size // GRANULE
+        return self._pin(self.pool.match(keys[granules - 1 :: granules]))
+
+    def unpin(self, blocks: SequenceOf[int]) -> None:
+        """Drops what one `pin` or `pin_prefix` took; `blocks` as it returned them."""
+        for block in blocks:
+            assert self._pins[block] > 0, f"block {block} is unpinned more often than pinned"
+            self._pins[block] -= 1
+            if not self._pins[block]:
+                del self._pins[block]
+        self.pool.release(blocks)
+
     def schedule(self, now: float) -> tuple[Batch, list[Output]]:
-        """The next step to execute (empty: nothing can run now), and the reservations made."""
-        batch, newly_reserved = self.scheduler.schedule(now)
+        """The next step to execute (empty: nothing can run now), and who got blocks to transfer from or to."""
+        batch, admitted = self.scheduler.schedule(now)
         for part in batch:
             part.sequence.in_flight = True
         if self.runner.cache.states:
             self.runner.cache.clear_state([p.sequence.state_slot for p in batch if p.start == 0])
-        return batch, [Reserved(sequence, sequence.num_computed_tokens) for sequence in newly_reserved]
+        outputs: list[Output] = []
+        for sequence in admitted:
+            if sequence.status is Status.RESERVED:
+                outputs.append(Reserved(sequence, sequence.num_computed_tokens))
+            elif sequence.purpose is Purpose.PREFILL:
+                outputs.append(Admitted(sequence))
+        return batch, outputs
 
     def commit(self, batch: Batch, sampled: list[int], now: float) -> list[Output]:
         """Books an executed batch."""
@@ -132,7 +190,7 @@ class Engine:
         """Takes a sequence out in whatever status it is, and frees what it holds; idempotent.
 
         The blocks of a sequence in the executing batch are freed at its commit. The caller sees to it that no transfer
-        still reads or writes the blocks of a RESERVED or HELD one.
+        still writes the blocks of a RESERVED one; who reads has pinned.
         """
         if sequence.in_flight:
             sequence.aborted = True
@@ -141,8 +199,8 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """No sequence is known: nothing waits, runs, or holds blocks."""
-        return not self._sequences
+        """No sequence is known and nothing is pinned: nothing waits, runs, or holds blocks."""
+        return not self._sequences and not self._pins
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -160,9 +218,14 @@ class Engine:
         return self.pool.take_events()
 
     def check(self) -> None:
-        """Asserts that nothing is leaked: every used block is held by a sequence that is still known."""
-        self.scheduler.check(s for s in self._sequences if s.status is Status.HELD)
+        """Asserts that nothing is leaked: every used block is pinned or held by a sequence that is still known."""
+        self.scheduler.check((s for s in self._sequences if s.status is Status.HELD), self._pins.elements())
         assert all(s.status is not Status.FINISHED for s in self._sequences), "a finished sequence is kept"
+
+    def _pin(self, blocks: SequenceOf[int]) -> tuple[int, ...]:
+        self.pool.acquire(blocks)
+        self._pins.update(blocks)
+        return tuple(blocks)
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence, Status.FINISHED)

@@ -67,6 +67,11 @@ class KVSpec:
     states: tuple[StateSpec, ...] = ()
 
     @property
+    def num_layers(self) -> int:
+        """The model's layers up to and including the last one with KV."""
+        return 1 + max(layer for group in self.groups for layer in group.layers)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of all groups."""
         return sum(len(g.layers) * g.row_bytes(self.block_size) for g in self.groups)

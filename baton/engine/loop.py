@@ -7,10 +7,13 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 
 from baton.engine.block_pool import Removed, Stored
 from baton.engine.engine import Engine, Output
+from baton.engine.runner import Fence, LayerDone
+from baton.engine.scheduler import Batch
 from baton.engine.sequence import Purpose, Sequence
 from baton.errors import Overloaded, WorkerFailed
 from baton.messages import SequenceSpec
@@ -18,12 +21,15 @@ from baton.sampling import FinishReason
 
 logger = logging.getLogger(__name__)
 
+Progress = Callable[[int, int, Fence | None], None]
+"""Told `(num_tokens, num_layers, fence)`: see `SequenceHandle.watch`."""
+
 
 class EngineLoop:
     """Owns the engine's thread and the queue of every sequence's outputs.
 
     `on_block_events` is called on the event loop after each step with what became cached and what was evicted;
-    `on_idle` when the last sequence has gone.
+    `on_idle` when the last sequence and the last pin have gone.
     """
 
     def __init__(
@@ -35,10 +41,13 @@ class EngineLoop:
     ) -> None:
         self.engine = engine
         self.self_check = "ok"
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._on_block_events = on_block_events
         self._on_idle = on_idle
         self._outputs: dict[Sequence, asyncio.Queue[Output | WorkerFailed]] = {}
+        self._watchers: dict[Sequence, tuple[Progress, ...]] = {}
+        """Changed on the event loop and read by the engine's thread: values are replaced, never changed in place."""
+        self._num_layers = engine.runner.cache.spec.num_layers
         self._wake = asyncio.Event()
         self._was_idle = False
 
@@ -54,7 +63,9 @@ class EngineLoop:
                     self._wake.clear()
                     await self._wake.wait()
                     continue
-                step = asyncio.get_running_loop().run_in_executor(thread, self.engine.runner.execute, batch)
+                step = asyncio.get_running_loop().run_in_executor(
+                    thread, self.engine.runner.execute, batch, self._teller(batch)
+                )
                 try:
                     sampled = await step
                 except Exception as error:  # the model's own code: any failure ends this batch, not the worker
@@ -63,20 +74,28 @@ class EngineLoop:
                     for sequence in self.engine.abandon(batch):
                         self._outputs[sequence].put_nowait(failure)
                 else:
-                    self._deliver(self.engine.commit(batch, sampled, time.monotonic()))
+                    outputs = self.engine.commit(batch, sampled, time.monotonic())
+                    for part in batch:  # once more: who began to watch after the step's last layer has not been told
+                        self._tell(part.sequence, part.end, self._num_layers, None)
+                    self._deliver(outputs)
                 self._publish_block_events()
 
     @contextlib.asynccontextmanager
-    async def sequence(self, spec: SequenceSpec, purpose: Purpose) -> AsyncIterator[SequenceHandle]:
+    async def sequence(
+        self, spec: SequenceSpec, purpose: Purpose, arrived_s: float | None = None
+    ) -> AsyncIterator[SequenceHandle]:
         """A sequence in the engine for as long as the block is entered; leaving it frees all it holds.
+
+        Args:
+            arrived_s: when its request came, on the monotonic clock, if that was not just now: its place in the queue.
 
         Raises:
             Overloaded: too many sequences wait already.
             InvalidRequest: see `Engine.add`.
         """
-        if len(self.engine.scheduler.waiting) >= self._max_waiting:
+        if len(self.engine.scheduler.waiting) >= self.max_waiting:
             raise Overloaded("the worker's queue is full; try again later")
-        sequence = self.engine.add(spec, purpose, time.monotonic())
+        sequence = self.engine.add(spec, purpose, time.monotonic() if arrived_s is None else arrived_s)
         self._was_idle = False
         queue = self._outputs[sequence] = asyncio.Queue()
         self._wake.set()
@@ -84,6 +103,7 @@ class EngineLoop:
             yield SequenceHandle(self, sequence, queue)
         finally:
             del self._outputs[sequence]
+            self._watchers.pop(sequence, None)
             self.engine.end(sequence)
             self._wake.set()
 
@@ -92,6 +112,42 @@ class EngineLoop:
         finish_reason = self.engine.insert(sequence, first_token, time.monotonic())
         self._wake.set()
         return finish_reason
+
+    def adopt(self, sequence: Sequence, num_tokens: int) -> None:
+        """See `Engine.adopt`."""
+        self.engine.adopt(sequence, num_tokens)
+        self._wake.set()
+
+    def pin(self, sequence: Sequence) -> tuple[int, ...]:
+        """See `Engine.pin`."""
+        return self.engine.pin(sequence)
+
+    def pin_prefix(self, keys: SequenceOf[bytes]) -> tuple[int, ...]:
+        """See `Engine.pin_prefix`."""
+        blocks = self.engine.pin_prefix(keys)
+        self._was_idle = self._was_idle and not blocks
+        return blocks
+
+    def unpin(self, blocks: SequenceOf[int]) -> None:
+        """See `Engine.unpin`. A sequence that waits for blocks may be admitted now."""
+        self.engine.unpin(blocks)
+        self._wake.set()
+
+    def watch(self, sequence: Sequence, progress: Progress) -> None:
+        """See `SequenceHandle.watch`."""
+        progress(sequence.num_computed_tokens, self._num_layers, None)
+        self._watchers[sequence] = (*self._watchers.get(sequence, ()), progress)
+
+    def _teller(self, batch: Batch) -> LayerDone:
+        def layer_done(layer: int, fence: Fence | None) -> None:
+            for part in batch:
+                self._tell(part.sequence, part.end, layer + 1, fence)
+
+        return layer_done
+
+    def _tell(self, sequence: Sequence, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
+        for progress in self._watchers.get(sequence, ()):
+            progress(num_tokens, num_layers, fence)
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -104,7 +160,7 @@ class EngineLoop:
             self._on_block_events(events)
 
     def _note_idleness(self) -> None:
-        """Once each time the last sequence has gone: the engine checks itself and says that it is idle."""
+        """Once each time nothing is held any more: the engine checks itself and says that it is idle."""
         if self.engine.is_idle and not self._was_idle:
             self._was_idle = True
             self._check()
@@ -136,6 +192,20 @@ class SequenceHandle:
         if isinstance(output, WorkerFailed):
             raise output
         return output
+
+    def watch(self, progress: Progress) -> None:
+        """Calls `progress(num_tokens, num_layers, fence)` as the sequence's KV comes into its blocks.
+
+        A call says: the KV of the first `num_tokens` tokens is there, in the model's first `num_layers` layers, for a
+        reader that has waited for `fence` on its own stream (None: at once). That stays true for as long as the blocks
+        are held or pinned. It is called at once with what is computed already, in all layers; then from the engine's
+        thread after each layer of each step that computes this sequence; and on the event loop at the step's end, with
+        all layers again. A step begins with one layer and more tokens than the step before, which takes nothing back.
+
+        `progress` must be quick, since a step waits for it, must not raise, and must be safe to call in either thread.
+        It is called no more once the sequence's context is left, but for a call that is under way at that moment.
+        """
+        self.loop.watch(self.sequence, progress)
 
     def take_ready(self) -> list[Output]:
         """Outputs that are there already, so that a slow reader gets several tokens at once."""

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
+
+import torch
 
 from baton.engine.kv_cache import KVCache
 from baton.engine.scheduler import Batch
+
+Fence = torch.cuda.Event
+"""Recorded on the stream that computes: a reader makes its own stream wait for it. On a CPU there is none."""
+LayerDone = Callable[[int, Fence | None], None]
+"""Told a model layer's index when K and V of that layer, for all tokens of the batch, are in the cache."""
+
+
+def ignore_layer(layer: int, fence: Fence | None) -> None:
+    """The `LayerDone` of a caller who only wants the whole step."""
 
 
 class Runner(Protocol):
@@ -16,10 +28,11 @@ class Runner(Protocol):
     """Longest sequence the model and the cache can hold, in tokens."""
     eos_token_ids: frozenset[int]
 
-    def execute(self, batch: Batch) -> list[int]:
+    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
         """Computes a batch: writes its KV into the cache and samples.
 
-        Called from one thread at a time, never the event loop's.
+        Called from one thread at a time, never the event loop's. `layer_done` is called in that thread, once a layer,
+        in rising order. On return all KV and states are in the cache, also for readers that wait for no fence.
 
         Returns:
             One token id for every part with `sample`, in batch order.

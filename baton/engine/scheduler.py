@@ -10,7 +10,7 @@ Pure decisions: no tensors, no I/O, and time is an argument.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -45,6 +45,11 @@ class Scheduled:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def end(self) -> int:
+        """One past the last computed position."""
+        return self.start + self.num_tokens
+
 
 Batch = tuple[Scheduled, ...]
 
@@ -60,7 +65,11 @@ class Scheduler:
         self._state_slots = list(range(limits.num_state_slots - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        """Queues a sequence behind those that arrived before it."""
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].arrival_s > sequence.arrival_s:
+            place -= 1
+        self.waiting.insert(place, sequence)
 
     def insert(self, sequence: Sequence) -> None:
         """A reserved sequence's KV has arrived: it decodes from the next step on."""
@@ -70,7 +79,7 @@ class Scheduler:
         self.running.append(sequence)
 
     def schedule(self, now: float) -> tuple[Batch, list[Sequence]]:
-        """The next step, and the sequences whose reservation it made.
+        """The next step, and the sequences that it admits, which now have their blocks.
 
         Tokens of running sequences come first (decodes before prompt chunks), then waiting sequences are admitted in
         order of arrival, as far as blocks, batch size and the token budget go.
@@ -83,19 +92,18 @@ class Scheduler:
                 if self._grow(sequence, sequence.num_computed_tokens + num_tokens, scheduled):
                     scheduled.append(self._part(sequence, num_tokens))
                     budget -= num_tokens
-        newly_reserved: list[Sequence] = []
+        admitted: list[Sequence] = []
         while self.waiting and len(self.running) + len(self.reserved) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
             if (budget <= 0 and not sequence.awaits_kv) or not self._admit(sequence, now):
                 break
             self.waiting.popleft()
-            if sequence.status is Status.RESERVED:
-                newly_reserved.append(sequence)
-            else:
+            admitted.append(sequence)
+            if sequence.status is Status.RUNNING:
                 num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
                 scheduled.append(self._part(sequence, num_tokens))
                 budget -= num_tokens
-        return tuple(scheduled), newly_reserved
+        return tuple(scheduled), admitted
 
     def register_computed_blocks(self, sequence: Sequence) -> None:
         """Names the blocks that have become full, so that other sequences can share them."""
@@ -128,12 +136,19 @@ class Scheduler:
             self._state_slots.append(sequence.state_slot)
             sequence.state_slot = -1
 
-    def check(self, others: Iterable[Sequence] = ()) -> None:
-        """Asserts that the pool is whole, and that sequences here and `others` (the held ones) hold all used blocks."""
+    def check(self, others: Iterable[Sequence] = (), pinned: Iterable[int] = ()) -> None:
+        """Asserts that the pool is whole, and that every reference to a block has a holder.
+
+        Args:
+            others: sequences that hold blocks and are not here any more: the HELD ones.
+            pinned: blocks that transfers hold, each as often as it is pinned.
+        """
         self.pool.check()
         holders = [*self.running, *self.reserved, *others]
-        held = {block for sequence in holders for block in sequence.block_table}
+        held = Counter(block for sequence in holders for block in sequence.block_table)
+        held.update(pinned)
         assert len(held) == self.pool.counts().in_use, f"{self.pool.counts().in_use} blocks in use, {len(held)} held"
+        assert held == self.pool.references(), "a block has more or fewer references than holders"
         slots = sum(sequence.state_slot >= 0 for sequence in holders)
         assert slots + len(self._state_slots) == self.limits.num_state_slots, "a state slot is lost"
 
@@ -190,17 +205,19 @@ class Scheduler:
         """Blocks for the first `num_tokens` tokens; preempts the youngest sequences when none are left.
 
         A preempted sequence waits at the front of the queue and is computed again from what the cache still holds.
-        Returns False when the sequence itself had to give way or must sit this step out.
+        PREFILL sequences are spared: a transfer may be reading their blocks. They got all they need when they were
+        admitted, so it is never one of them that grows. Returns False when the sequence itself had to give way or must
+        sit this step out.
         """
         num_missing = num_blocks_for(num_tokens, self.limits.block_size) - len(sequence.block_table)
         if num_missing <= 0:
             return True
         while (blocks := self.pool.allocate(num_missing)) is None:
+            preemptible = [s for s in self.running if s.purpose is not Purpose.PREFILL]
+            if preemptible == [sequence]:
+                return False  # nobody else may give way: the other blocks are for transfers, which end
             taken = {part.sequence for part in scheduled}
-            victims = [s for s in self.running if s not in taken]
-            victim = max(victims, key=lambda s: s.arrival_s)
-            if len(self.running) == 1:
-                return False  # alone, and still no room: the other blocks are in transfers, which end
+            victim = max((s for s in preemptible if s not in taken), key=lambda s: s.arrival_s)
             self._preempt(victim)
             if victim is sequence:
                 return False

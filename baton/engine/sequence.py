@@ -15,9 +15,12 @@ class Purpose(Enum):
     GENERATE = "generate"
     """Prefill here and decode here (aggregated mode)."""
     PREFILL = "prefill"
-    """Compute the prompt and one token, then hold the blocks until they are handed over."""
+    """Compute the prompt and one token, then hold the blocks until they are handed over.
+
+    It gets all its blocks at once and is never preempted, so a transfer can follow the computing.
+    """
     RECEIVE = "receive"
-    """Reserve blocks for KV that another worker computes, then decode here."""
+    """Reserve blocks for KV that comes from elsewhere; then decode here, or just leave it in the cache."""
 
 
 class Status(Enum):
@@ -26,7 +29,7 @@ class Status(Enum):
     WAITING = "waiting"
     """Holds nothing; queued for blocks."""
     RESERVED = "reserved"
-    """Holds blocks that a transfer fills; `insert` makes it run."""
+    """Holds blocks that a transfer fills; `insert` makes it run, `adopt` names what is in them."""
     RUNNING = "running"
     """Holds blocks that the engine reads and writes."""
     HELD = "held"

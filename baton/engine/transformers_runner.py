@@ -14,6 +14,7 @@ from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.attention import ATTENTION_NAME, begun_blocks, order_for_packing, set_step, step_context
 from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
+from baton.engine.runner import LayerDone, ignore_layer
 from baton.engine.sampler import sample
 from baton.engine.scheduler import Batch
 from baton.errors import ModelLoadError
@@ -65,22 +66,24 @@ class TransformersRunner:
         self.eos_token_ids = eos_token_ids(Path(model.path))
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> list[int]:
+    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
         order = order_for_packing(batch)
         parts = [batch[index] for index in order]
         token_ids = torch.tensor([[token for part in parts for token in part.token_ids]], device=self.device)
-        positions = torch.cat([torch.arange(p.start, p.start + p.num_tokens) for p in parts])[None].to(self.device)
+        positions = torch.cat([torch.arange(p.start, p.end) for p in parts])[None].to(self.device)
         ends = torch.tensor([p.num_tokens for p in parts]).cumsum(0) - 1
         sampling = [row for row, part in enumerate(parts) if part.sample]
         if begun := begun_blocks(self.cache, parts):
             self.cache.clear_blocks(begun)
-        set_step(step_context(self.cache, parts))
+        set_step(step_context(self.cache, parts, layer_done))
         # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
         rows = ends[sampling].to(self.device) if sampling else 1
         logits = self.model(
             input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows
         ).logits[0]  # fmt: skip
         if not sampling:
+            if self.device.type == "cuda":  # with a row to sample from, reading its token waits for the step
+                torch.cuda.current_stream(self.device).synchronize()
             return []
         sequences = [parts[row].sequence for row in sampling]
         sampled = sample(logits, [s.spec for s in sequences], [s.num_tokens for s in sequences])

@@ -7,7 +7,6 @@ process's monotonic clock.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 
 from opentelemetry import metrics
@@ -23,6 +22,46 @@ from baton.cluster import ClusterStatus
 DURATION_BOUNDS = [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92]
 TTFT_BOUNDS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
 TOKEN_BOUNDS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5]
+
+TransferFields = dict[str, dict[str, str]]
+"""Fields of `TransferCounts`, each with the labels that set it apart from the others of its instrument."""
+OUTCOMES = ("committed", "failed", "corrupted", "expired", "fenced", "resent", "failed_pulls")
+# Name, unit, definition and fields. Of KV between workers, as their leases tell it: hand-overs and pulled prefixes.
+# Every transfer is counted by both its sides; seconds by the sender.
+TRANSFER_COUNTERS: tuple[tuple[str, str, str, TransferFields], ...] = (
+    (
+        "baton.kv_transfers",
+        "",
+        "A worker's KV transfers by outcome. Of the failed, corrupted and expired say why; fenced: messages about past "
+        "transfers, dropped; resent: messages said again; failed_pulls: prefixes that had to be computed after all.",
+        {name: {"outcome": name} for name in OUTCOMES},
+    ),
+    (
+        "baton.kv_transfer",
+        "By",
+        "Payload of committed KV transfers.",
+        {"sent_bytes": {"direction": "sent"}, "received_bytes": {"direction": "received"}},
+    ),
+    ("baton.kv_transfer_chunks", "", "Chunks of committed KV transfers.", {"chunks": {}}),
+    (
+        "baton.kv_transfer_time",
+        "s",
+        "Sent KV transfers: first chunk to acknowledged commit, summed.",
+        {"transfer_s": {}},
+    ),
+    (
+        "baton.kv_transfer_exposed_time",
+        "s",
+        "The part of it after the prompt was computed: what no computing hid.",
+        {"exposed_s": {}},
+    ),
+    ("baton.kv_pulled_tokens", "", "Prompt tokens pulled from another worker's cache.", {"pulled_tokens": {}}),
+)
+TRANSFER_GAUGES: tuple[tuple[str, str, str, TransferFields], ...] = (
+    ("baton.kv_open_pairs", "", "Open pairs: sessions with other workers, a link each.", {"open_pairs": {}}),
+    ("baton.kv_staging_slots_in_use", "", "Staging slots that hold a chunk.", {"slots_in_use": {}}),
+    ("baton.kv_unsent", "By", "KV that is computed, pinned and not sent yet.", {"unsent_bytes": {}}),
+)
 
 
 class Instruments:
@@ -62,13 +101,20 @@ class Instruments:
             registry=self._registry,
         )
         self.queue_duration = seconds(
-            "baton.queue.duration", "From a choice's placement to the start of its prefill.", DURATION_BOUNDS
+            "baton.queue.duration",
+            "From a choice's placement to the start of its prefill; a prefix that is pulled arrives in this time.",
+            DURATION_BOUNDS,
         )
         self.prefill_duration = seconds(
             "baton.prefill.duration", "Computing the prompt and its first token on a worker.", DURATION_BOUNDS
         )
         self.transfer_duration = seconds(
-            "baton.transfer.duration", "Handing the KV blocks over, offer to commit.", DURATION_BOUNDS
+            "baton.transfer.duration", "Handing the KV over: first chunk to acknowledged commit.", DURATION_BOUNDS
+        )
+        self.transfer_exposed = seconds(
+            "baton.transfer.exposed_duration",
+            "The part of a hand-over that came after the first token: what no computing hid.",
+            TTFT_BOUNDS,
         )
         self.decode_duration = seconds("baton.decode.duration", "From the first token to the last.", DURATION_BOUNDS)
         self.transfer_bytes = meter.create_counter("baton.transfer", unit="By", description="KV bytes handed over.")
@@ -82,7 +128,7 @@ class Instruments:
             "baton.prompt_tokens", description="Prompt tokens of requests served."
         )
         self.prefix_hit_tokens = meter.create_counter(
-            "baton.prefix_hit_tokens", description="Prompt tokens found in a worker's prefix cache."
+            "baton.prefix_hit_tokens", description="Prompt tokens found in a worker's prefix cache, or pulled into it."
         )
         self.generation_tokens = meter.create_counter("baton.generation_tokens", description="Tokens generated.")
         self.placements = meter.create_counter("baton.placements", description="Placements by mode and workers.")
@@ -97,11 +143,10 @@ class Instruments:
         }
         for name, (description, observe) in gauges.items():
             meter.create_observable_gauge(name, [self._observer(observe)], description=description)
-        meter.create_observable_counter(
-            "baton.kv_transfers",
-            [self._observer(_transfers)],
-            description="A worker's KV hand-overs by outcome; fenced: messages about past ones, dropped.",
-        )
+        for name, unit, description, fields in TRANSFER_COUNTERS:
+            meter.create_observable_counter(name, [self._observer(_transfers(fields))], unit, description)
+        for name, unit, description, fields in TRANSFER_GAUGES:
+            meter.create_observable_gauge(name, [self._observer(_transfers(fields))], unit, description)
         meter.create_observable_gauge(
             "baton.mirror_lag",
             [self._observer(lambda s: [Observation(r.mirror_lag_s, {"router": r.id}) for r in s.routers])],
@@ -147,11 +192,14 @@ def _self_checks(status: ClusterStatus) -> Iterable[Observation]:
         yield Observation(int(worker.load.self_check == "ok"), {"worker": worker.info.id})
 
 
-def _transfers(status: ClusterStatus) -> Iterable[Observation]:
-    for worker in status.workers:
-        labels = {"worker": worker.info.id, "role": worker.info.role.value}
-        for outcome, count in dataclasses.asdict(worker.load.transfers).items():
-            yield Observation(count, {**labels, "outcome": outcome})
+def _transfers(fields: TransferFields) -> Callable[[ClusterStatus], Iterable[Observation]]:
+    def observe(status: ClusterStatus) -> Iterable[Observation]:
+        for worker in status.workers:
+            labels = {"worker": worker.info.id, "role": worker.info.role.value}
+            for field, more in fields.items():
+                yield Observation(getattr(worker.load.transfers, field), {**labels, **more})
+
+    return observe
 
 
 def _pools(status: ClusterStatus) -> Iterable[Observation]:

@@ -39,13 +39,25 @@ class KvControlStub:
                 request_serializer=baton_dot_v1_dot_kv__pb2.SessionRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_kv__pb2.SessionResponse.FromString,
                 _registered_method=True)
+        self.Pull = channel.unary_unary(
+                '/baton.v1.KvControl/Pull',
+                request_serializer=baton_dot_v1_dot_kv__pb2.PullRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_kv__pb2.PullResponse.FromString,
+                _registered_method=True)
 
 
 class KvControlServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """One stream per (prefill process, decode process). Its end ends every transfer on it.
+        """One stream per pair of a sending and a receiving rank. Its end ends every transfer on it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pull(self, request, context):
+        """Asks a worker to send what it holds of a prefix to the ticket's worker. Ends when the transfer has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -58,6 +70,11 @@ def add_KvControlServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=baton_dot_v1_dot_kv__pb2.SessionRequest.FromString,
                     response_serializer=baton_dot_v1_dot_kv__pb2.SessionResponse.SerializeToString,
+            ),
+            'Pull': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=baton_dot_v1_dot_kv__pb2.PullRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_kv__pb2.PullResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +104,33 @@ class KvControl:
             '/baton.v1.KvControl/Session',
             baton_dot_v1_dot_kv__pb2.SessionRequest.SerializeToString,
             baton_dot_v1_dot_kv__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.KvControl/Pull',
+            baton_dot_v1_dot_kv__pb2.PullRequest.SerializeToString,
+            baton_dot_v1_dot_kv__pb2.PullResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -85,8 +85,133 @@ class SequenceSpec(_message.Message):
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
 
 @_typing.final
+class GroupLayout(_message.Message):
+    """Layers whose KV has one shape. Of the whole model, not of one rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    K_DIM_FIELD_NUMBER: _builtins.int
+    V_DIM_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    num_kv_heads: _builtins.int
+    k_dim: _builtins.int
+    v_dim: _builtins.int
+    dtype: _builtins.str
+    """As torch names it, without "torch."."""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        num_kv_heads: _builtins.int = ...,
+        k_dim: _builtins.int = ...,
+        v_dim: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "k_dim", b"k_dim", "layers", b"layers", "name", b"name", "num_kv_heads", b"num_kv_heads", "v_dim", b"v_dim"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupLayout: _TypeAlias = GroupLayout  # noqa: Y015
+
+@_typing.final
+class StateLayout(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: _builtins.str
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateLayout: _TypeAlias = StateLayout  # noqa: Y015
+
+@_typing.final
+class KvLayout(_message.Message):
+    """The shape of a worker's KV cache. Each of its tp_size ranks holds its share of every group's heads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    TP_SIZE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    block_size: _builtins.int
+    tp_size: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupLayout]: ...
+    @_builtins.property
+    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateLayout]: ...
+    def __init__(
+        self,
+        *,
+        block_size: _builtins.int = ...,
+        tp_size: _builtins.int = ...,
+        groups: _abc.Iterable[Global___GroupLayout] | None = ...,
+        states: _abc.Iterable[Global___StateLayout] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "groups", b"groups", "states", b"states", "tp_size", b"tp_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvLayout: _TypeAlias = KvLayout  # noqa: Y015
+
+@_typing.final
+class PrefixSource(_message.Message):
+    """A worker that is believed to hold a longer prefix of the prompt, from which the one asked may pull it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    address: _builtins.str
+    """host:port of its KvControl service."""
+    num_tokens: _builtins.int
+    """Leading prompt tokens that it is believed to hold."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_tokens", b"num_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
+
+@_typing.final
 class Ticket(_message.Message):
-    """A decode worker's promise of blocks for one transfer."""
+    """A worker's promise of blocks for one transfer into its cache."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -99,6 +224,7 @@ class Ticket(_message.Message):
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     WIRE_COMPAT_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     generation: _builtins.int
     """Unique per reservation in the life of a decode worker's process."""
@@ -112,6 +238,8 @@ class Ticket(_message.Message):
     """Leading tokens whose blocks the decode worker already holds; a multiple of the block size."""
     lease_ms: _builtins.int
     wire_compat: _builtins.str
+    @_builtins.property
+    def layout(self) -> Global___KvLayout: ...
     def __init__(
         self,
         *,
@@ -124,10 +252,11 @@ class Ticket(_message.Message):
         skip_tokens: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         wire_compat: _builtins.str = ...,
+        layout: Global___KvLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker_id", b"decode_worker_id", "generation", b"generation", "incarnation", b"incarnation", "kv_address", b"kv_address", "lease_ms", b"lease_ms", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "transfer_id", b"transfer_id", "wire_compat", b"wire_compat"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker_id", b"decode_worker_id", "generation", b"generation", "incarnation", b"incarnation", "kv_address", b"kv_address", "layout", b"layout", "lease_ms", b"lease_ms", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "transfer_id", b"transfer_id", "wire_compat", b"wire_compat"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -139,19 +268,23 @@ class PrefillRequest(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequence(self) -> Global___SequenceSpec: ...
     @_builtins.property
     def ticket(self) -> Global___Ticket: ...
+    @_builtins.property
+    def source(self) -> Global___PrefixSource: ...
     def __init__(
         self,
         *,
         sequence: Global___SequenceSpec | None = ...,
         ticket: Global___Ticket | None = ...,
+        source: Global___PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "source", b"source", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "source", b"source", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,19 +355,24 @@ class HandedOver(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     NUM_CHUNKS_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
+    EXPOSED_S_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     num_chunks: _builtins.int
     transfer_s: _builtins.float
+    """From the first chunk, or from the last token if that came first, to the acknowledged commit."""
+    exposed_s: _builtins.float
+    """The part of it that came after the first token: what no computing hid."""
     def __init__(
         self,
         *,
         num_bytes: _builtins.int = ...,
         num_chunks: _builtins.int = ...,
         transfer_s: _builtins.float = ...,
+        exposed_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_s", b"exposed_s", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,18 +384,24 @@ class DecodeRequest(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     AWAIT_KV_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     await_kv: _builtins.bool
     @_builtins.property
     def sequence(self) -> Global___SequenceSpec: ...
+    @_builtins.property
+    def source(self) -> Global___PrefixSource:
+        """Aggregated mode only."""
+
     def __init__(
         self,
         *,
         sequence: Global___SequenceSpec | None = ...,
         await_kv: _builtins.bool = ...,
+        source: Global___PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["await_kv", b"await_kv", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["await_kv", b"await_kv", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,11 +1,14 @@
-"""The 64 bytes before every chunk's payload, with which a chunk proves whose it is.
+"""The 64 bytes before every message on a link, with which a message proves whose it is and tells what comes next.
 
-    0      4         6       8       12           20              28    32     34         36         38
-    | magic | version | flags | epoch | generation | transfer hash | seq | part | layer_lo | layer_hi | ...
-    38        42        46              50         58    60           64
-    | unit_lo | unit_hi | payload bytes | checksum | pad | header sum |       little endian
+    0      4        5      6       10      14           18           26              30    34     36         38
+    | magic | version | flags | epoch | place | next bytes | generation | transfer hash | seq | part | layer_lo | ...
+    38         40        44        48              52         60           64
+    | layer_hi | unit_lo | unit_hi | payload bytes | checksum | header sum |                    little endian
 
-Length, sender, reservation and place in the plan are all in it, because gloo reports none of them: a shorter message
+`place` counts the messages of a link, `next_bytes` is the payload of the message LOOKAHEAD places further on: so a
+receiver always knows what to post. A message without payload is a signal; it announces, or keeps the link alive.
+
+Length, sender, reservation and place in the plan are all in it, because no link reports them: a shorter message
 completes a receive, and a late one looks like the next.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -24,73 +27,81 @@ if TYPE_CHECKING:
     from kvstore.transfer.plan import Chunk
 
 HEADER_BYTES = 64
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+LOOKAHEAD = 4
+"""Messages that are posted ahead on every link. Part of the protocol."""
 MAGIC = b"BTKV"
 
 CHECKED = 1
 """Flag: `checksum` holds the payload's checksum."""
-GIVEN_UP = 2
-"""Flag: the sender gave this transfer up. The payload means nothing, and only what is posted already follows."""
+VOID = 2
+"""Flag: the payload was announced for a transfer that has been given up since, and means nothing."""
 
-_FORMAT = struct.Struct("<4sHHIQ8sIHHHIIIQ2x")
+_FORMAT = struct.Struct("<4sBBIIIQ4sIHHHIIIQ")
 _SUM = struct.Struct("<I")
 assert _FORMAT.size + _SUM.size == HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    magic: bytes
-    version: int
     flags: int
     epoch: int
-    generation: int
-    transfer: bytes
-    seq: int
-    part: int
-    layer_lo: int
-    layer_hi: int
-    unit_lo: int
-    unit_hi: int
-    num_bytes: int
-    checksum: int
+    place: int
+    next_bytes: int
+    generation: int = 0
+    transfer: bytes = bytes(4)
+    seq: int = 0
+    part: int = 0
+    layer_lo: int = 0
+    layer_hi: int = 0
+    unit_lo: int = 0
+    unit_hi: int = 0
+    num_bytes: int = 0
+    checksum: int = 0
 
     def pack(self) -> bytes:
-        body = _FORMAT.pack(*astuple(self))
+        body = _FORMAT.pack(MAGIC, PROTOCOL_VERSION, *(getattr(self, name) for name in self.__slots__))
         return body + _SUM.pack(xxhash.xxh32_intdigest(body))
 
 
-def header_for(
-    chunk: Chunk, seq: int, epoch: int, transfer_id: str, generation: int, flags: int, checksum: int
-) -> Header:
-    transfer = hashlib.blake2b(transfer_id.encode(), digest_size=8).digest()
-    span = (chunk.layer_lo, chunk.layer_hi, chunk.unit_lo, chunk.unit_hi, chunk.num_bytes)
-    return Header(MAGIC, PROTOCOL_VERSION, flags, epoch, generation, transfer, seq, chunk.part, *span, checksum)
+def transfer_hash(transfer_id: str) -> bytes:
+    return hashlib.blake2b(transfer_id.encode(), digest_size=4).digest()
 
 
-def verify(data: bytes, expected: Header) -> None:
-    """Compares a received header with the one that the plan says must come next.
-
-    `expected.flags` and `expected.checksum` take part too: the receiver computes the checksum of what arrived.
+def unpack(data: bytes, epoch: int, place: int, num_bytes: int, slot_bytes: int) -> Header:
+    """The header of a message, which must be the one that its place on the link calls for.
 
     Raises:
-        TransferCorrupted: naming the first field that differs.
+        TransferCorrupted: it is not. Then nothing that follows on the link can be trusted either.
     """
     body, total = data[: _FORMAT.size], data[_FORMAT.size : HEADER_BYTES]
-    got = Header(*_FORMAT.unpack(body))
-    for field in fields(Header):
-        have, want = getattr(got, field.name), getattr(expected, field.name)
+    magic, version, *fields = _FORMAT.unpack(body)
+    if total != _SUM.pack(xxhash.xxh32_intdigest(body)) or (magic, version) != (MAGIC, PROTOCOL_VERSION):
+        raise TransferCorrupted(f"message {place} of the link is not what was sent: its header does not add up")
+    header = Header(*fields)
+    if (header.epoch, header.place, header.num_bytes) != (epoch, place, num_bytes) or header.next_bytes > slot_bytes:
+        raise TransferCorrupted(
+            f"message {place} of the link, epoch {epoch}, {num_bytes} bytes, was expected; "
+            f"message {header.place}, epoch {header.epoch}, {header.num_bytes} bytes, arrived"
+        )
+    return header
+
+
+def verify(header: Header, chunk: Chunk, transfer: bytes, checked: bool, checksum: int) -> None:
+    """Compares a chunk's header with the plan, and its checksum with the one computed over what arrived.
+
+    Raises:
+        TransferCorrupted: naming the first thing that differs.
+    """
+    span = (chunk.part, chunk.layer_lo, chunk.layer_hi, chunk.unit_lo, chunk.unit_hi, chunk.num_bytes)
+    got = (header.part, header.layer_lo, header.layer_hi, header.unit_lo, header.unit_hi, header.num_bytes)
+    for name, have, want in (
+        ("transfer", header.transfer, transfer),
+        ("place in the plan", got, span),
+        ("flags", header.flags, CHECKED if checked else 0),
+        ("checksum", header.checksum, checksum if checked else 0),
+    ):
         if have != want:
             raise TransferCorrupted(
-                f"chunk {expected.seq} of generation {expected.generation}: {field.name} is {have!r}, expected {want!r}"
+                f"chunk {header.seq} of generation {header.generation}: its {name} is {have!r}, expected {want!r}"
             )
-    if total != _SUM.pack(xxhash.xxh32_intdigest(body)):
-        raise TransferCorrupted(
-            f"chunk {expected.seq} of generation {expected.generation}: header sum does not match its content"
-        )
-
-
-def gives_up(data: bytes) -> bool:
-    """Whether this is an intact header by which a sender ends a transfer early."""
-    body, total = data[: _FORMAT.size], data[_FORMAT.size : HEADER_BYTES]
-    intact = total == _SUM.pack(xxhash.xxh32_intdigest(body)) and body.startswith(MAGIC)
-    return intact and bool(Header(*_FORMAT.unpack(body)).flags & GIVEN_UP)

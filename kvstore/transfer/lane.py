@@ -1,54 +1,68 @@
-"""The one thread that owns one link: it runs blocking jobs in the order they came."""
+"""The one thread that owns one link: it opens it, moves messages until told to stop, and closes it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import queue
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import torch
+
+from baton.errors import TransferError
+from kvstore.transfer.link import Link
+from kvstore.transfer.shared import post
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-T = TypeVar("T")
+
+AnyLink = TypeVar("AnyLink", bound=Link, contravariant=True)
+L = TypeVar("L", bound=Link)
 
 
-class Lane:
-    """A daemon thread, and futures of its jobs on the event loop that made it.
+class Traffic(Protocol[AnyLink]):
+    """What a lane does with its link."""
+
+    def run(self, link: AnyLink) -> None:
+        """Moves messages until `stop`.
+
+        Raises:
+            TransferError: the link failed, and with it the pair.
+        """
+
+    def stop(self) -> None:
+        """From any thread: `run` returns before its next message. Idempotent."""
+
+
+class Lane(Generic[L]):
+    """A daemon thread, and what the event loop that made it may know of it.
 
     Attributes:
-        ended: done once the thread has left its last job and no more run.
+        opened: done once the link is open; fails with TransferError if it cannot be.
+        ended: done once the thread has let go of the link; the error that ended it, or None.
     """
 
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
-        self._closed = False
-        self.ended: asyncio.Future[None] = self._loop.create_future()
+    def __init__(self, name: str, open_link: Callable[[], L], traffic: Traffic[L]) -> None:
+        loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[TransferError | None] = loop.create_future()
+        self._loop = loop
+        self._open_link = open_link
+        self._traffic = traffic
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Its result; cancelling the future does not stop a job that has begun."""
-        future: asyncio.Future[T] = self._loop.create_future()
-        future.add_done_callback(_seen)
-        if self._closed:
-            future.cancel()
-        else:
-            self._jobs.put((job, future))
-        return future
-
-    def close(self, last: Callable[[], None]) -> None:
-        """Cancels waiting jobs, lets a running one end, runs `last` and ends the thread. Does not wait; see `ended`."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(queue.Empty):
-            while item := self._jobs.get_nowait():
-                item[1].cancel()
-        self._jobs.put((last, self._loop.create_future()))
-        self._jobs.put(None)
+    def stop(self) -> None:
+        """Ends the thread as soon as its link lets it; does not wait. Idempotent."""
+        self._traffic.stop()
+        with self._lock:
+            self._stopped = True
+            link = self._link
+        if link is not None:
+            link.abort()
 
     async def join(self, timeout_s: float) -> bool:
         """Whether the thread has ended; it may still be in a blocked operation."""
@@ -58,33 +72,46 @@ class Lane:
         return self.ended.done()
 
     def _run(self) -> None:
-        while item := self._jobs.get():
-            job, future = item
-            try:
-                result = job()
-            except Exception as error:  # whatever it was, it belongs to the job's future
-                self._post(_fail, future, error)
-            else:
-                self._post(_finish, future, result)
-            del item, job, future
-        self._post(_finish, self.ended, None)
-
-    def _post(self, callback: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and with it all who would want to know
-            self._loop.call_soon_threadsafe(callback, *args)
-
-
-def _finish(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
+        error: TransferError | None = None
+        link: L | None = None
+        try:
+            link = self._open_link()
+            with self._lock:
+                self._link = link
+                if self._stopped:
+                    link.abort()
+            post(self._loop, _settle, self.opened, None)
+            self._traffic.run(link)
+        except TransferError as failure:
+            error = failure
+        except Exception as failure:  # whatever a device or a library may raise in its own words
+            error = TransferError(f"the link's thread failed: {failure!r}")
+            error.__cause__ = failure
+        finally:
+            if link is not None:
+                link.close()
+            with self._lock:
+                self._link = None
+            post(self._loop, _settle, self.opened, error or TransferError("the link is closed"))
+            post(self._loop, _finish, self.ended, error)
 
 
-def _seen(future: asyncio.Future[Any]) -> None:
-    """A failed job whose owner was cancelled is not an unretrieved exception."""
-    if not future.cancelled():
-        future.exception()
+def use_own_stream(device: torch.device) -> None:
+    """On a GPU, a thread's copies and sums must not queue behind the engine's steps."""
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def _settle(opened: asyncio.Future[None], error: TransferError | None) -> None:
+    if opened.done():
+        return
+    if error is None:
+        opened.set_result(None)
+    else:
+        opened.set_exception(error)
+        opened.exception()  # seen, even where nobody waits
+
+
+def _finish(ended: asyncio.Future[TransferError | None], error: TransferError | None) -> None:
+    if not ended.done():
+        ended.set_result(error)

@@ -1,24 +1,34 @@
-"""Who owns the reserved blocks of a decode worker at each moment: a pure state machine.
+"""Who owns the reserved blocks of a receiving worker at each moment: a pure state machine.
 
-    RESERVED --offer--> RECEIVING --commit and every chunk in--> COMMITTED
+    RESERVED --offer--> RECEIVING --every source committed, every chunk in--> COMMITTED
         |                   |
-        |                   +--fail, while a scatter runs--> DRAINING --scatter ends--> FAILED
-        +--fail-------------+--fail, idle--------------------------------------------->
+        |                   +--fail, while a scatter runs--> DRAINING --the last scatter ends--> FAILED
+        +--fail-------------+--fail, idle------------------------------------------------------>
 
-COMMITTED and FAILED are sticky. A reservation carries two references: the request's, dropped by `release`, and the
-transfer's, dropped when a terminal state is reached. When both are gone its blocks come out of the ledger, once, as
-`Free`, and the reservation is forgotten. DRAINING lasts only while a scatter of this process runs into the blocks,
-never on a promise of the other side.
+A transfer has one source for each pair of ranks that exchange bytes; each talks over a session of its own. Success is
+counted over sets: every source has committed, and every chunk of every source is in.
 
-Events about an unknown id or a past generation are counted in `num_fenced` and change nothing. Time is an argument.
+COMMITTED and FAILED are sticky: whatever is asked again later gets the same answer, even after the reservation is gone.
+A reservation carries two references: the request's, dropped by `release`, and the transfer's, dropped when a terminal
+state is reached. When both are gone its blocks come out of the ledger, once, as `Free`. DRAINING lasts only while
+scatters of this process run into the blocks, never on a promise of the other side.
+
+Events come in as calls; what must happen comes out as instructions, in order. Events about an unknown id or a past
+generation are counted in `num_fenced` and change nothing. Time is an argument.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from baton.errors import TransferError, TransferTimeout
+from baton.errors import TransferError, TransferRefused, TransferTimeout
+from baton.messages import AbortAck, CommitAck, Grant, Nack
+from kvstore.transfer.reasons import to_reason
+
+MAX_REMEMBERED = 4096
+"""Outcomes kept for senders that ask again after a reservation is gone."""
 
 
 class State(enum.Enum):
@@ -43,11 +53,19 @@ LEGAL: dict[State, frozenset[State]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Tell:
+    """Send this on a session."""
+
+    session: int
+    message: Grant | CommitAck | Nack | AbortAck
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
-    """The blocks are readable, and the sequence goes on after `first_token`."""
+    """The blocks are readable; a sequence goes on after `first_token`, a pulled prefix has none."""
 
     generation: int
-    first_token: int
+    first_token: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +82,18 @@ class Free:
     block_ids: tuple[int, ...]
 
 
-Instruction = Committed | Failed | Free
+Instruction = Tell | Committed | Failed | Free
+
+
+@dataclass(slots=True)
+class Source:
+    """One session's part of a transfer."""
+
+    num_chunks: int
+    chunks_in: set[int] = field(default_factory=set)
+    committed: bool = False
+    scattering: int | None = None
+    """The chunk that is being written into the blocks right now."""
 
 
 @dataclass(slots=True)
@@ -74,17 +103,24 @@ class Reservation:
     block_ids: tuple[int, ...]
     expires_at: float
     state: State = State.RESERVED
-    num_chunks: int = 0
-    chunks_in: set[int] = field(default_factory=set)
+    sources: dict[int, Source] = field(default_factory=dict)
+    """By session."""
+    num_sources: int = 0
+    """That the first offer announced."""
     first_token: int | None = None
-    scattering: bool = False
-    """A chunk is being written into the blocks right now."""
+    error: TransferError | None = None
     released: bool = False
     """The request's reference is gone."""
 
     @property
-    def holds_transfer(self) -> bool:
-        return self.state not in TERMINAL
+    def is_scattering(self) -> bool:
+        return any(source.scattering is not None for source in self.sources.values())
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.sources) == self.num_sources > 0 and all(
+            source.committed and len(source.chunks_in) == source.num_chunks for source in self.sources.values()
+        )
 
 
 class Ledger:
@@ -93,9 +129,13 @@ class Ledger:
         self.num_expired = 0
         self._last_generation = 0
         self._by_generation: dict[int, Reservation] = {}
+        self._ended: OrderedDict[int, tuple[str, TransferError | None]] = OrderedDict()
+        """Generations that are gone: the transfer's id, and None where it was committed."""
 
     def __len__(self) -> int:
         return len(self._by_generation)
+
+    # -- the request's side ------------------------------------------------------------------------------------------
 
     def reserve(self, transfer_id: str, block_ids: tuple[int, ...], expires_at: float) -> int:
         """The new reservation's generation, unique in this ledger's life. The ledger now holds `block_ids`."""
@@ -108,50 +148,98 @@ class Ledger:
         entry = self._by_generation.get(generation)
         return entry.state if entry else None
 
-    def offer(self, transfer_id: str, generation: int, num_chunks: int) -> bool:
-        """The sender has the blocks ready. False: fenced, or not waiting for an offer."""
-        entry = self._find(transfer_id, generation)
-        if entry is None:
-            return False
-        if entry.state is not State.RESERVED:
-            self.num_fenced += 1
-            return False
-        entry.num_chunks = num_chunks
-        self._move(entry, State.RECEIVING)
-        return True
-
-    def scatter_begins(self, generation: int) -> bool:
-        """Asks to write one chunk into the blocks. False: they are not the transfer's any more."""
+    def release(self, generation: int) -> list[Instruction]:
+        """The request needs the reservation no more: it was cancelled, or it owns the committed blocks from now on."""
         entry = self._by_generation.get(generation)
-        if entry is None or entry.state is not State.RECEIVING:
-            return False
-        assert not entry.scattering, "one thread scatters a transfer"
-        entry.scattering = True
-        return True
+        if entry is None or entry.released:
+            return []
+        entry.released = True
+        failed = self._fail(entry, TransferError("the request gave up its reservation"))
+        return failed or self._settle(entry)
 
-    def scatter_ends(self, generation: int, seq: int) -> list[Instruction]:
-        """Chunk `seq` is verified and in place."""
-        entry = self._by_generation[generation]
-        entry.scattering = False
-        if entry.state is State.DRAINING:
-            self._move(entry, State.FAILED)
-            return self._settle(entry)
-        entry.chunks_in.add(seq)
-        return self._try_commit(entry)
+    # -- the senders' side -------------------------------------------------------------------------------------------
 
-    def commit(self, transfer_id: str, generation: int, first_token: int) -> list[Instruction]:
-        """The sender has sent everything. Takes effect once every chunk is in."""
+    def offer(
+        self, session: int, transfer_id: str, generation: int, num_chunks: int, num_sources: int
+    ) -> list[Instruction]:
+        """A source will send `num_chunks`. Idempotent."""
         entry = self._find(transfer_id, generation)
-        if entry is None:
-            return []
-        if entry.state is not State.RECEIVING or entry.first_token is not None:
-            self.num_fenced += 1
-            return []
+        if entry is None or entry.state not in (State.RESERVED, State.RECEIVING):
+            return self._answer_again(session, transfer_id, generation, entry)
+        source = entry.sources.get(session)
+        if source is None:
+            if num_sources != (entry.num_sources or num_sources) or len(entry.sources) == num_sources:
+                return self._not_expected(session, transfer_id, generation)
+            entry.num_sources = num_sources
+            entry.sources[session] = Source(num_chunks)
+            if entry.state is State.RESERVED:
+                self._move(entry, State.RECEIVING)
+        elif source.num_chunks != num_chunks:
+            return self._not_expected(session, transfer_id, generation)
+        return [Tell(session, Grant(transfer_id, generation))]
+
+    def commit(self, session: int, transfer_id: str, generation: int, first_token: int | None) -> list[Instruction]:
+        """A source has sent everything. Takes effect once all have, and every chunk is in. Idempotent."""
+        entry = self._find(transfer_id, generation)
+        if entry is None or entry.state is not State.RECEIVING:
+            return self._answer_again(session, transfer_id, generation, entry)
+        source = entry.sources.get(session)
+        if source is None:
+            return self._not_expected(session, transfer_id, generation)
+        source.committed = True
         entry.first_token = first_token
         return self._try_commit(entry)
 
+    def abort(self, session: int, transfer_id: str, generation: int, error: TransferError) -> list[Instruction]:
+        """A source gave the transfer up. The acknowledgement says that it has ended here, in whatever way."""
+        entry = self._find(transfer_id, generation)
+        failed = self._fail(entry, error, but_not=session) if entry else []
+        return [*failed, Tell(session, AbortAck(transfer_id, generation))]
+
+    def lost(self, session: int, error: TransferError) -> list[Instruction]:
+        """A session has ended, and with it every transfer that it took part in."""
+        instructions: list[Instruction] = []
+        for entry in [e for e in self._by_generation.values() if session in e.sources]:
+            instructions += self._fail(entry, error, but_not=session)
+        return instructions
+
+    def renew(self, session: int, expires_at: float) -> None:
+        """The sender lives: the leases of all transfers that it offered on this session are extended."""
+        for entry in self._by_generation.values():
+            if session in entry.sources:
+                entry.expires_at = max(entry.expires_at, expires_at)
+
+    # -- the chunks --------------------------------------------------------------------------------------------------
+
+    def scatter_begins(self, session: int, generation: int, seq: int) -> bool:
+        """Asks to write chunk `seq` of a source into the blocks. False: it must not be."""
+        entry = self._by_generation.get(generation)
+        source = entry.sources.get(session) if entry and entry.state is State.RECEIVING else None
+        if source is None or seq in source.chunks_in or not 0 <= seq < source.num_chunks:
+            self.num_fenced += 1
+            return False
+        assert source.scattering is None, "one thread scatters a source's chunks"
+        source.scattering = seq
+        return True
+
+    def scatter_ends(self, session: int, generation: int) -> list[Instruction]:
+        """That chunk is verified and in place, unless the transfer has failed meanwhile."""
+        entry = self._by_generation[generation]
+        source = entry.sources[session]
+        assert source.scattering is not None
+        source.chunks_in.add(source.scattering)
+        source.scattering = None
+        if entry.state is State.RECEIVING:
+            return self._try_commit(entry)
+        if entry.is_scattering:
+            return []
+        self._move(entry, State.FAILED)
+        return self._settle(entry)
+
+    # -- bad news from here ------------------------------------------------------------------------------------------
+
     def fail(self, transfer_id: str, generation: int, error: TransferError) -> list[Instruction]:
-        """Abort, corruption or loss of the session. No effect on a transfer that has ended."""
+        """Corruption, refusal or shutdown. No effect on a transfer that has ended."""
         entry = self._find(transfer_id, generation)
         return self._fail(entry, error) if entry else []
 
@@ -164,24 +252,18 @@ class Ledger:
                 instructions += self._fail(entry, TransferTimeout("the KV did not arrive within the lease"))
         return instructions
 
-    def release(self, generation: int) -> list[Instruction]:
-        """The request needs the reservation no more: it was cancelled, or it owns the committed blocks from now on."""
-        entry = self._by_generation.get(generation)
-        if entry is None or entry.released:
-            return []
-        entry.released = True
-        failed = self._fail(entry, TransferError("the request gave up its reservation"))
-        return failed or self._settle(entry)
-
     def check(self) -> None:
         """Raises AssertionError where the books do not hold."""
         for generation, entry in self._by_generation.items():
             assert entry.generation == generation <= self._last_generation
-            assert entry.holds_transfer or not entry.released, f"{generation} is over and not forgotten"
-            assert not entry.scattering or entry.state in (State.RECEIVING, State.DRAINING), entry
-            assert entry.state is not State.DRAINING or entry.scattering, f"{generation} drains and nothing runs"
-            complete = len(entry.chunks_in) == entry.num_chunks and entry.first_token is not None
-            assert entry.state is not State.COMMITTED or complete, f"{generation} committed without its chunks"
+            assert not (entry.released and entry.state in TERMINAL), f"{generation} is over and not forgotten"
+            assert not entry.is_scattering or entry.state in (State.RECEIVING, State.DRAINING), entry
+            assert entry.state is not State.DRAINING or entry.is_scattering, f"{generation} drains and nothing runs"
+            assert entry.state is not State.COMMITTED or entry.is_complete, f"{generation} committed without its chunks"
+            assert (entry.state in (State.DRAINING, State.FAILED)) == (entry.error is not None), entry
+        assert len(self._ended) <= MAX_REMEMBERED
+
+    # -- inside ------------------------------------------------------------------------------------------------------
 
     def _find(self, transfer_id: str, generation: int) -> Reservation | None:
         entry = self._by_generation.get(generation)
@@ -190,22 +272,50 @@ class Ledger:
             return None
         return entry
 
-    def _fail(self, entry: Reservation, error: TransferError) -> list[Instruction]:
+    def _answer_again(
+        self, session: int, transfer_id: str, generation: int, entry: Reservation | None
+    ) -> list[Instruction]:
+        """What a sender is told that asks about a transfer which does not wait for it."""
+        if entry is None:
+            ended = self._ended.get(generation)
+            if ended is None or ended[0] != transfer_id:
+                return self._not_expected(session, transfer_id, generation)
+            error = ended[1]
+        elif entry.state is State.RESERVED:
+            return self._not_expected(session, transfer_id, generation)
+        else:
+            error = entry.error
+        if error is None:
+            return [Tell(session, CommitAck(transfer_id, generation))]
+        return [Tell(session, Nack(transfer_id, generation, to_reason(error)))]
+
+    def _not_expected(self, session: int, transfer_id: str, generation: int) -> list[Instruction]:
+        refused = TransferRefused(f"transfer {transfer_id}, generation {generation}, is not expected")
+        return [Tell(session, Nack(transfer_id, generation, to_reason(refused)))]
+
+    def _fail(self, entry: Reservation, error: TransferError, but_not: int | None = None) -> list[Instruction]:
         if entry.state not in (State.RESERVED, State.RECEIVING):
             return []
-        self._move(entry, State.DRAINING if entry.scattering else State.FAILED)
-        return [Failed(entry.generation, error), *self._settle(entry)]
+        entry.error = error
+        self._move(entry, State.DRAINING if entry.is_scattering else State.FAILED)
+        nack = Nack(entry.transfer_id, entry.generation, to_reason(error))
+        told = [Tell(session, nack) for session in entry.sources if session != but_not]
+        return [Failed(entry.generation, error), *told, *self._settle(entry)]
 
     def _try_commit(self, entry: Reservation) -> list[Instruction]:
-        if entry.first_token is None or entry.scattering or len(entry.chunks_in) < entry.num_chunks:
+        if not entry.is_complete or entry.is_scattering:
             return []
         self._move(entry, State.COMMITTED)
-        return [Committed(entry.generation, entry.first_token), *self._settle(entry)]
+        told = [Tell(session, CommitAck(entry.transfer_id, entry.generation)) for session in entry.sources]
+        return [Committed(entry.generation, entry.first_token), *told, *self._settle(entry)]
 
     def _settle(self, entry: Reservation) -> list[Instruction]:
-        if entry.holds_transfer or not entry.released:
+        if entry.state not in TERMINAL or not entry.released:
             return []
         del self._by_generation[entry.generation]
+        self._ended[entry.generation] = entry.transfer_id, entry.error
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
         return [Free(entry.generation, entry.block_ids)]
 
     def _move(self, entry: Reservation, state: State) -> None:

@@ -1,58 +1,67 @@
-"""A link moves bytes one way between two processes, in order, and knows nothing else.
+"""A link carries signals and chunks one way between two processes, in an order both agree on, and knows nothing else.
 
-It may only be used by its owner thread. Both sides take sizes from the same plan: a receive and the send that meets
-it are equally long, because no link here reports a length, and gloo ends the process that receives too much.
+    signal   exactly HEADER_BYTES: a header alone
+    chunk    a header and its payload, in a slot that comes from the link's own `slots`
+
+Which of the two comes next, and how long it is, the receiver knows before it asks: the header of an earlier message
+said so. No link here tells a length, and a kind is told by some at best. A message that is not sent is therefore seen
+as the wrong header in the next one of its kind, or as a timeout.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    from kvstore.transfer.slots import Slot, SlotSource
 
-from kvstore.transfer.header import HEADER_BYTES
+SENDER, RECEIVER = 0, 1
+"""Ranks of a link's two sides."""
 
 
 class Operation(Protocol):
+    """Under way from the call that returned it. One link's operations are waited for in the order they were started."""
+
     def wait(self) -> None:
-        """Blocks until the bytes have moved and the buffer is the caller's again.
+        """Blocks until the message has moved and the slot is the caller's again.
 
         Raises:
-            TransferTimeout: not within the link's operation timeout; the link is closed and its buffers quarantined.
-            TransferError: the peer is gone.
+            TransferTimeout: not within the link's operation timeout; the link is broken.
+            TransferError: the peer is gone, the link was aborted, or the message was not the one announced.
         """
 
 
+class SignalOperation(Operation, Protocol):
+    @property
+    def header(self) -> bytes:
+        """What arrived; for use once `wait` has returned."""
+
+
 class Link(Protocol):
-    """Rank 0 sends, rank 1 receives."""
+    """One side. Belongs to one thread, which alone may use it, but for `abort`.
 
-    device: torch.device
-    """Where the buffers must be."""
+    An operation that raises leaves the link broken: slots of operations under way are discarded, and it is closed.
+    """
 
-    def send(self, buffer: torch.Tensor) -> Operation: ...
-
-    def recv(self, buffer: torch.Tensor) -> Operation: ...
+    slots: SlotSource
+    """Where this side stages the chunks of this link."""
 
     def close(self) -> None:
-        """Called by the owner thread, with no operation under way."""
+        """Called by the owner thread. Operations still under way fail, or never end. Idempotent."""
 
     def abort(self) -> None:
         """Called by any thread: ends what is under way as soon as the link can. Idempotent."""
 
 
-class Slot:
-    """Staging for one chunk: header and payload in one buffer, `uint8`, allocated once with its pair."""
+class SendingLink(Link, Protocol):
+    def send_signal(self, header: bytes) -> Operation: ...
 
-    def __init__(self, slot_bytes: int, device: torch.device, pinned: bool) -> None:
-        self.buffer = torch.zeros(HEADER_BYTES + slot_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
+        """The slot holds the header already; `num_bytes` of payload follow it."""
 
-    @property
-    def header(self) -> torch.Tensor:
-        return self.buffer[:HEADER_BYTES]
 
-    def payload(self, num_bytes: int) -> torch.Tensor:
-        return self.buffer[HEADER_BYTES : HEADER_BYTES + num_bytes]
+class ReceivingLink(Link, Protocol):
+    def recv_signal(self) -> SignalOperation: ...
 
-    def message(self, num_bytes: int) -> torch.Tensor:
-        """Header and payload."""
-        return self.buffer[: HEADER_BYTES + num_bytes]
+    def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
+        """`slot.buffer` is for use once `wait` has returned, until the slot is released. Not to be written."""

@@ -1,12 +1,13 @@
-"""The decode side of the hand-over.
+"""The receiving side of the hand-over.
 
 The life of a transfer, as the receiver sees it:
 
 1. `expect` takes blocks that the worker has reserved, and answers with a ticket. The ledger holds the blocks from here.
-2. A prefill worker opens a session: Hello and Welcome, and the link's rendezvous.
-3. Offer: both plans must be the same. The session's lane posts receives into staging, and Grant goes out.
-4. Each chunk is verified and, if the ledger says that the reservation still stands, written into the blocks.
-5. Commit and every chunk in: the blocks are readable, `wait_committed` returns, CommitAck goes out.
+2. A sender opens a session: Hello and Welcome, and the link's rendezvous.
+3. Offer: both sides must have the same plan. Grant goes out; from now on the sender's pings renew the lease.
+4. Each chunk that the link brings is verified and, if the ledger says that the reservation still stands, written into
+   the blocks.
+5. Commit and every chunk in, of every source: the blocks are readable, `wait_committed` returns, CommitAck goes out.
 6. `release` takes the blocks back out of the ledger, once: to the pool after a failure or a cancel, to the running
    sequence after a commit.
 
@@ -19,51 +20,44 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
-import threading
-from collections import deque
-from functools import partial
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from baton import wire
 from baton.errors import TransferCorrupted, TransferError, TransferRefused
-from baton.messages import (
-    Abort,
-    AbortAck,
-    Commit,
-    CommitAck,
-    FromDecode,
-    FromPrefill,
-    Grant,
-    Hello,
-    Nack,
-    Offer,
-    Rendezvous,
-    Ticket,
-    Welcome,
-)
-from baton.v1 import kv_pb2_grpc
+from baton.messages import Abort, Commit, FromSender, Hello, Nack, Offer, Ticket
 from kvstore.transfer.header import PROTOCOL_VERSION
-from kvstore.transfer.inbound import Inbound
-from kvstore.transfer.lane import Lane
-from kvstore.transfer.ledger import Committed, Failed, Free, Instruction, Ledger
-from kvstore.transfer.link import Link, Slot
-from kvstore.transfer.plan import Chunk, plan, plan_digest, require_fitting_slots
+from kvstore.transfer.inflow import Inbound
+from kvstore.transfer.layout import AUTO, WIRE_DTYPES, layout_of, mismatch, source_ranks
+from kvstore.transfer.ledger import Committed, Failed, Free, Instruction, Ledger, State, Tell
+from kvstore.transfer.links import staging_device, usable_links
+from kvstore.transfer.plan import Plan, WireOptions, plan, require_fitting_slots
 from kvstore.transfer.reasons import from_reason, to_reason
-from kvstore.transfer.staging import Rows
+from kvstore.transfer.rows import Rows
+from kvstore.transfer.session import Session
+from kvstore.transfer.shared import Shared
+from kvstore.transfer.shm_link import host_id
+from kvstore.transfer.slots import StagingPool
 from kvstore.transfer.stats import TransferStats
-from kvstore.transfer.torch_link import RECEIVER, SessionStore, open_link, usable_links
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from baton.config import TransferConfig
     from baton.engine.kv_cache import KVCache
+    from kvstore.transfer.lane import Lane
+    from kvstore.transfer.link import ReceivingLink
 
 
-logger = logging.getLogger(__name__)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrival:
+    """What came in with a transfer."""
+
+    num_tokens: int
+    """Leading tokens whose KV is readable now."""
+    first_token: int | None
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,67 +65,80 @@ class _Reserved:
     """What the event loop knows of one reservation."""
 
     ticket: Ticket
-    chunks: tuple[Chunk, ...]
-    digest: bytes
-    rows: Rows
+    block_ids: tuple[int, ...]
+    state_slot: int | None
+    partial: bool
     settled: asyncio.Event
     freed: asyncio.Future[tuple[int, ...]]
-    session: _Session | None = None
-    lease: asyncio.TimerHandle | None = None
-    offered_at: float = 0.0
-    first_token: int = 0
+    num_tokens: int | None = None
+    """Offered, by whoever offered first."""
+    plans: list[Plan] = dataclasses.field(default_factory=list)
+    first_token: int | None = None
     error: TransferError | None = None
     release_began: bool = False
 
 
-class KvReceiver(kv_pb2_grpc.KvControlServicer):
-    """Takes sequences' KV into one decode worker's cache. For one event loop, on a `baton.rpc` server.
+class KvReceiver:
+    """Takes KV into one worker's cache. For one event loop.
 
     Attributes:
-        kv_address: where prefill workers reach the server that this is added to; the worker sets it before `expect`.
+        kv_address: where senders reach the server whose `KvControl.Session` is `session`; the worker sets it before
+            `expect`.
 
     Args:
-        host: the address on which prefill workers can reach this one's links.
+        caches: one a rank; block ids mean the same on all of them.
+        host: the address on which senders can reach this one's links.
+        num_kv_heads: of the whole model, one number a layer group, where ranks outnumber the heads.
     """
 
     def __init__(
         self,
         worker_id: str,
         incarnation: str,
-        cache: KVCache,
+        caches: Sequence[KVCache],
         wire_compat: str,
         config: TransferConfig,
         host: str,
         kv_address: str = "",
+        num_kv_heads: Sequence[int] = (),
     ) -> None:
         self.worker_id = worker_id
         self.incarnation = incarnation
         self.kv_address = kv_address
-        self.cache = cache
-        self.config = config
-        self.host = host
-        self.ledger = Ledger()
-        self.ledger_lock = threading.Lock()
-        self.lanes: set[Lane] = set()
+        self.layout = layout_of(caches[0].spec, len(caches), num_kv_heads)
+        require_fitting_slots(self.layout, config.slot_bytes)
+        self._caches = tuple(caches)
+        self._config = config
+        self._host = host
         self._wire_compat = wire_compat
-        require_fitting_slots(cache.spec, config.slot_bytes)
-        self._links = usable_links(cache.device, config.links)
-        self._decided: deque[Instruction] = deque()
+        self._links = usable_links(caches[0].device, config.links)
+        self._staging: dict[str, StagingPool] = {}
+        self._ledger = Ledger()
+        self._book: Shared[Ledger, Instruction] = Shared(self._ledger, self._carry_out)
         self._reserved: dict[int, _Reserved] = {}
-        self._sessions: set[_Session] = set()
+        self._sessions: dict[int, Session] = {}
+        self._session_ids = itertools.count(1)
+        self._lanes: set[Lane[ReceivingLink]] = set()
         self._epochs: dict[str, int] = {}
+        self._sweep: asyncio.TimerHandle | None = None
         self._stats = TransferStats()
+
+    # -- what operators see ------------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> TransferStats:
-        return dataclasses.replace(
-            self._stats,
-            num_pairs=len(self._sessions),
-            num_fenced=self.ledger.num_fenced,
-            num_expired=self.ledger.num_expired,
-        )
+        fenced = self._ledger.num_fenced + self._stats.fenced + sum(s.num_fenced for s in self._sessions.values())
+        return dataclasses.replace(self._stats, fenced=fenced, expired=self._ledger.num_expired)
 
-    # -- the decode worker's side ----------------------------------------------------------------------------------
+    @property
+    def num_pairs(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def slots_in_use(self) -> int:
+        return sum(pool.in_use for pool in self._staging.values())
+
+    # -- the worker's side -------------------------------------------------------------------------------------------
 
     def expect(
         self,
@@ -140,6 +147,7 @@ class KvReceiver(kv_pb2_grpc.KvControlServicer):
         skip_tokens: int,
         block_ids: Sequence[int],
         state_slot: int | None = None,
+        partial: bool = False,
     ) -> Ticket:
         """Registers blocks for a transfer; the ledger holds them until `release`.
 
@@ -147,21 +155,21 @@ class KvReceiver(kv_pb2_grpc.KvControlServicer):
             block_ids: all blocks of the sequence, in order: first those of `skip_tokens`, which stay as they are, then
                 those to be written, then any for the answer.
             state_slot: of the sequence, where the model has states.
+            partial: fewer tokens than `num_tokens` are welcome too, and no first token is needed.
 
         Raises:
-            ValueError: too few blocks, `skip_tokens` not block-aligned, or blocks that do not fit a slot.
+            ValueError: too few blocks, or `skip_tokens` is not block-aligned.
         """
-        spec = self.cache.spec
-        num_blocks = -(-num_tokens // spec.block_size)
+        block_size = self.layout.block_size
+        num_blocks = -(-num_tokens // block_size)
         if len(block_ids) < num_blocks:
             raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, got {len(block_ids)}")
-        chunks = plan(spec, num_tokens, skip_tokens, self.config.slot_bytes)
-        rows = Rows(self.cache, block_ids[skip_tokens // spec.block_size : num_blocks], state_slot)
-        digest = plan_digest(spec, num_tokens, skip_tokens, chunks, self.config.window, self.config.checksum)
+        if skip_tokens % block_size or not 0 <= skip_tokens <= num_tokens:
+            raise ValueError(f"skip_tokens must be a multiple of {block_size} up to {num_tokens}, got {skip_tokens}")
         loop = asyncio.get_running_loop()
-        expires_at = loop.time() + self.config.lease_s
-        with self.ledger_lock:
-            generation = self.ledger.reserve(transfer_id, tuple(block_ids), expires_at)
+        expires_at = loop.time() + self._config.lease_s
+        ids = tuple(block_ids)
+        generation = self._book.ask(lambda ledger: ledger.reserve(transfer_id, ids, expires_at))
         ticket = Ticket(
             transfer_id=transfer_id,
             generation=generation,
@@ -170,16 +178,17 @@ class KvReceiver(kv_pb2_grpc.KvControlServicer):
             kv_address=self.kv_address,
             num_tokens=num_tokens,
             skip_tokens=skip_tokens,
-            lease_ms=int(self.config.lease_s * 1000),
+            lease_ms=int(self._config.lease_s * 1000),
             wire_compat=self._wire_compat,
+            layout=self.layout,
         )
-        reserved = _Reserved(ticket, chunks, digest, rows, asyncio.Event(), loop.create_future())
-        reserved.lease = loop.call_at(expires_at, self._expire, expires_at)
-        self._reserved[generation] = reserved
+        self._reserved[generation] = _Reserved(ticket, ids, state_slot, partial, asyncio.Event(), loop.create_future())
+        if self._sweep is None:
+            self._sweep = loop.call_later(self._config.lease_s / 4, self._expire)
         return ticket
 
-    async def wait_committed(self, ticket: Ticket) -> int:
-        """The first token, once the sequence's KV is complete and readable.
+    async def wait_committed(self, ticket: Ticket) -> Arrival:
+        """What came in, once it is complete and readable.
 
         Raises:
             TransferCorrupted: a chunk failed its header or checksum test.
@@ -192,7 +201,8 @@ class KvReceiver(kv_pb2_grpc.KvControlServicer):
         await reserved.settled.wait()
         if reserved.error is not None:
             raise reserved.error
-        return reserved.first_token
+        assert reserved.num_tokens is not None
+        return Arrival(reserved.num_tokens, reserved.first_token)
 
     async def release(self, ticket: Ticket) -> tuple[int, ...]:
         """Ends the reservation, in whatever state, and hands its blocks back, once.
@@ -207,7 +217,7 @@ class KvReceiver(kv_pb2_grpc.KvControlServicer):
         if reserved is None or reserved.release_began:
             return ()
         reserved.release_began = True
-        self._decide(lambda ledger: ledger.release(ticket.generation))
+        self._book.happen(lambda ledger: ledger.release(ticket.generation))
         cancelled = False
         while not reserved.freed.done():
             try:
@@ -220,279 +230,202 @@ class KvReceiver(kv_pb2_grpc.KvControlServicer):
 
     async def close(self) -> None:
         """Ends all sessions and their threads, and fails what is not committed. Blocks stay with `release`."""
-        for session in list(self._sessions):
-            session.end(TransferError("this decode worker shuts down"))
+        down = TransferError("this worker shuts down")
+        for session in list(self._sessions.values()):
+            session.break_off(down)
         for reserved in list(self._reserved.values()):
-            self.fail(reserved.ticket, TransferError("this decode worker shuts down"))
-            if reserved.lease:
-                reserved.lease.cancel()
-        for lane in list(self.lanes):
-            await lane.join(self.config.op_timeout_s + 1)
+            self._fail(reserved.ticket, down)
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for lane in list(self._lanes):
+            await lane.join(self._config.op_timeout_s + 1)
 
     def check(self) -> None:
         """Raises AssertionError where the books do not hold."""
-        self._carry_out()
-        with self.ledger_lock:
-            self.ledger.check()
-            assert self._decided or len(self.ledger) == len(self._reserved)
+        self._book.happen(lambda ledger: [])
+        self._book.ask(lambda ledger: ledger.check())
+        assert len(self._ledger) == len(self._reserved)
 
-    # -- the prefill workers' side -----------------------------------------------------------------------------------
+    # -- the senders' side -------------------------------------------------------------------------------------------
 
-    async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override] # noqa: N802
-        """KvControl.Session: as a coroutine that writes, because a cancelled generator is left suspended."""
+    async def session(self, request_iterator: Any, context: Any) -> None:
+        """The handler of KvControl.Session.
+
+        A coroutine that writes, because a cancelled generator is left suspended.
+        """
         requests = _known(request_iterator)
         hello = await anext(requests, None)
         try:
             session = self._welcome(hello)
         except TransferRefused as error:
             await context.abort(grpc.StatusCode[error.status], str(error))
-        self._sessions.add(session)
-        reading = asyncio.create_task(session.read(requests))
-        writing = asyncio.create_task(session.write(context))
+        self._sessions[session.id] = session
+        self._lanes.add(session.lane)
+        session.lane.ended.add_done_callback(lambda _: self._lanes.discard(session.lane))
         try:
-            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            await session.serve(requests, context)
         finally:
-            session.end(TransferError(f"prefill worker {session.peer} is gone"))
-            self._sessions.discard(session)
-            reading.cancel()
-            writing.cancel()
-            await asyncio.wait({reading, writing})
-            for task in (reading, writing):
-                if not task.cancelled() and (bug := task.exception()) is not None:
-                    logger.error("the session with prefill worker %s failed", session.peer, exc_info=bug)
-                    session.failure = session.failure or TransferError(f"the session failed: {bug}")
+            del self._sessions[session.id]
+            self._stats.fenced += session.num_fenced
         if (failure := session.failure) is not None:
-            await context.abort(grpc.StatusCode[failure.status], str(failure))
+            with contextlib.suppress(grpc.aio.InternalError):  # the peer is gone, and its link said so first
+                await context.abort(grpc.StatusCode[failure.status], str(failure))
 
-    def on_offer(self, session: _Session, offer: Offer) -> FromDecode | Inbound:
-        """The receiving job of an offer that stands; else its Nack."""
+    def on_offer(self, session: Session, offer: Offer) -> None:
         reserved = self._reserved.get(offer.generation)
-        known = reserved is not None and reserved.ticket.transfer_id == offer.transfer_id and reserved.session is None
-        if known and reserved and (reserved.digest, len(reserved.chunks)) != (offer.plan_digest, offer.num_chunks):
-            error = TransferRefused(
-                "the two sides plan this transfer differently; here it is "
-                f"{len(reserved.chunks)} chunks for {self.cache.spec.describe()}, window {self.config.window}, "
-                f"slots of {self.config.slot_bytes} bytes, checksum {self.config.checksum}"
-            )
-            self.fail(reserved.ticket, error)
-            return Nack(offer.transfer_id, offer.generation, to_reason(error))
-        with self.ledger_lock:
-            stands = self.ledger.offer(offer.transfer_id, offer.generation, offer.num_chunks)
-        if not stands or reserved is None:
-            refused = TransferRefused(f"transfer {offer.transfer_id}, generation {offer.generation}, is not expected")
-            return Nack(offer.transfer_id, offer.generation, to_reason(refused))
-        loop = asyncio.get_running_loop()
-        reserved.session = session
-        reserved.offered_at = loop.time()
-        return Inbound(
-            offer.transfer_id,
-            offer.generation,
-            reserved.chunks,
-            reserved.rows,
-            self.config.checksum == "full",
-            self.ledger,
-            self.ledger_lock,
-            partial(self._emit, loop),
+        state = self._book.ask(lambda ledger: ledger.state(offer.generation))
+        is_open = state in (State.RESERVED, State.RECEIVING)
+        num_sources = 0
+        if reserved is not None and is_open and reserved.ticket.transfer_id == offer.transfer_id:
+            try:
+                self._prepare(session, offer, reserved)
+            except TransferRefused as error:
+                self._fail(reserved.ticket, error)
+                session.tell(Nack(offer.transfer_id, offer.generation, to_reason(error)))
+                return
+            there, here = session.hello.layout, self.layout
+            num_sources = sum(len(source_ranks(there, here, rank)) for rank in range(here.tp_size))
+        self._book.happen(
+            lambda ledger: ledger.offer(session.id, offer.transfer_id, offer.generation, offer.num_chunks, num_sources)
         )
 
-    def on_commit(self, commit: Commit) -> None:
-        self._decide(lambda ledger: ledger.commit(commit.transfer_id, commit.generation, commit.first_token))
+    def on_commit(self, session: Session, commit: Commit) -> None:
+        ids = (session.id, commit.transfer_id, commit.generation)
+        reserved = self._reserved.get(commit.generation)
+        if commit.first_token is None and reserved is not None and not reserved.partial:
+            self._fail(reserved.ticket, TransferError("the sender committed without the first token"))
+        self._book.happen(lambda ledger: ledger.commit(*ids, commit.first_token))
 
-    def fail(self, transfer: Ticket | Abort, error: TransferError) -> None:
-        self._decide(lambda ledger: ledger.fail(transfer.transfer_id, transfer.generation, error))
+    def on_abort(self, session: Session, abort: Abort) -> None:
+        error = from_reason(abort.reason)
+        self._book.happen(lambda ledger: ledger.abort(session.id, abort.transfer_id, abort.generation, error))
 
-    def fail_all(self, session: _Session, error: TransferError) -> None:
-        """Of a session that has ended."""
-        for reserved in [r for r in self._reserved.values() if r.session is session]:
-            self.fail(reserved.ticket, error)
+    def on_ping(self, session: Session) -> None:
+        expires_at = asyncio.get_running_loop().time() + self._config.lease_s
+        self._book.ask(lambda ledger: ledger.renew(session.id, expires_at))
 
-    def _decide(self, event: Callable[[Ledger], list[Instruction]]) -> None:
-        with self.ledger_lock:
-            self._decided.extend(event(self.ledger))
-        self._carry_out()
+    def on_lost(self, session: Session, error: TransferError) -> None:
+        self._book.happen(lambda ledger: ledger.lost(session.id, error))
 
-    def _emit(self, loop: asyncio.AbstractEventLoop, instructions: list[Instruction]) -> None:
-        """From a lane, under the ledger's lock."""
-        self._decided.extend(instructions)
-        _post(loop, self._carry_out)
+    def _prepare(self, session: Session, offer: Offer, reserved: _Reserved) -> None:
+        """Lets the lane know where the chunks belong, before they are granted. Again is harmless.
 
-    def _carry_out(self) -> None:
-        """What the ledger decided, in that order, whichever thread brought it about."""
-        while self._decided:
-            instruction = self._decided.popleft()
-            reserved = self._reserved[instruction.generation]
-            if reserved.lease is not None:
-                reserved.lease.cancel()
-            ids = (reserved.ticket.transfer_id, reserved.ticket.generation)
-            match instruction:
-                case Committed():
-                    reserved.first_token = instruction.first_token
-                    reserved.settled.set()
-                    self._count(reserved)
-                    if reserved.session is not None:
-                        reserved.session.tell(CommitAck(*ids))
-                case Failed():
-                    reserved.error = instruction.error
-                    reserved.settled.set()
-                    self._stats.num_failed += 1
-                    self._stats.num_corrupted += isinstance(instruction.error, TransferCorrupted)
-                    if reserved.session is not None:
-                        reserved.session.tell(Nack(*ids, to_reason(instruction.error)))
-                case Free():
-                    del self._reserved[instruction.generation]
-                    reserved.freed.set_result(instruction.block_ids)
+        Raises:
+            TransferRefused: the two sides would not plan the same transfer.
+        """
+        if offer.generation in session.inbounds:
+            return
+        ticket, hello = reserved.ticket, session.hello
+        offered = ticket.num_tokens if reserved.num_tokens is None else reserved.num_tokens
+        is_less = reserved.partial and reserved.num_tokens is None and offer.num_tokens < offered
+        if offer.num_tokens != offered and not is_less:
+            raise TransferRefused(f"{offered} tokens are expected, {offer.num_tokens} were offered")
+        if offer.wire_dtype not in WIRE_DTYPES:
+            raise TransferRefused(f"{offer.wire_dtype!r} is no data type that KV can have on the wire here")
+        if difference := mismatch(hello.layout, self.layout, offer.wire_dtype):
+            raise TransferRefused(difference)
+        options = WireOptions(self._config.slot_bytes, self._config.span_tokens, offer.wire_dtype)
+        ranks = (hello.layout, hello.rank, self.layout, hello.peer_rank)
+        try:
+            planned = plan(*ranks, offer.num_tokens, ticket.skip_tokens, options)
+        except ValueError as error:
+            raise TransferRefused(str(error)) from error
+        if (planned.digest(self._config.checksum), len(planned.chunks)) != (offer.plan_digest, offer.num_chunks):
+            raise TransferRefused(
+                f"the two sides plan this transfer differently; here it is {len(planned.chunks)} chunks with slots of "
+                f"{self._config.slot_bytes} bytes, spans of {self._config.span_tokens} tokens and checksum "
+                f"{self._config.checksum}"
+            )
+        cache = self._caches[hello.peer_rank]
+        layout, rank = self.layout, hello.peer_rank
+        rows = Rows(cache, planned, layout, rank, reserved.block_ids, reserved.state_slot)
+        ids = (session.id, ticket.transfer_id, ticket.generation)
+        session.inbounds[offer.generation] = Inbound(*ids, planned, rows, self._book, self._config.checksum == "full")
+        reserved.num_tokens = offer.num_tokens
+        reserved.plans.append(planned)
 
-    def _welcome(self, hello: FromPrefill | None) -> _Session:
+    # -- what the ledger decides ---------------------------------------------------------------------------------------
+
+    def _fail(self, ticket: Ticket, error: TransferError) -> None:
+        self._book.happen(lambda ledger: ledger.fail(ticket.transfer_id, ticket.generation, error))
+
+    def _expire(self) -> None:
+        """Sweeps while there is something that can expire."""
+        loop = asyncio.get_running_loop()
+        self._book.happen(lambda ledger: ledger.expire(loop.time()))
+        self._sweep = loop.call_later(self._config.lease_s / 4, self._expire) if self._reserved else None
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Tell):
+            if (session := self._sessions.get(instruction.session)) is not None:
+                session.tell(instruction.message)
+            return
+        reserved = self._reserved[instruction.generation]
+        match instruction:
+            case Committed():
+                reserved.first_token = instruction.first_token
+                reserved.settled.set()
+                self._stats.committed += 1
+                self._stats.num_bytes += sum(planned.num_bytes for planned in reserved.plans)
+                self._stats.num_chunks += sum(len(planned.chunks) for planned in reserved.plans)
+                self._close_links_to(instruction.generation)
+            case Failed():
+                reserved.error = instruction.error
+                reserved.settled.set()
+                self._stats.failed += 1
+                self._stats.corrupted += isinstance(instruction.error, TransferCorrupted)
+                self._close_links_to(instruction.generation)
+            case Free():
+                del self._reserved[instruction.generation]
+                reserved.freed.set_result(instruction.block_ids)
+
+    def _close_links_to(self, generation: int) -> None:
+        """What still comes for a transfer that has ended is dropped by the lanes."""
+        for session in self._sessions.values():
+            session.inbounds.pop(generation, None)
+
+    def _welcome(self, hello: FromSender | None) -> Session:
         if not isinstance(hello, Hello):
             raise TransferRefused("a session begins with Hello")
         if hello.protocol_version != PROTOCOL_VERSION:
             raise TransferRefused(
-                f"prefill worker {hello.worker_id} speaks version {hello.protocol_version} of the hand-over, "
-                f"decode worker {self.worker_id} version {PROTOCOL_VERSION}"
+                f"worker {hello.worker_id} speaks version {hello.protocol_version} of the hand-over, "
+                f"worker {self.worker_id} version {PROTOCOL_VERSION}"
             )
         if hello.wire_compat != self._wire_compat:
             raise TransferRefused(
-                f"prefill worker {hello.worker_id} has KV of kind {hello.wire_compat}, "
-                f"decode worker {self.worker_id} of kind {self._wire_compat}"
+                f"worker {hello.worker_id} has KV of kind {hello.wire_compat}, "
+                f"worker {self.worker_id} of kind {self._wire_compat}"
             )
-        link = next((kind for kind in hello.links if kind in self._links), None)
+        if difference := mismatch(hello.layout, self.layout, AUTO):
+            raise TransferRefused(difference)
+        if not hello.peer_rank < len(self._caches):
+            raise TransferRefused(f"worker {self.worker_id} has no rank {hello.peer_rank}")
+        kinds = [kind for kind in hello.links if kind in self._links]
+        link = next((kind for kind in kinds if kind != "shm" or hello.host_id == host_id()), None)
         if link is None:
             raise TransferRefused(
-                f"prefill worker {hello.worker_id} offers the links {', '.join(hello.links) or 'none'}, "
-                f"decode worker {self.worker_id} has {', '.join(self._links) or 'none'}"
+                f"worker {hello.worker_id} offers the links {', '.join(hello.links) or 'none'}, "
+                f"worker {self.worker_id} can use {', '.join(self._links) or 'none'}"
             )
-        epoch = self._epochs[hello.worker_id] = self._epochs.get(hello.worker_id, 0) + 1
-        session = _Session(self, hello.worker_id, link, epoch)
-        session.tell(Welcome(self.incarnation, link, epoch))
-        return session
+        who = f"{hello.worker_id}/{hello.rank}"
+        epoch = self._epochs[who] = self._epochs.get(who, 0) + 1
+        cache = self._caches[hello.peer_rank]
+        place = (self._config, self._host, cache.device, self._pool(link, cache))
+        session_id = next(self._session_ids)
+        return Session(session_id, hello, link, epoch, self.incarnation, self, *place)
 
-    def _expire(self, now: float) -> None:
-        self._decide(lambda ledger: ledger.expire(now))
-
-    def _count(self, reserved: _Reserved) -> None:
-        self._stats.num_transfers += 1
-        self._stats.num_bytes += sum(chunk.num_bytes for chunk in reserved.chunks)
-        self._stats.num_chunks += len(reserved.chunks)
-        self._stats.transfer_s += asyncio.get_running_loop().time() - reserved.offered_at
-
-
-class _Session:
-    """One prefill process's stream, its link and the lane that owns it.
-
-    Attributes:
-        failure: why the stream must be ended from here; None while it is good, or when the peer left.
-    """
-
-    def __init__(self, receiver: KvReceiver, peer: str, link_kind: str, epoch: int) -> None:
-        self.peer = peer
-        self.failure: TransferError | None = None
-        self._receiver = receiver
-        self._epoch = epoch
-        self._loop = asyncio.get_running_loop()
-        self._out: asyncio.Queue[FromDecode | None] = asyncio.Queue()
-        self._ended = False
-        self._store = SessionStore(lambda k, v: _post(self._loop, self.tell, Rendezvous(k, v)))
-        self._link: Link | None = None
-        self._slots: list[Slot] = []
-        self._jobs: dict[int, asyncio.Future[None]] = {}
-        self._lane = Lane(f"kv-recv-{peer}")
-        receiver.lanes.add(self._lane)
-        self._lane.ended.add_done_callback(lambda _: receiver.lanes.discard(self._lane))
-        self._lane.submit(partial(self._open_link, link_kind)).add_done_callback(self._job_done)
-
-    def tell(self, message: FromDecode) -> None:
-        self._out.put_nowait(message)
-
-    async def write(self, context: Any) -> None:
-        while (message := await self._out.get()) is not None:
-            await context.write(wire.session_response(message))
-
-    async def read(self, requests: AsyncIterator[FromPrefill]) -> None:
-        async for message in requests:
-            self._on(message)
-
-    def end(self, error: TransferError) -> None:
-        """Fails the session's transfers and lets go of its link. Idempotent."""
-        if self._ended:
-            return
-        self._ended = True
-        self._receiver.fail_all(self, error)
-        self._out.put_nowait(None)
-        self._store.close()
-        if self._link is not None:
-            self._link.abort()
-        self._lane.close(self._close_link)
-
-    def _on(self, message: FromPrefill) -> None:
-        if self._ended:
-            return  # read after the end: an offer taken now would wait for its lease
-        match message:
-            case Rendezvous():
-                self._store.deliver(message.key, message.value)
-            case Offer():
-                self._offered(message)
-            case Commit():
-                self._receiver.on_commit(message)
-            case Abort():
-                self._receiver.fail(message, from_reason(message.reason))
-                self._ack_abort(message)
-            case Hello():
-                self._break(TransferRefused("a session has one Hello"))
-
-    def _offered(self, offer: Offer) -> None:
-        answer = self._receiver.on_offer(self, offer)
-        if not isinstance(answer, Inbound):
-            self.tell(answer)
-            return
-        grant = Grant(offer.transfer_id, offer.generation)
-        job = self._lane.submit(partial(self._receive, answer, grant))
-        self._jobs[offer.generation] = job
-        job.add_done_callback(lambda _: self._jobs.pop(offer.generation, None))
-        job.add_done_callback(self._job_done)
-
-    def _receive(self, inbound: Inbound, grant: Grant) -> None:
-        assert self._link is not None
-        inbound.run(self._link, self._slots, self._epoch, lambda: _post(self._loop, self.tell, grant))
-
-    def _ack_abort(self, abort: Abort) -> None:
-        """Once nothing of the transfer is posted on the link."""
-        ack = AbortAck(abort.transfer_id, abort.generation)
-        if job := self._jobs.get(abort.generation):
-            job.add_done_callback(lambda _: self.tell(ack))
-        else:
-            self.tell(ack)
-
-    def _job_done(self, job: asyncio.Future[None]) -> None:
-        if not job.cancelled() and (error := job.exception()):
-            self._break(
-                error if isinstance(error, TransferError) else TransferError(f"the link's lane failed: {error}")
-            )
-
-    def _break(self, error: TransferError) -> None:
-        if not self._ended:
-            self.failure = error
-            self.end(error)
-
-    def _open_link(self, kind: str) -> None:
-        config = self._receiver.config
-        device = self._receiver.cache.device
-        host = self._receiver.host
-        self._link = open_link(kind, self._store, RECEIVER, host, device, config.open_timeout_s, config.op_timeout_s)
-        pinned = device.type == "cuda" and self._link.device.type == "cpu"
-        self._slots = [Slot(config.slot_bytes, self._link.device, pinned) for _ in range(config.window)]
-
-    def _close_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
+    def _pool(self, kind: str, cache: KVCache) -> StagingPool:
+        """Of all sessions whose slots are on the same device."""
+        at = staging_device(kind, cache.device)
+        if str(at) not in self._staging:
+            pinned = cache.device.type == "cuda" and at.type == "cpu"
+            self._staging[str(at)] = StagingPool(self._config.num_slots, self._config.slot_bytes, at, pinned)
+        return self._staging[str(at)]
 
 
-async def _known(request_iterator: Any) -> AsyncIterator[FromPrefill]:
+async def _known(request_iterator: Any) -> AsyncIterator[FromSender]:
     """Requests of the kinds that we know."""
     async for request in request_iterator:
         if (message := wire.session_request_from_pb(request)) is not None:
             yield message
-
-
-def _post(loop: asyncio.AbstractEventLoop, callback: Any, *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is gone
-        loop.call_soon_threadsafe(callback, *args)

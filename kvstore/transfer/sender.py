@@ -1,16 +1,16 @@
-"""The prefill side of the hand-over.
+"""The sending side of the hand-over.
 
 The life of a transfer, as the sender sees it:
 
-1. `send` takes the caller's finished blocks. The caller pins them until `send` returns or raises.
-2. The first ticket of a decode worker's incarnation opens a pair: session stream, Hello and Welcome, link.
-3. The transfer waits its turn on the pair: links are first in, first out.
-4. Offer. The decode worker posts receives and grants.
-5. The pair's lane gathers, seals and sends chunk by chunk.
-6. Commit with the first token; CommitAck ends it.
+1. `transfer` takes a ticket and offers at once, while the prompt still waits: opening a pair and the round trip to the
+   receiver hide in the queue, and the session's pings renew the ticket's lease from here on.
+2. `attach` gives the blocks. The caller pins them until the block of `transfer` is left.
+3. `advance`, from the engine's thread: what is computed, in all layers or in some. The pair's lane gathers, seals and
+   sends chunk by chunk.
+4. `finish` with the first token: Commit follows the last chunk, CommitAck ends it.
 
-Whatever goes wrong between 4 and 6, the lane first stops reading the blocks, so the caller may unpin them; then, in the
-background, Abort is sent and the link is brought back to a clean end before the next transfer's turn.
+Leaving the block early gives the transfer up: its blocks are not read any more once it is left, and the receiver is
+told in the background. Each pair of ranks that exchange bytes carries its part over a pair of its own.
 """
 
 from __future__ import annotations
@@ -18,426 +18,353 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import time
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import grpc
-
-from baton import wire
 from baton.config import FaultsConfig
-from baton.errors import TransferError, TransferRefused, TransferTimeout, WorkerFailed
-from baton.messages import (
-    Abort,
-    AbortAck,
-    Commit,
-    CommitAck,
-    FromDecode,
-    FromPrefill,
-    Grant,
-    HandedOver,
-    Hello,
-    Nack,
-    Offer,
-    Rendezvous,
-    Ticket,
-    Welcome,
-)
-from baton.v1 import kv_pb2_grpc
-from kvstore.transfer.channel import open_channel
-from kvstore.transfer.faults import FaultInjector, Faults, parse_faults
+from baton.errors import BatonError, Overloaded, TransferCorrupted, TransferError, TransferRefused, WorkerFailed
+from baton.messages import HandedOver, Hello, Ticket
+from kvstore.transfer.faults import parse_faults
 from kvstore.transfer.header import PROTOCOL_VERSION
-from kvstore.transfer.lane import Lane
-from kvstore.transfer.link import Link, Slot
-from kvstore.transfer.outbound import Outbound
-from kvstore.transfer.plan import plan, plan_digest, require_fitting_slots
-from kvstore.transfer.reasons import from_reason, from_status, to_reason
-from kvstore.transfer.staging import Rows
+from kvstore.transfer.layout import destination_ranks, layout_of, mismatch
+from kvstore.transfer.links import staging_device, usable_links
+from kvstore.transfer.outflow import Outbound
+from kvstore.transfer.pair import Pair, PairTransfer, Peer
+from kvstore.transfer.plan import WireOptions, plan, require_fitting_slots
+from kvstore.transfer.rows import Rows
+from kvstore.transfer.shm_link import host_id
+from kvstore.transfer.slots import StagingPool
 from kvstore.transfer.stats import TransferStats
-from kvstore.transfer.torch_link import SENDER, SessionStore, open_link, usable_links
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from baton.config import TransferConfig
     from baton.engine.kv_cache import KVCache
+    from baton.engine.runner import Fence
+
+logger = logging.getLogger(__name__)
 
 
 class KvSender:
-    """Hands over the blocks of one prefill worker's cache. For one event loop.
+    """Sends KV out of one worker's cache. For one event loop.
 
     Args:
-        host: the address on which decode workers can reach this one's links.
+        caches: one a rank; block ids mean the same on all of them.
+        num_kv_heads: of the whole model, one number a layer group, where ranks outnumber the heads.
+        host: the address on which receivers can reach this one's links.
     """
 
     def __init__(
         self,
         worker_id: str,
         incarnation: str,
-        cache: KVCache,
+        caches: Sequence[KVCache],
         wire_compat: str,
         config: TransferConfig,
         host: str,
         faults: FaultsConfig | None = None,
+        num_kv_heads: Sequence[int] = (),
     ) -> None:
-        require_fitting_slots(cache.spec, config.slot_bytes)
-        links = usable_links(cache.device, config.links)
-        self._hello = Hello(PROTOCOL_VERSION, worker_id, incarnation, wire_compat, links)
-        self._cache = cache
+        self.layout = layout_of(caches[0].spec, len(caches), num_kv_heads)
+        require_fitting_slots(self.layout, config.slot_bytes, config.wire_dtype)
+        links = usable_links(caches[0].device, config.links)
+        self._hello = Hello(PROTOCOL_VERSION, worker_id, incarnation, wire_compat, links, self.layout, 0, 0, host_id())
+        self._caches = tuple(caches)
         self._config = config
         self._host = host
+        self._max_pairs = config.max_pairs or (8 if caches[0].device.type == "cuda" else 64)
         self._faults = parse_faults((faults or FaultsConfig()).spec)
-        self._pairs: dict[tuple[str, str], _Pair] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._staging: dict[str, StagingPool] = {}
+        self._pairs: dict[tuple[int, Peer], Pair] = {}
+        self._opening: dict[tuple[int, Peer], asyncio.Task[Pair]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._live: set[PairTransfer] = set()
+        self._ended = asyncio.Event()
+        self._num_waiting = 0
         self._stats = TransferStats()
+
+    # -- what operators see ------------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> TransferStats:
-        num_pairs = sum(pair.failure is None for pair in self._pairs.values())
-        return dataclasses.replace(self._stats, num_pairs=num_pairs)
+        pairs = self._pairs.values()
+        return dataclasses.replace(
+            self._stats,
+            fenced=self._stats.fenced + sum(pair.num_fenced for pair in pairs),
+            resent=self._stats.resent + sum(pair.num_resent for pair in pairs),
+        )
 
-    async def send(
-        self, ticket: Ticket, block_ids: Sequence[int], first_token: int, state_slot: int | None = None
-    ) -> HandedOver:
-        """Hands over a sequence's KV.
+    @property
+    def num_pairs(self) -> int:
+        return sum(pair.failure is None for pair in self._pairs.values())
+
+    @property
+    def slots_in_use(self) -> int:
+        return sum(pool.in_use for pool in self._staging.values())
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Computed, and not gathered yet."""
+        return sum(part.outbound.unsent_bytes for part in self._live if part.outbound)
+
+    async def wait_for_room(self, max_waiting: int) -> None:
+        """Returns once less KV than `max_unsent_mib` is computed and not sent: blocks that wait fill the cache.
+
+        Raises:
+            Overloaded: `max_waiting` others wait already.
+        """
+        limit = self._config.max_unsent_mib * 2**20
+        if self.unsent_bytes <= limit:
+            return
+        if self._num_waiting >= max_waiting:
+            raise Overloaded("too much computed KV waits to be sent; try again later")
+        self._num_waiting += 1
+        try:
+            while self.unsent_bytes > limit:
+                self._ended.clear()
+                await self._ended.wait()
+        finally:
+            self._num_waiting -= 1
+
+    # -- transfers ---------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def transfer(self, ticket: Ticket, num_tokens: int | None = None) -> AsyncGenerator[Transfer]:
+        """A hand-over, for as long as the block is entered. When it is left, nothing reads the blocks any more.
 
         Args:
-            block_ids: all blocks of the sequence, in order; those of `ticket.skip_tokens` stay here.
-            first_token: what the decode worker goes on from.
-            state_slot: of the sequence, where the model has states.
-
-        When it returns, raises or is cancelled, nothing reads the blocks any more.
+            num_tokens: leading tokens to send, where it is not all that the ticket asks for.
 
         Raises:
             TransferRefused: the two sides do not fit.
-            TransferError: the transfer failed; the decode worker may be well.
-            WorkerFailed: the decode worker is gone.
         """
-        outbound = self._outbound(ticket, block_ids, state_slot)
-        digest = plan_digest(
-            self._cache.spec,
-            ticket.num_tokens,
-            ticket.skip_tokens,
-            outbound.chunks,
-            self._config.window,
-            self._config.checksum,
-        )
+        num_tokens = ticket.num_tokens if num_tokens is None else num_tokens
+        parts = self._parts(ticket, num_tokens)
+        starting = [
+            asyncio.create_task(self._start(rank, part, Peer(*_address(ticket), peer_rank)))
+            for (rank, peer_rank), part in parts.items()
+        ]
+        self._live.update(parts.values())
+        transfer = Transfer(self, ticket, parts)
         try:
-            handed_over = await self._pair(ticket).transfer(outbound, digest, first_token)
-        except (TransferError, WorkerFailed):
-            self._stats.num_failed += 1
-            raise
-        self._stats.num_transfers += 1
-        self._stats.num_bytes += handed_over.num_bytes
-        self._stats.num_chunks += handed_over.num_chunks
-        self._stats.transfer_s += handed_over.transfer_s
-        return handed_over
+            yield transfer
+        finally:
+            for start in starting:
+                start.cancel()
+            await transfer.close()
+            self._live.difference_update(parts.values())
+            self._ended.set()
 
     async def close(self) -> None:
         """Ends all pairs and their threads."""
+        for opening in self._opening.values():
+            opening.cancel()
         for pair in self._pairs.values():
-            pair.lose(WorkerFailed("this prefill worker shuts down"))
-        self._pairs.clear()
-        if self._closing:
-            await asyncio.wait(self._closing)
+            pair.lose(WorkerFailed("this worker shuts down"))
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
-    def _outbound(self, ticket: Ticket, block_ids: Sequence[int], state_slot: int | None) -> Outbound:
+    def rows(self, rank: int, part: PairTransfer, block_ids: Sequence[int], state_slot: int | None) -> Rows:
+        cache = self._caches[rank]
+        return Rows(cache, part.plan, self.layout, rank, block_ids, state_slot)
+
+    @property
+    def is_checked(self) -> bool:
+        return self._config.checksum == "full"
+
+    def count(self, handed_over: HandedOver) -> None:
+        self._stats.committed += 1
+        self._stats.num_bytes += handed_over.num_bytes
+        self._stats.num_chunks += handed_over.num_chunks
+        self._stats.transfer_s += handed_over.transfer_s
+        self._stats.exposed_s += handed_over.exposed_s
+
+    def count_failure(self, error: BaseException) -> None:
+        self._stats.failed += 1
+        self._stats.corrupted += isinstance(error, TransferCorrupted)
+
+    def _parts(self, ticket: Ticket, num_tokens: int) -> dict[tuple[int, int], PairTransfer]:
+        """By sending and receiving rank."""
+        here, there = self.layout, ticket.layout
         if ticket.wire_compat != self._hello.wire_compat:
             raise TransferRefused(
-                f"decode worker {ticket.decode_worker_id} has KV of kind {ticket.wire_compat}, "
-                f"this prefill worker {self._hello.wire_compat}"
+                f"worker {ticket.decode_worker_id} has KV of kind {ticket.wire_compat}, "
+                f"this worker {self._hello.wire_compat}"
             )
-        spec = self._cache.spec
+        if difference := mismatch(here, there, self._config.wire_dtype):
+            raise TransferRefused(difference)
+        options = WireOptions(self._config.slot_bytes, self._config.span_tokens, self._config.wire_dtype)
         try:
-            chunks = plan(spec, ticket.num_tokens, ticket.skip_tokens, self._config.slot_bytes)
+            return {
+                (rank, peer_rank): PairTransfer(
+                    ticket, plan(here, rank, there, peer_rank, num_tokens, ticket.skip_tokens, options)
+                )
+                for rank in range(here.tp_size)
+                for peer_rank in destination_ranks(here, there, rank)
+            }
         except ValueError as error:
             raise TransferRefused(str(error)) from error
-        span = slice(ticket.skip_tokens // spec.block_size, -(-ticket.num_tokens // spec.block_size))
-        rows = Rows(self._cache, block_ids[span], state_slot)
-        return Outbound(ticket, chunks, rows, self._config.checksum == "full")
 
-    def _pair(self, ticket: Ticket) -> _Pair:
-        key = (ticket.decode_worker_id, ticket.incarnation)
-        pair = self._pairs.get(key)
-        if pair is not None and pair.failure is None:
-            return pair
-        self._pairs = {k: p for k, p in self._pairs.items() if p.failure is None}
-        pair = _Pair(self._hello, ticket, self._cache, self._config, self._host, self._faults, self._stats)
-        self._pairs[key] = pair
-        self._closing.add(pair.session)
-        pair.session.add_done_callback(self._closing.discard)
-        return pair
-
-
-@dataclasses.dataclass(slots=True)
-class _Talk:
-    """The transfer whose turn it is, and what the decode worker has said about it."""
-
-    outbound: Outbound
-    granted: asyncio.Future[None]
-    answer: asyncio.Future[None]
-    """CommitAck, or the failure that a Nack or the session's end brought."""
-    abort_acked: asyncio.Future[None]
-    sent: asyncio.Future[None] | None = None
-
-
-class _Pair:
-    """This prefill worker and one incarnation of a decode worker: a session, a link and the lane that owns it.
-
-    Attributes:
-        failure: why the pair is over; None while it is good.
-        session: its task; done once stream, link and thread are gone.
-    """
-
-    def __init__(
-        self,
-        hello: Hello,
-        ticket: Ticket,
-        cache: KVCache,
-        config: TransferConfig,
-        host: str,
-        faults: Faults,
-        stats: TransferStats,
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        self._hello = hello
-        self._worker_id = ticket.decode_worker_id
-        self._incarnation = ticket.incarnation
-        self._cache = cache
-        self._config = config
-        self._host = host
-        self._faults = FaultInjector(faults)
-        self._stats = stats
-        self._turn = asyncio.Lock()
-        self._out: asyncio.Queue[FromPrefill | None] = asyncio.Queue()
-        self._talk: _Talk | None = None
-        self._settling: set[asyncio.Task[None]] = set()
-        self._epoch = 0
-        self._link: Link | None = None
-        self._slots: list[Slot] = []
-        self._opened: asyncio.Future[None] = loop.create_future()
-        self._store = SessionStore(lambda k, v: _post(loop, self._out.put_nowait, Rendezvous(k, v)))
-        self._lane = Lane(f"kv-send-{self._worker_id}")
-        self._channel = open_channel(ticket.kv_address)
-        stub: Any = kv_pb2_grpc.KvControlStub(self._channel)
-        self._call = stub.Session(self._requests())
-        self.failure: TransferError | WorkerFailed | None = None
-        self.session = loop.create_task(self._run())
-
-    async def transfer(self, outbound: Outbound, digest: bytes, first_token: int) -> HandedOver:
-        await self._turn.acquire()
-        talk: _Talk | None = None
+    async def _start(self, rank: int, part: PairTransfer, peer: Peer) -> None:
+        """Offers a part as soon as its pair is open."""
         try:
-            await asyncio.shield(self._opened)
-            self._raise_if_lost()
-            talk = self._talk = _new_talk(outbound)
-            start = time.monotonic()
-            ids = (outbound.ticket.transfer_id, outbound.ticket.generation)
-            self._out.put_nowait(Offer(*ids, digest, len(outbound.chunks)))
-            await self._reach(talk, talk.granted, "grant the transfer")
-            talk.sent = self._start(outbound)
-            await self._reach(talk, talk.sent, None)
-            self._out.put_nowait(Commit(*ids, first_token))
-            await self._reach(talk, talk.answer, "acknowledge the commit")
-            handed_over = HandedOver(outbound.num_bytes, len(outbound.chunks), time.monotonic() - start)
-        except BaseException as error:
-            outbound.stop()
-            if talk is None:
-                self._turn.release()
-            else:
-                settle = asyncio.create_task(self._settle(talk, error))
-                self._settling.add(settle)
-                settle.add_done_callback(self._settled)
+            pair = await asyncio.shield(self._open(rank, peer))
+        except BatonError as error:
+            part.fail(error)
+        except asyncio.CancelledError:
+            part.fail(TransferError("the sender gave the transfer up"))
             raise
-        self._end_turn()
+        else:
+            part.offer_on(pair)
+
+    # -- pairs -------------------------------------------------------------------------------------------------------
+
+    def _open(self, rank: int, peer: Peer) -> asyncio.Task[Pair]:
+        """The pair with a peer; whoever asks while it is being made waits for the same one."""
+        key = (rank, peer)
+        opening = self._opening.get(key)
+        if opening is None or (opening.done() and (opening.exception() or opening.result().failure)):
+            self._forget_lost_pairs()
+            opening = self._opening[key] = asyncio.create_task(self._make_pair(rank, peer))
+            opening.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return opening
+
+    async def _make_pair(self, rank: int, peer: Peer) -> Pair:
+        """Over the best kind of link that can be made."""
+        links = self._hello.links
+        while True:
+            hello = dataclasses.replace(self._hello, links=links, rank=rank, peer_rank=peer.rank)
+            pair = Pair(
+                peer,
+                hello,
+                self._config,
+                self._host,
+                self._caches[rank].device,
+                lambda kind: self._pool(kind, rank),
+                self._faults,
+            )
+            self._pairs[rank, peer] = pair
+            self._tasks.add(pair.closed)
+            pair.closed.add_done_callback(self._tasks.discard)
+            try:
+                await pair.opened
+            except TransferRefused:
+                raise
+            except TransferError as error:
+                links = tuple(kind for kind in links if kind != pair.link_kind)
+                if not pair.link_kind or not links:
+                    raise
+                logger.warning(
+                    "no %s link to worker %s, trying %s: %s", pair.link_kind, peer.worker_id, ", ".join(links), error
+                )
+            else:
+                self._make_room(pair)
+                return pair
+
+    def _make_room(self, newest: Pair) -> None:
+        """Closes the pairs that were idle longest, where there are too many."""
+        idle = sorted(
+            (pair for pair in self._pairs.values() if pair.is_idle and pair is not newest), key=lambda pair: pair.used_s
+        )
+        for pair in idle[: max(0, self.num_pairs - self._max_pairs)]:
+            pair.lose(TransferError("the pair made room for another"))
+
+    def _forget_lost_pairs(self) -> None:
+        for key, pair in list(self._pairs.items()):
+            if pair.failure is not None:
+                self._stats.fenced += pair.num_fenced
+                self._stats.resent += pair.num_resent
+                del self._pairs[key]
+                self._opening.pop(key, None)
+
+    def _pool(self, kind: str, rank: int) -> StagingPool:
+        """Of all pairs whose slots are on the same device."""
+        device = self._caches[rank].device
+        at = staging_device(kind, device)
+        if str(at) not in self._staging:
+            pinned = device.type == "cuda" and at.type == "cpu"
+            self._staging[str(at)] = StagingPool(self._config.num_slots, self._config.slot_bytes, at, pinned)
+        return self._staging[str(at)]
+
+
+class Transfer:
+    """One hand-over, in all its parts. Made by `KvSender.transfer`."""
+
+    def __init__(self, sender: KvSender, ticket: Ticket, parts: dict[tuple[int, int], PairTransfer]) -> None:
+        self.ticket = ticket
+        self._sender = sender
+        self._parts = parts
+        self._outbounds: list[Outbound] = []
+
+    def attach(self, block_ids: Sequence[int], state_slot: int | None = None) -> None:
+        """The blocks may be read from now on, as far as `advance` says.
+
+        Args:
+            block_ids: all blocks of the sequence, in order; those of `ticket.skip_tokens` stay here.
+            state_slot: of the sequence, where the model has states.
+        """
+        for (rank, _), part in self._parts.items():
+            rows = self._sender.rows(rank, part, block_ids, state_slot)
+            outbound = Outbound(self.ticket, part.plan, rows, self._sender.is_checked)
+            self._outbounds.append(outbound)
+            part.attach(outbound)
+
+    def advance(self, num_tokens: int, num_layers: int, fence: Fence | None = None) -> None:
+        """From any thread, after `attach`: the KV of the first `num_tokens` tokens is in the model's first `num_layers`
+        layers.
+
+        Args:
+            fence: on a GPU, what must have happened before the blocks are read.
+        """
+        for outbound in self._outbounds:
+            outbound.advance(num_tokens, num_layers, fence)
+
+    async def finish(self, first_token: int | None) -> HandedOver:
+        """Everything is computed. Returns once the receiver has it.
+
+        Args:
+            first_token: what a sequence goes on from there; None for a prefix.
+
+        Raises:
+            TransferError: the transfer failed; the receiver may be well.
+            WorkerFailed: the receiver is gone.
+        """
+        finished_s = time.monotonic()
+        for part in self._parts.values():
+            part.finish(first_token)
+        try:
+            await asyncio.gather(*(asyncio.shield(part.settled) for part in self._parts.values()))
+        except BatonError as error:
+            self._sender.count_failure(error)
+            raise
+        now = time.monotonic()
+        began_s = min([finished_s, *(outbound.began_s for outbound in self._outbounds if outbound.began_s)])
+        plans = [part.plan for part in self._parts.values()]
+        handed_over = HandedOver(
+            num_bytes=sum(plan.num_bytes for plan in plans),
+            num_chunks=sum(len(plan.chunks) for plan in plans),
+            transfer_s=now - began_s,
+            exposed_s=now - finished_s,
+        )
+        self._sender.count(handed_over)
         return handed_over
 
-    def lose(self, error: TransferError | WorkerFailed) -> None:
-        """Ends the pair and all its transfers. Idempotent."""
-        if self.failure is not None:
-            return
-        self.failure = error
-        for future in (self._opened, self._talk.answer if self._talk else None):
-            if future is not None and not future.done():
-                future.set_exception(error)
-                _retrieve(future)
-        self._store.close()
-        if self._link is not None:
-            self._link.abort()
-        self._lane.close(self._close_link)
-        self._out.put_nowait(None)
-        self._call.cancel()
-
-    def _settled(self, settle: asyncio.Task[None]) -> None:
-        """Not the coroutine's own last act: a task that is cancelled before its first step runs none of it."""
-        self._settling.discard(settle)
-        self._end_turn()
-
-    def _end_turn(self) -> None:
-        self._talk = None
-        self._turn.release()
-
-    def _start(self, outbound: Outbound) -> asyncio.Future[None]:
-        assert self._link is not None
-        return self._lane.submit(partial(outbound.run, self._link, self._slots, self._epoch, self._faults))
-
-    async def _reach(self, talk: _Talk, step: asyncio.Future[None], what: str | None) -> None:
-        """Waits for `step` or bad news. `what` the peer should do within the operation timeout; None: a link's step."""
-        timeout_s = self._config.op_timeout_s if what else None
-        await asyncio.wait({step, talk.answer}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if talk.answer.done():
-            talk.answer.result()
-        if not step.done():
-            raise TransferTimeout(f"decode worker {self._worker_id} did not {what} within {timeout_s:g} s")
-        try:
-            step.result()
-        except TransferError as error:
-            self.lose(error)
-            raise
-        except Exception as error:  # whatever the device or the link may raise in its thread
-            failure = TransferError(f"the hand-over failed on the prefill side: {error}")
-            self.lose(failure)
-            raise failure from error
-
-    async def _settle(self, talk: _Talk, error: BaseException) -> None:
-        """After a transfer was given up: leaves the link with nothing posted. The turn ends with this task."""
-        ticket = talk.outbound.ticket
-        reason = to_reason(error) if isinstance(error, TransferError) else "the sender cancelled"
-        try:
-            if self.failure is None:
-                self._out.put_nowait(Abort(ticket.transfer_id, ticket.generation, reason))
-                async with asyncio.timeout(2 * self._config.op_timeout_s):
-                    await asyncio.wait({talk.granted, talk.abort_acked}, return_when=asyncio.FIRST_COMPLETED)
-                    if talk.granted.done() and talk.sent is None and self.failure is None:
-                        talk.sent = self._start(talk.outbound)
-                    if talk.sent is not None:
-                        await talk.sent
-                    await talk.abort_acked
-        except TimeoutError:
-            self.lose(TransferTimeout(f"decode worker {self._worker_id} did not answer an abort"))
-        except TransferError as link_error:
-            self.lose(link_error)
-        except Exception as error:  # whatever the device or the link may raise in its thread
-            self.lose(TransferError(f"the link could not be brought to a clean end: {error}"))
-
-    # -- the session -----------------------------------------------------------------------------------------------
-
-    async def _run(self) -> None:
-        self._out.put_nowait(self._hello)
-        try:
-            async with asyncio.timeout(self._config.open_timeout_s):
-                welcome = await self._read()
-            self._join(welcome)
-            while (message := await self._read()) is not None:
-                self._on(message)
-            self.lose(WorkerFailed(f"decode worker {self._worker_id} closed the session"))
-        except TimeoutError:
-            self.lose(WorkerFailed(f"decode worker {self._worker_id} did not answer at its KV address"))
-        except TransferError as error:
-            self.lose(error)
-        except grpc.aio.AioRpcError as error:
-            self.lose(_from_rpc(self._worker_id, error))
-        except asyncio.CancelledError:  # by the call's own cancel, in `lose`
-            if self.failure is None:
-                raise
-        finally:
-            self.lose(WorkerFailed("the session was cancelled"))
-            for task in self._settling:
-                task.cancel()
-            await asyncio.gather(*self._settling, return_exceptions=True)
-            await self._channel.close()
-            await self._lane.join(self._config.op_timeout_s + 1)
-
-    async def _requests(self) -> AsyncIterator[Any]:
-        while (message := await self._out.get()) is not None:
-            yield wire.session_request(message)
-
-    async def _read(self) -> FromDecode | None:
-        """The next message of a kind that we know; None at the end."""
-        while (message := await self._call.read()) is not grpc.aio.EOF:
-            if (known := wire.session_response_from_pb(message)) is not None:
-                return known
-        return None
-
-    def _join(self, welcome: FromDecode | None) -> None:
-        if not isinstance(welcome, Welcome):
-            raise TransferError(f"decode worker {self._worker_id} did not begin with Welcome")
-        if welcome.incarnation != self._incarnation:
-            raise TransferRefused(
-                f"the ticket is from incarnation {self._incarnation} of decode worker {self._worker_id}, "
-                f"and {welcome.incarnation} answers at its address"
-            )
-        self._epoch = welcome.pair_epoch
-        opening = self._lane.submit(partial(self._open_link, welcome.link))
-        opening.add_done_callback(self._link_opened)
-
-    def _open_link(self, kind: str) -> None:
-        config = self._config
-        device = self._cache.device
-        self._link = open_link(
-            kind, self._store, SENDER, self._host, device, config.open_timeout_s, config.op_timeout_s
-        )
-        pinned = device.type == "cuda" and self._link.device.type == "cpu"
-        self._slots = [Slot(config.slot_bytes, self._link.device, pinned) for _ in range(config.window)]
-
-    def _link_opened(self, opening: asyncio.Future[None]) -> None:
-        if opening.cancelled() or self._opened.done():
-            return
-        if error := opening.exception():
-            self.lose(error if isinstance(error, TransferError) else TransferError(f"no link: {error}"))
-        else:
-            self._opened.set_result(None)
-
-    def _close_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
-
-    def _on(self, message: FromDecode) -> None:
-        if isinstance(message, Rendezvous):
-            self._store.deliver(message.key, message.value)
-            return
-        talk = self._talk
-        if isinstance(message, Welcome) or talk is None or message.generation != talk.outbound.ticket.generation:
-            self._stats.num_fenced += 1
-            return
-        match message:
-            case Grant():
-                _done(talk.granted)
-            case CommitAck():
-                _done(talk.answer)
-            case AbortAck():
-                _done(talk.abort_acked)
-            case Nack() if not talk.answer.done():
-                talk.answer.set_exception(from_reason(message.reason))
-                _retrieve(talk.answer)
-
-    def _raise_if_lost(self) -> None:
-        if self.failure is not None:
-            raise self.failure
+    async def close(self) -> None:
+        """Gives up what is not settled, and returns once the blocks are not read any more, even when cancelled."""
+        for part in self._parts.values():
+            part.give_up(TransferError("the sender gave the transfer up"))
+        waiting = asyncio.gather(*(part.unpinned for part in self._parts.values()))
+        cancelled = False
+        while not waiting.done():
+            try:
+                await asyncio.wait({waiting})
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled and (task := asyncio.current_task()):
+            task.cancel()  # again, at its next wait: the blocks had to be let go of first
 
 
-def _new_talk(outbound: Outbound) -> _Talk:
-    loop = asyncio.get_running_loop()
-    return _Talk(outbound, loop.create_future(), loop.create_future(), loop.create_future())
-
-
-def _from_rpc(worker_id: str, error: grpc.aio.AioRpcError) -> TransferError | WorkerFailed:
-    text = error.details() or error.code().name
-    lost = WorkerFailed(f"decode worker {worker_id} is gone: {text}")
-    return from_status(error.code().name, text) or lost
-
-
-def _post(loop: asyncio.AbstractEventLoop, callback: Any, *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is gone
-        loop.call_soon_threadsafe(callback, *args)
-
-
-def _done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _retrieve(future: asyncio.Future[None]) -> None:
-    """Marks an exception as seen: nobody may be waiting."""
-    if future.done() and not future.cancelled():
-        future.exception()
+def _address(ticket: Ticket) -> tuple[str, str, str]:
+    return ticket.decode_worker_id, ticket.incarnation, ticket.kv_address

@@ -1,35 +1,32 @@
-"""Counts of one side of the hand-over, for the metrics."""
+"""Counts of a worker's transfers, for the metrics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.cluster import TransferCounts
-
 
 @dataclass(slots=True)
 class TransferStats:
-    """Rising counts, except `num_pairs`. Written by one process, a field at a time; read at any moment."""
+    """Rising counts of one side. Written on the event loop, a field at a time; read at any moment."""
 
-    num_transfers: int = 0
-    """Committed."""
-    num_failed: int = 0
+    committed: int = 0
+    failed: int = 0
+    corrupted: int = 0
+    """Of the failed: a header or a checksum did not match what arrived."""
     num_bytes: int = 0
     """Payload of committed transfers."""
     num_chunks: int = 0
     transfer_s: float = 0.0
-    """From the offer to the commit, summed over transfers."""
-    num_corrupted: int = 0
-    """Transfers of which a chunk failed its header or checksum test."""
-    num_fenced: int = 0
-    """Messages about an unknown transfer or a past generation, dropped."""
-    num_expired: int = 0
+    """From the first chunk to the acknowledged commit, summed over committed transfers; senders only."""
+    exposed_s: float = 0.0
+    """The part of it after the last token was computed: what no computing hid; senders only."""
+    fenced: int = 0
+    """Messages and chunks of an unknown transfer or a past generation, dropped."""
+    expired: int = 0
     """Leases that ended before the KV arrived."""
-    num_pairs: int = 0
-    """Open now."""
-
-    def counts(self) -> TransferCounts:
-        """What the worker's lease tells of it."""
-        return TransferCounts(
-            self.num_transfers, self.num_failed, self.num_corrupted, self.num_expired, self.num_fenced
-        )
+    resent: int = 0
+    """Messages said again because no answer came."""
+    pulled_tokens: int = 0
+    """Prompt tokens whose KV came from another worker's cache."""
+    failed_pulls: int = 0
+    """Prefixes that were to be pulled and had to be computed."""

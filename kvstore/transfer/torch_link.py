@@ -1,8 +1,8 @@
 """Links over torch.distributed: a process group of two, built directly on a store of our own.
 
 The only file with names that torch calls private or experimental (`ProcessGroupGloo._Options`, its `_devices` and
-`_threads`, backends constructed without `init_process_group`, `_group_start`); `tests/unit/test_transfer_link.py`
-guards them. Written against torch 2.13.
+`_threads`, backends constructed without `init_process_group`, `_group_start`); `tests/unit/test_transfer_link.py` and
+`tests/gpu/test_nccl_link.py` guard them. Written against torch 2.13.
 
 Rendezvous rides the control session: the store's `set` becomes a message to the peer, and `get` waits for the peer's.
 There is no TCPStore, no port and no world.
@@ -18,17 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from baton.errors import TransferError, TransferTimeout
+from kvstore.transfer.header import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.transfer.link import Link, Operation
+    from kvstore.transfer.link import Operation, SignalOperation
+    from kvstore.transfer.slots import Slot, SlotSource
 
-SENDER, RECEIVER = 0, 1
-_TAG = 0
+_SIGNALS, _CHUNKS = 0, 1
+"""Tags, which gloo matches and NCCL ignores."""
 _MAX_CTAS = 4
 """NCCL channels a pair: each costs about 6.5 MB of GPU memory, and blocks of the decode kernels."""
 _NCCL_LAUNCHER = threading.Lock()
@@ -86,54 +88,40 @@ class SessionStore(Store):
                 raise TransferTimeout(f"the peer did not join the link within {timeout.total_seconds():g} s")
 
 
-def usable_links(device: torch.device, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the link kinds wanted, those that a cache on `device` can use here, in order."""
-    nccl = device.type == "cuda" and dist.is_nccl_available()
-    return tuple(kind for kind in wanted if kind == "gloo" or (kind == "nccl" and nccl))
-
-
-def open_link(
-    kind: str,
-    store: SessionStore,
-    rank: int,
-    host: str,
-    device: torch.device,
-    open_timeout_s: float,
-    op_timeout_s: float,
-) -> Link:
-    """Blocks until the peer has joined. For the thread that will own the link.
-
-    Raises:
-        TransferTimeout: the peer did not join.
-        TransferError: the link could not be built.
-    """
-    try:
-        if kind == "nccl":
-            return NcclLink(store, rank, device, open_timeout_s, op_timeout_s)
-        return GlooLink(store, rank, host, open_timeout_s, op_timeout_s)
-    except RuntimeError as error:
-        raise TransferError(f"the {kind} link could not be opened: {error}") from error
-
-
 class GlooLink:
-    """A gloo pair over TCP. Its send returns once the peer has posted the receive: natural back-pressure."""
+    """A gloo pair over TCP. Its send returns once the peer has posted the receive: natural back-pressure.
 
-    device = torch.device("cpu")
+    Signals and chunks have a tag each. A chunk's receive is posted with the whole slot, because gloo ends the process
+    that receives more than it posted; less is no error to it.
+    """
 
-    def __init__(self, store: SessionStore, rank: int, host: str, open_timeout_s: float, op_timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, host: str, slots: SlotSource, open_timeout_s: float, op_timeout_s: float
+    ) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [_gloo_device(host)]
-        options._threads = 1
+        options._threads = 0  # they run collectives only
         options._timeout = timedelta(seconds=open_timeout_s)
+        self.slots = slots
         self._op_timeout = timedelta(seconds=op_timeout_s)
         self._peer = 1 - rank
         self._group: Any = dist.ProcessGroupGloo(store, rank, 2, options)
 
-    def send(self, buffer: torch.Tensor) -> Operation:
-        return _GlooOperation(self._start(lambda group: group.send([buffer], self._peer, _TAG)), self._op_timeout)
+    def send_signal(self, header: bytes) -> Operation:
+        message = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        message.copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        return self._start(message, lambda group: group.send([message], self._peer, _SIGNALS))
 
-    def recv(self, buffer: torch.Tensor) -> Operation:
-        return _GlooOperation(self._start(lambda group: group.recv([buffer], self._peer, _TAG)), self._op_timeout)
+    def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
+        message = slot.message(num_bytes)
+        return self._start(message, lambda group: group.send([message], self._peer, _CHUNKS))
+
+    def recv_signal(self) -> SignalOperation:
+        message = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        return self._start(message, lambda group: group.recv([message], self._peer, _SIGNALS))
+
+    def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
+        return self._start(slot.buffer, lambda group: group.recv([slot.buffer], self._peer, _CHUNKS))
 
     def close(self) -> None:
         self._group = None
@@ -141,16 +129,17 @@ class GlooLink:
     def abort(self) -> None:
         """Nothing: a waiting gloo operation ends at its timeout or when the peer closes, and by no call (measured)."""
 
-    def _start(self, start: Callable[[Any], Any]) -> Any:
+    def _start(self, message: torch.Tensor, start: Callable[[Any], Any]) -> _GlooOperation:
         try:
-            return start(self._group)
+            return _GlooOperation(start(self._group), message, self._op_timeout)
         except RuntimeError as error:
             raise TransferError(f"the gloo link is broken: {error}") from error
 
 
 class _GlooOperation:
-    def __init__(self, work: Any, timeout: timedelta) -> None:
+    def __init__(self, work: Any, message: torch.Tensor, timeout: timedelta) -> None:
         self._work = work
+        self._message = message
         self._timeout = timeout
 
     def wait(self) -> None:
@@ -161,15 +150,22 @@ class _GlooOperation:
                 raise TransferTimeout(f"no bytes moved within {self._timeout.total_seconds():g} s") from error
             raise TransferError(f"the gloo link is broken: {error}") from error
 
+    @property
+    def header(self) -> bytes:
+        return self._message[:HEADER_BYTES].numpy().tobytes()
+
 
 @functools.cache
 def _gloo_device(host: str) -> Any:
-    """One listening socket and one thread for all pairs of this process: 8 KiB a pair instead of 59."""
+    """One listening socket and one thread for all pairs of this process, which then need one descriptor each."""
     return dist.ProcessGroupGloo.create_device(hostname=host)
 
 
 class NcclLink:
-    """A communicator of two GPUs, on a stream of its own.
+    """A communicator of two GPUs, on a stream of its own, for chunks; a gloo pair beside it for signals.
+
+    The receive of a chunk is a kernel that spins until the chunk comes. It starts only once a signal or a chunk has
+    announced the size, so an idle pair keeps no GPU busy, and the death of its peer is seen on the gloo pair.
 
     Eager and nonblocking: eager, because a lazy one makes another communicator at the first send; nonblocking, so
     that another thread can abort it. `WorkNCCL.wait()` would only make the current stream wait, so completion is an
@@ -177,15 +173,25 @@ class NcclLink:
     """
 
     def __init__(
-        self, store: SessionStore, rank: int, device: torch.device, open_timeout_s: float, op_timeout_s: float
+        self,
+        store: SessionStore,
+        rank: int,
+        host: str,
+        device: torch.device,
+        slots: SlotSource,
+        open_timeout_s: float,
+        op_timeout_s: float,
     ) -> None:
+        signals = PrefixStore("signals", store)
+        self._signals = GlooLink(signals, rank, host, slots, open_timeout_s, op_timeout_s)
         nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - a CPU build of torch has no such name
         options = nccl.Options(is_high_priority_stream=False)
         options._timeout = timedelta(seconds=open_timeout_s)
         options.config.blocking = 0
         options.config.min_ctas = 1
         options.config.max_ctas = _MAX_CTAS
-        self.device = device
+        self.slots = slots
+        self._device = device
         self._peer = 1 - rank
         self._op_timeout_s = op_timeout_s
         self._aborted = threading.Event()
@@ -194,27 +200,39 @@ class NcclLink:
             self._group.eager_connect_single_device(device)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def send(self, buffer: torch.Tensor) -> Operation:
-        return self._launch(lambda group: group.send([buffer], self._peer, _TAG))
+    def send_signal(self, header: bytes) -> Operation:
+        return self._signals.send_signal(header)
 
-    def recv(self, buffer: torch.Tensor) -> Operation:
-        return self._launch(lambda group: group.recv([buffer], self._peer, _TAG))
+    def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
+        return self._launch(lambda group: group.send([slot.message(num_bytes)], self._peer, _CHUNKS))
+
+    def recv_signal(self) -> SignalOperation:
+        return self._signals.recv_signal()
+
+    def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
+        return self._launch(lambda group: group.recv([slot.message(num_bytes)], self._peer, _CHUNKS))
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
+        self._signals.close()
+        self._abort_group()
+        self._group = None
 
     def abort(self) -> None:
         self._aborted.set()
+        self._abort_group()
+
+    def _abort_group(self) -> None:
         if (group := self._group) is not None:
+            group._group_start()  # as torch aborts its own: one after the other, communicators can wait on the device
             group.abort()
+            group._group_end()
 
     def _launch(self, start: Callable[[Any], Any]) -> Operation:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        staged = torch.cuda.current_stream(self._device)  # the lane's own: the engine's steps are not waited for
         try:
             with _NCCL_LAUNCHER, torch.cuda.stream(self._stream):
-                self._stream.wait_stream(torch.cuda.default_stream(self.device))
+                self._stream.wait_stream(staged)
                 start(self._group).wait()  # the own stream waits for NCCL's
                 done.record(self._stream)
         except RuntimeError as error:

@@ -6,12 +6,15 @@ only the overlap *in excess of the pool's* attracts, and only as far as the owne
 Naive longest-prefix routing sends a whole trace with one system prompt to a single worker; this does not. Equal costs
 are broken by rendezvous hashing of the prompt's first blocks, so that a session stays where it began even when
 nobody's cache is known.
+
+Whoever computes the prompt may pull a prefix from another worker's cache first. That is no part of the cost yet: the
+source is chosen after the workers.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -51,6 +54,10 @@ class Placement:
     mode: Mode
     decode_worker: str
     prefill_worker: str = ""
+    source: str = ""
+    """Worker from which the one that computes the prompt pulls a prefix first; empty: nobody."""
+    source_tokens: int = 0
+    """Leading prompt tokens that the source is believed to hold."""
 
 
 def place(
@@ -60,14 +67,21 @@ def place(
     *,
     load_weight: float = 1.0,
     aggregate_below_tokens: int = 0,
+    pull_above_tokens: int = 64,
+    not_from: Collection[str] = (),
 ) -> Placement | None:
-    """Chooses the workers of a request.
+    """Chooses the workers of a request, and the source of its prefix.
 
     Args:
-        mode: "split", "aggregated", or "auto": aggregated when the decode worker lacks fewer than
-            `aggregate_below_tokens` prompt tokens (handing over costs more than computing them) or when there is no
-            prefill worker.
+        mode: "split", "aggregated", or "auto": aggregated when there is no prefill worker, or when the decode worker
+            has fewer than `aggregate_below_tokens` prompt tokens to compute (handing over costs more than that). What
+            it would pull counts as computed only where the prefill worker would have to pull as well: then one
+            transfer replaces two. A prefix that the prefill worker holds itself is handed over after the first token,
+            and pulling the same tokens would delay that token.
         load_weight: uncached prompt tokens that one token of load is worth.
+        pull_above_tokens: the source is whoever holds the longest prefix, where that is at least so many tokens (1 or
+            more) longer than that of the worker which computes; of several, the one with the least load.
+        not_from: workers that are no source.
 
     Returns:
         None when no candidate fits the mode.
@@ -78,13 +92,26 @@ def place(
         pool = [c for c in candidates if c.role is role]
         return min(pool, key=lambda c: (_cost(c, prompt, load_weight), _tie_break(session, c)), default=None)
 
+    def source_for(computes: Candidate) -> Candidate | None:
+        """Never `computes` itself, which does not hold more than it holds."""
+        enough = computes.num_cached_tokens + pull_above_tokens
+        owners = [c for c in candidates if c.num_cached_tokens >= enough and c.worker_id not in not_from]
+        return min(owners, key=lambda c: (-c.num_cached_tokens, c.load_tokens, _tie_break(session, c)), default=None)
+
     decode, prefill = cheapest(Role.DECODE), cheapest(Role.PREFILL)
     if decode is None or (prefill is None and mode == Mode.SPLIT):
         return None
-    is_short = prompt.num_tokens - decode.num_cached_tokens < aggregate_below_tokens
+    to_decode = source_for(decode)
+    to_prefill = source_for(prefill) if prefill is not None else None
+    num_held = to_decode.num_cached_tokens if to_decode and to_prefill else decode.num_cached_tokens
+    is_short = prompt.num_tokens - num_held < aggregate_below_tokens
     if prefill is None or mode == Mode.AGGREGATED or (mode == "auto" and is_short):
-        return Placement(Mode.AGGREGATED, decode.worker_id)
-    return Placement(Mode.SPLIT, decode.worker_id, prefill.worker_id)
+        return Placement(Mode.AGGREGATED, decode.worker_id, "", *_named(to_decode))
+    return Placement(Mode.SPLIT, decode.worker_id, prefill.worker_id, *_named(to_prefill))
+
+
+def _named(source: Candidate | None) -> tuple[str, int]:
+    return (source.worker_id, source.num_cached_tokens) if source else ("", 0)
 
 
 def _cost(candidate: Candidate, prompt: Prompt, load_weight: float) -> float:

@@ -14,12 +14,16 @@ from rich.console import Console
 from tests.bench.report import Report, as_json, show
 from tests.bench.stats import OtherWork, machine
 
-BENCHMARKS = ("engine", "handover", "router")
+BENCHMARKS = ("engine", "handover", "handover_links", "router", "wire_dtypes")
+ON_REQUEST = ("transfer_engines",)
+"""Need other environments; run with --only."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Ratios in one run on this machine.")
-    parser.add_argument("--only", action="append", choices=BENCHMARKS, help="run this one; may be repeated")
+    parser.add_argument(
+        "--only", action="append", choices=BENCHMARKS + ON_REQUEST, help="run this one; may be repeated"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and shorter ones: to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     options = parser.parse_args()
@@ -30,7 +34,7 @@ def main() -> None:
     started = time.strftime("%Y-%m-%d %H:%M")
     console.print(f"{started}  {machine()}  load average {os.getloadavg()[0]:.2f}", highlight=False)
     console.print("medians \\[min–max] of the rounds; ratios and differences are taken within a round\n", style="dim")
-    reports = [_run(name, options.quick, console) for name in BENCHMARKS if name in (options.only or BENCHMARKS)]
+    reports = [_run(name, options.quick, console) for name in (options.only or BENCHMARKS)]
     if options.json:
         result = {"started": started, "machine": machine(), "quick": options.quick}
         options.json.write_text(json.dumps({**result, "benchmarks": [as_json(r) for r in reports]}, indent=1) + "\n")

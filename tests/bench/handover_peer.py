@@ -8,35 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import random
 import socket
 import sys
 import time
-from collections import deque
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import torch
-import torch.distributed as dist
 import uvloop
 
+from baton import wire
 from baton.config import TransferConfig
 from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.messages import Ticket
 from baton.rpc.server import SERVER_OPTIONS
-from baton.v1 import kv_pb2_grpc
-from kvstore.transfer.link import Operation
+from baton.v1 import kv_pb2_grpc, worker_pb2
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
-from kvstore.transfer.torch_link import RECEIVER, SENDER, GlooLink
 from tests.bench.peer import serve
 
 HOST = "127.0.0.1"
-SPEC = KVSpec(16, (LayerGroup("all", tuple(range(30)), 3, 64, 64, torch.float32),))
+NUM_LAYERS = 30
+SPEC = KVSpec(16, (LayerGroup("all", tuple(range(NUM_LAYERS)), 3, 64, 64, torch.float32),))
 """SmolLM2-135M's: 46,080 bytes a token."""
 NUM_BLOCKS = 160
-CHECKSUMS = ("full", "off")
+MODES = {
+    f"{link}, checksum {checksum}": TransferConfig(links=(link,), checksum=checksum)
+    for link in ("gloo", "shm")
+    for checksum in ("full", "off")
+}
 WINDOW = 4
 ACK = b"!"
 
@@ -44,21 +45,15 @@ Answer = dict[str, Any]
 
 
 class _End:
-    """The bytes that either end moves over the raw socket and over the bare link."""
+    """The cache of either end, and the raw socket between them."""
 
     def __init__(self) -> None:
         self.cache = KVCache(SPEC, NUM_BLOCKS, max_num_seqs=1)
         self.raw: socket.socket | None = None
-        self.link: GlooLink | None = None
 
     def block_ids(self, num_tokens: int) -> list[int]:
         """Scattered over the cache, as a pool that has been in use gives them out."""
         return random.Random(5).sample(range(NUM_BLOCKS), -(-num_tokens // SPEC.block_size))
-
-    def open_link(self, path: str, rank: int) -> None:
-        # Both ends are on this machine, so a file does for the rendezvous that a session does otherwise.
-        store = cast("Any", dist).FileStore(path, 2)
-        self.link = GlooLink(store, rank, HOST, open_timeout_s=10.0, op_timeout_s=10.0)
 
 
 class Prefill(_End):
@@ -66,18 +61,33 @@ class Prefill(_End):
         super().__init__()
         self.cache.groups[0].uniform_(-1.0, 1.0)
         self._senders = {
-            mode: KvSender(f"prefill-{mode}", "1", self.cache, "bench", TransferConfig(checksum=mode), HOST)
-            for mode in CHECKSUMS
+            mode: KvSender(f"prefill-{mode}", "1", (self.cache,), "bench", config, HOST)
+            for mode, config in MODES.items()
         }
 
-    async def hand_over(self, mode: str, num_tokens: int, ticket: Answer) -> Answer:
+    async def hand_over(self, mode: str, num_tokens: int, ticket: str) -> Answer:
+        """Everything is computed already."""
         wall, cpu = time.perf_counter(), time.process_time()
-        done = await self._senders[mode].send(Ticket(**ticket), self.block_ids(num_tokens), 1)
+        async with self._senders[mode].transfer(_ticket(ticket)) as transfer:
+            transfer.attach(self.block_ids(num_tokens))
+            done = await transfer.finish(1)
         return {
             "wall_s": time.perf_counter() - wall,
             "cpu_s": time.process_time() - cpu,
             "num_bytes": done.num_bytes,
         }
+
+    async def hand_over_layers(self, mode: str, num_tokens: int, ticket: str, layer_s: float, streamed: bool) -> Answer:
+        """A layer is computed every `layer_s`; what is exposed is the time from the last one to the commit."""
+        async with self._senders[mode].transfer(_ticket(ticket)) as transfer:
+            transfer.attach(self.block_ids(num_tokens))
+            for layer in range(NUM_LAYERS):
+                await asyncio.sleep(layer_s)
+                if streamed:
+                    transfer.advance(num_tokens, layer + 1)
+            cpu = time.process_time()
+            done = await transfer.finish(1)
+        return {"wall_s": done.exposed_s, "cpu_s": time.process_time() - cpu, "num_bytes": done.num_bytes}
 
     async def open_raw(self, port: int) -> Answer:
         self.raw = socket.create_connection((HOST, port))
@@ -97,28 +107,6 @@ class Prefill(_End):
         assert self.raw.recv(1) == ACK
         return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
 
-    async def open_gloo(self, path: str) -> Answer:
-        await asyncio.to_thread(self.open_link, path, SENDER)
-        return {}
-
-    async def gloo(self, num_bytes: int, chunk_bytes: int) -> Answer:
-        return await asyncio.to_thread(self._gloo, num_bytes, chunk_bytes)
-
-    def _gloo(self, num_bytes: int, chunk_bytes: int) -> Answer:
-        assert self.link
-        assert self.raw
-        buffers = self.cache.groups[0].view(-1).view(torch.uint8)[: WINDOW * chunk_bytes].view(WINDOW, -1)
-        in_flight: deque[Operation] = deque()
-        wall, cpu = time.perf_counter(), time.process_time()
-        for number in range(num_bytes // chunk_bytes):
-            if len(in_flight) == WINDOW:
-                in_flight.popleft().wait()
-            in_flight.append(self.link.send(buffers[number % WINDOW]))
-        for operation in in_flight:
-            operation.wait()
-        assert self.raw.recv(1) == ACK
-        return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-
     async def close(self) -> None:
         for sender in self._senders.values():
             await sender.close()
@@ -127,32 +115,33 @@ class Prefill(_End):
 class Decode(_End):
     def __init__(self) -> None:
         super().__init__()
-        self._receivers: dict[str, KvReceiver] = {}
+        self._doors: dict[str, _Door] = {}
         self._servers: list[grpc.aio.Server] = []
         self._expected: tuple[str, Ticket, float] | None = None
         self._buffer = memoryview(bytearray(0))
 
     async def start(self) -> None:
-        for mode in CHECKSUMS:
-            receiver = KvReceiver(f"decode-{mode}", "1", self.cache, "bench", TransferConfig(checksum=mode), HOST)
+        for mode, config in MODES.items():
+            door = _Door(KvReceiver(f"decode-{mode}", "1", (self.cache,), "bench", config, HOST))
             server = grpc.aio.server(options=SERVER_OPTIONS)
-            kv_pb2_grpc.add_KvControlServicer_to_server(receiver, server)
-            receiver.kv_address = f"{HOST}:{server.add_insecure_port(f'{HOST}:0')}"
+            kv_pb2_grpc.add_KvControlServicer_to_server(door, server)
+            door.receiver.kv_address = f"{HOST}:{server.add_insecure_port(f'{HOST}:0')}"
             await server.start()
-            self._receivers[mode] = receiver
+            self._doors[mode] = door
             self._servers.append(server)
 
     async def expect(self, mode: str, num_tokens: int) -> Answer:
         cpu = time.process_time()
-        ticket = self._receivers[mode].expect("bench", num_tokens, 0, self.block_ids(num_tokens))
+        ticket = self._doors[mode].receiver.expect("bench", num_tokens, 0, self.block_ids(num_tokens))
         self._expected = (mode, ticket, cpu)
-        return dataclasses.asdict(ticket)
+        return {"ticket": wire.ticket_to_pb(ticket).SerializeToString().hex()}
 
     async def settle(self) -> Answer:
         assert self._expected
         mode, ticket, cpu = self._expected
-        await self._receivers[mode].wait_committed(ticket)
-        await self._receivers[mode].release(ticket)
+        door = self._doors[mode]
+        await door.receiver.wait_committed(ticket)
+        await door.receiver.release(ticket)
         return {"cpu_s": time.process_time() - cpu}
 
     async def listen(self) -> Answer:
@@ -180,32 +169,28 @@ class Decode(_End):
         self.raw.sendall(ACK)
         return {"cpu_s": time.process_time() - cpu}
 
-    async def open_gloo(self, path: str) -> Answer:
-        await asyncio.to_thread(self.open_link, path, RECEIVER)
-        return {}
-
-    async def gloo(self, num_bytes: int, chunk_bytes: int) -> Answer:
-        return await asyncio.to_thread(self._gloo, num_bytes, chunk_bytes)
-
-    def _gloo(self, num_bytes: int, chunk_bytes: int) -> Answer:
-        assert self.link
-        assert self.raw
-        buffers = self.cache.groups[0].view(-1).view(torch.uint8)[: WINDOW * chunk_bytes].view(WINDOW, -1)
-        cpu = time.process_time()
-        num_chunks = num_bytes // chunk_bytes
-        posted = deque(self.link.recv(buffers[number]) for number in range(min(WINDOW, num_chunks)))
-        for number in range(num_chunks):
-            posted.popleft().wait()
-            if number + WINDOW < num_chunks:
-                posted.append(self.link.recv(buffers[number % WINDOW]))
-        self.raw.sendall(ACK)
-        return {"cpu_s": time.process_time() - cpu}
-
     async def close(self) -> None:
-        for receiver, server in zip(self._receivers.values(), self._servers, strict=True):
-            receiver.check()
-            await receiver.close()
+        for door, server in zip(self._doors.values(), self._servers, strict=True):
+            door.receiver.check()
+            await door.receiver.close()
             await server.stop(1.0)
+
+
+class _Door(kv_pb2_grpc.KvControlServicer):
+    """Receives, and is not asked for anything."""
+
+    def __init__(self, receiver: KvReceiver) -> None:
+        self.receiver = receiver
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override] # noqa: N802
+        await self.receiver.session(request_iterator, context)
+
+    async def Pull(self, request: Any, context: Any) -> Any:  # noqa: N802 - the generated name
+        raise NotImplementedError
+
+
+def _ticket(text: str) -> Ticket:
+    return wire.ticket_from_pb(worker_pb2.Ticket.FromString(bytes.fromhex(text)))
 
 
 async def _main(role: str) -> None:
@@ -213,7 +198,7 @@ async def _main(role: str) -> None:
     end: Prefill | Decode = Prefill() if role == "prefill" else Decode()
     if isinstance(end, Decode):
         await end.start()
-    names = ("hand_over", "expect", "settle", "listen", "accept", "open_raw", "raw_flat", "open_gloo", "gloo")
+    names = ("hand_over", "hand_over_layers", "expect", "settle", "listen", "accept", "open_raw", "raw_flat")
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(end.close)
         await serve({name: getattr(end, name) for name in names if hasattr(end, name)})

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.engine import Engine, Generated
+from baton.engine.runner import Fence
 from baton.engine.scheduler import SchedulerLimits
 from baton.engine.sequence import Purpose
 from baton.engine.transformers_runner import TransformersRunner
@@ -21,6 +22,12 @@ pytestmark = [
 ]
 
 
+def make_spec(name: str, prompt: list[int]) -> SequenceSpec:
+    return SequenceSpec(
+        name, 0, tuple(prompt), len(prompt), 16, 0.0, 0, 1.0, 0.0, 0, (), ignore_eos=True, cache_seed=b"s"
+    )  # fmt: skip
+
+
 def test_tokens_equal_generate_in_float32(model_dir: Path) -> None:
     config = EngineConfig(num_blocks=1024)
     runner = TransformersRunner(ModelConfig(path=str(model_dir), dtype="float32", device="cuda"), config)
@@ -29,10 +36,7 @@ def test_tokens_equal_generate_in_float32(model_dir: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 49000, (n,), generator=generator).tolist() for n in (1, 16, 17, 100, 700, 2000)]
     for index, prompt in enumerate(prompts):
-        spec = SequenceSpec(
-            str(index), 0, tuple(prompt), len(prompt), 16, 0.0, 0, 1.0, 0.0, 0, (), ignore_eos=True, cache_seed=b"s"
-        )  # fmt: skip
-        engine.add(spec, Purpose.GENERATE, now=0.0)
+        engine.add(make_spec(str(index), prompt), Purpose.GENERATE, now=0.0)
     answers: dict[str, list[int]] = {}
     while batch := engine.schedule(0.0)[0]:
         for output in engine.commit(batch, runner.execute(batch), 0.0):
@@ -43,3 +47,45 @@ def test_tokens_equal_generate_in_float32(model_dir: Path) -> None:
         ids = torch.tensor([prompt], device="cuda")
         out = reference.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=2)
         assert answers[str(index)] == out[0, len(prompt) :].tolist()
+
+
+def test_a_reader_that_waits_for_a_layers_fence_reads_the_final_rows(model_dir: Path) -> None:
+    """On a stream of its own, while the step goes on; bit for bit. After the step nobody needs a fence."""
+    config = EngineConfig(num_blocks=1024)
+    runner = TransformersRunner(ModelConfig(path=str(model_dir), device="cuda"), config)
+    engine = Engine(runner, SchedulerLimits(16, 64, 4096, 512, 0))
+    prompt = torch.randint(3, 49000, (3000,), generator=torch.Generator().manual_seed(1)).tolist()
+    sequence = engine.add(make_spec("read", prompt), Purpose.PREFILL, now=0.0)
+    reader = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    (group,) = runner.cache.groups
+    group.fill_(float("nan"))
+    torch.cuda.synchronize()
+    batch, _ = engine.schedule(0.0)
+    full = torch.tensor(sequence.block_table[:-1], device="cuda")
+    copies: list[torch.Tensor] = []
+
+    def layer_done(layer: int, fence: Fence | None) -> None:
+        assert layer == len(copies)
+        assert fence is not None
+        with torch.cuda.stream(reader):
+            reader.wait_event(fence)
+            copies.append(group[layer, full])
+
+    sampled = runner.execute(batch, layer_done)
+    after_step = group[:, full].clone()
+    torch.cuda.synchronize()
+    assert len(copies) == len(group)
+    for copy, final in zip(copies, after_step, strict=True):
+        assert copy.equal(final)
+        assert copy.isfinite().all()
+    engine.commit(batch, sampled, 0.0)
+    engine.check()
+
+
+def test_a_step_without_a_token_to_sample_is_over_when_execute_returns(model_dir: Path) -> None:
+    runner = TransformersRunner(ModelConfig(path=str(model_dir), device="cuda"), EngineConfig(num_blocks=1024))
+    engine = Engine(runner, SchedulerLimits(16, 64, 2048, 512, 0))
+    engine.add(make_spec("chunked", [7] * 3000), Purpose.PREFILL, now=0.0)
+    batch, _ = engine.schedule(0.0)
+    assert runner.execute(batch) == []
+    assert torch.cuda.current_stream().query()

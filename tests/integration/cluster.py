@@ -20,6 +20,7 @@ import psutil
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.client import Client
+from deploy.processes import die_with_parent
 
 READY = re.compile(r"BATON READY grpc=(\S+) http=(\S+)")
 START_TIMEOUT_S = 180.0
@@ -46,6 +47,7 @@ class Cluster:
             stdout=self._log_file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=die_with_parent(signal.SIGTERM),  # a test run that is killed leaves no cluster behind
         )
         try:
             self.grpc, self.http = self._wait_until_ready()

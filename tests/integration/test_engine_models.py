@@ -18,7 +18,8 @@ import torch
 
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.engine import Engine, Generated
-from baton.engine.scheduler import SchedulerLimits
+from baton.engine.runner import Fence
+from baton.engine.scheduler import Batch, SchedulerLimits
 from baton.engine.sequence import Purpose, Sequence
 from baton.engine.transformers_runner import LLAMA_FAMILY, TransformersRunner, eos_token_ids
 from baton.errors import ModelLoadError
@@ -212,6 +213,51 @@ def test_what_others_left_in_the_blocks_does_not_matter(tmp_path: Path) -> None:
     for group in spoiled.runner.cache.groups:
         group.fill_(float("nan"))
     assert answers(spoiled, specs, steps_between=2)[0] == answers(clean, specs, steps_between=2)[0]
+
+
+def rows_of(engine: Engine, batch: Batch, layer: int) -> torch.Tensor:
+    """A copy of K and V of all known tokens of a batch in one layer: `[tokens, heads, k_dim + v_dim]`."""
+    cache = engine.runner.cache
+    group, block_size = cache.group_of(layer), cache.spec.block_size
+    pages = cache.layer(layer).view(cache.num_blocks, group.num_kv_heads, -1)
+    rows = []
+    for part in batch:
+        blocks = pages[list(part.block_table)]
+        shape = (*blocks.shape[:2], block_size)
+        keys = blocks[:, :, : block_size * group.k_dim].reshape(*shape, group.k_dim)
+        values = blocks[:, :, block_size * group.k_dim :].reshape(*shape, group.v_dim)
+        rows.append(torch.cat([keys, values], dim=3).transpose(1, 2).flatten(0, 1)[: part.end])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize(("kind", "extra"), [("llama", {}), ("qwen3", EXTRAS["qwen3"] | ALTERNATING)])
+def test_a_layer_that_is_done_is_final(kind: str, extra: dict[str, Any], tmp_path: Path) -> None:
+    """Bit for bit, for chunks of prompts and single tokens alike; and the layers after it are not there yet."""
+    save_tiny(kind, extra, tmp_path)
+    engine = make_engine(tmp_path)
+    draw = random.Random(9)
+    num_steps = num_decodes = 0
+    for index, length in enumerate((20, 1, 100, 16)):
+        prompt = [draw.randrange(VOCAB_SIZE) for _ in range(length)]
+        engine.add(make_spec(f"{index}", prompt, 5, ignore_eos=True), Purpose.GENERATE, float(index))
+    while batch := engine.schedule(0.0)[0]:
+        seen: list[list[torch.Tensor]] = []
+
+        def layer_done(layer: int, fence: Fence | None, batch: Batch = batch, seen: Any = seen) -> None:
+            assert fence is None
+            assert layer == len(seen)
+            seen.append([rows_of(engine, batch, other) for other in range(4)])
+
+        sampled = engine.runner.execute(batch, layer_done)
+        final = [rows_of(engine, batch, layer) for layer in range(4)]
+        assert len(seen) == 4
+        for layer, then in enumerate(seen):
+            assert [other for other in range(4) if then[other].equal(final[other])] == list(range(layer + 1))
+        engine.commit(batch, sampled, 0.0)
+        num_steps += 1
+        num_decodes += sum(part.num_tokens == 1 for part in batch)
+    assert num_steps > 5
+    assert num_decodes > 12
 
 
 def test_the_window_of_the_windowed_configurations_matters(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_repeated_prompt_lands_on_its_owner_and_survives_the_owner(arithmetic_
     assert third.token_ids == second.token_ids == expected_tokens(prompt, 4)
     assert third.timing.prefill_worker != owner
     cluster.wait_for(
-        lambda status: cluster.worker(owner)["epoch"] > before["epoch"] and status["pools"]["prefill"]["ready"] == 2
+        lambda status: status["pools"]["prefill"]["ready"] == 2 and cluster.worker(owner)["epoch"] > before["epoch"]
     )
 
 
@@ -197,6 +197,7 @@ def test_a_frozen_worker_is_left_within_seconds(arithmetic_cluster: Cluster) -> 
     """SIGSTOP closes no socket: only unanswered pings tell."""
     cluster = arithmetic_cluster
     cluster.wait_for(lambda s: s["pools"]["decode"]["ready"] == 2)
+    cluster.wait_until_idle()  # else a lease may still tell of blocks that a request before held
     prompt = prompt_of(200, 100)
     messages = cluster.inference.Generate(request(token_ids=prompt, sampling=sampling(6000)), timeout=120)
     tokens = list(next(messages).token_ids)
@@ -364,11 +365,11 @@ def test_fields_not_built_yet_are_named(arithmetic_cluster: Cluster, fields: dic
 
 def test_no_worker_saw_a_bad_request(arithmetic_cluster: Cluster) -> None:
     status = arithmetic_cluster.wait_until_idle()
-    before = _metric(arithmetic_cluster, "baton_placements_total")
+    before = metric(arithmetic_cluster, "baton_placements_total")
     for fields, _ in BAD_REQUESTS.values():
         with pytest.raises(grpc.RpcError):
             arithmetic_cluster.generate(**fields)
-    assert _metric(arithmetic_cluster, "baton_placements_total") == before
+    assert metric(arithmetic_cluster, "baton_placements_total") == before
     assert status["workers"]
 
 
@@ -377,17 +378,64 @@ def test_metrics_tell_what_happened(arithmetic_cluster: Cluster) -> None:
         "gen_ai_server_time_to_first_token_seconds_count", "gen_ai_server_request_duration_seconds_count",
         "gen_ai_server_time_per_output_token_seconds_count", "baton_inter_token_latency_seconds_count",
         "baton_queue_duration_seconds_count", "baton_prefill_duration_seconds_count",
-        "baton_transfer_duration_seconds_count", "baton_decode_duration_seconds_count",
-        "baton_prefix_hit_tokens_total",
+        "baton_transfer_duration_seconds_count", "baton_transfer_exposed_duration_seconds_count",
+        "baton_decode_duration_seconds_count", "baton_prefix_hit_tokens_total",
     )  # fmt: skip
     prompt = prompt_of(70, 64)
     arithmetic_cluster.generate(token_ids=prompt, sampling=sampling(8))
-    before = {name: _metric(arithmetic_cluster, name) for name in names}
+    before = {name: metric(arithmetic_cluster, name) for name in names}
     arithmetic_cluster.generate(token_ids=prompt, sampling=sampling(8))
-    after = {name: _metric(arithmetic_cluster, name) for name in names}
+    after = {name: metric(arithmetic_cluster, name) for name in names}
     for name in names:
         assert after[name] > before[name], name
-    assert _metric(arithmetic_cluster, "baton_kv_blocks") == 4 * 512
+    assert metric(arithmetic_cluster, "baton_kv_blocks") == 4 * 512
+
+
+def test_metrics_tell_of_every_workers_transfers(arithmetic_cluster: Cluster) -> None:
+    """From the leases: both sides of a hand-over count it, with the worker's id and role."""
+    cluster = arithmetic_cluster
+    cluster.wait_for(lambda s: all(pool["ready"] == 2 for pool in s["pools"].values()))
+    cluster.wait_until_idle()
+    time.sleep(1.5)  # each lease is renewed every second
+    names = {
+        "baton_kv_transfers_total": 'outcome="committed"', "baton_kv_transfer_bytes_total": "direction=",
+        "baton_kv_transfer_chunks_total": "", "baton_kv_transfer_time_seconds_total": "",
+        "baton_kv_transfer_exposed_time_seconds_total": "",
+    }  # fmt: skip
+
+    def rise(worker: str, before: dict[tuple[str, str], float]) -> dict[str, float]:
+        return {name: value - before[name, worker] for (name, at), value in counts(worker).items() if at == worker}
+
+    def counts(*workers: str) -> dict[tuple[str, str], float]:
+        return {
+            (name, worker): metric(cluster, name, f'worker="{worker}"', label)
+            for name, label in names.items()
+            for worker in workers
+        }
+
+    before = counts("prefill-0", "prefill-1", "decode-0", "decode-1")
+    answer = cluster.generate(token_ids=prompt_of(75, 160), sampling=sampling(8))
+    cluster.wait_until_idle()
+    time.sleep(1.5)
+    sent, received = rise(answer.timing.prefill_worker, before), rise(answer.timing.decode_worker, before)
+    num_bytes = 160 * 2 * 2 * 8  # K and V of two layers, 8 bytes each
+    for counted in (sent, received):
+        assert counted["baton_kv_transfers_total"] == 1
+        assert counted["baton_kv_transfer_bytes_total"] == num_bytes
+        assert counted["baton_kv_transfer_chunks_total"] >= 1
+    assert sent["baton_kv_transfer_time_seconds_total"] > 0
+    assert sent["baton_kv_transfer_exposed_time_seconds_total"] == pytest.approx(answer.timing.transfer_s, abs=1e-6)
+    assert received["baton_kv_transfer_time_seconds_total"] == 0, "the sender counts seconds"
+    for worker, role, direction in (("prefill_worker", "prefill", "sent"), ("decode_worker", "decode", "received")):
+        labels = (f'worker="{getattr(answer.timing, worker)}"', f'role="{role}"')
+        assert metric(cluster, "baton_kv_transfer_bytes_total", *labels, f'direction="{direction}"') >= num_bytes
+        assert metric(cluster, "baton_kv_open_pairs", *labels) >= 1
+        for now in ("baton_kv_unsent_bytes", "baton_kv_staging_slots_in_use"):
+            assert metric(cluster, now, *labels) == 0, "idle"
+    text = exposition(cluster)
+    for outcome in ("committed", "failed", "corrupted", "expired", "fenced", "resent", "failed_pulls"):
+        assert text.count(f'outcome="{outcome}"') == 4, outcome
+    assert text.count("\nbaton_kv_pulled_tokens_total{") == 4
 
 
 def test_one_trace_per_request(arithmetic_cluster: Cluster, trace_receiver: tuple[TraceReceiver, str]) -> None:
@@ -412,12 +460,16 @@ def test_one_trace_per_request(arithmetic_cluster: Cluster, trace_receiver: tupl
     assert all(span.end_time_unix_nano >= span.start_time_unix_nano for _, span in trace)
 
 
-def _metric(cluster: Cluster, name: str, label: str = "") -> float:
-    """Sum over all label values, or over those with `label`."""
-    text = urllib.request.urlopen(f"http://{cluster.http}/metrics").read().decode()
-    lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " ")) and label in line]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+def exposition(cluster: Cluster) -> str:
+    text: str = urllib.request.urlopen(f"http://{cluster.http}/metrics").read().decode()
+    return text
+
+
+def metric(cluster: Cluster, name: str, *labels: str) -> float:
+    """Sum over all label values, or over those with all of `labels`."""
+    lines = [line for line in exposition(cluster).splitlines() if line.startswith((name + "{", name + " "))]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in labels))
 
 
 def _num_cancelled(cluster: Cluster) -> float:
-    return _metric(cluster, "baton_requests_total", 'outcome="cancelled"')
+    return metric(cluster, "baton_requests_total", 'outcome="cancelled"')

@@ -266,6 +266,7 @@ class PoolMachine(RuleBasedStateMachine):
         in_use = len(+self.references)
         cached = sum(not self.references[block] for block in self.content)
         assert self.pool.counts() == BlockCounts(NUM_BLOCKS, NUM_BLOCKS - in_use - cached, cached, in_use)
+        assert self.pool.references() == +self.references
         assert sorted(self.pool.keys()) == sorted(self.content.values())
 
     @invariant()

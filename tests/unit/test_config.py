@@ -31,9 +31,11 @@ def from_yaml(folder: Path, text: str, **environ: str) -> Config:
     return load(path, environ)
 
 
-def another(value: Any) -> Any:
-    """A valid value of the same type that differs from a default."""
+def another(name: str, value: Any) -> Any:
+    """A valid value of the same type that differs from a setting's default."""
     match value:
+        case str() if name == "wire_dtype":
+            return "int8"
         case str():
             return {"transformers": "arithmetic", "full": "off", "auto": "split", "info": "debug"}.get(
                 value, value + "x"
@@ -51,7 +53,7 @@ def test_nothing_given_gives_the_defaults() -> None:
 @pytest.mark.parametrize(("section", "name"), FIELDS)
 def test_every_setting_can_come_from_the_environment_and_from_a_file(section: str, name: str, tmp_path: Path) -> None:
     default = getattr(getattr(Config(), section), name)
-    wanted = another(default)
+    wanted = another(name, default)
     text = ",".join(wanted) if isinstance(wanted, tuple) else str(wanted)
     from_environment = load(environ={f"BATON_{section}_{name}".upper(): text})
     from_file = from_yaml(tmp_path, json.dumps({section: {name: wanted}}))
@@ -108,6 +110,7 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
         ("engine: {block_size: 0}", "engine.block_size must be a multiple of 16, got 0"),
         ("engine: {max_num_seqs: 0}", "engine.max_num_seqs must be at least 1, got 0"),
         ("router: {max_attempts: 0}", "router.max_attempts must be at least 1, got 0"),
+        ("router: {pull_above_tokens: 0}", "router.pull_above_tokens must be at least 1, got 0"),
         ("transfer: {window: 0}", "transfer.window must be at least 1, got 0"),
         ("engine: {", "cannot read the configuration"),
     ],

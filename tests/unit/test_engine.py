@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Iterable
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.blocks import block_keys
 from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
 from baton.engine.block_pool import Removed, Stored
-from baton.engine.engine import Engine, Generated, Output, Reserved
+from baton.engine.engine import Admitted, Engine, Generated, Output, Reserved
 from baton.engine.kv_cache import KVCache
 from baton.engine.scheduler import Batch, SchedulerLimits
 from baton.engine.sequence import Purpose, Sequence, Status
@@ -107,6 +110,7 @@ def is_empty(engine: Engine) -> bool:
     """Nothing is held: every block is free or cached, and no sequence is known."""
     engine.check()
     counts, load = engine.pool.counts(), engine.load()
+    assert engine.is_idle == (counts.in_use + load.running + load.waiting == 0)
     return counts.in_use == 0 and counts.free + counts.cached == counts.total and load.running + load.waiting == 0
 
 
@@ -134,6 +138,46 @@ def test_the_arithmetic_model_can_be_worked_out_by_hand() -> None:
     assert expected_tokens([2, 3, 4], 3) == [20, 100, 600]  # 2+6+12, +4*20, +5*100
     assert expected_tokens([2, 3, 4], 2, with_state=True) == [29, 174]  # 20 + 9, 20 + 4*29 + 38
     assert expected_tokens([2, 3, 4], 1, vocab_size=7) == [6]
+
+
+def written(cache: KVCache, layer: int, blocks: Iterable[int]) -> list[int]:
+    """The tokens that K of a layer names, 0 where nothing has been written."""
+    pages = cache.layer(layer).view(-1, 2, cache.spec.block_size)
+    return [int(token) for block in blocks for token in pages[block, 0]]
+
+
+def test_layers_are_told_in_order_once_the_whole_batch_is_in_them() -> None:
+    runner = ArithmeticRunner(16, num_layers=5, layer_s=0.01)
+    engine = Engine(runner, SchedulerLimits(BLOCK, 8, 64, 0, 0))
+    prompts = [numbers(1, 20), numbers(2, 40)]
+    for name, prompt in zip("ab", prompts, strict=True):
+        engine.add(make_spec(prompt, name=name), Purpose.GENERATE, 0.0)
+    batch, _ = engine.schedule(0.0)
+    seen = []
+
+    def layer_done(layer: int, fence: object) -> None:
+        assert fence is None
+        for part, prompt in zip(batch, prompts, strict=True):
+            for other in range(5):
+                tokens = written(runner.cache, other, part.block_table)[: len(prompt)]
+                assert tokens == (prompt if other <= layer else [0] * len(prompt))
+        seen.append((layer, time.monotonic()))
+
+    start = time.monotonic()
+    sampled = runner.execute(batch, layer_done)
+    assert [layer for layer, _ in seen] == [0, 1, 2, 3, 4]
+    assert all(at - start >= 0.01 * (layer + 1) for layer, at in seen)
+    assert sampled == [*expected_tokens(prompts[0], 1), *expected_tokens(prompts[1], 1)]
+
+
+def test_of_more_layers_every_page_that_disagrees_adds_one() -> None:
+    runner = ArithmeticRunner(16, num_layers=5)
+    engine = Engine(runner, SchedulerLimits(BLOCK, 8, 64, 0, 0))
+    sequence = engine.add(make_spec(numbers(1, 20), 2), Purpose.GENERATE, 0.0)
+    step(engine)
+    runner.cache.layer(4).view(-1, 2, BLOCK)[sequence.block_table[0], :, 3] += 7
+    runner.cache.layer(1).view(-1, 2, BLOCK)[sequence.block_table[1], 1, 0] += 7
+    assert generated(step(engine), sequence) == [(expected_tokens(numbers(1, 20), 2)[1] + 3) % 49152]
 
 
 @pytest.mark.parametrize("with_state", [False, True])
@@ -477,6 +521,7 @@ def test_prefill_holds_its_blocks_until_it_is_ended() -> None:
     prompt = numbers(1, 100)
     sequence = engine.add(make_spec(prompt), Purpose.PREFILL, 0.0)
     outputs = drain(engine)
+    assert outputs[0] == Admitted(sequence)
     assert generated(outputs, sequence) == expected_tokens(prompt, 1)
     assert finish_of(outputs) is None
     assert sequence.status is Status.HELD
@@ -488,6 +533,23 @@ def test_prefill_holds_its_blocks_until_it_is_ended() -> None:
     assert sequence.status.value == "finished"
     assert engine.pool.counts().cached == 6
     assert is_empty(engine)
+
+
+def test_a_prefill_is_told_of_all_its_blocks_before_its_first_step() -> None:
+    engine = make_engine(8)
+    prompt = numbers(1, 100)
+    before = engine.add(make_spec(prompt[:40], 1, name="before"), Purpose.GENERATE, 0.0)
+    drain(engine)
+    sequence = engine.add(make_spec(prompt, name="first"), Purpose.PREFILL, 0.0)
+    later = engine.add(make_spec(numbers(2, 40), name="later"), Purpose.PREFILL, 0.0)
+    (part,), outputs = engine.schedule(0.0)
+    assert outputs == [Admitted(sequence)]
+    assert before.block_table == []
+    assert (sequence.num_computed_tokens, len(sequence.block_table), part.start, part.end) == (32, 7, 32, 96)
+    engine.commit((part,), engine.runner.execute((part,)), 0.0)
+    assert not any(isinstance(output, Admitted) for output in drain(engine))
+    engine.end(sequence)
+    assert drain(engine)[0] == Admitted(later), "once there was room"
 
 
 def test_prefill_says_when_the_first_token_is_the_last() -> None:
@@ -510,7 +572,7 @@ def test_handed_over_it_gives_the_same_tokens(num_tokens: int, with_state: bool)
     reserved = next(output for output in step(decode) if isinstance(output, Reserved))
     assert reserved == Reserved(receiver, 0)
     assert receiver.status is Status.RESERVED
-    (first,) = drain(prefill)
+    _, first = drain(prefill)
     assert isinstance(first, Generated)
     hand_over(prefill, held, decode, reserved)
     assert decode.insert(receiver, first.token_id, 3.0) is None
@@ -528,7 +590,7 @@ def test_without_the_state_the_answer_is_wrong() -> None:
     held = prefill.add(make_spec([4, 5, 6]), Purpose.PREFILL, 0.0)
     receiver = decode.add(make_spec([4, 5, 6]), Purpose.RECEIVE, 0.0)
     (reserved,) = drain(decode)
-    (first,) = drain(prefill)
+    _, first = drain(prefill)
     assert isinstance(reserved, Reserved)
     assert isinstance(first, Generated)
     hand_over(prefill, held, decode, reserved)
@@ -544,7 +606,7 @@ def test_a_receiver_skips_what_it_holds_already(num_tokens: int, skip: int) -> N
     decode.add(make_spec(prompt, 4, name="before"), Purpose.GENERATE, 0.0)
     drain(decode)
     held = prefill.add(make_spec(prompt, 20), Purpose.PREFILL, 0.0)
-    (first,) = drain(prefill)
+    _, first = drain(prefill)
     receiver = decode.add(make_spec(prompt, 20), Purpose.RECEIVE, 0.0)
     (reserved,) = drain(decode)
     assert reserved == Reserved(receiver, skip)
@@ -559,7 +621,7 @@ def test_received_blocks_are_cached_for_others() -> None:
     prefill, decode = make_engine(), make_engine()
     prompt = numbers(8, 40)
     held = prefill.add(make_spec(prompt), Purpose.PREFILL, 0.0)
-    (first,) = drain(prefill)
+    _, first = drain(prefill)
     receiver = decode.add(make_spec(prompt), Purpose.RECEIVE, 0.0)
     (reserved,) = drain(decode)
     assert isinstance(first, Generated)
@@ -605,7 +667,7 @@ def test_a_received_sequence_survives_preemption() -> None:
     receivers = []
     for now, spec in enumerate(specs):
         held = prefill.add(spec, Purpose.PREFILL, 0.0)
-        (first,) = drain(prefill)
+        _, first = drain(prefill)
         receiver = decode.add(spec, Purpose.RECEIVE, float(now))
         reserved = next(o for o in decode.schedule(0.0)[1] if isinstance(o, Reserved))
         assert isinstance(first, Generated)
@@ -618,6 +680,228 @@ def test_a_received_sequence_survives_preemption() -> None:
     for spec, receiver in zip(specs, receivers, strict=True):
         assert generated(outputs, receiver) == expected_tokens(spec.token_ids, 50)[1:]
     assert is_empty(decode)
+
+
+def test_a_prefill_keeps_its_blocks_whoever_needs_them() -> None:
+    """The youngest, and others grow until nothing is left: they wait for its hand-over rather than take its blocks."""
+    engine = make_engine(8, output_reservation=0)
+    prompts = [numbers(i, 20) for i in range(2)]
+    others = [engine.add(make_spec(prompts[i], 60, name=f"r{i}"), Purpose.GENERATE, float(i)) for i in range(2)]
+    outputs = step(engine)
+    prefill = engine.add(make_spec(numbers(7, 64), name="prefill"), Purpose.PREFILL, 9.0)
+    engine.scheduler.limits = SchedulerLimits(BLOCK, 8, 8, 0, 0)  # its prompt takes more steps than a block lasts
+    outputs += step(engine)
+    table = list(prefill.block_table)
+    while prefill.status is Status.RUNNING:
+        outputs += step(engine)
+        assert prefill.block_table == table
+    assert engine.scheduler.num_preemptions == 0
+    outputs += drain(engine)
+    assert engine.scheduler.num_preemptions > 0
+    assert prefill.block_table == table
+    assert generated(outputs, prefill) == expected_tokens(numbers(7, 64), 1)
+    assert not all(other.status is Status.FINISHED for other in others)
+    engine.end(prefill)
+    outputs += drain(engine)
+    for prompt, other in zip(prompts, others, strict=True):
+        assert generated(outputs, other) == expected_tokens(prompt, 60)
+    assert is_empty(engine)
+
+
+# -- pins: what transfers read -----------------------------------------------------------------------------------------
+
+
+def test_pinned_blocks_outlive_their_sequence_and_keep_their_content() -> None:
+    engine = make_engine(8, output_reservation=0)
+    prompt = numbers(1, 60)
+    held = engine.add(make_spec(prompt), Purpose.PREFILL, 0.0)
+    drain(engine)
+    blocks = engine.pin(held)
+    assert blocks == tuple(held.block_table)
+    engine.end(held)
+    engine.check()
+    assert engine.pool.counts().in_use == 4
+    assert not engine.is_idle
+    for i in range(3):  # all other blocks, several times
+        engine.add(make_spec(numbers(10 + i, 30), 30, name=f"r{i}"), Purpose.GENERATE, 0.0)
+        drain(engine)
+    assert written(engine.runner.cache, 0, blocks)[:60] == written(engine.runner.cache, 1, blocks)[:60] == prompt
+    engine.unpin(blocks)
+    assert engine.pool.counts().cached >= 3
+    assert is_empty(engine)
+
+
+def test_a_block_pinned_twice_is_free_after_both() -> None:
+    engine = make_engine()
+    held = engine.add(make_spec(numbers(1, 40)), Purpose.PREFILL, 0.0)
+    drain(engine)
+    first, second = engine.pin(held), engine.pin(held)
+    engine.end(held)
+    engine.unpin(first)
+    engine.check()
+    assert engine.pool.counts().in_use == 3
+    engine.unpin(second)
+    assert is_empty(engine)
+    with pytest.raises(AssertionError, match="unpinned more often than pinned"):
+        engine.unpin(second)
+
+
+def test_a_table_that_changes_leaves_the_pinned_blocks_as_they_were() -> None:
+    """Of two that compute one prompt at once, the second moves to the blocks of the first."""
+    engine = make_engine(8, max_num_batched_tokens=128)
+    prompt = numbers(6, 40)
+    first = engine.add(make_spec(prompt), Purpose.PREFILL, 0.0)
+    second = engine.add(make_spec(prompt, name="second"), Purpose.PREFILL, 0.0)
+    batch, _ = engine.schedule(0.0)
+    blocks = engine.pin(second)
+    engine.commit(batch, engine.runner.execute(batch), 0.0)
+    assert second.block_table[:2] == first.block_table[:2] != list(blocks[:2])
+    engine.end(first)
+    engine.end(second)
+    engine.add(make_spec(numbers(9, 70), 10, name="other"), Purpose.GENERATE, 0.0)
+    drain(engine)
+    assert written(engine.runner.cache, 1, blocks)[:40] == prompt
+    engine.unpin(blocks)
+    assert is_empty(engine)
+
+
+def test_who_waits_for_blocks_is_admitted_when_they_are_unpinned() -> None:
+    engine = make_engine(4)
+    held = engine.add(make_spec(numbers(1, 50)), Purpose.PREFILL, 0.0)
+    drain(engine)
+    blocks = engine.pin(held)
+    engine.end(held)
+    waiting = engine.add(make_spec(numbers(2, 40), 4, name="waiting"), Purpose.GENERATE, 0.0)
+    assert drain(engine) == []
+    engine.unpin(blocks)
+    assert generated(drain(engine), waiting) == expected_tokens(numbers(2, 40), 4)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48])
+def test_the_longest_cached_prefix_of_a_key_chain_is_pinned(block_size: int) -> None:
+    engine = make_engine(12, block_size=block_size)
+    prompt = numbers(1, 200)
+    engine.add(make_spec(prompt[:150], 1), Purpose.GENERATE, 0.0)
+    drain(engine)
+    keys = block_keys(b"tenant", prompt)
+    assert len(keys) == 12
+    blocks = engine.pin_prefix(keys)
+    num_tokens = 150 // block_size * block_size
+    assert written(engine.runner.cache, 0, blocks) == prompt[:num_tokens]
+    engine.check()
+    assert not engine.is_idle
+    part = engine.pin_prefix(keys[:5])
+    assert part == blocks[: 80 // block_size]
+    assert engine.pin_prefix(block_keys(b"another tenant", prompt)) == ()
+    for i in range(2, 5):  # what is left of the pool, several times
+        engine.add(make_spec(numbers(i, 30), 10, name=f"r{i}"), Purpose.GENERATE, 0.0)
+        drain(engine)
+    assert written(engine.runner.cache, 0, blocks) == prompt[:num_tokens], "not evicted"
+    engine.unpin(part)
+    engine.unpin(blocks)
+    assert is_empty(engine)
+
+
+def test_a_model_with_state_has_no_prefix_to_pin_or_adopt() -> None:
+    engine = make_engine(with_state=True)
+    engine.add(make_spec(numbers(1, 40), 1), Purpose.GENERATE, 0.0)
+    drain(engine)
+    receiver = engine.add(make_spec(numbers(1, 40), 0), Purpose.RECEIVE, 0.0)
+    drain(engine)
+    engine.adopt(receiver, 40)
+    assert engine.pin_prefix(block_keys(b"tenant", numbers(1, 40))) == ()
+    engine.end(receiver)
+    assert is_empty(engine)
+
+
+# -- adopting KV from elsewhere ----------------------------------------------------------------------------------------
+
+
+def reserve_to_fill(engine: Engine, prompt: list[int], name: str = "fill") -> tuple[Sequence, Reserved]:
+    """A sequence that only brings KV into the cache."""
+    receiver = engine.add(make_spec(prompt, 0, name=name), Purpose.RECEIVE, 0.0)
+    (reserved,) = drain(engine)
+    assert isinstance(reserved, Reserved)
+    assert reserved.sequence is receiver
+    assert len(receiver.block_table) == -(-len(prompt) // BLOCK), "no room for an answer"
+    return receiver, reserved
+
+
+@pytest.mark.parametrize(("num_arrived", "num_cached"), [(0, 0), (15, 0), (16, 16), (40, 32), (64, 64), (70, 64)])
+def test_adopted_kv_is_found_by_who_comes_later(num_arrived: int, num_cached: int) -> None:
+    engine = make_engine()
+    prompt = numbers(1, 70)
+    receiver, reserved = reserve_to_fill(engine, prompt)
+    assert reserved.skip_tokens == 0
+    write_prompt_kv(engine.runner.cache, receiver, 0)
+    assert engine.take_block_events() == []
+    engine.adopt(receiver, num_arrived)
+    engine.check()
+    assert receiver.status is Status.RESERVED
+    keys = block_keys(b"tenant", prompt[:num_cached])
+    assert engine.take_block_events() == [Stored(key) for key in keys]
+    engine.end(receiver)
+    assert is_empty(engine)
+    assert engine.pool.counts().cached == num_cached // BLOCK
+    sequence = engine.add(make_spec([*prompt, 5], 4, name="after"), Purpose.GENERATE, 0.0)
+    assert generated(drain(engine), sequence) == expected_tokens([*prompt, 5], 4)
+    assert sequence.num_cached_tokens == num_cached
+
+
+@pytest.mark.parametrize("num_tokens", [32, 40])
+def test_what_is_here_already_is_not_reserved_again(num_tokens: int) -> None:
+    engine = make_engine()
+    prompt = numbers(1, num_tokens)
+    engine.add(make_spec(prompt, 1), Purpose.GENERATE, 0.0)
+    drain(engine)
+    engine.take_block_events()
+    receiver, reserved = reserve_to_fill(engine, prompt)
+    assert reserved.skip_tokens == 32, "all its full blocks"
+    engine.adopt(receiver, 16)  # less than is known: nothing is taken back
+    engine.check()
+    assert receiver.num_computed_tokens == 32
+    assert engine.take_block_events() == []
+    engine.end(receiver)
+    assert is_empty(engine)
+
+
+def test_adopting_what_was_computed_meanwhile_keeps_one_copy() -> None:
+    engine = make_engine()
+    prompt = numbers(1, 40)
+    receiver, _ = reserve_to_fill(engine, prompt)
+    engine.add(make_spec(prompt, 1, name="computed"), Purpose.GENERATE, 0.0)
+    drain(engine)
+    write_prompt_kv(engine.runner.cache, receiver, 0)
+    engine.adopt(receiver, 40)
+    engine.check()
+    assert len(engine.pool.keys()) == 2
+    engine.end(receiver)
+    assert is_empty(engine)
+
+
+def test_adopted_in_parts_it_can_still_be_inserted() -> None:
+    engine = make_engine()
+    prompt = numbers(1, 70)
+    receiver = engine.add(make_spec(prompt, 10), Purpose.RECEIVE, 0.0)
+    drain(engine)
+    write_prompt_kv(engine.runner.cache, receiver, 0)
+    for num_tokens in (20, 50):
+        engine.adopt(receiver, num_tokens)
+        assert len(engine.pool.keys()) == num_tokens // BLOCK
+    (first,) = expected_tokens(prompt, 1)
+    engine.insert(receiver, first, 0.0)
+    assert [first, *generated(drain(engine), receiver)] == expected_tokens(prompt, 10)
+    assert is_empty(engine)
+
+
+def test_misused_adoption_is_asserted() -> None:
+    engine = make_engine()
+    sequence = engine.add(make_spec(numbers(1, 40), 0), Purpose.RECEIVE, 0.0)
+    with pytest.raises(AssertionError, match="WAITING"):
+        engine.adopt(sequence, 16)
+    drain(engine)
+    with pytest.raises(AssertionError, match="41 of 40 tokens have arrived"):
+        engine.adopt(sequence, 41)
 
 
 # -- leaving early -----------------------------------------------------------------------------------------------------
@@ -713,6 +997,12 @@ def test_check_sees_a_leak() -> None:
     assert engine.pool.allocate(1) is not None
     with pytest.raises(AssertionError, match="1 blocks in use, 0 held"):
         engine.check()
+    engine = make_engine()
+    held = engine.add(make_spec([1, 2]), Purpose.PREFILL, 0.0)
+    drain(engine)
+    engine.pool.acquire(held.block_table)
+    with pytest.raises(AssertionError, match="more or fewer references than holders"):
+        engine.check()
     engine = make_engine(with_state=True)
     engine.scheduler._state_slots.pop()
     with pytest.raises(AssertionError, match="a state slot is lost"):
@@ -747,7 +1037,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.alive: dict[Sequence, list[int]] = {}
         """Of each sequence that its owner has not left: the tokens that came."""
         self.reserved: dict[Sequence, int] = {}
+        self.admitted: set[Sequence] = set()
         self.finished: set[Sequence] = set()
+        self.pins: list[tuple[tuple[int, ...], list[int]]] = []
+        """Blocks, and the leading tokens whose KV must be in them for as long as they are pinned."""
 
     @initialize(num_blocks=st.integers(5, 12), budget=st.integers(8, 64), reservation=st.sampled_from([0, 8, 64]))
     def start(self, num_blocks: int, budget: int, reservation: int) -> None:
@@ -767,7 +1060,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def add(self, purpose: Purpose, parts: list[int], tail: int, max_tokens: int) -> None:
         """Prompts are made of few different parts, so that they share prefixes."""
-        prompt = [token for part in parts for token in numbers(part, 15)] + numbers(2, tail)
+        prompt = self.prompt(parts) + numbers(2, tail)
         if len(prompt) >= self.engine.runner.max_model_len:
             return
         spec = make_spec(prompt, max_tokens, name=next(self.names))
@@ -816,6 +1109,37 @@ class EngineMachine(RuleBasedStateMachine):
             self.finished.add(sequence)
 
     @rule(data=st.data())
+    @precondition(lambda self: self.reserved)
+    def adopt(self, data: st.DataObject) -> None:
+        """All of the KV has arrived, but only a part of it counts; the rest is written again before `insert`."""
+        sequence = data.draw(st.sampled_from(list(self.reserved)))
+        num_tokens = data.draw(st.integers(0, sequence.num_tokens))
+        write_prompt_kv(self.engine.runner.cache, sequence, self.reserved[sequence])
+        self.engine.adopt(sequence, num_tokens)
+        if not self.with_state:
+            self.reserved[sequence] = max(self.reserved[sequence], num_tokens // BLOCK * BLOCK)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.alive)
+    def pin(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(list(self.alive)))
+        blocks = self.engine.pin(sequence)
+        assert blocks == tuple(sequence.block_table)
+        self.pins.append((blocks, sequence.token_ids[: sequence.num_computed_tokens] if blocks else []))
+
+    @rule(parts=st.lists(st.integers(0, 1), min_size=2, max_size=4))
+    def pin_prefix(self, parts: list[int]) -> None:
+        tokens = self.prompt(parts)
+        blocks = self.engine.pin_prefix(block_keys(b"tenant", tokens))
+        self.pins.append((blocks, tokens[: len(blocks) * BLOCK]))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.pins)
+    def unpin(self, data: st.DataObject) -> None:
+        blocks, _ = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        self.engine.unpin(blocks)
+
+    @rule(data=st.data())
     @precondition(lambda self: self.alive)
     def leave(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(list(self.alive)))
@@ -823,6 +1147,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.end(sequence)
         del self.alive[sequence]
         self.reserved.pop(sequence, None)
+
+    def prompt(self, parts: list[int]) -> list[int]:
+        return [token for part in parts for token in numbers(part, 15)]
 
     def expected(self, sequence: Sequence, num_tokens: int) -> list[int]:
         return expected_tokens(sequence.spec.token_ids, num_tokens, with_state=self.with_state)
@@ -834,7 +1161,14 @@ class EngineMachine(RuleBasedStateMachine):
                 assert not self.with_state or output.skip_tokens == 0
                 self.reserved[sequence] = output.skip_tokens
                 continue
+            if isinstance(output, Admitted):
+                assert sequence.purpose is Purpose.PREFILL
+                assert sequence not in self.admitted
+                assert len(sequence.block_table) * BLOCK >= sequence.num_tokens
+                self.admitted.add(sequence)
+                continue
             tokens = self.alive[sequence]
+            assert sequence.purpose is not Purpose.PREFILL or sequence in self.admitted
             tokens.append(output.token_id)
             assert tokens == self.expected(sequence, len(tokens))
             at_end = len(tokens) == sequence.spec.max_tokens or sequence.num_tokens == self.engine.runner.max_model_len
@@ -847,11 +1181,23 @@ class EngineMachine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.engine.check()
             assert set(self.reserved) == set(self.engine.scheduler.reserved)
+            assert not any(sequence.status is Status.WAITING for sequence in self.admitted), "a prefill was preempted"
+
+    @invariant()
+    def pinned_blocks_keep_their_content(self) -> None:
+        for blocks, tokens in self.pins:
+            held = torch.tensor(tokens, dtype=torch.int64)
+            for layer in range(2):
+                pages = self.engine.runner.cache.layer(layer).view(-1, 2, BLOCK)[list(blocks)]
+                assert pages[:, 0].flatten()[: len(tokens)].equal(held)
+                assert pages[:, 1].flatten()[: len(tokens)].equal(held * torch.arange(1, len(tokens) + 1))
 
     def teardown(self) -> None:
         """Whoever is still there gets all of its answer, once the transfers have ended; then nothing is left."""
         if not hasattr(self, "engine"):
             return
+        for blocks, _ in self.pins:
+            self.engine.unpin(blocks)
         for _ in range(2000):
             for sequence in [s for s in self.alive if s.status in (Status.HELD, Status.RESERVED)]:
                 self.engine.end(sequence)

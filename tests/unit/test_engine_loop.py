@@ -8,15 +8,17 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from baton.blocks import block_keys
 from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
 from baton.engine.block_pool import Removed, Stored
-from baton.engine.engine import Engine, Generated, Reserved
+from baton.engine.engine import Admitted, Engine, Generated, Reserved
 from baton.engine.loop import EngineLoop, SequenceHandle
+from baton.engine.runner import Fence, LayerDone, ignore_layer
 from baton.engine.scheduler import Batch, SchedulerLimits
 from baton.engine.sequence import Purpose
 from baton.errors import InvalidRequest, Overloaded, WorkerFailed
 from baton.sampling import FinishReason
-from tests.unit.test_engine import is_empty, make_engine, make_spec, numbers, write_prompt_kv
+from tests.unit.test_engine import is_empty, make_engine, make_spec, numbers, write_prompt_kv, written
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -54,18 +56,32 @@ async def read_all(handle: SequenceHandle) -> list[int]:
 class GatedRunner(ArithmeticRunner):
     """Executes a batch only when allowed, so that a test can act while a step is in flight."""
 
-    def __init__(self, num_blocks: int = 64) -> None:
-        super().__init__(num_blocks)
+    def __init__(self, num_blocks: int = 64, num_layers: int = 2) -> None:
+        super().__init__(num_blocks, num_layers=num_layers)
         self.started = threading.Semaphore(0)
         self.allowed = threading.Semaphore(0)
 
-    def execute(self, batch: Batch) -> list[int]:
+    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+        self.stop()
+        return super().execute(batch, layer_done)
+
+    def stop(self) -> None:
         self.started.release()
         assert self.allowed.acquire(timeout=10)
-        return super().execute(batch)
 
     async def wait_started(self) -> None:
         assert await asyncio.to_thread(self.started.acquire, timeout=10)
+
+
+class LayerGatedRunner(GatedRunner):
+    """Stops before each step, and again each time that it has told of a layer."""
+
+    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+        def tell_and_stop(layer: int, fence: Fence | None) -> None:
+            layer_done(layer, fence)
+            self.stop()
+
+        return super().execute(batch, tell_and_stop)
 
 
 class FailingRunner(ArithmeticRunner):
@@ -76,11 +92,11 @@ class FailingRunner(ArithmeticRunner):
         self.fail_at = fail_at
         self.num_steps = 0
 
-    def execute(self, batch: Batch) -> list[int]:
+    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
         self.num_steps += 1
         if self.num_steps - 1 in self.fail_at:
             raise RuntimeError("out of memory")
-        return super().execute(batch)
+        return super().execute(batch, layer_done)
 
 
 def engine_of(runner: ArithmeticRunner) -> Engine:
@@ -107,6 +123,7 @@ async def test_prefill_and_receive_over_handles() -> None:
     async with running(EngineLoop(make_engine(), 64)) as loop:
         prompt = numbers(1, 40)
         async with loop.sequence(make_spec(prompt, name="p"), Purpose.PREFILL) as handle:
+            assert await handle.next() == Admitted(handle.sequence)
             output = await handle.next()
             assert isinstance(output, Generated)
             await rest(loop)
@@ -151,6 +168,189 @@ async def test_cancelled_at_any_moment_nothing_is_left(seed: int) -> None:
         assert is_empty(loop.engine)
         assert loop.self_check == "ok"
         assert loop._outputs == {}
+        assert loop._watchers == {}
+
+
+Told = list[tuple[int, int, Fence | None]]
+
+
+def teller(told: Told, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
+    told.append((num_tokens, num_layers, fence))
+
+
+@pytest.mark.parametrize("num_cached", [0, 32])
+async def test_progress_is_told_layer_by_layer_and_is_true(num_cached: int) -> None:
+    """With pins taken at admission: exactly what a hand-over does that follows the computing."""
+    runner = ArithmeticRunner(64, num_layers=4, layer_s=0.001)
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        prompt = numbers(1, 150)
+        if num_cached:
+            async with loop.sequence(make_spec(prompt[:40], 1, name="before"), Purpose.GENERATE) as handle:
+                await read_all(handle)
+        async with (
+            loop.sequence(make_spec(numbers(2, 5), 60, name="other"), Purpose.GENERATE) as other,
+            loop.sequence(make_spec(prompt), Purpose.PREFILL) as handle,
+        ):
+            assert await handle.next() == Admitted(handle.sequence)
+            assert handle.sequence.num_computed_tokens == num_cached
+            blocks = loop.pin(handle.sequence)
+            told: Told = []
+
+            def progress(num_tokens: int, num_layers: int, fence: Fence | None) -> None:
+                for layer in range(num_layers):
+                    assert written(runner.cache, layer, blocks)[:num_tokens] == prompt[:num_tokens]
+                teller(told, num_tokens, num_layers, fence)
+
+            handle.watch(progress)
+            output = await handle.next()
+            assert isinstance(output, Generated)
+            assert told[-1] == (150, 4, None)
+            assert await read_all(other) == expected_tokens(numbers(2, 5), 60)
+        assert told[0] == (num_cached, 4, None)
+        layers = [(num_tokens, layer) for num_tokens, layer, _ in told[1:]]
+        assert layers == sorted(layers), "steps in order, and the layers of each"
+        assert len({num_tokens for num_tokens, _ in layers}) == 3 - (num_cached > 0), "the budget is 64 tokens a step"
+        assert {layer for _, layer in layers} == {1, 2, 3, 4}
+        loop.unpin(blocks)
+        await rest(loop)
+        assert is_empty(loop.engine)
+
+
+@pytest.mark.parametrize("num_stops", range(1, 9))
+async def test_who_begins_to_watch_in_the_middle_of_a_step_misses_nothing(num_stops: int) -> None:
+    """Two steps of three layers: stops 1 and 5 are before a step, the others after each layer of it."""
+    runner = LayerGatedRunner(num_layers=3)
+    async with (
+        running(EngineLoop(engine_of(runner), 64)) as loop,
+        loop.sequence(make_spec(numbers(1, 100)), Purpose.PREFILL) as handle,
+    ):
+        for _ in range(num_stops - 1):
+            await runner.wait_started()
+            runner.allowed.release()
+        await runner.wait_started()
+        told: Told = []
+        handle.watch(lambda *statement: teller(told, *statement))
+        runner.allowed.release(8)
+        await handle.next()
+        await handle.next()
+        of_step = [[(tokens, layer) for layer in (1, 2, 3)] for tokens in (64, 100)]
+        if num_stops <= 4:
+            expected = [(0, 3), *of_step[0][num_stops - 1 :], (64, 3), *of_step[1], (100, 3)]
+        else:
+            expected = [(64, 3), *of_step[1][num_stops - 5 :], (100, 3)]
+        assert [statement[:2] for statement in told] == expected
+
+
+async def test_leaving_ends_the_watching() -> None:
+    runner = LayerGatedRunner(num_layers=3)
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        told, told_too = Told(), Told()
+        async with loop.sequence(make_spec(numbers(1, 40)), Purpose.PREFILL) as handle:
+            handle.watch(lambda *statement: teller(told, *statement))
+            handle.watch(lambda *statement: teller(told_too, *statement))
+            await runner.wait_started()
+            runner.allowed.release()
+            await runner.wait_started()
+        runner.allowed.release(8)
+        await rest(loop)
+        assert told == told_too == [(0, 3, None), (40, 1, None)]
+        assert loop._watchers == {}
+        assert is_empty(loop.engine)
+
+
+async def test_of_a_failed_step_no_end_is_told() -> None:
+    async with (
+        running(EngineLoop(engine_of(FailingRunner({1})), 64)) as loop,
+        loop.sequence(make_spec(numbers(1, 100)), Purpose.PREFILL) as handle,
+    ):
+        told: Told = []
+        handle.watch(lambda *statement: teller(told, *statement))
+        assert await handle.next() == Admitted(handle.sequence)
+        with pytest.raises(WorkerFailed):
+            await handle.next()
+        assert told[-1] == (64, 2, None)
+
+
+async def test_admission_is_told_before_the_step_is_over() -> None:
+    runner = GatedRunner()
+    async with (
+        running(EngineLoop(engine_of(runner), 64)) as loop,
+        loop.sequence(make_spec(numbers(1, 40)), Purpose.PREFILL) as handle,
+    ):
+        async with asyncio.timeout(5):
+            assert await handle.next() == Admitted(handle.sequence)
+        assert handle.take_ready() == []
+        runner.allowed.release()
+        assert isinstance(await handle.next(), Generated)
+
+
+async def test_unpinning_lets_in_who_waits_for_blocks() -> None:
+    async with running(EngineLoop(make_engine(4), 64)) as loop:
+        async with loop.sequence(make_spec(numbers(1, 50)), Purpose.PREFILL) as handle:
+            await handle.next()
+            await handle.next()
+            blocks = loop.pin(handle.sequence)
+        async with loop.sequence(make_spec(numbers(2, 40), 4, name="waiting"), Purpose.GENERATE) as handle:
+            await asyncio.sleep(0.05)
+            assert handle.take_ready() == []
+            loop.unpin(blocks)
+            async with asyncio.timeout(5):
+                assert await read_all(handle) == expected_tokens(numbers(2, 40), 4)
+
+
+async def test_idleness_is_noted_when_the_last_pin_goes() -> None:
+    num_idle = 0
+
+    def note() -> None:
+        nonlocal num_idle
+        num_idle += 1
+
+    async with running(EngineLoop(make_engine(), 8, on_idle=note)) as loop:
+        await asyncio.sleep(0)
+        assert num_idle == 1, "from the start"
+        prompt = numbers(1, 40)
+        async with loop.sequence(make_spec(prompt), Purpose.PREFILL) as handle:
+            await handle.next()
+            await handle.next()
+            blocks = loop.pin(handle.sequence)
+        await rest(loop)
+        assert num_idle == 1, "it is pinned"
+        loop.unpin(blocks)
+        await rest(loop)
+        assert num_idle == 2
+        # An engine at rest is not at rest while its cache is read.
+        blocks = loop.pin_prefix(block_keys(b"tenant", prompt))
+        assert len(blocks) == 2
+        assert loop.pin_prefix(block_keys(b"another", prompt)) == ()
+        await rest(loop)
+        assert num_idle == 2
+        loop.unpin(blocks)
+        await rest(loop)
+        assert num_idle == 3
+        assert loop.pin_prefix(block_keys(b"another", prompt)) == ()
+        loop.unpin(())
+        await rest(loop)
+        assert num_idle == 3
+        assert loop.self_check == "ok"
+        assert is_empty(loop.engine)
+
+
+async def test_adopted_blocks_are_published_and_stay_in_the_cache() -> None:
+    events: list[Stored | Removed] = []
+    async with running(EngineLoop(make_engine(), 8, events.extend)) as loop:
+        prompt = numbers(1, 40)
+        async with loop.sequence(make_spec(prompt, 0), Purpose.RECEIVE) as handle:
+            assert await handle.next() == Reserved(handle.sequence, 0)
+            await rest(loop)
+            write_prompt_kv(loop.engine.runner.cache, handle.sequence, 0)
+            loop.adopt(handle.sequence, 40)
+            await rest(loop)
+            assert events == [Stored(key) for key in block_keys(b"tenant", prompt)]
+        await rest(loop)
+        assert is_empty(loop.engine)
+        async with loop.sequence(make_spec(prompt, name="after"), Purpose.GENERATE) as handle:
+            assert await read_all(handle) == expected_tokens(prompt, 8)
+            assert handle.sequence.num_cached_tokens == 32
 
 
 async def test_leaving_while_a_step_is_in_flight_frees_at_its_end() -> None:

@@ -16,6 +16,8 @@ def test_sizes() -> None:
     assert LATENT.row_bytes(16) == 16 * 10 * 2
     assert SPEC.block_bytes == 2 * FULL.row_bytes(16) + 3 * LATENT.row_bytes(16)
     assert [state.num_bytes for state in SPEC.states] == [60, 8]
+    assert SPEC.num_layers == 5
+    assert KVSpec(16, (FULL,)).num_layers == 3, "the model's layer 1 has no KV"
 
 
 def test_tensors_have_the_shapes_of_the_spec_and_start_at_zero() -> None:

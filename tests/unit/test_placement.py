@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_load_beats_a_smaller_overlap_and_not_a_larger_one() -> None:
 def test_the_weight_of_load() -> None:
     pool = [decode("owner", 100, 160), decode("idle")]
     assert place(PROMPT, pool, load_weight=1.0) == Placement(Mode.AGGREGATED, "owner")
-    assert place(PROMPT, pool, load_weight=2.0) == Placement(Mode.AGGREGATED, "idle")
+    assert place(PROMPT, pool, load_weight=2.0) == Placement(Mode.AGGREGATED, "idle", source="owner", source_tokens=160)
 
 
 def test_a_prefix_that_everybody_holds_attracts_nobody() -> None:
@@ -87,6 +88,64 @@ def test_a_short_uncached_rest_is_computed_where_it_decodes(mode: str, expected:
     assert at_limit is not None
     assert below is not None
     assert (at_limit.mode, below.mode) == (Mode.SPLIT, expected)
+
+
+def source_of(pool: list[Candidate], mode: str = "split", **settings: Any) -> tuple[str, int]:
+    placement = place(PROMPT, pool, mode, **settings)
+    assert placement is not None
+    return placement.source, placement.source_tokens
+
+
+@pytest.mark.parametrize("mode", ["split", "aggregated"])
+def test_the_source_is_the_longest_prefix_elsewhere_of_either_role(mode: str) -> None:
+    """Whoever computes is busy elsewhere, so that the owners are not chosen themselves."""
+    pool = [prefill("p"), decode("d"), prefill("p-owner", 5000, 320), decode("d-owner", 5000, 640)]
+    assert source_of(pool, mode) == ("d-owner", 640)
+    assert source_of([*pool, prefill("longest", 9000, 656)], mode) == ("longest", 656)
+
+
+def test_the_source_is_compared_with_the_worker_that_computes() -> None:
+    """In split mode with the prefill worker's prefix, in aggregated mode with the decode worker's."""
+    pool = [prefill("p", 0, 480), decode("d", 0, 640)]
+    assert source_of(pool, "split", pull_above_tokens=160) == ("d", 640)
+    assert source_of(pool, "split", pull_above_tokens=161) == ("", 0)
+    assert source_of(pool, "aggregated", pull_above_tokens=1) == ("", 0)
+    assert source_of([prefill("p", 0, 800), decode("d", 0, 640)], "aggregated", pull_above_tokens=1) == ("p", 800)
+    assert source_of([prefill("p"), decode("d")], "split", pull_above_tokens=1) == ("", 0)
+
+
+def test_sources_that_hold_the_same_go_by_load_and_then_by_session() -> None:
+    pool = [prefill("p"), decode("d"), *(decode(f"owner{i}", 9000 + (i != 3), 640) for i in range(6))]
+    assert source_of(pool) == ("owner3", 640)
+    equal = [prefill("p"), decode("d"), *(decode(f"owner{i}", 9000, 640) for i in range(6))]
+    chosen = set()
+    for start in range(100):
+        placements = [place(prompt_of([start] * 800), pool, "split") for pool in (equal, equal[::-1])]
+        assert placements[0] == placements[1], "the order of the pool decides nothing"
+        assert placements[0] is not None
+        chosen.add(placements[0].source)
+    assert chosen == {f"owner{i}" for i in range(6)}
+
+
+def test_a_source_that_is_ruled_out_is_replaced_by_the_next_best() -> None:
+    pool = [prefill("p"), decode("d"), decode("best", 9000, 640), decode("next", 9000, 320)]
+    assert source_of(pool, not_from={"best"}) == ("next", 320)
+    assert source_of(pool, not_from={"best", "next"}) == ("", 0)
+    assert place(PROMPT, [prefill("p", 0, 640), decode("d")], not_from={"p"}) == Placement(Mode.SPLIT, "d", "p")
+
+
+def test_a_prefix_that_has_to_be_pulled_anyway_is_pulled_to_where_it_is_decoded() -> None:
+    """Auto: the same 40 tokens are left to compute, on either worker."""
+    owner = decode("owner", 9000, 960)
+
+    def placed(*pool: Candidate, limit: int = 41) -> Placement | None:
+        return place(PROMPT, pool, aggregate_below_tokens=limit)
+
+    pulled = Placement(Mode.AGGREGATED, "d", source="owner", source_tokens=960)
+    assert placed(prefill("p"), decode("d"), owner) == pulled
+    assert placed(prefill("p"), decode("d"), owner, limit=40) == Placement(Mode.SPLIT, "d", "p", "owner", 960)
+    assert placed(prefill("p", 0, 960), decode("d"), owner) == Placement(Mode.SPLIT, "d", "p"), "handed over anyway"
+    assert placed(prefill("p"), decode("d", 0, 960)) == Placement(Mode.AGGREGATED, "d")
 
 
 def test_ties_go_by_session_whatever_the_order() -> None:

@@ -104,9 +104,9 @@ def test_no_more_sequences_than_allowed_run_or_are_reserved() -> None:
     scheduler = make_scheduler(max_num_seqs=3)
     received = add(scheduler, 3, purpose=Purpose.RECEIVE)
     a, b, c = (add(scheduler, 3, first=100 * i) for i in range(1, 4))
-    batch, reserved = scheduler.schedule(0.0)
+    batch, admitted = scheduler.schedule(0.0)
     assert [part.sequence for part in batch] == [a, b]
-    assert reserved == [received]
+    assert admitted == [received, a, b]
     compute(scheduler, batch)
     assert run_step(scheduler) == [(a, 1), (b, 1)]
     scheduler.remove(a, Status.FINISHED)
@@ -168,14 +168,14 @@ def test_reservations_need_blocks_and_no_budget() -> None:
     scheduler = make_scheduler(8, max_num_batched_tokens=16)
     prompt = add(scheduler, 40, max_tokens=1)
     receiver = add(scheduler, 30, purpose=Purpose.RECEIVE, first=100, max_tokens=2)
-    batch, reserved = scheduler.schedule(4.0)
+    batch, admitted = scheduler.schedule(4.0)
     assert [part.sequence for part in batch] == [prompt]
-    assert reserved == [receiver]
+    assert admitted == [prompt, receiver]
     assert (receiver.status, receiver.scheduled_s, len(receiver.block_table)) == (Status.RESERVED, 4.0, 2)
     second = add(scheduler, 50, purpose=Purpose.RECEIVE, first=300)
     compute(scheduler, batch)
-    batch, reserved = scheduler.schedule(5.0)
-    assert reserved == []
+    batch, admitted = scheduler.schedule(5.0)
+    assert admitted == []
     assert (second.status, second.block_table) == (Status.WAITING, [])
 
 
@@ -237,6 +237,48 @@ def test_alone_it_sits_a_step_out_while_transfers_hold_the_rest() -> None:
     assert sequence.status is Status.RUNNING
     scheduler.remove(receiver, Status.FINISHED)
     assert run_step(scheduler) == [(sequence, 1)]
+
+
+def test_a_prefill_is_never_the_one_that_gives_way() -> None:
+    scheduler = make_scheduler(6, max_num_batched_tokens=49, output_reservation=0)
+    old = add(scheduler, 16, arrival_s=1.0)
+    young = add(scheduler, 16, arrival_s=2.0, first=100)
+    prefill = add(scheduler, 64, purpose=Purpose.PREFILL, arrival_s=3.0, first=200)
+    assert run_step(scheduler) == [(old, 16), (young, 16), (prefill, 17)]
+    scheduler.limits = SchedulerLimits(16, 8, 2, 0, 0)  # so that the prefill stays in progress
+    table = list(prefill.block_table)
+    assert run_step(scheduler) == [(old, 1), (prefill, 1)]
+    assert (young.status, scheduler.num_preemptions) == (Status.WAITING, 1)
+    assert prefill.block_table == table
+
+
+def test_with_nobody_to_give_way_but_prefills_it_sits_a_step_out() -> None:
+    scheduler = make_scheduler(4, max_num_batched_tokens=50, output_reservation=0)
+    sequence = add(scheduler, 32, arrival_s=2.0)
+    prefill = add(scheduler, 30, purpose=Purpose.PREFILL, arrival_s=3.0, first=100)
+    assert run_step(scheduler) == [(sequence, 32), (prefill, 18)]
+    assert run_step(scheduler) == [(prefill, 12)]
+    assert (sequence.status, scheduler.num_preemptions) == (Status.RUNNING, 0)
+    assert len(sequence.block_table) == 2, "it keeps what it has"
+    scheduler.remove(prefill, Status.HELD)
+    assert scheduler.schedule(0.0) == ((), [])
+    scheduler.remove(prefill, Status.FINISHED)
+    assert run_step(scheduler) == [(sequence, 1)]
+
+
+def test_pinned_blocks_count_as_held() -> None:
+    scheduler = make_scheduler()
+    sequence = add(scheduler, 20)
+    run_step(scheduler)
+    pinned = list(sequence.block_table)
+    scheduler.pool.acquire(pinned)
+    scheduler.check(pinned=pinned)
+    with pytest.raises(AssertionError, match="more or fewer references than holders"):
+        scheduler.check()
+    scheduler.remove(sequence, Status.FINISHED)
+    scheduler.check(pinned=pinned)
+    with pytest.raises(AssertionError, match="3 blocks in use, 0 held"):
+        scheduler.check()
 
 
 def test_state_slots_are_given_and_taken_with_the_blocks() -> None:

@@ -1,126 +1,530 @@
-"""The two halves of a transfer's data over a link in memory: a transfer that is given up leaves nothing on the link."""
+"""Lanes at work: both ends of a real link, in one process, with both machines; their messages go straight across."""
 
 from __future__ import annotations
 
-import queue
+import asyncio
+import contextlib
+import dataclasses
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
-from baton.errors import TransferError
-from baton.messages import Ticket
+from baton.engine.kv_cache import KVCache
+from baton.errors import BatonError, TransferCorrupted, TransferError, TransferTimeout
+from baton.messages import (
+    Abort,
+    AbortAck,
+    Commit,
+    CommitAck,
+    FromReceiver,
+    FromSender,
+    Grant,
+    GroupLayout,
+    KvLayout,
+    Nack,
+    Offer,
+    Ticket,
+)
+from kvstore.transfer import ledger as receiving
+from kvstore.transfer import offers as sending
 from kvstore.transfer.faults import FaultInjector, Faults
-from kvstore.transfer.inbound import Inbound
-from kvstore.transfer.ledger import Committed, Failed, Instruction, Ledger, State
-from kvstore.transfer.link import Operation, Slot
-from kvstore.transfer.outbound import Outbound
-from kvstore.transfer.plan import Chunk, plan
-from kvstore.transfer.staging import Rows
+from kvstore.transfer.header import Header
+from kvstore.transfer.inflow import Inbound, Inflow
+from kvstore.transfer.lane import Lane
+from kvstore.transfer.layout import rank_spec
+from kvstore.transfer.ledger import Ledger
+from kvstore.transfer.link import RECEIVER, SENDER, ReceivingLink, SendingLink
+from kvstore.transfer.links import open_receiver, open_sender
+from kvstore.transfer.offers import Offers
+from kvstore.transfer.outflow import Outbound, Outflow
+from kvstore.transfer.plan import Chunk, WireOptions, plan
+from kvstore.transfer.rows import Rows
+from kvstore.transfer.shared import Shared
+from kvstore.transfer.slots import StagingPool
+from kvstore.transfer.torch_link import SessionStore
 
-CPU = torch.device("cpu")
-SPEC = KVSpec(16, (LayerGroup("all", tuple(range(9)), 1, 4, 4, torch.float32),))  # a chunk a layer
-SLOT = 512
+torch.set_num_threads(1)
+
+LAYOUT = KvLayout(16, 1, (GroupLayout("all", tuple(range(9)), 1, 4, 4, "float32"),))
+SLOT_BYTES = 512
+"""A chunk is a layer of a block."""
+OPTIONS = WireOptions(SLOT_BYTES, 16, "auto")
+NUM_CHUNKS = 9
+NUM_BLOCKS = 8
+SESSION = 1
 
 
-class Done:
-    def wait(self) -> None: ...
+class Hook(FaultInjector):
+    """Calls something once, after a number of chunks were gathered."""
+
+    def __init__(self, faults: Faults, at: int, call: Callable[[], None]) -> None:
+        super().__init__(faults)
+        self._left = at
+        self._call = call
+
+    def spoil(self, chunk: Chunk, payload: torch.Tensor) -> None:
+        super().spoil(chunk, payload)
+        self._left -= 1
+        if self._left == 0:
+            self._call()
 
 
-class Arrival:
-    def __init__(self, wire: queue.Queue[torch.Tensor], buffer: torch.Tensor) -> None:
-        self._wire = wire
-        self._buffer = buffer
+class Sides:
+    """A sender, a receiver and the link between them. Transfer `block` moves that block to the same place."""
 
-    def wait(self) -> None:
-        message = self._wire.get(timeout=5)
-        assert len(message) == len(self._buffer), "a send met a receive of another size"
-        self._buffer.copy_(message)
+    def __init__(
+        self,
+        kind: str,
+        window: int = 4,
+        faults: Faults | None = None,
+        at_chunk: int = 0,
+        call: Callable[[], None] = lambda: None,
+        op_timeout_s: float = 5.0,
+        heartbeat_s: float = 0.2,
+        epochs: tuple[int, int] = (3, 3),
+    ) -> None:
+        self.source, self.target = (KVCache(rank_spec(LAYOUT, 0), NUM_BLOCKS, 1) for _ in range(2))
+        self.source.groups[0].normal_(generator=torch.Generator().manual_seed(1))
+        self.plan = plan(LAYOUT, 0, LAYOUT, 0, 16, 0, OPTIONS)
+        assert len(self.plan.chunks) == NUM_CHUNKS
+        self.pools = [StagingPool(window, SLOT_BYTES, torch.device("cpu"), pinned=False) for _ in range(2)]
+        self.ledger, self.offers = Ledger(), Offers(1.0, 10.0)
+        self.received: dict[int, asyncio.Future[BatonError | None]] = {}
+        self.sent: dict[int, asyncio.Future[BatonError | None]] = {}
+        self.unpinned: dict[int, asyncio.Future[None]] = {}
+        self.outbounds: dict[int, Outbound] = {}
+        self.inbounds: dict[int, Inbound] = {}
+        self.at_ledger: Shared[Ledger, receiving.Instruction] = Shared(self.ledger, self._of_ledger)
+        self.at_offers: Shared[Offers, sending.Instruction] = Shared(self.offers, self._of_offers)
+        stores: list[SessionStore] = []
+        stores += [SessionStore(lambda key, value: stores[RECEIVER].deliver(key, value))]
+        stores += [SessionStore(lambda key, value: stores[SENDER].deliver(key, value))]
+        self.stores = stores
+        hook = Hook(faults or Faults(), at_chunk, call)
+        self.outflow = Outflow(lambda: epochs[0], self.at_offers, hook, heartbeat_s, op_timeout_s)
+        self.inflow = Inflow(epochs[1], self.inbounds.get, SLOT_BYTES, op_timeout_s)
+
+        def ends(open_link: Any, side: int) -> Any:
+            return partial(open_link, kind, stores[side], "127.0.0.1", self.pools[side], window, 5.0, op_timeout_s)
+
+        self.sender: Lane[SendingLink] = Lane("sender", ends(open_sender, SENDER), self.outflow)
+        self.receiver: Lane[ReceivingLink] = Lane("receiver", ends(open_receiver, RECEIVER), self.inflow)
+
+    def offer(self, block: int) -> int:
+        """Ready to be sent in full as soon as it is granted. Its generation."""
+        loop = asyncio.get_running_loop()
+        transfer_id = f"t{block}"
+        generation = self.at_ledger.ask(lambda ledger: ledger.reserve(transfer_id, (block,), 1e9))
+        ticket = Ticket(transfer_id, generation, "d", "d.1", "", 16, 0, 30_000, "kind", LAYOUT)
+        outbound = Outbound(ticket, self.plan, Rows(self.source, self.plan, LAYOUT, 0, [block], None), True)
+        rows = Rows(self.target, self.plan, LAYOUT, 0, [block], None)
+        self.inbounds[generation] = Inbound(
+            SESSION, transfer_id, generation, self.plan, rows, self.at_ledger, checked=True
+        )
+        self.outbounds[generation] = outbound
+        self.received[generation], self.sent[generation] = loop.create_future(), loop.create_future()
+        self.unpinned[generation] = loop.create_future()
+        offer = Offer(transfer_id, generation, b"", NUM_CHUNKS, "auto", 16)
+        self.at_offers.happen(lambda offers: offers.offer(offer, 0.0))
+        return generation
+
+    def finish(self, generation: int) -> None:
+        self.outbounds[generation].finish()
+        self.at_offers.happen(lambda offers: offers.finish(generation, 7, 0.0))
+
+    async def outcome(self, generation: int) -> BatonError | None:
+        """What both sides came to, which must be the same; nothing is read or written after it."""
+        async with asyncio.timeout(10):
+            received, sent = await self.received[generation], await self.sent[generation]
+            await self.unpinned[generation]
+        assert type(received) is type(sent)
+        return received
+
+    async def hand_over(self, block: int) -> BatonError | None:
+        generation = self.offer(block)
+        self.finish(generation)
+        return await self.outcome(generation)
+
+    def same(self, *blocks: int) -> bool:
+        at = list(blocks)
+        return torch.equal(self.source.groups[0][:, at], self.target.groups[0][:, at])
+
+    def untouched(self, block: int) -> bool:
+        return not self.target.groups[0][:, block].any()
+
+    async def close(self) -> None:
+        self.sender.stop()
+        self.receiver.stop()
+        assert await self.sender.join(10)
+        assert await self.receiver.join(10)
+        self.ledger.check()
+        self.offers.check()
+
+    def _of_offers(self, instruction: sending.Instruction) -> None:
+        match instruction:
+            case sending.Tell():
+                asyncio.get_running_loop().call_soon(self._to_receiver, instruction.message)
+            case sending.Granted():
+                self.outflow.add(self.outbounds[instruction.generation])
+            case sending.Committed():
+                self.sent[instruction.generation].set_result(None)
+            case sending.Failed():
+                self.outflow.drop(self.outbounds[instruction.generation])
+                self.sent[instruction.generation].set_result(instruction.error)
+            case sending.Unpin():
+                self.unpinned[instruction.generation].set_result(None)
+
+    def _of_ledger(self, instruction: receiving.Instruction) -> None:
+        match instruction:
+            case receiving.Tell():
+                asyncio.get_running_loop().call_soon(self._to_sender, instruction.message)
+            case receiving.Committed():
+                self.received[instruction.generation].set_result(None)
+                self.inbounds.pop(instruction.generation, None)
+            case receiving.Failed():
+                self.received[instruction.generation].set_result(instruction.error)
+                self.inbounds.pop(instruction.generation, None)
+
+    def _to_receiver(self, message: FromSender) -> None:
+        match message:
+            case Offer():
+                ids = (SESSION, message.transfer_id, message.generation)
+                self.at_ledger.happen(lambda ledger: ledger.offer(*ids, message.num_chunks, 1))
+            case Commit():
+                ids = (SESSION, message.transfer_id, message.generation)
+                self.at_ledger.happen(lambda ledger: ledger.commit(*ids, message.first_token))
+            case Abort():
+                ids = (SESSION, message.transfer_id, message.generation)
+                self.at_ledger.happen(lambda ledger: ledger.abort(*ids, TransferError("aborted")))
+
+    def _to_sender(self, message: FromReceiver) -> None:
+        match message:
+            case Grant():
+                self.at_offers.happen(lambda offers: offers.on_grant(message.transfer_id, message.generation, 0.0))
+            case CommitAck():
+                self.at_offers.happen(lambda offers: offers.on_commit_ack(message.transfer_id, message.generation))
+            case Nack():
+                ids = (message.transfer_id, message.generation, message.reason)
+                self.at_offers.happen(lambda offers: offers.on_nack(*ids))
+            case AbortAck():
+                self.at_offers.happen(lambda offers: offers.on_abort_ack(message.transfer_id, message.generation))
 
 
-class MemoryLink:
-    device = CPU
+@contextlib.asynccontextmanager
+async def running(kind: str, **options: Any) -> AsyncIterator[Sides]:
+    sides = Sides(kind, **options)
+    try:
+        async with asyncio.timeout(10):
+            await sides.sender.opened
+            await sides.receiver.opened
+        yield sides
+    finally:
+        await sides.close()
+
+
+def wait_for_chunks(sides: Sides, generation: int, num_chunks: int) -> None:
+    """Until so many are in, and a little longer: more would be too many."""
+
+    def num_in(ledger: Ledger) -> int:
+        return sum(len(source.chunks_in) for source in ledger._by_generation[generation].sources.values())
+
+    deadline = time.monotonic() + 10
+    while sides.at_ledger.ask(num_in) < num_chunks:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert sides.at_ledger.ask(num_in) == num_chunks
+
+
+both_kinds = pytest.mark.parametrize("kind", ["gloo", "shm"])
+
+
+@both_kinds
+@pytest.mark.parametrize("window", [1, 2, 6])
+async def test_transfers_that_share_a_link_arrive_whole_whatever_the_window(kind: str, window: int) -> None:
+    async with running(kind, window=window) as sides:
+        generations = [sides.offer(block) for block in range(5)]
+        for generation in generations:
+            sides.finish(generation)
+        assert [await sides.outcome(generation) for generation in generations] == [None] * 5
+        assert sides.same(0, 1, 2, 3, 4)
+        assert all(sides.untouched(block) for block in (5, 6, 7))
+        assert await sides.hand_over(5) is None, "and the link goes on"
+    assert sides.inflow.num_fenced == 0
+    assert [pool.num_discarded for pool in sides.pools] == [0, 0] or kind == "gloo", "gloo loses what it had posted"
+    assert [pool.in_use for pool in sides.pools] == [0, 0]
+
+
+@both_kinds
+@pytest.mark.parametrize("at_chunk", [1, 4, 8, 9])
+async def test_a_transfer_that_is_given_up_leaves_nothing_on_the_link(kind: str, at_chunk: int) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait_in_lane() -> None:
+        reached.set()
+        assert go_on.wait(10)
+
+    async with running(kind, at_chunk=at_chunk, call=wait_in_lane) as sides:
+        generation = sides.offer(0)
+        sides.outbounds[generation].finish()
+        assert await asyncio.to_thread(reached.wait, 10)
+        sides.at_offers.happen(lambda offers: offers.abort(generation, TransferError("given up"), 0.0))
+        go_on.set()
+        assert isinstance(await sides.outcome(generation), TransferError)
+        assert at_chunk == NUM_CHUNKS or not sides.same(0)
+        for block in (1, 2):
+            assert await sides.hand_over(block) is None
+        assert sides.same(1, 2)
+        assert not sides.sender.ended.done()
+
+
+@both_kinds
+async def test_chunks_of_a_transfer_that_has_failed_here_are_written_nowhere(kind: str) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait_in_lane() -> None:
+        reached.set()
+        assert go_on.wait(10)
+
+    async with running(kind, at_chunk=1, call=wait_in_lane) as sides:
+        generation = sides.offer(0)
+        sides.outbounds[generation].finish()
+        assert await asyncio.to_thread(reached.wait, 10)
+        sides.at_ledger.happen(lambda ledger: ledger.fail("t0", generation, TransferTimeout("too late")))
+        go_on.set()
+        assert isinstance(await sides.outcome(generation), TransferTimeout)
+        assert await sides.hand_over(1) is None
+        assert sides.untouched(0)
+        assert sides.inflow.num_fenced >= 1, "those that were gathered before the sender knew; the others were void"
+
+
+@both_kinds
+async def test_a_corrupt_chunk_fails_its_transfer_and_no_other(kind: str) -> None:
+    async with running(kind, faults=Faults(corrupt_chunk=NUM_CHUNKS + 3)) as sides:
+        assert await sides.hand_over(0) is None
+        error = await sides.hand_over(1)
+        assert isinstance(error, TransferCorrupted)
+        assert "chunk 2 of generation 2: its checksum" in str(error)
+        assert sides.same(0)
+        assert not sides.sender.ended.done()
+
+
+@both_kinds
+async def test_chunks_leave_as_they_become_ready(kind: str) -> None:
+    async with running(kind) as sides:
+        generation = sides.offer(0)
+        outbound = sides.outbounds[generation]
+        assert outbound.unsent_bytes == 0
+        outbound.advance(16, 4, None)
+        assert outbound.unsent_bytes <= 4 * SLOT_BYTES
+        await asyncio.to_thread(wait_for_chunks, sides, generation, 4)
+        assert torch.equal(sides.source.groups[0][:4, 0], sides.target.groups[0][:4, 0])
+        assert not sides.target.groups[0][4:, 0].any()
+        assert not sides.received[generation].done()
+        sides.finish(generation)
+        assert await sides.outcome(generation) is None
+        assert outbound.is_exhausted
+        assert outbound.unsent_bytes == 0
+
+
+async def test_transfers_that_are_ready_take_turns() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait_in_lane() -> None:
+        reached.set()
+        assert go_on.wait(10)
+
+    async with running("shm", window=8, at_chunk=NUM_CHUNKS + 5, call=wait_in_lane) as sides:
+        first, *others = generations = [sides.offer(block) for block in range(3)]
+        sides.finish(first)
+        assert await sides.outcome(first) is None
+        for generation in others:
+            sides.outbounds[generation].advance(16, NUM_CHUNKS, None)
+        assert await asyncio.to_thread(reached.wait, 10)
+        left = [sides.outbounds[generation].unsent_bytes // SLOT_BYTES for generation in others]
+        assert all(0 < num < NUM_CHUNKS for num in left), "neither waits for the end of the other"
+        go_on.set()
+        for generation in others:
+            sides.finish(generation)
+        assert [await sides.outcome(generation) for generation in generations] == [None] * 3
+
+
+async def test_the_ledger_has_the_last_word_on_what_is_written() -> None:
+    async with running("shm") as sides:
+        generation = sides.offer(0)
+        sides.at_ledger.ask(lambda ledger: ledger.fail("t0", generation, TransferError("not told to the lane yet")))
+        sides.finish(generation)
+        async with asyncio.timeout(10):
+            assert isinstance(await sides.sent[generation], TransferError)
+        assert await sides.hand_over(1) is None
+        assert sides.untouched(0)
+
+
+async def test_a_chunk_number_beyond_the_plan_is_corruption() -> None:
+    async with running("shm") as sides:
+        generation = sides.offer(0)
+        slot = sides.pools[0].take(0)
+        assert slot is not None
+        header = Header(0, 3, 0, 0, generation, seq=NUM_CHUNKS)
+        sides.inbounds[generation].take(header, slot)
+        error = await asyncio.wait_for(sides.received[generation], 10)
+        assert isinstance(error, TransferCorrupted)
+        assert "no chunk 9" in str(error)
+        sides.pools[0].give(slot)
+
+
+@both_kinds
+async def test_an_idle_link_lives_on_its_heartbeat(kind: str) -> None:
+    async with running(kind, op_timeout_s=0.6, heartbeat_s=0.1) as sides:
+        await asyncio.sleep(1.5)
+        assert await sides.hand_over(0) is None
+
+
+@both_kinds
+async def test_a_silent_link_ends_after_the_operation_timeout(kind: str) -> None:
+    async with running(kind, op_timeout_s=0.4, heartbeat_s=60.0) as sides:
+        async with asyncio.timeout(10):
+            error = await sides.receiver.ended
+        assert isinstance(error, TransferError)
+
+
+@both_kinds
+@pytest.mark.parametrize("leaves", ["sender", "receiver"])
+async def test_when_one_lane_stops_the_other_ends_with_an_error(kind: str, leaves: str) -> None:
+    async with running(kind) as sides:
+        first, second = (sides.sender, sides.receiver) if leaves == "sender" else (sides.receiver, sides.sender)
+        first.stop()
+        first.stop()
+        assert await first.join(10)
+        assert isinstance(await asyncio.wait_for(second.ended, 10), TransferError)
+
+
+@both_kinds
+async def test_messages_of_another_epoch_end_the_receiving_lane(kind: str) -> None:
+    async with running(kind, epochs=(3, 4)) as sides:
+        error = await asyncio.wait_for(sides.receiver.ended, 10)
+        assert isinstance(error, TransferCorrupted)
+        assert "epoch 3" in str(error)
+
+
+async def test_a_chunk_that_cannot_be_written_fails_the_transfer_and_ends_the_lane() -> None:
+    async with running("shm") as sides:
+        generation = sides.offer(0)
+        rows = Rows(sides.target, sides.plan, LAYOUT, 0, [NUM_BLOCKS + 99], None)
+        sides.inbounds[generation] = Inbound(SESSION, "t0", generation, sides.plan, rows, sides.at_ledger, True)
+        sides.finish(generation)
+        error = await asyncio.wait_for(sides.received[generation], 10)
+        assert "could not be written" in str(error)
+        assert isinstance(await asyncio.wait_for(sides.receiver.ended, 10), TransferError)
+        assert sides.ledger.state(generation) is receiving.State.FAILED, "nothing scatters any more"
+
+
+# -- lanes without a link ------------------------------------------------------------------------------------------
+
+
+class Nothing:
+    """Traffic that lasts until it is stopped."""
 
     def __init__(self) -> None:
-        self.wire: queue.Queue[torch.Tensor] = queue.Queue()
-        self.num_sent = 0
-        self.num_posted = 0
+        self.stopped = threading.Event()
 
-    def send(self, buffer: torch.Tensor) -> Operation:
-        self.num_sent += 1
-        self.wire.put(buffer.clone())
-        return Done()
+    def run(self, link: SendingLink) -> None:
+        assert self.stopped.wait(10)
 
-    def recv(self, buffer: torch.Tensor) -> Operation:
-        self.num_posted += 1
-        return Arrival(self.wire, buffer)
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+@pytest.mark.parametrize("failure", [TransferTimeout("nobody came"), OSError("what the library says")])
+async def test_a_link_that_cannot_be_opened_fails_both_futures(failure: Exception) -> None:
+    def open_link() -> SendingLink:
+        raise failure
+
+    lane = Lane("test", open_link, Nothing())
+    error = await asyncio.wait_for(lane.ended, 10)
+    assert type(error) is (TransferTimeout if isinstance(failure, TransferTimeout) else TransferError)
+    assert str(failure) in str(error)
+    with pytest.raises(TransferError, match=str(failure)):
+        await lane.opened
+    assert await lane.join(0)
+
+
+async def test_join_tells_whether_the_thread_has_ended_and_stop_reaches_one_that_is_still_opening() -> None:
+    let_open, aborted = threading.Event(), threading.Event()
+
+    def open_link() -> Any:
+        assert let_open.wait(10)
+        return AbortableLink(aborted)
+
+    lane = Lane("late", open_link, Nothing())
+    assert not await lane.join(0.05)
+    lane.stop()
+    let_open.set()
+    assert await lane.join(10)
+    assert aborted.is_set()
+    assert lane.ended.result() is None
+
+
+class AbortableLink:
+    """A link as far as a lane needs one."""
+
+    def __init__(self, aborted: threading.Event) -> None:
+        self._aborted = aborted
 
     def close(self) -> None: ...
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        self._aborted.set()
 
 
-class StopAt(FaultInjector):
-    """Gives the transfer up once `seq` chunks are sealed."""
-
-    def __init__(self, outbound: Outbound, seq: int | None) -> None:
-        super().__init__(Faults())
-        self._outbound = outbound
-        self._left = seq
-
-    def spoil(self, chunk: Chunk, payload: torch.Tensor) -> None:
-        if self._left is not None:
-            self._left -= 1
-            if self._left <= 0:
-                self._outbound.stop()
+# -- shared machines -----------------------------------------------------------------------------------------------
 
 
-def transfer(window: int, stop_at: int | None, fail_receiver: bool = False) -> tuple[MemoryLink, list[Instruction]]:
-    source, target = KVCache(SPEC, 2, 1), KVCache(SPEC, 2, 1)
-    source.groups[0].normal_()
-    chunks = plan(SPEC, 16, 0, SLOT)
-    ledger, decided = Ledger(), list[Instruction]()
-    generation = ledger.reserve("t", (1,), 30.0)
-    ticket = Ticket("t", generation, "d", "d.1", "", 16, 0, 30, "kind")
-    outbound = Outbound(ticket, chunks, Rows(source, [0], None), checked=True)
-    if stop_at == 0:
-        outbound.stop()
-    assert ledger.offer("t", generation, len(chunks))
-    inbound = Inbound("t", generation, chunks, Rows(target, [1], None), True, ledger, threading.Lock(), decided.extend)
-    link = MemoryLink()
-    slots = [[Slot(SLOT, CPU, pinned=False) for _ in range(window)] for _ in range(2)]
+@dataclasses.dataclass
+class Counter:
+    value: int = 0
 
-    def grant() -> None:
-        if fail_receiver:
-            decided.extend(ledger.fail("t", generation, TransferError("gone")))
-
-    with ThreadPoolExecutor(2) as threads:
-        sending = threads.submit(outbound.run, link, slots[0], 7, StopAt(outbound, stop_at))
-        receiving = threads.submit(inbound.run, link, slots[1], 7, grant)
-        sending.result()
-        receiving.result()
-    decided += ledger.commit("t", generation, 3)
-    if ledger.state(generation) is State.COMMITTED:
-        assert torch.equal(source.groups[0][:, 0], target.groups[0][:, 1])
-    if fail_receiver:
-        assert not target.groups[0].any(), "a failed transfer is received into staging only"
-    return link, decided
+    def add(self, *numbers: int) -> list[int]:
+        self.value += len(numbers)
+        return list(numbers)
 
 
-@pytest.mark.parametrize("window", [1, 2, 4, 12])
-@pytest.mark.parametrize("stop_at", [None, *range(10)])
-def test_what_is_posted_is_met_exactly_whenever_the_sender_stops(window: int, stop_at: int | None) -> None:
-    link, decided = transfer(window, stop_at)
-    assert link.num_sent == link.num_posted
-    assert link.wire.empty()
-    whole = stop_at is None or stop_at >= 9
-    assert [type(d) for d in decided] == [Committed if whole else Failed]
+async def test_what_threads_decide_is_carried_out_on_the_loop_in_the_order_of_deciding() -> None:
+    carried_out: list[int] = []
+    threads: set[int] = set()
+
+    def carry_out(number: int) -> None:
+        threads.add(threading.get_ident())
+        carried_out.append(number)
+
+    shared: Shared[Counter, int] = Shared(Counter(), carry_out)
+
+    def decide(first: int) -> None:
+        for number in range(first, first + 200, 2):
+            shared.happen_in_thread(lambda counter, n=number: counter.add(n, n + 1))  # type: ignore[misc]
+
+    await asyncio.gather(*(asyncio.to_thread(decide, 1000 * i) for i in range(4)))
+    shared.happen(lambda counter: counter.add(-1))
+    assert carried_out[-1] == -1, "what came before is carried out before this"
+    assert shared.ask(lambda counter: counter.value) == len(carried_out) == 801
+    assert threads == {threading.get_ident()}
+    for i in range(4):
+        assert [n for n in carried_out if n // 1000 == i] == list(range(1000 * i, 1000 * i + 200))
 
 
-@pytest.mark.parametrize("window", [1, 4])
-def test_a_transfer_that_failed_here_is_still_received_and_written_nowhere(window: int) -> None:
-    link, decided = transfer(window, None, fail_receiver=True)
-    assert link.num_sent == link.num_posted == 9
-    assert [type(d) for d in decided] == [Failed]
+async def test_an_event_that_happens_while_one_is_carried_out_comes_after_it() -> None:
+    carried_out: list[int] = []
+
+    def carry_out(number: int) -> None:
+        carried_out.append(number)
+        if number == 1:
+            shared.happen(lambda counter: counter.add(3))
+
+    shared: Shared[Counter, int] = Shared(Counter(), carry_out)
+    shared.happen(lambda counter: counter.add(1, 2))
+    assert carried_out == [1, 2, 3]

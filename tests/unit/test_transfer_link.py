@@ -1,38 +1,130 @@
-"""Links between two threads, and a guard of the private names of torch that they stand on."""
+"""One contract for every kind of link, between two threads, and a guard of the private names of torch below them."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from baton.errors import TransferError, TransferTimeout
-from kvstore.transfer.link import Link, Slot
+from kvstore.transfer.faults import Faults
+from kvstore.transfer.faulty_link import FaultyLink
+from kvstore.transfer.header import HEADER_BYTES
+from kvstore.transfer.link import RECEIVER, SENDER, Operation, ReceivingLink, SendingLink
+from kvstore.transfer.links import open_receiver, open_sender, staging_device, usable_links
 from kvstore.transfer.nccl_env import nccl_environment
-from kvstore.transfer.staging import checksum_of
-from kvstore.transfer.torch_link import RECEIVER, SENDER, SessionStore, open_link, usable_links
+from kvstore.transfer.shm_link import host_id
+from kvstore.transfer.slots import Slot, StagingPool
+from kvstore.transfer.torch_link import SessionStore
 
 CPU = torch.device("cpu")
+HOST = "127.0.0.1"
+SLOT_BYTES = 1000
+WINDOW = 4
+KINDS = ("gloo", "shm", "faulty gloo", "faulty shm")
+T = TypeVar("T")
 
 
-def open_pair(op_timeout_s: float = 5.0) -> tuple[Link, Link]:
+@dataclass(slots=True)
+class Pair:
+    sender: SendingLink
+    receiver: ReceivingLink
+    stores: list[SessionStore]
+    """torch holds only their C++ halves."""
+
+
+def pool() -> StagingPool:
+    return StagingPool(2 * WINDOW, SLOT_BYTES, CPU, pinned=False)
+
+
+@contextlib.contextmanager
+def opened(kind: str, op_timeout_s: float = 5.0) -> Iterator[Pair]:
+    """The faulty kinds inject nothing: what wraps a link must not change it."""
     stores: list[SessionStore] = []
 
     def publish_to(other: int) -> Callable[[str, bytes], None]:
         return lambda key, value: stores[other].deliver(key, value)
 
     stores += [SessionStore(publish_to(RECEIVER)), SessionStore(publish_to(SENDER))]
+    *faulty, kind = kind.split()
     with ThreadPoolExecutor(2) as threads:
-        sender, receiver = threads.map(
-            lambda rank: open_link("gloo", stores[rank], rank, "127.0.0.1", CPU, 5.0, op_timeout_s), (SENDER, RECEIVER)
-        )
-    return sender, receiver
+        sending = threads.submit(open_sender, kind, stores[SENDER], HOST, pool(), WINDOW, 5.0, op_timeout_s)
+        receiving = threads.submit(open_receiver, kind, stores[RECEIVER], HOST, pool(), WINDOW, 5.0, op_timeout_s)
+        sender, receiver = sending.result(), receiving.result()
+    try:
+        yield Pair(FaultyLink(sender, Faults()) if faulty else sender, receiver, stores)
+    finally:
+        sender.close()
+        receiver.close()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(kind: str) -> Iterator[Pair]:
+    with opened(kind) as pair:
+        yield pair
+
+
+def header(value: int) -> bytes:
+    return bytes([value]) * HEADER_BYTES
+
+
+def some(slot: T | None) -> T:
+    assert slot is not None
+    return slot
+
+
+def fill(slot: Slot, value: int, num_bytes: int) -> Slot:
+    slot.message(num_bytes).fill_(value)
+    return slot
+
+
+def send(link: SendingLink, value: int, num_bytes: int) -> tuple[Slot, Operation]:
+    slot = fill(some(link.slots.acquire(1.0)), value, num_bytes)
+    return slot, link.send_chunk(slot, num_bytes)
+
+
+def post(link: ReceivingLink, num_bytes: int) -> tuple[Slot, Operation]:
+    slot = some(link.slots.acquire(1.0))
+    return slot, link.recv_chunk(slot, num_bytes)
+
+
+def content(buffer: torch.Tensor) -> set[int]:
+    return set(buffer.tolist())
+
+
+def receive(link: ReceivingLink, what: str) -> None:
+    operation = link.recv_signal() if what == "signal" else post(link, SLOT_BYTES)[1]
+    operation.wait()
+
+
+def send_chunks(link: SendingLink, num_chunks: int) -> None:
+    for value in range(num_chunks):
+        slot, operation = send(link, value, SLOT_BYTES)
+        operation.wait()
+        link.slots.release(slot)
+
+
+def send_signals(link: SendingLink, num_signals: int) -> None:
+    for value in range(num_signals):
+        link.send_signal(header(value)).wait()
+        time.sleep(0.05)
 
 
 def test_torch_still_has_the_private_names_that_links_use() -> None:
@@ -42,75 +134,264 @@ def test_torch_still_has_the_private_names_that_links_use() -> None:
     assert callable(dist.ProcessGroupGloo.create_device)
 
 
-def test_messages_arrive_in_order_with_several_posted() -> None:
-    sender, receiver = open_pair()
+def test_chunks_arrive_whole_and_in_order_with_several_posted(pair: Pair) -> None:
     assert not dist.is_initialized()
-    inbox = [Slot(1000, CPU, pinned=False) for _ in range(3)]
-    posted = [receiver.recv(slot.message(1000)) for slot in inbox]
-    sent = [sender.send(torch.full((1064,), value, dtype=torch.uint8)) for value in (1, 2, 3)]
-    for operation in (*posted, *sent):
+    sizes = (1, SLOT_BYTES, 64, 999)
+    posted = [post(pair.receiver, size) for size in sizes]
+    sent = [send(pair.sender, value, size) for value, size in enumerate(sizes, 1)]
+    for _, operation in (*posted, *sent):
         operation.wait()
-    assert [int(slot.buffer.float().mean()) for slot in inbox] == [1, 2, 3]
-    sender.close()
-    receiver.close()
+    for value, ((slot, _), size) in enumerate(zip(posted, sizes, strict=True), 1):
+        assert content(slot.message(size)) == {value}
+        assert (len(slot.header), len(slot.payload(size))) == (HEADER_BYTES, size)
 
 
-def test_a_silent_peer_ends_in_a_timeout() -> None:
-    sender, receiver = open_pair(op_timeout_s=0.2)
-    posted = receiver.recv(torch.zeros(10, dtype=torch.uint8))
-    with pytest.raises(TransferTimeout):
-        posted.wait()
-    with pytest.raises(TransferError):
-        receiver.recv(torch.zeros(10, dtype=torch.uint8)).wait()
-    sender.close()
+def test_signals_and_chunks_keep_their_places(pair: Pair) -> None:
+    """The order of the two kinds is agreed; each operation gets the message of its place."""
+    first = pair.receiver.recv_signal()
+    slot, chunk = post(pair.receiver, SLOT_BYTES)
+    second = pair.receiver.recv_signal()
+    sent = [pair.sender.send_signal(header(1)), send(pair.sender, 2, SLOT_BYTES)[1], pair.sender.send_signal(header(3))]
+    for operation in (first, chunk, second, *sent):
+        operation.wait()
+    assert (first.header, second.header) == (header(1), header(3))
+    assert content(slot.message(SLOT_BYTES)) == {2}
 
 
-def test_a_peer_that_closes_ends_a_posted_receive_at_once() -> None:
-    sender, receiver = open_pair()
-    posted = receiver.recv(torch.zeros(10, dtype=torch.uint8))
+def test_slots_are_used_again_once_both_sides_released_them(pair: Pair) -> None:
+    for value in range(1, 6 * WINDOW):
+        inbox, arrival = post(pair.receiver, SLOT_BYTES)
+        outbox, departure = send(pair.sender, value % 256, SLOT_BYTES)
+        arrival.wait()
+        departure.wait()
+        pair.sender.slots.release(outbox)
+        assert content(inbox.message(SLOT_BYTES)) == {value % 256}
+        pair.receiver.slots.release(inbox)
+
+
+def test_a_sender_holds_no_more_slots_than_its_share_and_gets_unsent_ones_back(pair: Pair) -> None:
+    slots = [some(pair.sender.slots.acquire(0.0)) for _ in range(WINDOW)]
+    assert pair.sender.slots.acquire(0.0) is None
+    assert pair.sender.slots.acquire(0.05) is None
+    pair.sender.slots.release(slots[1])
+    assert pair.sender.slots.acquire(0.0) is slots[1]
+
+
+def test_a_slot_that_only_the_receiver_released_is_still_the_senders(pair: Pair) -> None:
+    inbox, arrival = post(pair.receiver, SLOT_BYTES)
+    outbox, departure = send(pair.sender, 1, SLOT_BYTES)
+    arrival.wait()
+    departure.wait()
+    pair.receiver.slots.release(inbox)
+    others = [some(pair.sender.slots.acquire(0.0)) for _ in range(WINDOW - 1)]
+    assert outbox not in others
+    assert pair.sender.slots.acquire(0.05) is None
+    pair.sender.slots.release(outbox)
+    assert pair.sender.slots.acquire(1.0) is outbox
+
+
+@pytest.mark.parametrize("awaited", ["signal", "chunk"])
+def test_a_silent_peer_ends_in_a_timeout(kind: str, awaited: str) -> None:
+    with opened(kind, op_timeout_s=0.2) as pair:
+        start = time.monotonic()
+        with pytest.raises(TransferTimeout):
+            receive(pair.receiver, awaited)
+        assert 0.15 < time.monotonic() - start < 2.0
+
+
+def test_a_receiver_that_takes_nothing_ends_in_a_timeout_at_the_sender(kind: str) -> None:
+    with opened(kind, op_timeout_s=0.2) as pair:
+        start = time.monotonic()
+        with pytest.raises(TransferTimeout):
+            send_chunks(pair.sender, WINDOW + 1)
+        assert 0.15 < time.monotonic() - start < 2.0
+
+
+@pytest.mark.parametrize("awaited", ["signal", "chunk"])
+def test_a_sender_that_closes_ends_a_posted_receive_at_once(pair: Pair, awaited: str) -> None:
+    threading.Timer(0.1, pair.sender.close).start()
     start = time.monotonic()
-    sender.close()
-    with pytest.raises(TransferError):
-        posted.wait()
+    with pytest.raises(TransferError) as error:
+        receive(pair.receiver, awaited)
+    assert not isinstance(error.value, TransferTimeout)
     assert time.monotonic() - start < 2.0
 
 
+def test_a_receiver_that_closes_is_seen_by_the_sender(pair: Pair) -> None:
+    pair.receiver.close()
+    with pytest.raises(TransferError) as error:
+        send_signals(pair.sender, 3)  # the kernel may take one before it knows
+    assert not isinstance(error.value, TransferTimeout)
+
+
+def test_closing_and_aborting_can_be_repeated(pair: Pair) -> None:
+    for link in (pair.sender, pair.receiver):
+        link.abort()
+        link.close()
+        link.abort()
+        link.close()
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_an_shm_link_is_aborted_by_another_thread(side: str) -> None:
+    with opened("shm", op_timeout_s=30.0) as pair:
+        threading.Timer(0.1, pair.sender.abort if side == "sender" else pair.receiver.abort).start()
+        start = time.monotonic()
+        with pytest.raises(TransferError) as error:
+            send_chunks(pair.sender, WINDOW + 1) if side == "sender" else receive(pair.receiver, "signal")
+        assert not isinstance(error.value, TransferTimeout)
+        assert time.monotonic() - start < 2.0
+
+
+def test_an_shm_link_tells_a_signal_from_a_chunk_and_a_chunk_from_another() -> None:
+    with opened("shm") as pair:
+        pair.sender.send_signal(header(1)).wait()
+        with pytest.raises(TransferError, match="out of step"):
+            receive(pair.receiver, "chunk")
+        slot, _ = send(pair.sender, 1, SLOT_BYTES)
+        slot.header.fill_(2)
+        with pytest.raises(TransferError, match="not where its announcement says"):
+            receive(pair.receiver, "chunk")
+
+
+def test_what_an_shm_receiver_writes_stays_its_own() -> None:
+    with opened("shm") as pair:
+        inbox, arrival = post(pair.receiver, SLOT_BYTES)
+        outbox, _ = send(pair.sender, 7, SLOT_BYTES)
+        arrival.wait()
+        inbox.payload(SLOT_BYTES).fill_(9)
+        assert content(outbox.message(SLOT_BYTES)) == {7}
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+@pytest.mark.parametrize("rank", [SENDER, RECEIVER])
 @pytest.mark.parametrize("close", [True, False])
-def test_opening_ends_when_the_session_does_or_the_peer_does_not_join(close: bool) -> None:
+def test_opening_ends_when_the_session_does_or_the_peer_does_not_join(kind: str, rank: int, close: bool) -> None:
+    before = footprint()
     store = SessionStore(lambda key, value: None)
     if close:
         threading.Timer(0.1, store.close).start()
-    with pytest.raises(TransferError, match="session ended" if close else "did not join"):
-        open_link("gloo", store, SENDER, "127.0.0.1", CPU, 0.5, 1.0)
+    opens = open_sender if rank == SENDER else open_receiver
+    start = time.monotonic()
+    with pytest.raises(TransferError, match="session ended" if close else "did not join") as error:
+        opens(kind, store, HOST, pool(), WINDOW, 0.5, 1.0)
+    assert isinstance(error.value, TransferTimeout) or close or kind == "gloo"
+    assert time.monotonic() - start < 2.0
+    assert kind == "gloo" or settled(before)
 
 
-def test_pairs_share_one_device_and_leave_nothing_behind() -> None:
-    def footprint() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
-
-    for link in open_pair():
-        link.close()
+def test_an_shm_sender_that_leaves_while_the_link_is_opened_leaves_nothing() -> None:
+    """It publishes an address behind which nobody listens any more, or nobody answers."""
     before = footprint()
-    for _ in range(8):
-        for link in open_pair():
-            link.close()
-    deadline = time.monotonic() + 2.0
-    while footprint() != before and time.monotonic() < deadline:
+    store = SessionStore(lambda key, value: None)
+    store.deliver("shm", b"\0baton-kv-test-nobody")
+    with pytest.raises(TransferError, match="could not be opened"):
+        open_receiver("shm", store, HOST, pool(), WINDOW, 0.5, 1.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0baton-kv-test-silent")
+        listener.listen(1)
+        store.deliver("shm", b"\0baton-kv-test-silent")
+        with pytest.raises(TransferTimeout):
+            open_receiver("shm", store, HOST, pool(), WINDOW, 0.2, 1.0)
+        threading.Timer(0.1, listener.close).start()
+        with pytest.raises(TransferError) as error:
+            open_receiver("shm", store, HOST, pool(), WINDOW, 10.0, 1.0)
+        assert not isinstance(error.value, TransferTimeout)
+    assert settled(before)
+
+
+def test_an_shm_link_is_for_processes_of_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, user = footprint(), os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with pytest.raises(TransferError, match=f"user {user}'s"), opened("shm"):
+        pass
+    assert settled(before)
+
+
+def footprint() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
+def settled(before: tuple[int, int]) -> bool:
+    """Whether there are no more file descriptors and threads than before, once those that ended are gone."""
+    deadline = time.monotonic() + 10.0
+    while not (done := all(now <= then for now, then in zip(footprint(), before, strict=True))):
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.05)
-    assert footprint() == before
+    return done
 
 
-def test_nccl_is_chosen_only_for_a_cuda_cache() -> None:
-    assert usable_links(CPU, ("nccl", "gloo")) == ("gloo",)
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_pairs_cost_little_and_leave_nothing_behind(kind: str) -> None:
+    """Beside the thread that owns it, a side has one file descriptor."""
+    with opened(kind):
+        pass  # what all pairs share is made by now
+    before, num_sides = footprint(), 2 * 8
+    with contextlib.ExitStack() as pairs:
+        for _ in range(8):
+            pairs.enter_context(opened(kind))
+        assert settled((before[0] + num_sides, before[1]))
+    assert settled(before)
+
+
+def send_and_stay(kind: str, pipe: Connection) -> None:
+    """A sender in a process of its own, until it is killed."""
+    store = SessionStore(lambda key, value: pipe.send((key, value)))
+
+    def deliver() -> None:
+        while True:
+            store.deliver(*pipe.recv())
+
+    threading.Thread(target=deliver, daemon=True).start()
+    link = open_sender(kind, store, HOST, pool(), WINDOW, 10.0, 30.0)
+    send(link, 5, SLOT_BYTES)[1].wait()
+    pipe.send(("ready", b""))
+    time.sleep(60.0)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
+    """And what it had sent is there, from another process."""
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=send_and_stay, args=(kind, there), daemon=True)
+    process.start()
+    store = SessionStore(lambda key, value: here.send((key, value)))
+    ready = threading.Event()
+
+    def deliver() -> None:
+        while not ready.is_set():
+            key, value = here.recv()
+            ready.set() if key == "ready" else store.deliver(key, value)
+
+    threading.Thread(target=deliver, daemon=True).start()
+    link = open_receiver(kind, store, HOST, pool(), WINDOW, 30.0, 30.0)
+    slot, chunk = post(link, SLOT_BYTES)
+    chunk.wait()
+    assert content(slot.message(SLOT_BYTES)) == {5}
+    assert ready.wait(10.0)
+    sentinel = link.recv_signal()
+    start = time.monotonic()
+    process.kill()
+    with pytest.raises(TransferError):
+        sentinel.wait()
+    assert time.monotonic() - start < 1.0
+    process.join()
+    link.close()
+
+
+def test_kinds_are_chosen_for_the_cache_and_the_wish() -> None:
+    assert usable_links(CPU, ("shm", "nccl", "gloo")) == ("shm", "gloo")
+    assert usable_links(torch.device("cuda"), ("shm", "gloo")) == ("gloo",)
     assert usable_links(CPU, ("nccl",)) == ()
+    assert staging_device("nccl", torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert staging_device("gloo", torch.device("cuda", 1)) == CPU
+
+
+def test_the_host_id_is_that_of_every_process_of_this_user_here() -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+        assert processes.submit(host_id).result() == host_id()
 
 
 def test_nccl_environment_keeps_a_broken_pair_from_ending_the_process() -> None:
     assert nccl_environment()["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-
-
-def test_checksum_sees_a_bit_and_an_exchange() -> None:
-    payload = torch.arange(64, dtype=torch.uint8)
-    swapped, flipped = payload.roll(16), payload.clone()
-    flipped[5] ^= 1
-    assert len({checksum_of(p) for p in (payload, swapped, flipped)}) == 3

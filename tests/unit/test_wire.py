@@ -46,21 +46,30 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
 def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     if field.name == "finish_reason":
         return st.none() | st.sampled_from(FinishReason)
+    if field.message_type is not None:  # the dataclass has the message's name
+        values = messages_of(getattr(m, field.message_type.name), field.message_type)
+    else:
+        values = SCALARS[field.type]
     if field.is_repeated:
-        return st.lists(SCALARS[field.type], max_size=6).map(tuple)
-    return SCALARS[field.type]
+        return st.lists(values, max_size=6).map(tuple)
+    return values
 
 
 def messages_of(cls: type[Any], descriptor: Descriptor) -> st.SearchStrategy[Any]:
     """Any value that the fields of the contract can hold. The field names must be the same on both sides."""
     assert [f.name for f in dataclasses.fields(cls)] == [f.name for f in descriptor.fields], cls
-    return st.builds(cls, **{field.name: values_of(field) for field in descriptor.fields})
+    strategies = {field.name: values_of(field) for field in descriptor.fields}
+    for field in descriptor.fields:
+        if field.has_presence and field.message_type is None:
+            strategies[field.name] = st.none() | strategies[field.name]
+    return st.builds(cls, **strategies)
 
 
 SPECS = messages_of(m.SequenceSpec, worker_pb2.SequenceSpec.DESCRIPTOR)
 TICKETS = messages_of(m.Ticket, worker_pb2.Ticket.DESCRIPTOR)
-FROM_PREFILL = {cls: getattr(kv_pb2, cls.__name__) for cls in typing.get_args(m.FromPrefill)}
-FROM_DECODE = {cls: getattr(kv_pb2, cls.__name__) for cls in typing.get_args(m.FromDecode)}
+SOURCES = messages_of(m.PrefixSource, worker_pb2.PrefixSource.DESCRIPTOR)
+FROM_SENDER = {cls: getattr(kv_pb2, cls.__name__) for cls in typing.get_args(m.FromSender)}
+FROM_RECEIVER = {cls: getattr(kv_pb2, cls.__name__) for cls in typing.get_args(m.FromReceiver)}
 
 
 def through_bytes(message: Any) -> Any:
@@ -77,11 +86,19 @@ def test_ticket(ticket: m.Ticket) -> None:
     assert wire.ticket_from_pb(through_bytes(wire.ticket_to_pb(ticket))) == ticket
 
 
-@given(SPECS, st.none() | TICKETS, st.booleans())
-def test_requests_to_workers(spec: m.SequenceSpec, ticket: m.Ticket | None, await_kv: bool) -> None:
-    request = through_bytes(wire.prefill_request(spec, ticket))
-    assert wire.prefill_request_from_pb(request) == (spec, ticket)
-    assert wire.decode_request_from_pb(through_bytes(wire.decode_request(spec, await_kv))) == (spec, await_kv)
+@given(SPECS, st.none() | TICKETS, st.booleans(), st.none() | SOURCES)
+def test_requests_to_workers(
+    spec: m.SequenceSpec, ticket: m.Ticket | None, await_kv: bool, source: m.PrefixSource | None
+) -> None:
+    to_prefill = through_bytes(wire.prefill_request(spec, ticket, source))
+    assert wire.prefill_request_from_pb(to_prefill) == (spec, ticket, source)
+    to_decode = through_bytes(wire.decode_request(spec, await_kv, source))
+    assert wire.decode_request_from_pb(to_decode) == (spec, await_kv, source)
+
+
+@given(messages_of(m.Pull, kv_pb2.PullRequest.DESCRIPTOR))
+def test_pull(pull: m.Pull) -> None:
+    assert wire.pull_from_pb(through_bytes(wire.pull_to_pb(pull))) == pull
 
 
 @given(
@@ -97,24 +114,24 @@ def test_answers_of_decode_workers(event: m.Ticket | m.NewTokens) -> None:
     assert wire.decode_event(through_bytes(wire.decode_response(event))) == event
 
 
-@pytest.mark.parametrize("cls", FROM_PREFILL)
+@pytest.mark.parametrize("cls", FROM_SENDER)
 @settings(max_examples=30)
 @given(data=st.data())
-def test_messages_of_a_prefill_worker(cls: type[Any], data: st.DataObject) -> None:
-    message = data.draw(messages_of(cls, FROM_PREFILL[cls].DESCRIPTOR))
+def test_messages_of_a_sender(cls: type[Any], data: st.DataObject) -> None:
+    message = data.draw(messages_of(cls, FROM_SENDER[cls].DESCRIPTOR))
     assert wire.session_request_from_pb(through_bytes(wire.session_request(message))) == message
 
 
-@pytest.mark.parametrize("cls", FROM_DECODE)
+@pytest.mark.parametrize("cls", FROM_RECEIVER)
 @settings(max_examples=30)
 @given(data=st.data())
-def test_messages_of_a_decode_worker(cls: type[Any], data: st.DataObject) -> None:
-    message = data.draw(messages_of(cls, FROM_DECODE[cls].DESCRIPTOR))
+def test_messages_of_a_receiver(cls: type[Any], data: st.DataObject) -> None:
+    message = data.draw(messages_of(cls, FROM_RECEIVER[cls].DESCRIPTOR))
     assert wire.session_response_from_pb(through_bytes(wire.session_response(message))) == message
 
 
 def test_every_kind_of_session_message_is_covered() -> None:
-    for message, classes in ((kv_pb2.SessionRequest, FROM_PREFILL), (kv_pb2.SessionResponse, FROM_DECODE)):
+    for message, classes in ((kv_pb2.SessionRequest, FROM_SENDER), (kv_pb2.SessionResponse, FROM_RECEIVER)):
         kinds = {field.message_type.name for field in message.DESCRIPTOR.fields if field.message_type}
         assert kinds == {cls.__name__ for cls in classes}
 

@@ -1,0 +1,107 @@
+"""The kinds of link, and which of them fits where."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from baton.errors import TransferError, TransferTimeout
+from kvstore.transfer.link import RECEIVER, SENDER
+from kvstore.transfer.shm_link import ShmReceiver, ShmSender
+from kvstore.transfer.torch_link import GlooLink, NcclLink
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.transfer.link import ReceivingLink, SendingLink
+    from kvstore.transfer.slots import StagingPool
+    from kvstore.transfer.torch_link import SessionStore
+
+
+def usable_links(device: torch.device, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the link kinds wanted, those that a cache on `device` can use here, in order.
+
+    Whether the peer can use them too is another question; for shm the answer is that its `host_id` is the same.
+    """
+    usable = {
+        "gloo": True,
+        "nccl": device.type == "cuda" and dist.is_nccl_available(),
+        "shm": device.type == "cpu",
+    }
+    return tuple(kind for kind in wanted if usable[kind])
+
+
+def staging_device(kind: str, cache_device: torch.device) -> torch.device:
+    """Where the slots of such a link are."""
+    return cache_device if kind == "nccl" else torch.device("cpu")
+
+
+def open_sender(
+    kind: str,
+    store: SessionStore,
+    host: str,
+    staging: StagingPool,
+    max_slots: int,
+    open_timeout_s: float,
+    op_timeout_s: float,
+) -> SendingLink:
+    """Blocks until the receiver has joined. For the thread that will own the link.
+
+    Args:
+        host: this side's address, for the kinds that listen on it.
+        staging: on `staging_device`; an shm link takes the size of its slots from it, and has memory of its own.
+        max_slots: that this link may hold at a time.
+
+    Raises:
+        TransferTimeout: the receiver did not join.
+        TransferError: the link could not be built.
+    """
+    with _errors_named(kind):
+        if kind == "shm":
+            return ShmSender(store, max_slots, staging.slot_bytes, open_timeout_s, op_timeout_s)
+        return _open_torch_link(kind, store, SENDER, host, staging, max_slots, open_timeout_s, op_timeout_s)
+
+
+def open_receiver(
+    kind: str,
+    store: SessionStore,
+    host: str,
+    staging: StagingPool,
+    max_slots: int,
+    open_timeout_s: float,
+    op_timeout_s: float,
+) -> ReceivingLink:
+    """As `open_sender`, on the other side; an shm link stages nothing on this one."""
+    with _errors_named(kind):
+        if kind == "shm":
+            return ShmReceiver(store, open_timeout_s, op_timeout_s)
+        return _open_torch_link(kind, store, RECEIVER, host, staging, max_slots, open_timeout_s, op_timeout_s)
+
+
+def _open_torch_link(
+    kind: str,
+    store: SessionStore,
+    rank: int,
+    host: str,
+    staging: StagingPool,
+    max_slots: int,
+    open_timeout_s: float,
+    op_timeout_s: float,
+) -> GlooLink | NcclLink:
+    slots = staging.share(max_slots)
+    if kind == "nccl":
+        return NcclLink(store, rank, host, staging.device, slots, open_timeout_s, op_timeout_s)
+    return GlooLink(store, rank, host, slots, open_timeout_s, op_timeout_s)
+
+
+@contextlib.contextmanager
+def _errors_named(kind: str) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise TransferTimeout(f"the peer did not join the {kind} link in time") from error
+    except (RuntimeError, OSError) as error:
+        raise TransferError(f"the {kind} link could not be opened: {error}") from error

@@ -1,0 +1,322 @@
+"""The sending end of a link: ready chunks of many transfers leave in turn, each announced LOOKAHEAD places ahead.
+
+    place       n       n+1       n+2       n+3       n+4
+    message   signal   chunk a   chunk b   signal  |  decided now; announced by the message at n
+                                                   `-- next_bytes: its payload, 0 for a signal
+
+A place that was announced is always filled: with a VOID chunk if its transfer has been given up meanwhile. So giving up
+leaves nothing behind on the link. An idle link carries a signal every `heartbeat_s`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.errors import TransferTimeout
+from kvstore.transfer import header as h
+from kvstore.transfer.checksum import checksum_of
+from kvstore.transfer.plan import EVERY_LAYER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.engine.runner import Fence
+    from baton.messages import Ticket
+    from kvstore.transfer.faults import FaultInjector
+    from kvstore.transfer.link import Operation, SendingLink
+    from kvstore.transfer.offers import Instruction, Offers
+    from kvstore.transfer.plan import Chunk, Plan
+    from kvstore.transfer.rows import Rows
+    from kvstore.transfer.shared import Shared
+    from kvstore.transfer.slots import Slot
+
+
+class Outbound:
+    """One transfer's chunks, and how far the engine has come with them. Any thread."""
+
+    def __init__(self, ticket: Ticket, plan: Plan, rows: Rows, checked: bool) -> None:
+        self.generation = ticket.generation
+        self.plan = plan
+        self.wake: Callable[[], None] = _nobody
+        """Called when more chunks have become ready."""
+        self.began_s = 0.0
+        """When the first chunk was gathered, on the monotonic clock; 0: not yet."""
+        self._rows = rows
+        self._checked = checked
+        self._transfer = h.transfer_hash(ticket.transfer_id)
+        self._lock = threading.Lock()
+        self._spans = _spans(plan)
+        """Chunks that are not ready yet."""
+        self._ready: deque[int] = deque()
+        self._unsent_bytes = 0
+        self._num_layers = 1 + max(max(group.layers) for group in plan.src.groups)
+        self._tokens_in_all_layers = 0
+        self._step = (0, 0)
+        """Tokens that the current step ends with, and layers that it has done."""
+        self._fence: Fence | None = None
+        self._finished = False
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Of chunks that are computed and not gathered."""
+        return self._unsent_bytes
+
+    @property
+    def is_exhausted(self) -> bool:
+        return not self._spans and not self._ready
+
+    def advance(self, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
+        """The first `num_tokens` tokens are computed in the model's first `num_layers` layers."""
+        with self._lock:
+            self._fence = fence or self._fence
+            self._step = (num_tokens, num_layers)
+            if num_layers >= self._num_layers:
+                self._tokens_in_all_layers = max(self._tokens_in_all_layers, num_tokens)
+            self._find_ready()
+        self.wake()
+
+    def finish(self) -> None:
+        """Everything is computed, states included."""
+        with self._lock:
+            self._finished = True
+            self._find_ready()
+        self.wake()
+
+    def take_ready(self) -> tuple[int, Chunk] | None:
+        """The next chunk that can be gathered, with its number."""
+        with self._lock:
+            if not self._ready:
+                return None
+            seq = self._ready.popleft()
+            chunk = self.plan.chunks[seq]
+            self._unsent_bytes -= chunk.num_bytes
+            return seq, chunk
+
+    def gather(self, chunk: Chunk, slot: Slot) -> None:
+        self.began_s = self.began_s or time.monotonic()
+        self._rows.gather(chunk, slot.payload(chunk.num_bytes), self._fence)
+
+    def header(self, seq: int, chunk: Chunk, slot: Slot, epoch: int, place: int, next_bytes: int) -> h.Header:
+        return h.Header(
+            epoch=epoch,
+            place=place,
+            next_bytes=next_bytes,
+            flags=h.CHECKED if self._checked else 0,
+            generation=self.generation,
+            transfer=self._transfer,
+            seq=seq,
+            part=chunk.part,
+            layer_lo=chunk.layer_lo,
+            layer_hi=chunk.layer_hi,
+            unit_lo=chunk.unit_lo,
+            unit_hi=chunk.unit_hi,
+            num_bytes=chunk.num_bytes,
+            checksum=checksum_of(slot.payload(chunk.num_bytes)) if self._checked else 0,
+        )
+
+    def _find_ready(self) -> None:
+        """Spans become ready in order, and so do the chunks of each; a step may work on several spans at once."""
+        for span in self._spans:
+            while span.chunks and self._is_ready(span.num_tokens, span.chunks[0][1]):
+                seq, _ = span.chunks.popleft()
+                self._ready.append(seq)
+                self._unsent_bytes += self.plan.chunks[seq].num_bytes
+            if span.num_tokens > max(self._step[0], self._tokens_in_all_layers) and not self._finished:
+                break
+        while self._spans and not self._spans[0].chunks:
+            self._spans.popleft()
+
+    def _is_ready(self, num_tokens: int, num_layers: int) -> bool:
+        if self._finished or num_layers == EVERY_LAYER:
+            return self._finished
+        is_in_step = num_tokens <= self._step[0] and num_layers <= self._step[1]
+        return is_in_step or num_tokens <= self._tokens_in_all_layers
+
+
+@dataclass(slots=True)
+class _Span:
+    """Chunks that need the same tokens."""
+
+    num_tokens: int
+    chunks: deque[tuple[int, int]]
+    """Number, and the layers that it needs; in rising order of the layers."""
+
+
+def _spans(plan: Plan) -> deque[_Span]:
+    """In rising order of the tokens."""
+    spans: dict[int, _Span] = {}
+    for seq, chunk in enumerate(plan.chunks):
+        num_tokens, num_layers = plan.ready_at(chunk)
+        spans.setdefault(num_tokens, _Span(num_tokens, deque())).chunks.append((seq, num_layers))
+    return deque(spans[num_tokens] for num_tokens in sorted(spans))
+
+
+def _nobody() -> None:
+    """Nobody waits for chunks of a transfer that is not granted yet."""
+
+
+class Outflow:
+    """Traffic of a sender's lane. The event loop adds granted transfers.
+
+    Args:
+        epoch: of the pair; known once the link is opened.
+    """
+
+    def __init__(
+        self,
+        epoch: Callable[[], int],
+        book: Shared[Offers, Instruction],
+        faults: FaultInjector,
+        heartbeat_s: float,
+        slot_wait_s: float,
+    ) -> None:
+        self._epoch = epoch
+        self._book = book
+        self._faults = faults
+        self._heartbeat_s = heartbeat_s
+        self._slot_wait_s = slot_wait_s
+        self._changed = threading.Condition()
+        self._outbounds: deque[Outbound] = deque()
+        self._stopped = False
+
+    # -- any thread --------------------------------------------------------------------------------------------------
+
+    def add(self, outbound: Outbound) -> None:
+        outbound.wake = self._wake
+        with self._changed:
+            self._outbounds.append(outbound)
+            self._changed.notify()
+
+    def drop(self, outbound: Outbound) -> None:
+        """The transfer has ended: no more of its chunks are begun."""
+        with self._changed:
+            if outbound in self._outbounds:
+                self._outbounds.remove(outbound)
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    # -- the lane ----------------------------------------------------------------------------------------------------
+
+    def run(self, link: SendingLink) -> None:
+        in_flight: deque[tuple[Operation, Slot | None]] = deque()
+        try:
+            self._run(link, in_flight)
+        finally:
+            for _, slot in in_flight:
+                if slot is not None:
+                    link.slots.discard(slot)
+
+    def _run(self, link: SendingLink, in_flight: deque[tuple[Operation, Slot | None]]) -> None:
+        places: deque[tuple[Outbound, int, Chunk] | None] = deque([None] * h.LOOKAHEAD)
+        place = 0
+        while True:
+            due = places.popleft()
+            upcoming = self._take_ready()
+            if upcoming is None and due is None and not any(places):
+                while in_flight:
+                    self._complete(link, in_flight)
+                upcoming = self._wait_ready()
+            if self._stopped:
+                return
+            places.append(upcoming)
+            next_bytes = upcoming[2].num_bytes if upcoming else 0
+            if due is None:
+                signal = h.Header(0, self._epoch(), place, next_bytes)
+                in_flight.append((link.send_signal(signal.pack()), None))
+            else:
+                self._send(link, in_flight, due, place, next_bytes)
+            place += 1
+
+    def _send(
+        self,
+        link: SendingLink,
+        in_flight: deque[tuple[Operation, Slot | None]],
+        due: tuple[Outbound, int, Chunk],
+        place: int,
+        next_bytes: int,
+    ) -> None:
+        outbound, seq, chunk = due
+        slot = self._slot(link, in_flight)
+        sent = False
+        try:
+            if self._gather(outbound, chunk, slot):
+                header = outbound.header(seq, chunk, slot, self._epoch(), place, next_bytes)
+                self._faults.spoil(chunk, slot.payload(chunk.num_bytes))
+            else:
+                header = h.Header(h.VOID, self._epoch(), place, next_bytes, num_bytes=chunk.num_bytes)
+            slot.header.copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
+            in_flight.append((link.send_chunk(slot, chunk.num_bytes), slot))
+            sent = True
+        finally:
+            if not sent:
+                link.slots.release(slot)
+
+    def _gather(self, outbound: Outbound, chunk: Chunk, slot: Slot) -> bool:
+        """False: the transfer has been given up, and its blocks are not to be read."""
+        if not self._book.ask(lambda offers: offers.gather_begins(outbound.generation)):
+            return False
+        try:
+            outbound.gather(chunk, slot)
+        finally:
+            now = time.monotonic()
+            self._book.happen_in_thread(lambda offers: offers.gather_ends(outbound.generation, now))
+        return True
+
+    def _slot(self, link: SendingLink, in_flight: deque[tuple[Operation, Slot | None]]) -> Slot:
+        """A slot, freed by waiting for what is under way if need be: who holds one never waits for another pair's."""
+        while (slot := link.slots.acquire(0)) is None and in_flight:
+            self._complete(link, in_flight)
+        slot = slot or link.slots.acquire(self._slot_wait_s)
+        if slot is None:
+            raise TransferTimeout(f"no staging slot came free within {self._slot_wait_s:g} s")
+        return slot
+
+    def _complete(self, link: SendingLink, in_flight: deque[tuple[Operation, Slot | None]]) -> None:
+        operation, slot = in_flight[0]
+        operation.wait()
+        in_flight.popleft()
+        if slot is not None:
+            link.slots.release(slot)
+
+    def _take_ready(self) -> tuple[Outbound, int, Chunk] | None:
+        """The next ready chunk; transfers take turns."""
+        with self._changed:
+            return self._next_ready()
+
+    def _wait_ready(self) -> tuple[Outbound, int, Chunk] | None:
+        """The same, once there is one; None when it is time for a heartbeat, or to stop."""
+        found: list[tuple[Outbound, int, Chunk]] = []
+
+        def look() -> bool:
+            if not self._stopped and (ready := self._next_ready()):
+                found.append(ready)
+            return self._stopped or bool(found)
+
+        with self._changed:
+            self._changed.wait_for(look, self._heartbeat_s)
+        return found[0] if found else None
+
+    def _next_ready(self) -> tuple[Outbound, int, Chunk] | None:
+        for _ in range(len(self._outbounds)):
+            outbound = self._outbounds[0]
+            ready = outbound.take_ready()
+            if outbound.is_exhausted:
+                self._outbounds.popleft()
+            else:
+                self._outbounds.rotate(-1)
+            if ready is not None:
+                return outbound, *ready
+        return None

@@ -1,0 +1,365 @@
+"""The sending end of one pair: a rank of this worker, and a rank of one incarnation of another.
+
+A pair is a control session (gRPC), a link with the lane that owns it, and the book of what was offered. It opens when
+it is made and is never mended: when any part of it fails, it fails as a whole with every transfer on it, and a new
+transfer makes a new pair under a new epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from baton import wire
+from baton.errors import BatonError, TransferError, TransferRefused, WorkerFailed
+from baton.messages import (
+    AbortAck,
+    CommitAck,
+    FromReceiver,
+    FromSender,
+    Grant,
+    Hello,
+    Nack,
+    Offer,
+    Ping,
+    Rendezvous,
+    Ticket,
+    Welcome,
+)
+from baton.v1 import kv_pb2_grpc
+from kvstore.transfer.channel import open_channel
+from kvstore.transfer.faults import FaultInjector, Faults
+from kvstore.transfer.faulty_link import FaultyLink
+from kvstore.transfer.lane import Lane, use_own_stream
+from kvstore.transfer.link import SendingLink
+from kvstore.transfer.links import open_sender
+from kvstore.transfer.offers import Committed, Failed, Granted, Instruction, Offers, Tell, Unpin
+from kvstore.transfer.outflow import Outbound, Outflow
+from kvstore.transfer.reasons import from_status
+from kvstore.transfer.shared import Shared, post
+from kvstore.transfer.torch_link import SessionStore
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    import torch
+
+    from baton.config import TransferConfig
+    from kvstore.transfer.plan import Plan
+    from kvstore.transfer.slots import StagingPool
+
+
+class PairTransfer:
+    """One transfer's part on one pair.
+
+    Attributes:
+        settled: done when the receiver has everything; fails with the reason when it never will.
+        unpinned: done when nothing here reads the blocks any more, and nothing will.
+    """
+
+    def __init__(self, ticket: Ticket, plan: Plan) -> None:
+        loop = asyncio.get_running_loop()
+        self.ticket = ticket
+        self.plan = plan
+        self.settled: asyncio.Future[None] = loop.create_future()
+        self.unpinned: asyncio.Future[None] = loop.create_future()
+        self.settled.add_done_callback(_seen)
+        self.granted = False
+        self.finished = False
+        self.first_token: int | None = None
+        self.outbound: Outbound | None = None
+        """Once its blocks are attached."""
+        self._pair: Pair | None = None
+
+    def offer_on(self, pair: Pair) -> None:
+        """`pair` is open."""
+        if pair.failure is not None:
+            self.fail(pair.failure)
+            return
+        self._pair = pair
+        pair.offer(self)
+
+    def attach(self, outbound: Outbound) -> None:
+        self.outbound = outbound
+        if self._pair is not None:
+            self._pair.attached(self)
+
+    def finish(self, first_token: int | None) -> None:
+        """Everything is computed: the commit follows the last chunk."""
+        self.finished = True
+        self.first_token = first_token
+        if self.outbound is not None:
+            self.outbound.finish()
+        if self._pair is not None:
+            self._pair.finish(self)
+
+    def give_up(self, error: BatonError) -> None:
+        """No effect on a transfer that has ended."""
+        if self._pair is not None:
+            self._pair.abort(self, error)
+        else:
+            self.fail(error)
+
+    def fail(self, error: BatonError) -> None:
+        """It was never offered."""
+        if not self.settled.done():
+            self.settled.set_exception(error)
+        if not self.unpinned.done():
+            self.unpinned.set_result(None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peer:
+    """A receiving rank."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    rank: int
+
+
+class Pair:
+    """For one event loop.
+
+    Attributes:
+        opened: done once transfers can be offered; fails with TransferError or WorkerFailed.
+        failure: why the pair is over; None while it is good.
+        link_kind: what the two sides chose; "" before they have.
+        closed: its task; done once stream, link and thread are gone.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        hello: Hello,
+        config: TransferConfig,
+        host: str,
+        device: torch.device,
+        staging: Callable[[str], StagingPool],
+        faults: Faults,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.peer = peer
+        self.failure: BatonError | None = None
+        self.link_kind = ""
+        self.used_s = time.monotonic()
+        """When it was last needed."""
+        self.opened: asyncio.Future[None] = loop.create_future()
+        self.opened.add_done_callback(_seen)
+        self._hello = hello
+        self._config = config
+        self._host = host
+        self._device = device
+        self._staging = staging
+        self._faults = faults
+        self._epoch = 0
+        self._heard_s = time.monotonic()
+        self._out: asyncio.Queue[FromSender | None] = asyncio.Queue()
+        self._transfers: dict[int, PairTransfer] = {}
+        self._offers = Offers(config.resend_s, config.op_timeout_s)
+        self._book: Shared[Offers, Instruction] = Shared(self._offers, self._carry_out)
+        self._outflow = Outflow(
+            lambda: self._epoch, self._book, FaultInjector(faults), config.op_timeout_s / 4, config.op_timeout_s
+        )
+        self._lane: Lane[SendingLink] | None = None
+        self._store = SessionStore(lambda key, value: post(loop, self._out.put_nowait, Rendezvous(key, value)))
+        self._channel = open_channel(peer.address)
+        stub: Any = kv_pb2_grpc.KvControlStub(self._channel)
+        self._call = stub.Session(self._requests())
+        self.closed = loop.create_task(self._run())
+
+    # -- transfers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._transfers
+
+    @property
+    def num_fenced(self) -> int:
+        return self._offers.num_fenced
+
+    @property
+    def num_resent(self) -> int:
+        return self._offers.num_resent
+
+    def offer(self, transfer: PairTransfer) -> None:
+        """Puts a transfer on this pair."""
+        ticket, plan = transfer.ticket, transfer.plan
+        self._transfers[ticket.generation] = transfer
+        digest = plan.digest(self._config.checksum)
+        dtype = plan.options.wire_dtype
+        offer = Offer(ticket.transfer_id, ticket.generation, digest, len(plan.chunks), dtype, plan.num_tokens)
+        self._book.happen(lambda offers: offers.offer(offer, time.monotonic()))
+        if transfer.finished:
+            self.finish(transfer)
+
+    def attached(self, transfer: PairTransfer) -> None:
+        """Its blocks may be read now."""
+        if transfer.granted and transfer.outbound is not None and not transfer.settled.done():
+            self._outflow.add(transfer.outbound)
+
+    def finish(self, transfer: PairTransfer) -> None:
+        """Everything is computed: the commit follows the last chunk."""
+        now = time.monotonic()
+        self._book.happen(lambda offers: offers.finish(transfer.ticket.generation, transfer.first_token, now))
+
+    def abort(self, transfer: PairTransfer, error: BatonError) -> None:
+        self._book.happen(lambda offers: offers.abort(transfer.ticket.generation, error, time.monotonic()))
+
+    def lose(self, error: BatonError) -> None:
+        """Ends the pair and all its transfers. Idempotent."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        if not self.opened.done():
+            self.opened.set_exception(error)
+        self._store.close()
+        if self._lane is not None:
+            self._lane.stop()
+        self._book.happen(lambda offers: offers.lost(error))
+        self._out.put_nowait(None)
+        self._call.cancel()
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Tell):
+            self._out.put_nowait(instruction.message)
+            return
+        transfer = self._transfers.get(instruction.generation)
+        if transfer is None:
+            return
+        match instruction:
+            case Granted():
+                transfer.granted = True
+                self.attached(transfer)
+            case Committed():
+                transfer.settled.set_result(None)
+            case Failed():
+                if transfer.outbound is not None:
+                    self._outflow.drop(transfer.outbound)
+                transfer.settled.set_exception(instruction.error)
+            case Unpin():
+                del self._transfers[instruction.generation]
+                self.used_s = time.monotonic()
+                transfer.unpinned.set_result(None)
+
+    # -- the session -------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        self._out.put_nowait(self._hello)
+        beat = asyncio.create_task(self._beat())
+        try:
+            async with asyncio.timeout(self._config.open_timeout_s):
+                welcome = await self._read()
+            self._join(welcome)
+            while (message := await self._read()) is not None:
+                self._on(message)
+            self.lose(WorkerFailed(f"worker {self.peer.worker_id} closed the KV session"))
+        except TimeoutError:
+            self.lose(WorkerFailed(f"worker {self.peer.worker_id} did not answer at its KV address"))
+        except TransferError as error:
+            self.lose(error)
+        except grpc.aio.AioRpcError as error:
+            self.lose(self._from_rpc(error))
+        except asyncio.CancelledError:  # by the call's own cancel, in `lose`
+            if self.failure is None:
+                raise
+        finally:
+            self.lose(WorkerFailed("the KV session was cancelled"))
+            beat.cancel()
+            await asyncio.gather(beat, return_exceptions=True)
+            await self._channel.close()
+            if self._lane is not None:
+                await self._lane.join(self._config.op_timeout_s + 1)
+
+    async def _beat(self) -> None:
+        """Says that this side lives, says again what was not answered, and notices when the other side is silent."""
+        config = self._config
+        period_s = min(config.ping_s, config.resend_s, config.op_timeout_s / 4)
+        pinged_s = 0.0
+        while self.failure is None:
+            await asyncio.sleep(period_s)
+            now = time.monotonic()
+            if now - pinged_s >= config.ping_s - period_s / 2:
+                self._out.put_nowait(Ping())
+                pinged_s = now
+            self._book.happen(lambda offers, now=now: offers.tick(now))  # type: ignore[misc]
+            if now - self._heard_s > config.op_timeout_s:
+                self.lose(WorkerFailed(f"worker {self.peer.worker_id} has been silent for {config.op_timeout_s:g} s"))
+
+    async def _requests(self) -> AsyncIterator[Any]:
+        while (message := await self._out.get()) is not None:
+            yield wire.session_request(message)
+
+    async def _read(self) -> FromReceiver | None:
+        """The next message of a kind that we know; None at the end."""
+        while (message := await self._call.read()) is not grpc.aio.EOF:
+            self._heard_s = time.monotonic()
+            if (known := wire.session_response_from_pb(message)) is not None:
+                return known
+        return None
+
+    def _join(self, welcome: FromReceiver | None) -> None:
+        peer = self.peer
+        if not isinstance(welcome, Welcome):
+            raise TransferError(f"worker {peer.worker_id} did not begin with Welcome")
+        if welcome.incarnation != peer.incarnation:
+            raise TransferRefused(
+                f"the ticket is from incarnation {peer.incarnation} of worker {peer.worker_id}, "
+                f"and {welcome.incarnation} answers at its address"
+            )
+        self._epoch = welcome.pair_epoch
+        self.link_kind = welcome.link
+        name = f"kv-send-{peer.worker_id}"
+        self._lane = Lane(name, partial(self._open_link, welcome.link, self._staging(welcome.link)), self._outflow)
+        self._lane.opened.add_done_callback(self._link_opened)
+        self._lane.ended.add_done_callback(self._link_ended)
+
+    def _open_link(self, kind: str, staging: StagingPool) -> SendingLink:
+        config = self._config
+        use_own_stream(self._device)
+        timeouts = (config.open_timeout_s, config.op_timeout_s)
+        link = open_sender(kind, self._store, self._host, staging, config.window, *timeouts)
+        return FaultyLink(link, self._faults) if self._faults.on_link else link
+
+    def _link_opened(self, opened: asyncio.Future[None]) -> None:
+        if not opened.cancelled() and opened.exception() is None and not self.opened.done():
+            self.opened.set_result(None)
+
+    def _link_ended(self, ended: asyncio.Future[TransferError | None]) -> None:
+        self.lose(ended.result() or TransferError("the link was closed"))
+
+    def _on(self, message: FromReceiver) -> None:
+        now = time.monotonic()
+        match message:
+            case Rendezvous():
+                self._store.deliver(message.key, message.value)
+            case Grant():
+                self._book.happen(lambda offers: offers.on_grant(message.transfer_id, message.generation, now))
+            case CommitAck():
+                self._book.happen(lambda offers: offers.on_commit_ack(message.transfer_id, message.generation))
+            case Nack():
+                self._book.happen(
+                    lambda offers: offers.on_nack(message.transfer_id, message.generation, message.reason)
+                )
+            case AbortAck():
+                self._book.happen(lambda offers: offers.on_abort_ack(message.transfer_id, message.generation))
+            case Ping():
+                pass
+            case Welcome():
+                self.lose(TransferError(f"worker {self.peer.worker_id} sent a second Welcome"))
+
+    def _from_rpc(self, error: grpc.aio.AioRpcError) -> BatonError:
+        text = error.details() or error.code().name
+        lost = WorkerFailed(f"worker {self.peer.worker_id} is gone: {text}")
+        return from_status(error.code().name, text) or lost
+
+
+def _seen(future: asyncio.Future[None]) -> None:
+    """A failure that nobody waits for is not an unretrieved exception."""
+    if not future.cancelled():
+        future.exception()

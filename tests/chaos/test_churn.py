@@ -1,0 +1,94 @@
+"""Workers join and leave under load, and no request notices."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
+from baton.engine.arithmetic import expected_tokens
+from tests.chaos.fleet import Fleet, running_fleet
+from tests.integration.cluster import is_idle, request
+
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "20"))
+PERIOD_S = 2.0
+NUM_CLIENTS = 6
+
+
+class Load:
+    """Clients that ask one request after the other, and check every token."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.num_served = 0
+        self.num_retries = 0
+        self.failures: list[str] = []
+        self._fleet = fleet
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(NUM_CLIENTS)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120)
+            assert not thread.is_alive(), "a request hangs"
+
+    def _ask(self, number: int) -> None:
+        rng = random.Random(number)
+        while not self._stop.is_set():
+            prompt = [rng.randrange(1, 40_000) for _ in range(rng.randrange(20, 600))]
+            num_tokens = rng.randrange(1, 150)
+            message = request(token_ids=prompt, sampling={"max_tokens": num_tokens, "ignore_eos": True})
+            tokens: list[int] = []
+            try:
+                for part in self._fleet.inference.Generate(message, timeout=60):
+                    tokens += part.token_ids
+                    self.num_retries += part.timing.retries
+            except Exception as error:  # whatever a client may see is a failure
+                self.failures.append(f"{type(error).__name__}: {error}")
+                continue
+            if tokens != expected_tokens(prompt, num_tokens):
+                self.failures.append(f"wrong tokens for a prompt of {len(prompt)}")
+            self.num_served += 1
+
+
+def test_workers_join_and_leave_and_no_request_fails() -> None:
+    rng = random.Random(7)
+    transfer = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
+    with running_fleet(transfer, RouterConfig(mode="split", max_attempts=8, cache_secret="chaos")) as fleet:
+        alive = {role: [fleet.add(role), fleet.add(role)] for role in Role}
+        fleet.wait_for(*(worker for workers in alive.values() for worker in workers))
+        num_changes = 0
+        joined_s: list[float] = []
+        with Load(fleet) as load:
+            until = time.monotonic() + SECONDS
+            while time.monotonic() < until:
+                began = time.monotonic()
+                role = rng.choice(list(Role))
+                newcomer = fleet.add(role)
+                fleet.wait_for(newcomer)
+                joined_s.append(time.monotonic() - began)
+                leaver = alive[role].pop(rng.randrange(len(alive[role])))
+                alive[role].append(newcomer)
+                fleet.remove(leaver, rng.choice([signal.SIGTERM, signal.SIGKILL]))
+                num_changes += 1
+                time.sleep(max(0.0, began + PERIOD_S - time.monotonic()))
+        print(
+            f"{num_changes} workers joined (ready after {sorted(joined_s)[len(joined_s) // 2]:.2f} s) and left in "
+            f"{SECONDS:g} s; {load.num_served} requests served, {load.num_retries} placements repeated"
+        )
+        assert not load.failures, load.failures[:5]
+        assert load.num_served > 2 * SECONDS
+        assert num_changes > SECONDS / PERIOD_S / 2
+        deadline = time.monotonic() + 30
+        while not all(is_idle(w) for w in fleet.client.status()["workers"] if w["state"] == "ready"):
+            assert time.monotonic() < deadline, fleet.client.status()
+            time.sleep(0.1)
