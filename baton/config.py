@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import types
 import typing
@@ -128,11 +129,13 @@ class TransferConfig:
     """A reservation is given up when its sender has not been heard of for so long. A sender offers as soon as it has
     the request, however long its queue is."""
     max_unsent_mib: int = 1024
-    """A prefill worker takes no new prompt while more KV than this is computed and not sent."""
+    """A prefill worker takes no new prompt while more KV than this is computed and not sent; those in its queue go on,
+    as far as the KV pool has room."""
     checksum: str = "full"
     """full or off."""
     wire_dtype: str = "auto"
-    """auto (the narrower of the two caches'), float32, bfloat16, float16 or int8 (one scale a head and page)."""
+    """auto (the narrower of the two caches'), float32, bfloat16, float16 or int8 (one scale a head and page). A type
+    narrower than both caches' is lossy: split and aggregated answers may then differ."""
     links: tuple[str, ...] = ("nccl", "shm", "gloo")
     """Link kinds to offer, best first. nccl needs CUDA on both sides, shm two CPU caches on one host."""
 
@@ -141,8 +144,22 @@ class TransferConfig:
         _require_one_of("transfer.wire_dtype", self.wire_dtype, ("auto", "float32", "bfloat16", "float16", "int8"))
         for kind in self.links:
             _require_one_of("transfer.links", kind, ("nccl", "shm", "gloo"))
+        if not self.links:
+            raise ConfigError("transfer.links must name at least one of nccl, shm, gloo")
         counts = ("slot_bytes", "span_tokens", "num_slots", "window", "max_unsent_mib")
         _require_at_least_one("transfer", self, counts)
+        for name in ("open_timeout_s", "op_timeout_s", "pull_timeout_s", "ping_s", "resend_s", "lease_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"transfer.{name} must be more than 0 seconds, got {getattr(self, name)}")
+        for less, more in (
+            ("ping_s", "op_timeout_s"), ("resend_s", "op_timeout_s"), ("ping_s", "lease_s"), ("window", "num_slots"),
+        ):  # fmt: skip
+            if getattr(self, less) > getattr(self, more):
+                raise ConfigError(
+                    f"transfer.{less} ({getattr(self, less)}) must not exceed transfer.{more} ({getattr(self, more)})"
+                )
+        if self.max_pairs < 0:
+            raise ConfigError(f"transfer.max_pairs must be 0 (automatic) or more, got {self.max_pairs}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +322,7 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
         return _build(typing.cast("type[Any]", kind), value, name + ".")
     if isinstance(kind, types.GenericAlias):
         if isinstance(value, str):
-            return tuple(value.split(","))
+            return tuple(item for item in (part.strip() for part in value.split(",")) if item)
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{name} must be a list, got {value!r}")
         return tuple(str(item) for item in value)

@@ -156,6 +156,11 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkReady:
+    """The receiver's end of the link is open."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     """This side lives. From the sender it renews the leases of all transfers that it offered on the session."""
 
@@ -218,7 +223,7 @@ class AbortAck:
 
 
 FromSender = Hello | Rendezvous | Offer | Commit | Abort | Ping
-FromReceiver = Welcome | Rendezvous | Grant | CommitAck | Nack | AbortAck | Ping
+FromReceiver = Welcome | Rendezvous | LinkReady | Grant | CommitAck | Nack | AbortAck | Ping
 
 
 @dataclass(frozen=True, slots=True)

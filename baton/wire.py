@@ -115,6 +115,7 @@ _FROM_RECEIVER: dict[type[Any], tuple[str, type[Any]]] = {
     m.CommitAck: ("commit_ack", kv_pb2.CommitAck),
     m.Nack: ("nack", kv_pb2.Nack),
     m.AbortAck: ("abort_ack", kv_pb2.AbortAck),
+    m.LinkReady: ("link_ready", kv_pb2.LinkReady),
     m.Ping: ("ping", kv_pb2.Ping),
 }
 _SENDER_KIND = {field: cls for cls, (field, _) in _FROM_SENDER.items()}

@@ -45,7 +45,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         """Prefills here, from a prefix pulled from `source` if there is one, and decodes here."""
         arrived_s = time.monotonic()
         if source is not None:
-            await self._kv.fetch_prefix(spec, source)
+            await self._kv.fetch_prefix(spec, source, arrived_s)
         async with (
             self._loop.sequence(spec, Purpose.GENERATE, arrived_s) as handle,
             contextlib.aclosing(self._tokens(handle)) as new,

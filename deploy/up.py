@@ -34,6 +34,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 from deploy.models import ProgressDisplay, cache_dir, resolve
 from deploy.processes import die_with_parent, why_taken
 from deploy.redis import EmbeddedRedis
+from kvstore.transfer.faults import parse_faults
 
 if TYPE_CHECKING:
     from deploy.pools import Pools
@@ -98,6 +99,7 @@ async def up(config: Config, console: Console, on_ready: Callable[[Config], obje
     Raises:
         ConfigError, ModelLoadError: something cannot run as configured; what had started has ended again.
     """
+    parse_faults(config.faults.spec)  # here, not after a minute in every worker
     stop = asyncio.Event()
     _set_on_signals(stop)
     main = asyncio.create_task(_run(config, console, on_ready, stop))

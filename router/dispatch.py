@@ -89,7 +89,8 @@ class _Lessons:
             return
         self.not_from.add(record.source)
         if isinstance(failure.error, TransferError):
-            self.num_failed_transfers += 1
+            # Who does not fit will not fit the next time either.
+            self.num_failed_transfers += MAX_FAILED_TRANSFERS if isinstance(failure.error, TransferRefused) else 1
             self.not_from.add(record.prefill_worker)
             if not isinstance(failure.error, (TransferCorrupted, TransferRefused)):  # then the other side has answered
                 self.doubted |= {record.prefill_worker, record.decode_worker} - {failure.worker.info.id}
@@ -210,14 +211,19 @@ class Dispatcher:
             prefill = await stack.enter_async_context(
                 self._calls.prefill(prefill_worker, spec, ticket, source=source, trace=trace)
             )
-            first = await prefill.read()
+            # The decode worker says nothing before the hand-over; it is read so that its death is not noticed later.
+            computing, reading = await stack.enter_async_context(_both(prefill.read(), _read_tokens(decode)))
+            await asyncio.wait((computing, reading), return_when=asyncio.FIRST_COMPLETED)
+            if not computing.done():
+                reading.result()
+            first = await computing
             assert isinstance(first, FirstToken)
             prefill_load.close()
             self._book_prefill(record, first.num_cached_tokens, first.prefill_s)
             yield NewTokens((first.token_id,), first.finish_reason)
             if first.finish_reason is not None:
                 return
-            message = await self._first_after_hand_over(prefill, decode, record)
+            message = await self._first_after_hand_over(prefill, reading, record)
             yield message
             while message.finish_reason is None:
                 message = await _read_tokens(decode)
@@ -231,11 +237,11 @@ class Dispatcher:
     async def _first_after_hand_over(
         self,
         prefill: WorkerStream[FirstToken | HandedOver],
-        decode: WorkerStream[Ticket | NewTokens],
+        reading: asyncio.Task[NewTokens],
         record: ChoiceRecord,
     ) -> NewTokens:
         """The decode worker's first tokens. Whichever side sees the hand-over fail first, ends the wait at once."""
-        async with _both(prefill.read(), _read_tokens(decode)) as (handing_over, reading):
+        async with _cancelled_at_exit(asyncio.create_task(prefill.read())) as handing_over:
             await asyncio.wait((handing_over, reading), return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
                 handing_over.result()  # if it failed, nothing will come on the decode stream
@@ -275,10 +281,17 @@ async def _both(
     first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B]
 ) -> AsyncGenerator[tuple[asyncio.Task[A], asyncio.Task[B]]]:
     """Runs two coroutines as tasks that have ended when the block is left."""
-    tasks = (asyncio.create_task(first), asyncio.create_task(second))
+    async with (
+        _cancelled_at_exit(asyncio.create_task(first)) as one,
+        _cancelled_at_exit(asyncio.create_task(second)) as other,
+    ):
+        yield one, other
+
+
+@contextlib.asynccontextmanager
+async def _cancelled_at_exit(task: asyncio.Task[A]) -> AsyncGenerator[asyncio.Task[A]]:
     try:
-        yield tasks
+        yield task
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -65,7 +65,7 @@ class Scheduler:
         self._state_slots = list(range(limits.num_state_slots - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence behind those that arrived before it."""
+        """Queues a sequence behind those that arrived before it, and those that were preempted after it came."""
         place = len(self.waiting)
         while place and self.waiting[place - 1].arrival_s > sequence.arrival_s:
             place -= 1

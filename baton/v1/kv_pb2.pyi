@@ -120,6 +120,7 @@ class SessionResponse(_message.Message):
     NACK_FIELD_NUMBER: _builtins.int
     ABORT_ACK_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
+    LINK_READY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -134,6 +135,8 @@ class SessionResponse(_message.Message):
     def abort_ack(self) -> Global___AbortAck: ...
     @_builtins.property
     def ping(self) -> Global___Ping: ...
+    @_builtins.property
+    def link_ready(self) -> Global___LinkReady: ...
     def __init__(
         self,
         *,
@@ -144,12 +147,13 @@ class SessionResponse(_message.Message):
         nack: Global___Nack | None = ...,
         abort_ack: Global___AbortAck | None = ...,
         ping: Global___Ping | None = ...,
+        link_ready: Global___LinkReady | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "commit_ack", b"commit_ack", "grant", b"grant", "message", b"message", "nack", b"nack", "ping", b"ping", "rendezvous", b"rendezvous", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "commit_ack", b"commit_ack", "grant", b"grant", "link_ready", b"link_ready", "message", b"message", "nack", b"nack", "ping", b"ping", "rendezvous", b"rendezvous", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "commit_ack", b"commit_ack", "grant", b"grant", "message", b"message", "nack", b"nack", "ping", b"ping", "rendezvous", b"rendezvous", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_ack", b"abort_ack", "commit_ack", b"commit_ack", "grant", b"grant", "link_ready", b"link_ready", "message", b"message", "nack", b"nack", "ping", b"ping", "rendezvous", b"rendezvous", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "rendezvous", "grant", "commit_ack", "nack", "abort_ack", "ping"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "rendezvous", "grant", "commit_ack", "nack", "abort_ack", "ping", "link_ready"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -232,6 +236,23 @@ class Welcome(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class LinkReady(_message.Message):
+    """The receiver's end of the link is open. Where it cannot be opened, the session ends instead."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkReady: _TypeAlias = LinkReady  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):

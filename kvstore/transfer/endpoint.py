@@ -82,8 +82,11 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
 
     # -- pulling -----------------------------------------------------------------------------------------------------
 
-    async def fetch_prefix(self, spec: SequenceSpec, source: PrefixSource) -> int:
+    async def fetch_prefix(self, spec: SequenceSpec, source: PrefixSource, arrived_s: float) -> int:
         """Pulls what another worker holds of a prompt into this worker's prefix cache.
+
+        Args:
+            arrived_s: when the request came, on the monotonic clock: the pull waits for blocks in its place.
 
         Returns:
             Tokens that came; 0 where nothing did, for whatever reason: the engine computes what is missing.
@@ -99,7 +102,7 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         )
         try:
             async with asyncio.timeout(self._config.pull_timeout_s):
-                return await self._fetch(prefix, source)
+                return await self._fetch(prefix, source, arrived_s)
         except TimeoutError:
             error: BatonError = TransferTimeout(f"it did not arrive within {self._config.pull_timeout_s:g} s")
         except BatonError as failure:
@@ -108,8 +111,8 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         logger.warning("the prefix of %s is computed, not pulled: %s", spec.sequence_id, error)
         return 0
 
-    async def _fetch(self, prefix: SequenceSpec, source: PrefixSource) -> int:
-        async with self._loop.sequence(prefix, Purpose.RECEIVE) as handle:
+    async def _fetch(self, prefix: SequenceSpec, source: PrefixSource, arrived_s: float) -> int:
+        async with self._loop.sequence(prefix, Purpose.RECEIVE, arrived_s) as handle:
             reserved = await handle.next()
             assert isinstance(reserved, Reserved)
             sequence, skip_tokens = reserved.sequence, reserved.skip_tokens

@@ -87,16 +87,15 @@ class FaultyLink:
             self._held_back = _HeldBack(self, slot, num_bytes)
             return self._held_back
         operation = self._link.send_chunk(slot, num_bytes)
-        if self.send_held_back():
+        if self._held_back is not None:
             self.injected["link_reorder"] += 1
+            self.send_held_back()
         return operation
 
-    def send_held_back(self) -> bool:
-        """Whether there was a chunk."""
+    def send_held_back(self) -> None:
         held_back, self._held_back = self._held_back, None
         if held_back is not None:
             held_back.operation = self._link.send_chunk(held_back.slot, held_back.num_bytes)
-        return held_back is not None
 
     def _inject(self, fault: str) -> bool:
         if not self._is_due(fault):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HEADER_BYTES = 64
 PROTOCOL_VERSION = 2
-LOOKAHEAD = 4
+LOOKAHEAD = 2
 """Messages that are posted ahead on every link. Part of the protocol."""
 MAGIC = b"BTKV"
 

@@ -88,12 +88,27 @@ class Lane(Generic[L]):
             error = TransferError(f"the link's thread failed: {failure!r}")
             error.__cause__ = failure
         finally:
-            if link is not None:
-                link.close()
             with self._lock:
                 self._link = None
+            if link is not None:
+                error = _closed(link) or error
             post(self._loop, _settle, self.opened, error or TransferError("the link is closed"))
-            post(self._loop, _finish, self.ended, error)
+            post(self._loop, _finish, self.ended, _without_frames(error))
+
+
+def _closed(link: Link) -> TransferError | None:
+    try:
+        link.close()
+    except Exception as failure:  # in its own words, and the lane must say that it has ended all the same
+        return TransferError(f"the link could not be closed: {failure!r}")
+    return None
+
+
+def _without_frames(error: TransferError | None) -> TransferError | None:
+    """The frames hold slots and the link, which had to live until it was closed, and must not live with the error."""
+    if error is not None:
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
 
 
 def use_own_stream(device: torch.device) -> None:

@@ -129,7 +129,7 @@ class Ledger:
         self.num_expired = 0
         self._last_generation = 0
         self._by_generation: dict[int, Reservation] = {}
-        self._ended: OrderedDict[int, tuple[str, TransferError | None]] = OrderedDict()
+        self._ended: OrderedDict[int, tuple[str, str]] = OrderedDict()
         """Generations that are gone: the transfer's id, and None where it was committed."""
 
     def __len__(self) -> int:
@@ -186,9 +186,12 @@ class Ledger:
         source = entry.sources.get(session)
         if source is None:
             return self._not_expected(session, transfer_id, generation)
-        source.committed = True
+        is_repeated, source.committed = source.committed, True
         entry.first_token = first_token
-        return self._try_commit(entry)
+        committed = self._try_commit(entry)
+        if is_repeated and not committed and len(source.chunks_in) == source.num_chunks:
+            return [Tell(session, Grant(transfer_id, generation))]  # it is another source that is not done
+        return committed
 
     def abort(self, session: int, transfer_id: str, generation: int, error: TransferError) -> list[Instruction]:
         """A source gave the transfer up. The acknowledgement says that it has ended here, in whatever way."""
@@ -280,14 +283,14 @@ class Ledger:
             ended = self._ended.get(generation)
             if ended is None or ended[0] != transfer_id:
                 return self._not_expected(session, transfer_id, generation)
-            error = ended[1]
+            reason = ended[1]
         elif entry.state is State.RESERVED:
             return self._not_expected(session, transfer_id, generation)
         else:
-            error = entry.error
-        if error is None:
+            reason = to_reason(entry.error) if entry.error else ""
+        if not reason:
             return [Tell(session, CommitAck(transfer_id, generation))]
-        return [Tell(session, Nack(transfer_id, generation, to_reason(error)))]
+        return [Tell(session, Nack(transfer_id, generation, reason))]
 
     def _not_expected(self, session: int, transfer_id: str, generation: int) -> list[Instruction]:
         refused = TransferRefused(f"transfer {transfer_id}, generation {generation}, is not expected")
@@ -313,7 +316,7 @@ class Ledger:
         if entry.state not in TERMINAL or not entry.released:
             return []
         del self._by_generation[entry.generation]
-        self._ended[entry.generation] = entry.transfer_id, entry.error
+        self._ended[entry.generation] = entry.transfer_id, to_reason(entry.error) if entry.error else ""
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
         return [Free(entry.generation, entry.block_ids)]

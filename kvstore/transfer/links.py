@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from baton.errors import TransferError, TransferTimeout
+from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.link import RECEIVER, SENDER
 from kvstore.transfer.shm_link import ShmReceiver, ShmSender
+from kvstore.transfer.slots import StagingPool
 from kvstore.transfer.torch_link import GlooLink, NcclLink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from baton.config import TransferConfig
     from kvstore.transfer.link import ReceivingLink, SendingLink
-    from kvstore.transfer.slots import StagingPool
     from kvstore.transfer.torch_link import SessionStore
 
 
@@ -25,18 +26,43 @@ def usable_links(device: torch.device, wanted: tuple[str, ...]) -> tuple[str, ..
     """Of the link kinds wanted, those that a cache on `device` can use here, in order.
 
     Whether the peer can use them too is another question; for shm the answer is that its `host_id` is the same.
+
+    Raises:
+        ConfigError: there is none.
     """
-    usable = {
+    can_use = {
         "gloo": True,
         "nccl": device.type == "cuda" and dist.is_nccl_available(),
         "shm": device.type == "cpu",
     }
-    return tuple(kind for kind in wanted if usable[kind])
+    usable = tuple(kind for kind in wanted if can_use[kind])
+    if not usable:
+        raise ConfigError(f"none of transfer.links ({', '.join(wanted)}) works for a KV cache on {device}; add gloo")
+    return usable
 
 
 def staging_device(kind: str, cache_device: torch.device) -> torch.device:
     """Where the slots of such a link are."""
     return cache_device if kind == "nccl" else torch.device("cpu")
+
+
+class StagingPools:
+    """The staging of one side: a pool for each device that its links stage on."""
+
+    def __init__(self, config: TransferConfig) -> None:
+        self._config = config
+        self._pools: dict[str, StagingPool] = {}
+
+    @property
+    def slots_in_use(self) -> int:
+        return sum(pool.in_use for pool in self._pools.values())
+
+    def pool(self, kind: str, cache_device: torch.device) -> StagingPool:
+        at = staging_device(kind, cache_device)
+        if str(at) not in self._pools:
+            pinned = cache_device.type == "cuda" and at.type == "cpu"
+            self._pools[str(at)] = StagingPool(self._config.num_slots, self._config.slot_bytes, at, pinned)
+        return self._pools[str(at)]
 
 
 def open_sender(

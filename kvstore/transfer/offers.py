@@ -206,6 +206,8 @@ class Offers:
 
     def on_grant(self, transfer_id: str, generation: int, now: float) -> list[Instruction]:
         transfer = self._find(transfer_id, generation)
+        if transfer is not None and transfer.state is State.COMMITTING:
+            transfer.asked_at = now  # an answer: not everything is in yet
         if transfer is None or transfer.state is not State.OFFERED:
             return []
         self._move(transfer, State.SENDING)

@@ -1,8 +1,8 @@
 """The sending end of a link: ready chunks of many transfers leave in turn, each announced LOOKAHEAD places ahead.
 
-    place       n       n+1       n+2       n+3       n+4
-    message   signal   chunk a   chunk b   signal  |  decided now; announced by the message at n
-                                                   `-- next_bytes: its payload, 0 for a signal
+    place       n       n+1       n+2
+    message   signal   chunk a  |  decided now; announced by the message at n
+                                `-- next_bytes: its payload, 0 for a signal
 
 A place that was announced is always filled: with a VOID chunk if its transfer has been given up meanwhile. So giving up
 leaves nothing behind on the link. An idle link carries a signal every `heartbeat_s`.
@@ -14,11 +14,10 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from baton.errors import TransferTimeout
 from kvstore.transfer import header as h
 from kvstore.transfer.checksum import checksum_of
 from kvstore.transfer.plan import EVERY_LAYER
@@ -161,6 +160,46 @@ def _nobody() -> None:
     """Nobody waits for chunks of a transfer that is not granted yet."""
 
 
+class _Due(NamedTuple):
+    """A chunk that has been announced."""
+
+    outbound: Outbound
+    seq: int
+    chunk: Chunk
+    slot: Slot
+
+
+class _UnderWay:
+    """Operations that have begun, in order, and the slots that they hold."""
+
+    def __init__(self, link: SendingLink) -> None:
+        self._link = link
+        self._operations: deque[tuple[Operation, Slot | None]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._operations)
+
+    def add(self, operation: Operation, slot: Slot | None) -> None:
+        self._operations.append((operation, slot))
+
+    def complete_one(self) -> None:
+        operation, slot = self._operations[0]
+        operation.wait()
+        self._operations.popleft()
+        if slot is not None:
+            self._link.slots.release(slot)
+
+    def complete_all(self) -> None:
+        while self._operations:
+            self.complete_one()
+
+    def give_up(self) -> None:
+        """The link has failed, or is about to be closed."""
+        for _, slot in self._operations:
+            if slot is not None:
+                self._link.slots.discard(slot)
+
+
 class Outflow:
     """Traffic of a sender's lane. The event loop adds granted transfers.
 
@@ -174,15 +213,15 @@ class Outflow:
         book: Shared[Offers, Instruction],
         faults: FaultInjector,
         heartbeat_s: float,
-        slot_wait_s: float,
     ) -> None:
         self._epoch = epoch
         self._book = book
         self._faults = faults
         self._heartbeat_s = heartbeat_s
-        self._slot_wait_s = slot_wait_s
         self._changed = threading.Condition()
         self._outbounds: deque[Outbound] = deque()
+        self._next: tuple[Outbound, int, Chunk] | None = None
+        """Ready, and not announced for want of a slot."""
         self._stopped = False
 
     # -- any thread --------------------------------------------------------------------------------------------------
@@ -211,58 +250,66 @@ class Outflow:
     # -- the lane ----------------------------------------------------------------------------------------------------
 
     def run(self, link: SendingLink) -> None:
-        in_flight: deque[tuple[Operation, Slot | None]] = deque()
+        under_way = _UnderWay(link)
         try:
-            self._run(link, in_flight)
+            self._run(link, under_way)
         finally:
-            for _, slot in in_flight:
-                if slot is not None:
-                    link.slots.discard(slot)
+            under_way.give_up()
 
-    def _run(self, link: SendingLink, in_flight: deque[tuple[Operation, Slot | None]]) -> None:
-        places: deque[tuple[Outbound, int, Chunk] | None] = deque([None] * h.LOOKAHEAD)
+    def _run(self, link: SendingLink, under_way: _UnderWay) -> None:
+        places: deque[_Due | None] = deque([None] * h.LOOKAHEAD)
         place = 0
-        while True:
-            due = places.popleft()
-            upcoming = self._take_ready()
-            if upcoming is None and due is None and not any(places):
-                while in_flight:
-                    self._complete(link, in_flight)
-                upcoming = self._wait_ready()
-            if self._stopped:
-                return
-            places.append(upcoming)
-            next_bytes = upcoming[2].num_bytes if upcoming else 0
-            if due is None:
-                signal = h.Header(0, self._epoch(), place, next_bytes)
-                in_flight.append((link.send_signal(signal.pack()), None))
-            else:
-                self._send(link, in_flight, due, place, next_bytes)
-            place += 1
-
-    def _send(
-        self,
-        link: SendingLink,
-        in_flight: deque[tuple[Operation, Slot | None]],
-        due: tuple[Outbound, int, Chunk],
-        place: int,
-        next_bytes: int,
-    ) -> None:
-        outbound, seq, chunk = due
-        slot = self._slot(link, in_flight)
-        sent = False
         try:
-            if self._gather(outbound, chunk, slot):
-                header = outbound.header(seq, chunk, slot, self._epoch(), place, next_bytes)
-                self._faults.spoil(chunk, slot.payload(chunk.num_bytes))
-            else:
-                header = h.Header(h.VOID, self._epoch(), place, next_bytes, num_bytes=chunk.num_bytes)
-            slot.header.copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
-            in_flight.append((link.send_chunk(slot, chunk.num_bytes), slot))
-            sent = True
+            while True:
+                due = places[0]
+                upcoming = self._decide(link, under_way, is_idle=not any(places))
+                places.append(upcoming)
+                if self._stopped:
+                    return
+                next_bytes = upcoming.chunk.num_bytes if upcoming else 0
+                if due is None:
+                    signal = h.Header(0, self._epoch(), place, next_bytes)
+                    under_way.add(link.send_signal(signal.pack()), None)
+                else:
+                    self._send(link, under_way, due, place, next_bytes)
+                places.popleft()
+                place += 1
         finally:
-            if not sent:
-                link.slots.release(slot)
+            for unsent in filter(None, places):
+                link.slots.release(unsent.slot)
+
+    def _decide(self, link: SendingLink, under_way: _UnderWay, is_idle: bool) -> _Due | None:
+        """What is announced next; None: nothing is.
+
+        Only a chunk that has its slot is announced. The receiver takes one of its own for it, which must not wait for
+        a slot here: two processes' pools could wait for each other.
+        """
+        self._next = self._next or self._take_ready()
+        if self._next is None and is_idle:
+            under_way.complete_all()
+            self._next = self._wait_ready()
+        if self._next is None:
+            return None
+        slot = link.slots.acquire(0)
+        while slot is None and under_way:
+            under_way.complete_one()
+            slot = link.slots.acquire(0)
+        if slot is None and is_idle:
+            slot = link.slots.acquire(self._heartbeat_s)
+        if slot is None:
+            return None
+        (outbound, seq, chunk), self._next = self._next, None
+        return _Due(outbound, seq, chunk, slot)
+
+    def _send(self, link: SendingLink, under_way: _UnderWay, due: _Due, place: int, next_bytes: int) -> None:
+        outbound, chunk, slot = due.outbound, due.chunk, due.slot
+        if self._gather(outbound, chunk, slot):
+            header = outbound.header(due.seq, chunk, slot, self._epoch(), place, next_bytes)
+            self._faults.spoil(chunk, slot.payload(chunk.num_bytes))
+        else:
+            header = h.Header(h.VOID, self._epoch(), place, next_bytes, num_bytes=chunk.num_bytes)
+        slot.header.copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
+        under_way.add(link.send_chunk(slot, chunk.num_bytes), slot)
 
     def _gather(self, outbound: Outbound, chunk: Chunk, slot: Slot) -> bool:
         """False: the transfer has been given up, and its blocks are not to be read."""
@@ -274,22 +321,6 @@ class Outflow:
             now = time.monotonic()
             self._book.happen_in_thread(lambda offers: offers.gather_ends(outbound.generation, now))
         return True
-
-    def _slot(self, link: SendingLink, in_flight: deque[tuple[Operation, Slot | None]]) -> Slot:
-        """A slot, freed by waiting for what is under way if need be: who holds one never waits for another pair's."""
-        while (slot := link.slots.acquire(0)) is None and in_flight:
-            self._complete(link, in_flight)
-        slot = slot or link.slots.acquire(self._slot_wait_s)
-        if slot is None:
-            raise TransferTimeout(f"no staging slot came free within {self._slot_wait_s:g} s")
-        return slot
-
-    def _complete(self, link: SendingLink, in_flight: deque[tuple[Operation, Slot | None]]) -> None:
-        operation, slot = in_flight[0]
-        operation.wait()
-        in_flight.popleft()
-        if slot is not None:
-            link.slots.release(slot)
 
     def _take_ready(self) -> tuple[Outbound, int, Chunk] | None:
         """The next ready chunk; transfers take turns."""

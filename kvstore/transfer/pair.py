@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from baton.messages import (
     FromSender,
     Grant,
     Hello,
+    LinkReady,
     Nack,
     Offer,
     Ping,
@@ -37,7 +39,7 @@ from kvstore.transfer.faults import FaultInjector, Faults
 from kvstore.transfer.faulty_link import FaultyLink
 from kvstore.transfer.lane import Lane, use_own_stream
 from kvstore.transfer.link import SendingLink
-from kvstore.transfer.links import open_sender
+from kvstore.transfer.links import StagingPools, open_sender
 from kvstore.transfer.offers import Committed, Failed, Granted, Instruction, Offers, Tell, Unpin
 from kvstore.transfer.outflow import Outbound, Outflow
 from kvstore.transfer.reasons import from_status
@@ -45,13 +47,16 @@ from kvstore.transfer.shared import Shared, post
 from kvstore.transfer.torch_link import SessionStore
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     import torch
 
     from baton.config import TransferConfig
     from kvstore.transfer.plan import Plan
     from kvstore.transfer.slots import StagingPool
+
+logger = logging.getLogger(__name__)
+SESSION_SAYS_WHY_S = 0.1
 
 
 class PairTransfer:
@@ -77,7 +82,9 @@ class PairTransfer:
         self._pair: Pair | None = None
 
     def offer_on(self, pair: Pair) -> None:
-        """`pair` is open."""
+        """`pair` is open. No effect on a transfer that was given up meanwhile."""
+        if self.settled.done():
+            return
         if pair.failure is not None:
             self.fail(pair.failure)
             return
@@ -140,7 +147,7 @@ class Pair:
         config: TransferConfig,
         host: str,
         device: torch.device,
-        staging: Callable[[str], StagingPool],
+        staging: StagingPools,
         faults: Faults,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -158,14 +165,13 @@ class Pair:
         self._staging = staging
         self._faults = faults
         self._epoch = 0
+        self._num_sides_open = 0
         self._heard_s = time.monotonic()
         self._out: asyncio.Queue[FromSender | None] = asyncio.Queue()
         self._transfers: dict[int, PairTransfer] = {}
         self._offers = Offers(config.resend_s, config.op_timeout_s)
         self._book: Shared[Offers, Instruction] = Shared(self._offers, self._carry_out)
-        self._outflow = Outflow(
-            lambda: self._epoch, self._book, FaultInjector(faults), config.op_timeout_s / 4, config.op_timeout_s
-        )
+        self._outflow = Outflow(lambda: self._epoch, self._book, FaultInjector(faults), config.op_timeout_s / 4)
         self._lane: Lane[SendingLink] | None = None
         self._store = SessionStore(lambda key, value: post(loop, self._out.put_nowait, Rendezvous(key, value)))
         self._channel = open_channel(peer.address)
@@ -190,17 +196,20 @@ class Pair:
     def offer(self, transfer: PairTransfer) -> None:
         """Puts a transfer on this pair."""
         ticket, plan = transfer.ticket, transfer.plan
-        self._transfers[ticket.generation] = transfer
         digest = plan.digest(self._config.checksum)
         dtype = plan.options.wire_dtype
         offer = Offer(ticket.transfer_id, ticket.generation, digest, len(plan.chunks), dtype, plan.num_tokens)
+        if ticket.generation in self._transfers:
+            raise TransferError(f"the ticket of transfer {ticket.transfer_id} is in use already")
+        self._transfers[ticket.generation] = transfer
         self._book.happen(lambda offers: offers.offer(offer, time.monotonic()))
         if transfer.finished:
             self.finish(transfer)
 
     def attached(self, transfer: PairTransfer) -> None:
         """Its blocks may be read now."""
-        if transfer.granted and transfer.outbound is not None and not transfer.settled.done():
+        is_live = self._transfers.get(transfer.ticket.generation) is transfer and not transfer.settled.done()
+        if is_live and transfer.granted and transfer.outbound is not None:
             self._outflow.add(transfer.outbound)
 
     def finish(self, transfer: PairTransfer) -> None:
@@ -252,6 +261,7 @@ class Pair:
     async def _run(self) -> None:
         self._out.put_nowait(self._hello)
         beat = asyncio.create_task(self._beat())
+        beat.add_done_callback(lambda _: self.lose(TransferError("the session's heart stopped")))
         try:
             async with asyncio.timeout(self._config.open_timeout_s):
                 welcome = await self._read()
@@ -271,7 +281,9 @@ class Pair:
         finally:
             self.lose(WorkerFailed("the KV session was cancelled"))
             beat.cancel()
-            await asyncio.gather(beat, return_exceptions=True)
+            await asyncio.wait({beat})
+            if not beat.cancelled() and (bug := beat.exception()) is not None:
+                logger.error("the KV session with worker %s failed", self.peer.worker_id, exc_info=bug)
             await self._channel.close()
             if self._lane is not None:
                 await self._lane.join(self._config.op_timeout_s + 1)
@@ -284,7 +296,7 @@ class Pair:
         while self.failure is None:
             await asyncio.sleep(period_s)
             now = time.monotonic()
-            if now - pinged_s >= config.ping_s - period_s / 2:
+            if now - pinged_s >= min(config.ping_s, config.op_timeout_s / 4) - period_s / 2:
                 self._out.put_nowait(Ping())
                 pinged_s = now
             self._book.happen(lambda offers, now=now: offers.tick(now))  # type: ignore[misc]
@@ -315,7 +327,9 @@ class Pair:
         self._epoch = welcome.pair_epoch
         self.link_kind = welcome.link
         name = f"kv-send-{peer.worker_id}"
-        self._lane = Lane(name, partial(self._open_link, welcome.link, self._staging(welcome.link)), self._outflow)
+        self._lane = Lane(
+            name, partial(self._open_link, welcome.link, self._staging.pool(welcome.link, self._device)), self._outflow
+        )
         self._lane.opened.add_done_callback(self._link_opened)
         self._lane.ended.add_done_callback(self._link_ended)
 
@@ -327,11 +341,19 @@ class Pair:
         return FaultyLink(link, self._faults) if self._faults.on_link else link
 
     def _link_opened(self, opened: asyncio.Future[None]) -> None:
-        if not opened.cancelled() and opened.exception() is None and not self.opened.done():
+        if not opened.cancelled() and opened.exception() is None:
+            self._side_opened()
+
+    def _side_opened(self) -> None:
+        """The link is good once both sides have it."""
+        self._num_sides_open += 1
+        if self._num_sides_open == 2 and not self.opened.done():
             self.opened.set_result(None)
 
     def _link_ended(self, ended: asyncio.Future[TransferError | None]) -> None:
-        self.lose(ended.result() or TransferError("the link was closed"))
+        """A link only knows that it broke; the session, a moment later, often knows why."""
+        error = ended.result() or TransferError("the link was closed")
+        ended.get_loop().call_later(SESSION_SAYS_WHY_S, self.lose, error)
 
     def _on(self, message: FromReceiver) -> None:
         now = time.monotonic()
@@ -348,6 +370,8 @@ class Pair:
                 )
             case AbortAck():
                 self._book.happen(lambda offers: offers.on_abort_ack(message.transfer_id, message.generation))
+            case LinkReady():
+                self._side_opened()
             case Ping():
                 pass
             case Welcome():

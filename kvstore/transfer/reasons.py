@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from baton.errors import TransferCorrupted, TransferError, TransferRefused, TransferTimeout
 
+GAVE_UP = "the sender gave the transfer up"
+"""Nothing failed: whoever wanted it does not any more."""
 _BY_STATUS = {e.status: e for e in (TransferError, TransferRefused, TransferCorrupted, TransferTimeout)}
 
 

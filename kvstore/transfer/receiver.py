@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -32,14 +31,13 @@ from kvstore.transfer.header import PROTOCOL_VERSION
 from kvstore.transfer.inflow import Inbound
 from kvstore.transfer.layout import AUTO, WIRE_DTYPES, layout_of, mismatch, source_ranks
 from kvstore.transfer.ledger import Committed, Failed, Free, Instruction, Ledger, State, Tell
-from kvstore.transfer.links import staging_device, usable_links
+from kvstore.transfer.links import StagingPools, usable_links
 from kvstore.transfer.plan import Plan, WireOptions, plan, require_fitting_slots
-from kvstore.transfer.reasons import from_reason, to_reason
+from kvstore.transfer.reasons import GAVE_UP, from_reason, to_reason
 from kvstore.transfer.rows import Rows
 from kvstore.transfer.session import Session
-from kvstore.transfer.shared import Shared
+from kvstore.transfer.shared import Shared, seen_through
 from kvstore.transfer.shm_link import host_id
-from kvstore.transfer.slots import StagingPool
 from kvstore.transfer.stats import TransferStats
 
 if TYPE_CHECKING:
@@ -76,6 +74,8 @@ class _Reserved:
     first_token: int | None = None
     error: TransferError | None = None
     release_began: bool = False
+    given_up: bool = False
+    """By the sender, for want of anybody who needs it."""
 
 
 class KvReceiver:
@@ -112,14 +112,14 @@ class KvReceiver:
         self._host = host
         self._wire_compat = wire_compat
         self._links = usable_links(caches[0].device, config.links)
-        self._staging: dict[str, StagingPool] = {}
+        self._staging = StagingPools(config)
         self._ledger = Ledger()
         self._book: Shared[Ledger, Instruction] = Shared(self._ledger, self._carry_out)
         self._reserved: dict[int, _Reserved] = {}
         self._sessions: dict[int, Session] = {}
-        self._session_ids = itertools.count(1)
+        self._num_sessions = 0
+        """Ever."""
         self._lanes: set[Lane[ReceivingLink]] = set()
-        self._epochs: dict[str, int] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self._stats = TransferStats()
 
@@ -136,7 +136,7 @@ class KvReceiver:
 
     @property
     def slots_in_use(self) -> int:
-        return sum(pool.in_use for pool in self._staging.values())
+        return self._staging.slots_in_use
 
     # -- the worker's side -------------------------------------------------------------------------------------------
 
@@ -211,21 +211,15 @@ class KvReceiver:
             The reservation's blocks. They are the caller's alone from now on: to free, or to go on with where the
             transfer is committed. Empty for every call but the first.
 
-        Waits for one scatter at most, and sees that through even when it is cancelled, so that no block is lost.
+        Waits for one scatter at most, and sees that through even when it is cancelled: the blocks are the caller's then
+        too, though the call raises.
         """
         reserved = self._reserved.get(ticket.generation)
         if reserved is None or reserved.release_began:
             return ()
         reserved.release_began = True
         self._book.happen(lambda ledger: ledger.release(ticket.generation))
-        cancelled = False
-        while not reserved.freed.done():
-            try:
-                await asyncio.wait({reserved.freed})
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled and (task := asyncio.current_task()):
-            task.cancel()  # again, at its next wait: this call had to return the blocks
+        await seen_through(reserved.freed)
         return reserved.freed.result()
 
     async def close(self) -> None:
@@ -298,6 +292,8 @@ class KvReceiver:
 
     def on_abort(self, session: Session, abort: Abort) -> None:
         error = from_reason(abort.reason)
+        if (reserved := self._reserved.get(abort.generation)) is not None:
+            reserved.given_up = str(error) == GAVE_UP
         self._book.happen(lambda ledger: ledger.abort(session.id, abort.transfer_id, abort.generation, error))
 
     def on_ping(self, session: Session) -> None:
@@ -372,7 +368,7 @@ class KvReceiver:
             case Failed():
                 reserved.error = instruction.error
                 reserved.settled.set()
-                self._stats.failed += 1
+                self._stats.failed += not (reserved.release_began or reserved.given_up)  # those were not wanted
                 self._stats.corrupted += isinstance(instruction.error, TransferCorrupted)
                 self._close_links_to(instruction.generation)
             case Free():
@@ -408,20 +404,10 @@ class KvReceiver:
                 f"worker {hello.worker_id} offers the links {', '.join(hello.links) or 'none'}, "
                 f"worker {self.worker_id} can use {', '.join(self._links) or 'none'}"
             )
-        who = f"{hello.worker_id}/{hello.rank}"
-        epoch = self._epochs[who] = self._epochs.get(who, 0) + 1
         cache = self._caches[hello.peer_rank]
-        place = (self._config, self._host, cache.device, self._pool(link, cache))
-        session_id = next(self._session_ids)
-        return Session(session_id, hello, link, epoch, self.incarnation, self, *place)
-
-    def _pool(self, kind: str, cache: KVCache) -> StagingPool:
-        """Of all sessions whose slots are on the same device."""
-        at = staging_device(kind, cache.device)
-        if str(at) not in self._staging:
-            pinned = cache.device.type == "cuda" and at.type == "cpu"
-            self._staging[str(at)] = StagingPool(self._config.num_slots, self._config.slot_bytes, at, pinned)
-        return self._staging[str(at)]
+        place = (self._config, self._host, cache.device, self._staging.pool(link, cache.device))
+        self._num_sessions += 1
+        return Session(self._num_sessions, hello, link, self.incarnation, self, *place)
 
 
 async def _known(request_iterator: Any) -> AsyncIterator[FromSender]:

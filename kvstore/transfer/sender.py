@@ -18,24 +18,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import time
 from typing import TYPE_CHECKING
 
 from baton.config import FaultsConfig
-from baton.errors import BatonError, Overloaded, TransferCorrupted, TransferError, TransferRefused, WorkerFailed
+from baton.errors import BatonError, Overloaded, TransferCorrupted, TransferError, TransferRefused
 from baton.messages import HandedOver, Hello, Ticket
 from kvstore.transfer.faults import parse_faults
 from kvstore.transfer.header import PROTOCOL_VERSION
 from kvstore.transfer.layout import destination_ranks, layout_of, mismatch
-from kvstore.transfer.links import staging_device, usable_links
+from kvstore.transfer.links import usable_links
 from kvstore.transfer.outflow import Outbound
-from kvstore.transfer.pair import Pair, PairTransfer, Peer
+from kvstore.transfer.pair import PairTransfer, Peer
+from kvstore.transfer.pairs import Pairs
 from kvstore.transfer.plan import WireOptions, plan, require_fitting_slots
+from kvstore.transfer.reasons import GAVE_UP
 from kvstore.transfer.rows import Rows
+from kvstore.transfer.shared import seen_through
 from kvstore.transfer.shm_link import host_id
-from kvstore.transfer.slots import StagingPool
 from kvstore.transfer.stats import TransferStats
+
+ROOM_POLL_S = 0.05
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -43,8 +46,6 @@ if TYPE_CHECKING:
     from baton.config import TransferConfig
     from baton.engine.kv_cache import KVCache
     from baton.engine.runner import Fence
-
-logger = logging.getLogger(__name__)
 
 
 class KvSender:
@@ -70,16 +71,12 @@ class KvSender:
         self.layout = layout_of(caches[0].spec, len(caches), num_kv_heads)
         require_fitting_slots(self.layout, config.slot_bytes, config.wire_dtype)
         links = usable_links(caches[0].device, config.links)
-        self._hello = Hello(PROTOCOL_VERSION, worker_id, incarnation, wire_compat, links, self.layout, 0, 0, host_id())
+        hello = Hello(PROTOCOL_VERSION, worker_id, incarnation, wire_compat, links, self.layout, 0, 0, host_id())
         self._caches = tuple(caches)
         self._config = config
-        self._host = host
-        self._max_pairs = config.max_pairs or (8 if caches[0].device.type == "cuda" else 64)
-        self._faults = parse_faults((faults or FaultsConfig()).spec)
-        self._staging: dict[str, StagingPool] = {}
-        self._pairs: dict[tuple[int, Peer], Pair] = {}
-        self._opening: dict[tuple[int, Peer], asyncio.Task[Pair]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._wire_compat = wire_compat
+        devices = [cache.device for cache in caches]
+        self._pairs = Pairs(hello, devices, config, host, parse_faults((faults or FaultsConfig()).spec))
         self._live: set[PairTransfer] = set()
         self._ended = asyncio.Event()
         self._num_waiting = 0
@@ -89,20 +86,15 @@ class KvSender:
 
     @property
     def stats(self) -> TransferStats:
-        pairs = self._pairs.values()
-        return dataclasses.replace(
-            self._stats,
-            fenced=self._stats.fenced + sum(pair.num_fenced for pair in pairs),
-            resent=self._stats.resent + sum(pair.num_resent for pair in pairs),
-        )
+        return dataclasses.replace(self._stats, fenced=self._pairs.num_fenced, resent=self._pairs.num_resent)
 
     @property
     def num_pairs(self) -> int:
-        return sum(pair.failure is None for pair in self._pairs.values())
+        return self._pairs.num_open
 
     @property
     def slots_in_use(self) -> int:
-        return sum(pool.in_use for pool in self._staging.values())
+        return self._pairs.staging.slots_in_use
 
     @property
     def unsent_bytes(self) -> int:
@@ -124,7 +116,9 @@ class KvSender:
         try:
             while self.unsent_bytes > limit:
                 self._ended.clear()
-                await self._ended.wait()
+                with contextlib.suppress(TimeoutError):  # lanes drain what is unsent between two ends of transfers
+                    async with asyncio.timeout(ROOM_POLL_S):
+                        await self._ended.wait()
         finally:
             self._num_waiting -= 1
 
@@ -153,18 +147,16 @@ class KvSender:
         finally:
             for start in starting:
                 start.cancel()
-            await transfer.close()
-            self._live.difference_update(parts.values())
-            self._ended.set()
+            try:
+                await transfer.close()
+            finally:
+                self._live.difference_update(parts.values())
+                self._ended.set()
+                self._pairs.make_room()
 
     async def close(self) -> None:
         """Ends all pairs and their threads."""
-        for opening in self._opening.values():
-            opening.cancel()
-        for pair in self._pairs.values():
-            pair.lose(WorkerFailed("this worker shuts down"))
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._pairs.close()
 
     def rows(self, rank: int, part: PairTransfer, block_ids: Sequence[int], state_slot: int | None) -> Rows:
         cache = self._caches[rank]
@@ -188,10 +180,9 @@ class KvSender:
     def _parts(self, ticket: Ticket, num_tokens: int) -> dict[tuple[int, int], PairTransfer]:
         """By sending and receiving rank."""
         here, there = self.layout, ticket.layout
-        if ticket.wire_compat != self._hello.wire_compat:
+        if ticket.wire_compat != self._wire_compat:
             raise TransferRefused(
-                f"worker {ticket.decode_worker_id} has KV of kind {ticket.wire_compat}, "
-                f"this worker {self._hello.wire_compat}"
+                f"worker {ticket.decode_worker_id} has KV of kind {ticket.wire_compat}, this worker {self._wire_compat}"
             )
         if difference := mismatch(here, there, self._config.wire_dtype):
             raise TransferRefused(difference)
@@ -210,83 +201,13 @@ class KvSender:
     async def _start(self, rank: int, part: PairTransfer, peer: Peer) -> None:
         """Offers a part as soon as its pair is open."""
         try:
-            pair = await asyncio.shield(self._open(rank, peer))
+            async with self._pairs.open(rank, peer) as pair:
+                part.offer_on(pair)
         except BatonError as error:
             part.fail(error)
-        except asyncio.CancelledError:
-            part.fail(TransferError("the sender gave the transfer up"))
+        except BaseException as error:
+            part.fail(TransferError(f"the transfer could not begin: {error!r}"))
             raise
-        else:
-            part.offer_on(pair)
-
-    # -- pairs -------------------------------------------------------------------------------------------------------
-
-    def _open(self, rank: int, peer: Peer) -> asyncio.Task[Pair]:
-        """The pair with a peer; whoever asks while it is being made waits for the same one."""
-        key = (rank, peer)
-        opening = self._opening.get(key)
-        if opening is None or (opening.done() and (opening.exception() or opening.result().failure)):
-            self._forget_lost_pairs()
-            opening = self._opening[key] = asyncio.create_task(self._make_pair(rank, peer))
-            opening.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return opening
-
-    async def _make_pair(self, rank: int, peer: Peer) -> Pair:
-        """Over the best kind of link that can be made."""
-        links = self._hello.links
-        while True:
-            hello = dataclasses.replace(self._hello, links=links, rank=rank, peer_rank=peer.rank)
-            pair = Pair(
-                peer,
-                hello,
-                self._config,
-                self._host,
-                self._caches[rank].device,
-                lambda kind: self._pool(kind, rank),
-                self._faults,
-            )
-            self._pairs[rank, peer] = pair
-            self._tasks.add(pair.closed)
-            pair.closed.add_done_callback(self._tasks.discard)
-            try:
-                await pair.opened
-            except TransferRefused:
-                raise
-            except TransferError as error:
-                links = tuple(kind for kind in links if kind != pair.link_kind)
-                if not pair.link_kind or not links:
-                    raise
-                logger.warning(
-                    "no %s link to worker %s, trying %s: %s", pair.link_kind, peer.worker_id, ", ".join(links), error
-                )
-            else:
-                self._make_room(pair)
-                return pair
-
-    def _make_room(self, newest: Pair) -> None:
-        """Closes the pairs that were idle longest, where there are too many."""
-        idle = sorted(
-            (pair for pair in self._pairs.values() if pair.is_idle and pair is not newest), key=lambda pair: pair.used_s
-        )
-        for pair in idle[: max(0, self.num_pairs - self._max_pairs)]:
-            pair.lose(TransferError("the pair made room for another"))
-
-    def _forget_lost_pairs(self) -> None:
-        for key, pair in list(self._pairs.items()):
-            if pair.failure is not None:
-                self._stats.fenced += pair.num_fenced
-                self._stats.resent += pair.num_resent
-                del self._pairs[key]
-                self._opening.pop(key, None)
-
-    def _pool(self, kind: str, rank: int) -> StagingPool:
-        """Of all pairs whose slots are on the same device."""
-        device = self._caches[rank].device
-        at = staging_device(kind, device)
-        if str(at) not in self._staging:
-            pinned = device.type == "cuda" and at.type == "cpu"
-            self._staging[str(at)] = StagingPool(self._config.num_slots, self._config.slot_bytes, at, pinned)
-        return self._staging[str(at)]
 
 
 class Transfer:
@@ -354,16 +275,9 @@ class Transfer:
     async def close(self) -> None:
         """Gives up what is not settled, and returns once the blocks are not read any more, even when cancelled."""
         for part in self._parts.values():
-            part.give_up(TransferError("the sender gave the transfer up"))
+            part.give_up(TransferError(GAVE_UP))
         waiting = asyncio.gather(*(part.unpinned for part in self._parts.values()))
-        cancelled = False
-        while not waiting.done():
-            try:
-                await asyncio.wait({waiting})
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled and (task := asyncio.current_task()):
-            task.cancel()  # again, at its next wait: the blocks had to be let go of first
+        await seen_through(waiting)
 
 
 def _address(ticket: Ticket) -> tuple[str, str, str]:

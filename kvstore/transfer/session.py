@@ -21,6 +21,7 @@ from baton.messages import (
     FromReceiver,
     FromSender,
     Hello,
+    LinkReady,
     Offer,
     Ping,
     Rendezvous,
@@ -62,11 +63,11 @@ class Session:
     """For one event loop.
 
     Attributes:
-        id: unique in this process.
+        id: unique in this process; the pair's epoch, which every header on the link carries.
         hello: what the peer said of itself.
         inbounds: transfers that may send on the link now, by generation. Written on the loop, read by the lane.
         failure: why the stream must be ended from here; None while it is good, or when the peer left.
-        lane: ends soon after the session, at the link's operation timeout at the latest.
+        lane: ends soon after the session: at the link's timeout, to open or to operate, at the latest.
     """
 
     def __init__(
@@ -74,7 +75,6 @@ class Session:
         session_id: int,
         hello: Hello,
         link_kind: str,
-        epoch: int,
         incarnation: str,
         desk: Desk,
         config: TransferConfig,
@@ -95,9 +95,10 @@ class Session:
         self._out: asyncio.Queue[FromReceiver | None] = asyncio.Queue()
         self._ended = False
         self._store = SessionStore(lambda key, value: post(self._loop, self.tell, Rendezvous(key, value)))
-        self._inflow = Inflow(epoch, self.inbounds.get, config.slot_bytes, slot_wait_s=config.op_timeout_s)
-        self.tell(Welcome(incarnation, link_kind, epoch))
+        self._inflow = Inflow(session_id, self.inbounds.get, config.slot_bytes, slot_wait_s=config.op_timeout_s)
+        self.tell(Welcome(incarnation, link_kind, session_id))
         self.lane = Lane(f"kv-recv-{hello.worker_id}", partial(self._open_link, link_kind, staging), self._inflow)
+        self.lane.opened.add_done_callback(self._link_opened)
         self.lane.ended.add_done_callback(self._link_ended)
 
     @property
@@ -184,6 +185,10 @@ class Session:
         use_own_stream(self._device)
         timeouts = (config.open_timeout_s, config.op_timeout_s)
         return open_receiver(kind, self._store, self._host, staging, config.window, *timeouts)
+
+    def _link_opened(self, opened: asyncio.Future[None]) -> None:
+        if not opened.cancelled() and opened.exception() is None:
+            self.tell(LinkReady())
 
     def _link_ended(self, ended: asyncio.Future[TransferError | None]) -> None:
         error = ended.result() or TransferError("the link was closed")

@@ -54,6 +54,22 @@ class Shared(Generic[Machine, Instruction]):
             self._carry_out(self._decided.popleft())
 
 
+async def seen_through(future: asyncio.Future[T]) -> None:
+    """Waits until it is done, even when cancelled meanwhile; the cancellation follows then.
+
+    Raises:
+        CancelledError: the caller was cancelled, and the future is done.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
     """`call_soon_threadsafe`, unless the loop is gone, and with it all who would want to know."""
     with contextlib.suppress(RuntimeError):

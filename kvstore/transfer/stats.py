@@ -26,7 +26,3 @@ class TransferStats:
     """Leases that ended before the KV arrived."""
     resent: int = 0
     """Messages said again because no answer came."""
-    pulled_tokens: int = 0
-    """Prompt tokens whose KV came from another worker's cache."""
-    failed_pulls: int = 0
-    """Prefixes that were to be pulled and had to be computed."""

@@ -174,7 +174,7 @@ class Decode:
 
     @property
     def num_pairs_ever(self) -> int:
-        return sum(self.receiver._epochs.values())
+        return self.receiver._num_sessions
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ def another(name: str, value: Any) -> Any:
     match value:
         case str() if name == "wire_dtype":
             return "int8"
+        case float() | int() if name in ("ping_s", "resend_s", "window"):  # must not exceed others
+            return value + 1
         case str():
             return {"transformers": "arithmetic", "full": "off", "auto": "split", "info": "debug"}.get(
                 value, value + "x"
@@ -44,6 +46,29 @@ def another(name: str, value: Any) -> Any:
             return ("gloo",)
         case _:
             return value + 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"ping_s": 0}, "ping_s must be more than 0"),
+        ({"op_timeout_s": -1}, "op_timeout_s must be more than 0"),
+        ({"pull_timeout_s": float("nan")}, "pull_timeout_s must be more than 0"),
+        ({"op_timeout_s": 1.5}, r"ping_s \(2.0\) must not exceed transfer.op_timeout_s"),
+        ({"lease_s": 1}, "must not exceed transfer.lease_s"),
+        ({"window": 99}, "window .* must not exceed transfer.num_slots"),
+        ({"max_pairs": -3}, "max_pairs must be 0"),
+        ({"links": ()}, "links must name at least one"),
+        ({"links": ("shm", "udp")}, "udp"),
+    ],
+)
+def test_transfer_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        TransferConfig(**settings)
+
+
+def test_items_of_a_list_may_have_spaces_around_them() -> None:
+    assert load(environ={"BATON_TRANSFER_LINKS": "shm, gloo"}).transfer.links == ("shm", "gloo")
 
 
 def test_nothing_given_gives_the_defaults() -> None:

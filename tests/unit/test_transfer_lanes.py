@@ -106,7 +106,7 @@ class Sides:
         stores += [SessionStore(lambda key, value: stores[SENDER].deliver(key, value))]
         self.stores = stores
         hook = Hook(faults or Faults(), at_chunk, call)
-        self.outflow = Outflow(lambda: epochs[0], self.at_offers, hook, heartbeat_s, op_timeout_s)
+        self.outflow = Outflow(lambda: epochs[0], self.at_offers, hook, heartbeat_s)
         self.inflow = Inflow(epochs[1], self.inbounds.get, SLOT_BYTES, op_timeout_s)
 
         def ends(open_link: Any, side: int) -> Any:

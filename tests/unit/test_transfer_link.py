@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from baton.errors import TransferError, TransferTimeout
+from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.faults import Faults
 from kvstore.transfer.faulty_link import FaultyLink
 from kvstore.transfer.header import HEADER_BYTES
@@ -383,7 +383,8 @@ def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
 def test_kinds_are_chosen_for_the_cache_and_the_wish() -> None:
     assert usable_links(CPU, ("shm", "nccl", "gloo")) == ("shm", "gloo")
     assert usable_links(torch.device("cuda"), ("shm", "gloo")) == ("gloo",)
-    assert usable_links(CPU, ("nccl",)) == ()
+    with pytest.raises(ConfigError, match=r"none of transfer.links \(nccl\) works for a KV cache on cpu"):
+        usable_links(CPU, ("nccl",))
     assert staging_device("nccl", torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert staging_device("gloo", torch.device("cuda", 1)) == CPU
 
