@@ -173,7 +173,9 @@ class Pair:
         self._book: Shared[Offers, Instruction] = Shared(self._offers, self._carry_out)
         self._outflow = Outflow(lambda: self._epoch, self._book, FaultInjector(faults), config.op_timeout_s / 4)
         self._lane: Lane[SendingLink] | None = None
-        self._store = SessionStore(lambda key, value: post(loop, self._out.put_nowait, Rendezvous(key, value)))
+        self._store = SessionStore(
+            lambda key, value: post(loop, self._out.put_nowait, Rendezvous(key, value)), config.open_timeout_s
+        )
         self._channel = open_channel(peer.address)
         stub: Any = kv_pb2_grpc.KvControlStub(self._channel)
         self._call = stub.Session(self._requests())

@@ -94,7 +94,9 @@ class Session:
         self._heard_s = self._loop.time()
         self._out: asyncio.Queue[FromReceiver | None] = asyncio.Queue()
         self._ended = False
-        self._store = SessionStore(lambda key, value: post(self._loop, self.tell, Rendezvous(key, value)))
+        self._store = SessionStore(
+            lambda key, value: post(self._loop, self.tell, Rendezvous(key, value)), config.open_timeout_s
+        )
         self._inflow = Inflow(session_id, self.inbounds.get, config.slot_bytes, slot_wait_s=config.op_timeout_s)
         self.tell(Welcome(incarnation, link_kind, session_id))
         self.lane = Lane(f"kv-recv-{hello.worker_id}", partial(self._open_link, link_kind, staging), self._inflow)

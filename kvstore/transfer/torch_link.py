@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.header import HEADER_BYTES
+from kvstore.transfer.link import RECEIVER, SENDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,16 +34,22 @@ _SIGNALS, _CHUNKS = 0, 1
 """Tags, which gloo matches and NCCL ignores."""
 _MAX_CTAS = 4
 """NCCL channels a pair: each costs about 6.5 MB of GPU memory, and blocks of the decode kernels."""
+_RECEIVER_READY = "nccl/receiver-ready"
 _NCCL_LAUNCHER = threading.Lock()
 """NCCL forbids issuing operations of several communicators of one device in parallel."""
 
 
 class SessionStore(Store):
-    """One pair's rendezvous. The owner keeps it alive as long as the link: torch holds only the C++ half."""
+    """One pair's rendezvous. The owner keeps it alive as long as the link: torch holds only the C++ half.
 
-    def __init__(self, publish: Callable[[str, bytes], None]) -> None:
+    Args:
+        timeout_s: longest wait for a key of the peer's.
+    """
+
+    def __init__(self, publish: Callable[[str, bytes], None], timeout_s: float = 300.0) -> None:
         super().__init__()
         self._publish = publish
+        self._longest_wait = timedelta(seconds=timeout_s)
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -70,7 +77,7 @@ class SessionStore(Store):
         self._publish(key, data)
 
     def get(self, key: str) -> bytes:
-        self.wait([key], timedelta(seconds=300))
+        self.wait([key], self._longest_wait)
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
@@ -195,10 +202,33 @@ class NcclLink:
         self._peer = 1 - rank
         self._op_timeout_s = op_timeout_s
         self._aborted = threading.Event()
-        with _NCCL_LAUNCHER:  # a communicator must not be made while another one's transfer is launched
+        self._ending = threading.Lock()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # A communicator must not be made while another one's transfer is launched, and making one waits for the peer.
+        # So the receiver takes its launcher first; the sender, who takes its own only then, waits for nobody that
+        # waits for somebody else.
+        if rank == SENDER:
+            store.wait([_RECEIVER_READY], options._timeout)
+        if not _NCCL_LAUNCHER.acquire(timeout=open_timeout_s):
+            raise TransferTimeout(f"other NCCL links were being made for {open_timeout_s:g} s")
+        try:
+            if rank == RECEIVER:
+                store.set(_RECEIVER_READY, b"1")
             self._group: Any = nccl(store, rank, 2, options)
             self._group.eager_connect_single_device(device)
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._connect(rank, open_timeout_s)
+        finally:
+            _NCCL_LAUNCHER.release()
+
+    def _connect(self, rank: int, timeout_s: float) -> None:
+        """Lets one byte cross: only then it is known that the two can reach each other."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            move = self._group.send if rank == SENDER else self._group.recv
+            move([byte], self._peer, _CHUNKS).wait()
+            done.record(self._stream)
+        _NcclOperation(self, done, time.monotonic() + timeout_s).wait()
 
     def send_signal(self, header: bytes) -> Operation:
         return self._signals.send_signal(header)
@@ -215,25 +245,30 @@ class NcclLink:
     def close(self) -> None:
         self._signals.close()
         self._abort_group()
-        self._group = None
 
     def abort(self) -> None:
+        """The communicator's own abort may wait for the device, and who calls this may be an event loop."""
         self._aborted.set()
-        self._abort_group()
+        threading.Thread(target=self._abort_group, name="kv-nccl-abort", daemon=True).start()
 
     def _abort_group(self) -> None:
-        if (group := self._group) is not None:
-            group._group_start()  # as torch aborts its own: one after the other, communicators can wait on the device
-            group.abort()
-            group._group_end()
+        with self._ending:
+            group, self._group = self._group, None
+            if group is not None:
+                group._group_start()  # as torch aborts its own: one after the other, they can wait on the device
+                group.abort()
+                group._group_end()
 
     def _launch(self, start: Callable[[Any], Any]) -> Operation:
+        group = self._group
+        if group is None:
+            raise TransferError("the nccl link was aborted")
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         staged = torch.cuda.current_stream(self._device)  # the lane's own: the engine's steps are not waited for
         try:
             with _NCCL_LAUNCHER, torch.cuda.stream(self._stream):
                 self._stream.wait_stream(staged)
-                start(self._group).wait()  # the own stream waits for NCCL's
+                start(group).wait()  # the own stream waits for NCCL's
                 done.record(self._stream)
         except RuntimeError as error:
             raise TransferError(f"the nccl link is broken: {error}") from error
