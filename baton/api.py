@@ -65,7 +65,8 @@ class Usage:
 class Timing:
     """Seconds of the first choice, each measured inside one process.
 
-    queue, prefill, transfer and decode follow one another and add up to the whole, but for what the router does itself.
+    queue, prefill, transfer and decode follow one another. Where nothing was placed again, they add up to the whole,
+    but for what the router does itself.
     """
 
     ttft_s: float = 0.0

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
+from opentelemetry.context import Context
 
 from baton import wire
 from baton.engine.engine import Generated, Reserved
@@ -34,18 +35,22 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             "decode", tracing.from_metadata(context.invocation_metadata()), {"baton.worker": self._worker_id}
         )
         try:
-            serve = self._after_hand_over(spec) if await_kv else self._aggregated(spec, source)
+            serve = (
+                self._after_hand_over(spec) if await_kv else self._aggregated(spec, source, tracing.context_of(span))
+            )
             async with contextlib.aclosing(serve) as events:
                 async for event in events:
                     yield wire.decode_response(event)
         finally:
             span.end()
 
-    async def _aggregated(self, spec: SequenceSpec, source: PrefixSource | None) -> AsyncGenerator[NewTokens]:
+    async def _aggregated(
+        self, spec: SequenceSpec, source: PrefixSource | None, trace: Context
+    ) -> AsyncGenerator[NewTokens]:
         """Prefills here, from a prefix pulled from `source` if there is one, and decodes here."""
         arrived_s = time.monotonic()
         if source is not None:
-            await self._kv.fetch_prefix(spec, source, arrived_s)
+            await self._kv.fetch_prefix(spec, source, arrived_s, trace)
         async with (
             self._loop.sequence(spec, Purpose.GENERATE, arrived_s) as handle,
             contextlib.aclosing(self._tokens(handle)) as new,

@@ -47,7 +47,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             transfer = await stack.enter_async_context(self._kv.sender.transfer(ticket)) if ticket else None
             await self._kv.sender.wait_for_room(self._loop.max_waiting)
             if source is not None:
-                await self._kv.fetch_prefix(spec, source, arrived_s)
+                await self._kv.fetch_prefix(spec, source, arrived_s, trace)
             handle = await stack.enter_async_context(self._loop.sequence(spec, Purpose.PREFILL, arrived_s))
             admitted = await handle.next()
             assert isinstance(admitted, Admitted)

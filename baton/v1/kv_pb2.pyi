@@ -178,7 +178,7 @@ class Hello(_message.Message):
     worker_id: _builtins.str
     incarnation: _builtins.str
     wire_compat: _builtins.str
-    """Hash of model and revision; unequal sides are refused."""
+    """Hash of the model's revision and of what its KV consists of; unequal sides are refused."""
     rank: _builtins.int
     """The sending rank, and the rank of the receiving worker that is meant."""
     peer_rank: _builtins.int

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -21,12 +22,15 @@ from baton.engine.sequence import Purpose
 from baton.errors import BatonError, TransferTimeout
 from baton.messages import PrefixSource, Pull, SequenceSpec, Ticket
 from baton.rpc import from_rpc_error
+from baton.telemetry import tracing
 from baton.v1 import kv_pb2, kv_pb2_grpc
 from kvstore.transfer.channel import open_channel
 from kvstore.transfer.receiver import Arrival, KvReceiver
 from kvstore.transfer.sender import KvSender
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
     from baton.config import FaultsConfig, TransferConfig
     from baton.engine.loop import EngineLoop
 
@@ -82,11 +86,12 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
 
     # -- pulling -----------------------------------------------------------------------------------------------------
 
-    async def fetch_prefix(self, spec: SequenceSpec, source: PrefixSource, arrived_s: float) -> int:
+    async def fetch_prefix(self, spec: SequenceSpec, source: PrefixSource, arrived_s: float, trace: Context) -> int:
         """Pulls what another worker holds of a prompt into this worker's prefix cache.
 
         Args:
             arrived_s: when the request came, on the monotonic clock: the pull waits for blocks in its place.
+            trace: of the request.
 
         Returns:
             Tokens that came; 0 where nothing did, for whatever reason: the engine computes what is missing.
@@ -100,16 +105,17 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         prefix = dataclasses.replace(
             spec, token_ids=spec.token_ids[:num_tokens], num_prompt_tokens=num_tokens, max_tokens=0
         )
+        began_s = time.monotonic()
+        num_pulled = 0
         try:
-            async with asyncio.timeout(self._config.pull_timeout_s):
-                return await self._fetch(prefix, source, arrived_s)
-        except TimeoutError:
-            error: BatonError = TransferTimeout(f"it did not arrive within {self._config.pull_timeout_s:g} s")
-        except BatonError as failure:
-            error = failure
-        self._failed_pulls += 1
-        logger.warning("the prefix of %s is computed, not pulled: %s", spec.sequence_id, error)
-        return 0
+            num_pulled = await self._fetch(prefix, source, arrived_s)
+            self._pulled_tokens += num_pulled
+        except BatonError as error:
+            self._failed_pulls += 1
+            logger.warning("the prefix of %s is computed, not pulled: %s", spec.sequence_id, error)
+        labels: tracing.Attributes = {"baton.source": source.worker_id, "baton.pulled_tokens": num_pulled}
+        tracing.record_span("kv.pull", trace, time.monotonic() - began_s, labels)
+        return num_pulled
 
     async def _fetch(self, prefix: SequenceSpec, source: PrefixSource, arrived_s: float) -> int:
         async with self._loop.sequence(prefix, Purpose.RECEIVE, arrived_s) as handle:
@@ -121,14 +127,17 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
             transfer_id = f"{sequence.sequence_id}/prefix@{self._worker_id}"
             blocks = sequence.block_table
             ticket = self.receiver.expect(transfer_id, sequence.num_tokens, skip_tokens, blocks, partial=True)
+            keys = tuple(block_keys(prefix.cache_seed, prefix.token_ids))
             try:
-                arrival = await self._pull(ticket, tuple(block_keys(prefix.cache_seed, prefix.token_ids)), source)
+                async with asyncio.timeout(self._config.pull_timeout_s):
+                    arrival = await self._pull(ticket, keys, source)
+            except TimeoutError:
+                raise TransferTimeout(f"it did not arrive within {self._config.pull_timeout_s:g} s") from None
             finally:
                 await self.receiver.release(ticket)
             if arrival is None:
                 return 0
             self._loop.adopt(sequence, arrival.num_tokens)
-            self._pulled_tokens += arrival.num_tokens - skip_tokens
             return arrival.num_tokens - skip_tokens
 
     async def _pull(self, ticket: Ticket, keys: tuple[bytes, ...], source: PrefixSource) -> Arrival | None:

@@ -858,10 +858,16 @@ async def test_a_prefix_is_pulled_from_the_worker_that_has_it(link: str, ours: i
         expected = expected_tokens(PROMPT, 4)
         assert await there.generate(make_spec(PROMPT)) == expected
         assert (
-            await here.kv.fetch_prefix(make_spec(PROMPT, request_id="first"), there.source(40), time.monotonic()) == 32
+            await here.kv.fetch_prefix(
+                make_spec(PROMPT, request_id="first"), there.source(40), time.monotonic(), Context()
+            )
+            == 32
         )
         assert (
-            await here.kv.fetch_prefix(make_spec(PROMPT, request_id="rest"), there.source(100), time.monotonic()) == 64
+            await here.kv.fetch_prefix(
+                make_spec(PROMPT, request_id="rest"), there.source(100), time.monotonic(), Context()
+            )
+            == 64
         )
         await here.check_idle()
         here.runner.layer_s = 0.001
@@ -869,7 +875,10 @@ async def test_a_prefix_is_pulled_from_the_worker_that_has_it(link: str, ours: i
             assert await read_all(handle) == expected
             assert handle.sequence.num_cached_tokens == 96
         assert (
-            await here.kv.fetch_prefix(make_spec(PROMPT, request_id="again"), there.source(96), time.monotonic()) == 0
+            await here.kv.fetch_prefix(
+                make_spec(PROMPT, request_id="again"), there.source(96), time.monotonic(), Context()
+            )
+            == 0
         ), "is here"
         assert await there.generate(make_spec(PROMPT)) == expected
         await here.check_idle()
@@ -882,7 +891,7 @@ async def test_a_prefix_is_pulled_from_the_worker_that_has_it(link: str, ours: i
         # And the other way, over a pair of its own.
         other = [token + 1 for token in PROMPT]
         await here.generate(make_spec(other))
-        assert await there.kv.fetch_prefix(make_spec(other), here.source(96), time.monotonic()) == 96
+        assert await there.kv.fetch_prefix(make_spec(other), here.source(96), time.monotonic(), Context()) == 96
         assert await there.generate(make_spec(other)) == expected_tokens(other, 4)
         assert here.kv.counts().open_pairs == there.kv.counts().open_pairs == 2
 
@@ -895,7 +904,9 @@ async def test_what_the_source_evicted_is_computed(link: str) -> None:
         engine_worker("there", ArithmeticRunner(16), config, "link_delay_ms=10") as there,
     ):
         await there.generate(make_spec(PROMPT))
-        pulling = asyncio.create_task(here.kv.fetch_prefix(make_spec(PROMPT), there.source(96), time.monotonic()))
+        pulling = asyncio.create_task(
+            here.kv.fetch_prefix(make_spec(PROMPT), there.source(96), time.monotonic(), Context())
+        )
         assert await eventually(lambda: there.loop.engine._pins.total() > 0)
         for number in range(4):  # each wants the whole of what is free
             other = [number + 10] * 120
@@ -904,9 +915,9 @@ async def test_what_the_source_evicted_is_computed(link: str) -> None:
         assert await here.generate(make_spec(PROMPT)) == expected_tokens(PROMPT, 4)
         for number in range(4):
             await there.generate(make_spec([number + 20] * 200))
-        assert await here.kv.fetch_prefix(make_spec([5] * 99), there.source(96), time.monotonic()) == 0
+        assert await here.kv.fetch_prefix(make_spec([5] * 99), there.source(96), time.monotonic(), Context()) == 0
         unseen = [token + 3 for token in PROMPT]
-        assert await here.kv.fetch_prefix(make_spec(unseen), there.source(96), time.monotonic()) == 0
+        assert await here.kv.fetch_prefix(make_spec(unseen), there.source(96), time.monotonic(), Context()) == 0
         assert await here.generate(make_spec(unseen)) == expected_tokens(unseen, 4)
         assert here.kv.counts().failed_pulls == 0
         await here.check_idle()
@@ -931,7 +942,7 @@ async def test_a_prefix_of_a_dead_source_is_computed_and_soon(link: str, death: 
         if death == "forgets the answer":
             there.kv.sender._pairs._faults = parse_faults("link_stall=3")
         started = time.monotonic()
-        pulling = asyncio.create_task(here.kv.fetch_prefix(make_spec(PROMPT), source, time.monotonic()))
+        pulling = asyncio.create_task(here.kv.fetch_prefix(make_spec(PROMPT), source, time.monotonic(), Context()))
         if death == "in the middle":
             assert await eventually(lambda: here.runner.cache.groups[0].any().item() is True)
             await asyncio.gather(there.server.stop(0), there.kv.close())
@@ -952,11 +963,11 @@ async def test_nothing_is_pulled_for_a_model_with_states_or_from_oneself() -> No
         engine_worker("plain", ArithmeticRunner(64)) as plain,
     ):
         await there.generate(make_spec(PROMPT))
-        assert await here.kv.fetch_prefix(make_spec(PROMPT), there.source(96), time.monotonic()) == 0
-        assert await plain.kv.fetch_prefix(make_spec(PROMPT), plain.source(96), time.monotonic()) == 0
-        assert await plain.kv.fetch_prefix(make_spec(PROMPT[:16]), there.source(96), time.monotonic()) == 0, (
-            "a token is left to compute"
-        )
+        assert await here.kv.fetch_prefix(make_spec(PROMPT), there.source(96), time.monotonic(), Context()) == 0
+        assert await plain.kv.fetch_prefix(make_spec(PROMPT), plain.source(96), time.monotonic(), Context()) == 0
+        assert (
+            await plain.kv.fetch_prefix(make_spec(PROMPT[:16]), there.source(96), time.monotonic(), Context()) == 0
+        ), "a token is left to compute"
         assert here.kv.counts() == plain.kv.counts() == TransferCounts()
 
 
