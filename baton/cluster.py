@@ -34,6 +34,7 @@ class TransferCounts:
 
     committed: int = 0
     failed: int = 0
+    """Did not arrive though they were still wanted."""
     corrupted: int = 0
     """A chunk failed its header or checksum test."""
     expired: int = 0

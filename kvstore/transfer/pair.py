@@ -166,6 +166,7 @@ class Pair:
         self._faults = faults
         self._epoch = 0
         self._num_sides_open = 0
+        self._link_is_gone = False
         self._heard_s = time.monotonic()
         self._out: asyncio.Queue[FromSender | None] = asyncio.Queue()
         self._transfers: dict[int, PairTransfer] = {}
@@ -182,6 +183,11 @@ class Pair:
         self.closed = loop.create_task(self._run())
 
     # -- transfers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing new is to be put on it."""
+        return self.failure is not None or self._link_is_gone
 
     @property
     def is_idle(self) -> bool:
@@ -354,6 +360,7 @@ class Pair:
 
     def _link_ended(self, ended: asyncio.Future[TransferError | None]) -> None:
         """A link only knows that it broke; the session, a moment later, often knows why."""
+        self._link_is_gone = True
         error = ended.result() or TransferError("the link was closed")
         ended.get_loop().call_later(SESSION_SAYS_WHY_S, self.lose, error)
 

@@ -41,7 +41,7 @@ class _Route:
 
     @property
     def is_over(self) -> bool:
-        return self.making.done() and (self.pair is None or self.pair.failure is not None)
+        return self.making.done() and (self.pair is None or self.pair.is_over)
 
     @property
     def is_idle(self) -> bool:

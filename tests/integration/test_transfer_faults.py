@@ -318,7 +318,9 @@ def check_detected(case: str, outcome: Outcome, injected: Injected, prefills: li
         assert not outcome.failed
         return
     failed = sum(outcome.failed.values())
-    assert received.failed == failed > 0
+    # The receiver counts those that failed there while the request still waited, not those that it gave up first
+    # because the sender had said so.
+    assert 0 < received.failed <= failed
     if case in ("corrupt_chunk", "drop_chunk", "swap_blocks"):
         # No transfer has two of them: they are further apart than all chunks that can be under way on a pair.
         assert len(outcome.corrupted) == injected.spoils == failed

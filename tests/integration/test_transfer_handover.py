@@ -442,7 +442,7 @@ async def test_a_past_generation_is_fenced_and_the_new_one_stands(link: str) -> 
 
 
 async def test_a_lease_that_ends_fails_the_reservation() -> None:
-    async with sides(dataclasses.replace(CONFIG, lease_s=0.1)) as (prefill, decode):
+    async with sides(dataclasses.replace(CONFIG, lease_s=0.1, ping_s=0.05)) as (prefill, decode):
         ticket = decode.receiver.expect("t", 32, 0, [0, 1], state_slot=0)
         with pytest.raises(TransferTimeout, match="lease"):
             await decode.receiver.wait_committed(ticket)
