@@ -297,7 +297,8 @@ def check_detected(case: str, outcome: Outcome, injected: Injected, prefills: li
     assert not outcome.committed & injected.spoiled(), "a transfer with a spoiled chunk was committed"
     assert received.committed == len(outcome.committed)
     assert received.corrupted == len(outcome.corrupted)
-    assert sum(p.sender.stats.failed for p in prefills) == outcome.sender_failed
+    refused = sum(p.sender.stats.failed for p in prefills)
+    assert outcome.sender_failed <= refused <= outcome.sender_failed + outcome.cancels  # some were cancelled as well
     told = sum(p.sender.stats.committed for p in prefills)
     assert outcome.sender_committed <= told <= outcome.sender_committed + outcome.cancels  # some were told too late
     assert received.expired == 0
