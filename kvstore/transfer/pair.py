@@ -88,8 +88,8 @@ class PairTransfer:
         if pair.failure is not None:
             self.fail(pair.failure)
             return
-        self._pair = pair
         pair.offer(self)
+        self._pair = pair  # not before: of a ticket that is in use already, the other transfer's is not this one's
 
     def attach(self, outbound: Outbound) -> None:
         self.outbound = outbound

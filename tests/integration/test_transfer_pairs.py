@@ -39,8 +39,9 @@ async def test_what_is_given_up_while_its_pair_opens_is_never_offered(yields: in
     async with decode_side(CONFIG) as decode, prefill_side(CONFIG) as prefill:
         ticket = decode.receiver.expect("early", 16, 0, [0], state_slot=0)
         async with prefill.sender.transfer(ticket) as transfer:
-            (route,) = [r async for r in _routes(prefill)]
-            await asyncio.wait({route})  # the pair has just been made
+            assert await eventually(lambda: bool(prefill.sender._pairs._routes))
+            (route,) = prefill.sender._pairs._routes.values()
+            await asyncio.wait({route.making})  # the pair has just been made
             for _ in range(yields):
                 await asyncio.sleep(0)
             await transfer.close()
@@ -50,10 +51,17 @@ async def test_what_is_given_up_while_its_pair_opens_is_never_offered(yields: in
         await decode.receiver.release(ticket)
 
 
-async def _routes(prefill: Prefill):  # type: ignore[no-untyped-def]
-    await eventually(lambda: bool(prefill.sender._pairs._routes))
-    for route in prefill.sender._pairs._routes.values():
-        yield route.making
+async def test_a_ticket_that_is_used_twice_harms_only_the_second() -> None:
+    async with decode_side(CONFIG) as decode, prefill_side(CONFIG) as prefill:
+        ticket = decode.receiver.expect("once", 640, 0, range(40), state_slot=3)
+        async with prefill.sender.transfer(ticket) as transfer:
+            transfer.attach(range(40), 3)
+            assert await eventually(lambda: all(part.granted for part in transfer._parts.values()))
+            with pytest.raises(BatonError, match="in use already"):
+                await send(prefill, ticket, range(40))
+            await transfer.finish(1)
+        assert same_blocks(prefill.cache, range(40), decode.cache, range(40))
+        await decode.receiver.release(ticket)
 
 
 async def test_a_burst_to_more_peers_than_pairs_is_served_and_the_surplus_closed() -> None:
