@@ -20,7 +20,8 @@ SENDER, RECEIVER = 0, 1
 
 
 class Operation(Protocol):
-    """Under way from the call that returned it. One link's operations are waited for in the order they were started."""
+    """Under way from the call that returned it, or from `wait` at the latest. One link's operations are waited for in
+    the order they were started."""
 
     def wait(self) -> None:
         """Blocks until the message has moved and the slot is the caller's again.

@@ -7,9 +7,13 @@ def nccl_environment() -> dict[str, str]:
     """Environment of a CUDA worker, set by whoever starts it.
 
     By default torch tears the process down when a communicator fails or stalls; here a pair's failure ends that pair.
+    A nonblocking communicator whose peer hangs while it is made would hold the GPU's turns for half an hour.
+    That sends of an eager communicator queue behind each other, of which torch warns, is what a link is.
     """
     return {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": "10",
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
     }

@@ -1,8 +1,8 @@
 """Links over torch.distributed: a process group of two, built directly on a store of our own.
 
 The only file with names that torch calls private or experimental (`ProcessGroupGloo._Options`, its `_devices` and
-`_threads`, backends constructed without `init_process_group`, `_group_start`); `tests/unit/test_transfer_link.py` and
-`tests/gpu/test_nccl_link.py` guard them. Written against torch 2.13.
+`_threads`, backends constructed without `init_process_group`, `eager_connect_single_device`);
+`tests/unit/test_transfer_link.py` and `tests/gpu/test_nccl_link.py` guard them. Written against torch 2.13.
 
 Rendezvous rides the control session: the store's `set` becomes a message to the peer, and `get` waits for the peer's.
 There is no TCPStore, no port and no world.
@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from baton.errors import TransferError, TransferTimeout
+from kvstore.transfer.device_traffic import DeviceTraffic
 from kvstore.transfer.header import HEADER_BYTES
-from kvstore.transfer.link import RECEIVER, SENDER
+from kvstore.transfer.link import SENDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,9 +35,11 @@ _SIGNALS, _CHUNKS = 0, 1
 """Tags, which gloo matches and NCCL ignores."""
 _MAX_CTAS = 4
 """NCCL channels a pair: each costs about 6.5 MB of GPU memory, and blocks of the decode kernels."""
-_RECEIVER_READY = "nccl/receiver-ready"
+_STAGED, _POSTED = (word.ljust(HEADER_BYTES, b"\0") for word in (b"baton: staged", b"baton: posted"))
+"""What the two sides of a chunk on NCCL say on the gloo pair."""
 _NCCL_LAUNCHER = threading.Lock()
 """NCCL forbids issuing operations of several communicators of one device in parallel."""
+_NCCL_TRAFFIC: dict[torch.device, DeviceTraffic] = {}
 
 
 class SessionStore(Store):
@@ -171,8 +174,11 @@ def _gloo_device(host: str) -> Any:
 class NcclLink:
     """A communicator of two GPUs, on a stream of its own, for chunks; a gloo pair beside it for signals.
 
-    The receive of a chunk is a kernel that spins until the chunk comes. It starts only once a signal or a chunk has
-    announced the size, so an idle pair keeps no GPU busy, and the death of its peer is seen on the gloo pair.
+    Half a transfer is a kernel that spins until the other half comes, and a GPU has few turns for them (see
+    `device_traffic`). So a chunk begins on the gloo pair, in its place among the signals: the sender says that it is
+    staged, the receiver, when it has its turn, that its half is posted. An idle pair therefore keeps no GPU busy, and
+    the death of its peer is seen on the gloo pair. `send_chunk` returns when the chunk has left; a receive is posted
+    in its `wait`.
 
     Eager and nonblocking: eager, because a lazy one makes another communicator at the first send; nonblocking, so
     that another thread can abort it. `WorkNCCL.wait()` would only make the current stream wait, so completion is an
@@ -181,7 +187,7 @@ class NcclLink:
 
     def __init__(
         self,
-        store: SessionStore,
+        store: Store,
         rank: int,
         host: str,
         device: torch.device,
@@ -189,58 +195,69 @@ class NcclLink:
         open_timeout_s: float,
         op_timeout_s: float,
     ) -> None:
-        signals = PrefixStore("signals", store)
-        self._signals = GlooLink(signals, rank, host, slots, open_timeout_s, op_timeout_s)
-        nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - a CPU build of torch has no such name
-        options = nccl.Options(is_high_priority_stream=False)
-        options._timeout = timedelta(seconds=open_timeout_s)
-        options.config.blocking = 0
-        options.config.min_ctas = 1
-        options.config.max_ctas = _MAX_CTAS
         self.slots = slots
-        self._device = device
+        # torch finds an eager communicator by the index of its device, and a tensor's device always has one.
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self._peer = 1 - rank
         self._op_timeout_s = op_timeout_s
         self._aborted = threading.Event()
         self._ending = threading.Lock()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # A communicator must not be made while another one's transfer is launched, and making one waits for the peer.
-        # So the receiver takes its launcher first; the sender, who takes its own only then, waits for nobody that
-        # waits for somebody else.
-        if rank == SENDER:
-            store.wait([_RECEIVER_READY], options._timeout)
-        if not _NCCL_LAUNCHER.acquire(timeout=open_timeout_s):
-            raise TransferTimeout(f"other NCCL links were being made for {open_timeout_s:g} s")
+        self._group: Any = None
+        self._told: Operation | None = None
+        self._turns = _NCCL_TRAFFIC.setdefault(self._device, DeviceTraffic()).join()
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        signals = PrefixStore("signals", store)
+        self._signals = GlooLink(signals, rank, host, slots, open_timeout_s, op_timeout_s)
         try:
-            if rank == RECEIVER:
-                store.set(_RECEIVER_READY, b"1")
-            self._group: Any = nccl(store, rank, 2, options)
-            self._group.eager_connect_single_device(device)
-            self._connect(rank, open_timeout_s)
-        finally:
-            _NCCL_LAUNCHER.release()
+            self._open(store, rank, open_timeout_s)
+        except BaseException:
+            self.close()
+            raise
 
-    def _connect(self, rank: int, timeout_s: float) -> None:
-        """Lets one byte cross: only then it is known that the two can reach each other."""
-        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            move = self._group.send if rank == SENDER else self._group.recv
-            move([byte], self._peer, _CHUNKS).wait()
-            done.record(self._stream)
-        _NcclOperation(self, done, time.monotonic() + timeout_s).wait()
+    def _open(self, store: Store, rank: int, timeout_s: float) -> None:
+        """Makes the communicator and lets one byte cross: only then it is known that the two can reach each other."""
+        nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - a CPU build of torch has no such name
+        options = nccl.Options(is_high_priority_stream=False)
+        options._timeout = timedelta(seconds=max(timeout_s, self._op_timeout_s))
+        options.config.blocking = 0
+        options.config.min_ctas = 1
+        options.config.max_ctas = _MAX_CTAS
+        id_of, turn_of = "nccl/device/{}".format, "nccl/turn/{}".format
+        store.set(id_of(rank), self._turns.device.id)
+        goes_first = self._turns.device.id < store.get(id_of(self._peer)).decode()
+
+        def tell() -> None:
+            store.set(turn_of(rank), "taken")
+
+        def hear() -> None:
+            store.wait([turn_of(self._peer)], timedelta(seconds=timeout_s))
+
+        with self._turns.opening(goes_first, tell, hear, timeout_s):
+            self._group = nccl(store, rank, 2, options)
+            self._group.eager_connect_single_device(self._device)
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            self._launch("send" if rank == SENDER else "recv", byte, timeout_s).wait()
 
     def send_signal(self, header: bytes) -> Operation:
         return self._signals.send_signal(header)
 
     def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
-        return self._launch(lambda group: group.send([slot.message(num_bytes)], self._peer, _CHUNKS))
+        posted = self._signals.recv_signal()
+        with self._turns.sending(lambda: self._tell(_STAGED), lambda: _hear(_POSTED, posted), self._op_timeout_s):
+            operation = self._launch("send", slot.message(num_bytes), self._op_timeout_s)
+            operation.settle()
+        return operation
 
     def recv_signal(self) -> SignalOperation:
         return self._signals.recv_signal()
 
     def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
-        return self._launch(lambda group: group.recv([slot.message(num_bytes)], self._peer, _CHUNKS))
+        return _NcclReceive(self, slot.message(num_bytes), self._signals.recv_signal())
+
+    def receive(self, message: torch.Tensor, staged: SignalOperation) -> None:
+        """For `_NcclReceive`."""
+        with self._turns.receiving(lambda: _hear(_STAGED, staged), lambda: self._tell(_POSTED), self._op_timeout_s):
+            self._launch("recv", message, self._op_timeout_s).wait()
 
     def close(self) -> None:
         self._signals.close()
@@ -249,17 +266,31 @@ class NcclLink:
     def abort(self) -> None:
         """The communicator's own abort may wait for the device, and who calls this may be an event loop."""
         self._aborted.set()
+        self._turns.abort()
         threading.Thread(target=self._abort_group, name="kv-nccl-abort", daemon=True).start()
+
+    def stall(self) -> None:
+        """An operation did not end in time."""
+        self._turns.stall()
+        self.abort()
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted.is_set()
 
     def _abort_group(self) -> None:
         with self._ending:
             group, self._group = self._group, None
             if group is not None:
-                group._group_start()  # as torch aborts its own: one after the other, they can wait on the device
                 group.abort()
-                group._group_end()
 
-    def _launch(self, start: Callable[[Any], Any]) -> Operation:
+    def _tell(self, word: bytes) -> None:
+        if self._told is not None:
+            self._told.wait()  # heard long ago: the peer has answered since
+        self._told = self._signals.send_signal(word)
+
+    def _launch(self, move: str, message: torch.Tensor, timeout_s: float) -> _NcclOperation:
+        """`send` or `recv`. For whoever has the turn."""
         group = self._group
         if group is None:
             raise TransferError("the nccl link was aborted")
@@ -268,28 +299,58 @@ class NcclLink:
         try:
             with _NCCL_LAUNCHER, torch.cuda.stream(self._stream):
                 self._stream.wait_stream(staged)
-                start(group).wait()  # the own stream waits for NCCL's
+                getattr(group, move)([message], self._peer, _CHUNKS).wait()  # the own stream waits for NCCL's
                 done.record(self._stream)
         except RuntimeError as error:
             raise TransferError(f"the nccl link is broken: {error}") from error
-        return _NcclOperation(self, done, time.monotonic() + self._op_timeout_s)
+        return _NcclOperation(self, done, timeout_s)
 
-    @property
-    def aborted(self) -> bool:
-        return self._aborted.is_set()
+
+def num_nccl_stalls() -> int:
+    """Operations of NCCL links of this process that did not end in time, since the start."""
+    return sum(traffic.num_stalled for traffic in _NCCL_TRAFFIC.values())
+
+
+def _hear(word: bytes, operation: SignalOperation) -> None:
+    operation.wait()
+    if operation.header != word:
+        raise TransferError("the nccl link is out of step: another message came than the one announced")
+
+
+class _NcclReceive:
+    def __init__(self, link: NcclLink, message: torch.Tensor, staged: SignalOperation) -> None:
+        self._link = link
+        self._message = message
+        self._staged = staged
+
+    def wait(self) -> None:
+        self._link.receive(self._message, self._staged)
 
 
 class _NcclOperation:
-    def __init__(self, link: NcclLink, done: torch.cuda.Event, deadline: float) -> None:
+    def __init__(self, link: NcclLink, done: torch.cuda.Event, timeout_s: float) -> None:
         self._link = link
         self._done = done
-        self._deadline = deadline
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._failure: TransferError | None = None
+
+    def settle(self) -> None:
+        """Until it has ended, well or not; `wait` says which. The slot is the link's until then."""
+        try:
+            self.wait()
+        except TransferError as error:
+            self._failure = error
 
     def wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         while not self._done.query():  # type: ignore[no-untyped-call]
             if self._link.aborted:
-                raise TransferError("the nccl link was aborted")
+                break
             if time.monotonic() > self._deadline:
-                self._link.abort()
-                raise TransferTimeout("no bytes moved within the operation timeout")
+                self._link.stall()
+                raise TransferTimeout(f"no bytes moved within {self._timeout_s:g} s")
             time.sleep(50e-6)
+        if self._link.aborted:  # which also ends the operation, with half of its bytes moved
+            raise TransferError("the nccl link was aborted")
