@@ -32,24 +32,35 @@ class BlockCounts:
 class TransferCounts:
     """A worker's KV transfers since it started, sent and received; the last three are as of now."""
 
-    committed: int = 0
-    failed: int = 0
+    sent_committed: int = 0
+    received_committed: int = 0
+    sent_failed: int = 0
     """Did not arrive though they were still wanted."""
+    received_failed: int = 0
     corrupted: int = 0
-    """A chunk failed its header or checksum test."""
+    """Failed, sent or received: a chunk failed its header or checksum test. This and the next four are all failures."""
     expired: int = 0
-    """The lease ended before the KV arrived."""
+    """Failed: the lease ended before the KV arrived."""
+    timed_out: int = 0
+    """Failed: one operation took too long."""
+    refused: int = 0
+    """Failed: the two sides do not fit."""
+    lost: int = 0
+    """Failed: the link, the session or the other worker was lost."""
     fenced: int = 0
     """Messages and chunks of an unknown transfer or a past generation, dropped."""
     resent: int = 0
     """Messages said again because no answer came."""
+    nccl_stalls: int = 0
+    """Operations on NCCL that did not end in time; the pair was given up."""
     failed_pulls: int = 0
     """Prefixes that were to be pulled and had to be computed."""
     pulled_tokens: int = 0
     """Prompt tokens whose KV came from another worker's cache."""
     sent_bytes: int = 0
     received_bytes: int = 0
-    chunks: int = 0
+    sent_chunks: int = 0
+    received_chunks: int = 0
     transfer_s: float = 0.0
     """From a sent transfer's first chunk to its acknowledged commit, summed."""
     exposed_s: float = 0.0
@@ -59,6 +70,14 @@ class TransferCounts:
     """Of the staging pools."""
     unsent_bytes: int = 0
     """Computed, pinned, and not sent yet."""
+
+    @property
+    def committed(self) -> int:
+        return self.sent_committed + self.received_committed
+
+    @property
+    def failed(self) -> int:
+        return self.sent_failed + self.received_failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +153,5 @@ class ClusterStatus:
     redis_address: str
     redis_ok: bool
     models: tuple[ServedModel, ...]
+    mirrored_blocks: dict[str, int] = field(default_factory=dict)
+    """By worker: how many blocks the router that answers believes it to hold."""

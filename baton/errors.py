@@ -8,9 +8,11 @@
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
     ├── TransferError              ABORTED              503   KV did not arrive; the prompt is recomputed elsewhere
+    │   ├── TransferCancelled      ABORTED              503   nothing failed: whoever wanted it does not any more
     │   ├── TransferRefused        FAILED_PRECONDITION  503   the two sides do not fit, and the message says why
     │   ├── TransferCorrupted      DATA_LOSS            503   a chunk failed its header or checksum test
-    │   └── TransferTimeout        DEADLINE_EXCEEDED    503
+    │   └── TransferTimeout        DEADLINE_EXCEEDED    503   one operation took too long
+    │       └── TransferExpired    DEADLINE_EXCEEDED    503   the lease ended before the KV arrived
     ├── StoreUnavailable           UNAVAILABLE          503   Redis does not answer; what is known is used meanwhile
     ├── Fenced                     FAILED_PRECONDITION  503   a newer incarnation of this worker holds its lease
     ├── ModelLoadError             FAILED_PRECONDITION  500   the model cannot run here, and the message says why
@@ -81,6 +83,10 @@ class TransferError(BatonError):
     http = 503
 
 
+class TransferCancelled(TransferError):
+    pass
+
+
 class TransferRefused(TransferError):
     status = "FAILED_PRECONDITION"
 
@@ -91,6 +97,10 @@ class TransferCorrupted(TransferError):
 
 class TransferTimeout(TransferError):
     status = "DEADLINE_EXCEEDED"
+
+
+class TransferExpired(TransferTimeout):
+    pass
 
 
 class StoreUnavailable(BatonError):

@@ -95,8 +95,6 @@ class Ticket:
     """Tokens whose KV is handed over; the sequence's length before the first token."""
     skip_tokens: int
     """Leading tokens whose blocks the receiver already holds; a multiple of its block size."""
-    lease_ms: int
-    """Time within which the sender must offer; from then on its pings renew the lease."""
     wire_compat: str
     layout: KvLayout
 
@@ -153,6 +151,15 @@ class Welcome:
     incarnation: str
     link: str
     pair_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFailed:
+    """The receiver's last word: the session is over, and why. The sender hangs up. A session that ends without it ends
+    because the receiver is gone.
+    """
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +230,7 @@ class AbortAck:
 
 
 FromSender = Hello | Rendezvous | Offer | Commit | Abort | Ping
-FromReceiver = Welcome | Rendezvous | LinkReady | Grant | CommitAck | Nack | AbortAck | Ping
+FromReceiver = Welcome | Rendezvous | LinkReady | Grant | CommitAck | Nack | AbortAck | Ping | SessionFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ _FROM_RECEIVER: dict[type[Any], tuple[str, type[Any]]] = {
     m.AbortAck: ("abort_ack", kv_pb2.AbortAck),
     m.LinkReady: ("link_ready", kv_pb2.LinkReady),
     m.Ping: ("ping", kv_pb2.Ping),
+    m.SessionFailed: ("session_failed", kv_pb2.SessionFailed),
 }
 _SENDER_KIND = {field: cls for cls, (field, _) in _FROM_SENDER.items()}
 _RECEIVER_KIND = {field: cls for cls, (field, _) in _FROM_RECEIVER.items()}
@@ -290,6 +291,7 @@ def status_as_json(message: admin_pb2.GetStatusResponse) -> dict[str, Any]:
     )
     for worker in result["workers"]:
         worker["epoch"] = int(worker["epoch"])  # protobuf's JSON writes 64-bit numbers as strings
+        worker["transfers"] = {name: int(number) for name, number in worker["transfers"].items()}
     return result
 
 
@@ -311,6 +313,9 @@ def _worker(worker: Worker) -> admin_pb2.Worker:
         waiting=load.waiting,
         blocks=_to_pb(load.blocks, admin_pb2.Blocks),
         self_check=load.self_check,
+        transfers=admin_pb2.Transfers(
+            **{field.name: getattr(load.transfers, field.name) for field in admin_pb2.Transfers.DESCRIPTOR.fields}
+        ),
     )
 
 

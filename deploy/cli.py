@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -90,19 +90,33 @@ def status(address: Address = baton_config.DEFAULT_ADDRESS, as_json: AsJson = Fa
     if as_json:
         print(json.dumps(report, indent=2))  # noqa: T201
         return
-    table = Table("worker", "state", "pid", "address", "run/wait", "blocks free/cached/used", "check", box=None)
-    for worker in report["workers"]:
-        blocks = worker["blocks"]
-        counts = f"{blocks['free']}/{blocks['cached']}/{blocks['in_use']} of {blocks['total']}"
-        fields = (str(worker[name]) for name in ("id", "state", "pid", "address"))
-        table.add_row(*fields, f"{worker['running']}/{worker['waiting']}", counts, worker["self_check"])
     out = Console(soft_wrap=True)
-    out.print(table)
+    out.print(worker_table(report["workers"]))
     for name, pool in report["pools"].items():
         out.print(f"pool {name}: {pool['ready']} ready of {pool['desired']} desired")
     for router in report["routers"]:
         out.print(f"router {router['id']}: pid {router['pid']}, grpc {router['grpc']}, http {router['http']}")
     out.print(f"redis {report['redis']['address']}: {'ok' if report['redis']['ok'] else 'not reachable'}")
+
+
+def worker_table(workers: list[dict[str, Any]]) -> Table:
+    """One row a worker, of `baton status --json`."""
+    table = Table("worker", "state", "pid", "address", "run/wait", "blocks free/cached/used", box=None)
+    for heading in ("pairs", "slots", "unsent MiB", "kv ok/failed", "pulled tokens", "check"):
+        table.add_column(heading)
+    for worker in workers:
+        blocks, kv = worker["blocks"], worker["transfers"]
+        table.add_row(
+            *(str(worker[name]) for name in ("id", "state", "pid", "address")),
+            f"{worker['running']}/{worker['waiting']}",
+            f"{blocks['free']}/{blocks['cached']}/{blocks['in_use']} of {blocks['total']}",
+            *(str(kv[name]) for name in ("open_pairs", "slots_in_use")),
+            f"{kv['unsent_bytes'] / 2**20:.1f}",
+            f"{kv['committed']}/{kv['failed']}",
+            str(kv["pulled_tokens"]),
+            worker["self_check"],
+        )
+    return table
 
 
 @app.command()

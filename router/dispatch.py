@@ -41,8 +41,9 @@ from router.pools import PoolView
 from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
 
 logger = logging.getLogger(__name__)
-HAND_OVER_REPORT_S = 0.05
-"""How long the first decoded token waits for the prefill worker's report on the hand-over, which is there already."""
+HAND_OVER_REPORT_S = 1.0
+"""How long a choice's last token waits for the prefill worker's report on the hand-over, which is there already, unless
+that worker hangs."""
 MAX_FAILED_TRANSFERS = 2
 """Failed hand-overs of a choice before the decode worker computes the prompt itself."""
 A = TypeVar("A")
@@ -223,39 +224,30 @@ class Dispatcher:
             yield NewTokens((first.token_id,), first.finish_reason)
             if first.finish_reason is not None:
                 return
-            message = await self._first_after_hand_over(prefill, reading, record)
-            yield message
+            handing_over = await stack.enter_async_context(
+                _cancelled_at_exit(asyncio.create_task(self._book_hand_over(prefill, record)))
+            )
+            message = await _first_after_hand_over(handing_over, reading)
             while message.finish_reason is None:
-                message = await _read_tokens(decode)
                 yield message
+                message = await _read_tokens(decode)
+            # The KV has arrived; a prefill worker that dies or stalls before it says so hurts nobody.
+            await asyncio.wait((handing_over,), timeout=HAND_OVER_REPORT_S)
+            yield message
 
     def _source(self, placement: Placement) -> PrefixSource | None:
         if not placement.source:
             return None
         return PrefixSource(placement.source, self._pools.get(placement.source).info.address, placement.source_tokens)
 
-    async def _first_after_hand_over(
-        self,
-        prefill: WorkerStream[FirstToken | HandedOver],
-        reading: asyncio.Task[NewTokens],
-        record: ChoiceRecord,
-    ) -> NewTokens:
-        """The decode worker's first tokens. Whichever side sees the hand-over fail first, ends the wait at once."""
-        async with _cancelled_at_exit(asyncio.create_task(prefill.read())) as handing_over:
-            await asyncio.wait((handing_over, reading), return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                handing_over.result()  # if it failed, nothing will come on the decode stream
-                await asyncio.wait((reading,))
-            tokens = reading.result()
-            # The KV has arrived; a prefill worker that dies or stalls before it says so hurts nobody.
-            await asyncio.wait((handing_over,), timeout=HAND_OVER_REPORT_S)
-            if handing_over.done() and handing_over.exception() is None:
-                handed_over = handing_over.result()
-                assert isinstance(handed_over, HandedOver)
-                self._book_hand_over(record, handed_over)
-        return tokens
+    async def _book_hand_over(self, prefill: WorkerStream[FirstToken | HandedOver], record: ChoiceRecord) -> None:
+        """Returns once the prefill worker has reported.
 
-    def _book_hand_over(self, record: ChoiceRecord, handed_over: HandedOver) -> None:
+        Raises:
+            WorkerCallError: the hand-over failed, or that worker did.
+        """
+        handed_over = await prefill.read()
+        assert isinstance(handed_over, HandedOver)
         record.transfer_s = handed_over.exposed_s
         self._instruments.transfer_duration.record(handed_over.transfer_s)
         self._instruments.transfer_exposed.record(handed_over.exposed_s)
@@ -268,6 +260,14 @@ class Dispatcher:
         record.queue_s = max(0.0, time.monotonic() - record.began_s - prefill_s)
         self._instruments.queue_duration.record(record.queue_s)
         self._instruments.prefill_duration.record(prefill_s, {"mode": record.mode})
+
+
+async def _first_after_hand_over(handing_over: asyncio.Task[None], reading: asyncio.Task[NewTokens]) -> NewTokens:
+    """The decode worker's first tokens. Whichever side sees the hand-over fail first, ends the wait at once."""
+    await asyncio.wait((handing_over, reading), return_when=asyncio.FIRST_COMPLETED)
+    if not reading.done():
+        handing_over.result()  # if it failed, nothing will come on the decode stream
+    return await reading
 
 
 async def _read_tokens(stream: WorkerStream[Ticket | NewTokens]) -> NewTokens:

@@ -94,6 +94,7 @@ class Registry:
             redis_address=self._redis_address,
             redis_ok=self._redis_ok,
             models=self._models,
+            mirrored_blocks=self._follower.mirror.workers(),
         )
 
     def why_not_ready(self) -> str:

@@ -25,24 +25,49 @@ TOKEN_BOUNDS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1
 
 TransferFields = dict[str, dict[str, str]]
 """Fields of `TransferCounts`, each with the labels that set it apart from the others of its instrument."""
-OUTCOMES = ("committed", "failed", "corrupted", "expired", "fenced", "resent", "failed_pulls")
+DIRECTIONS, OUTCOMES = ("sent", "received"), ("committed", "failed")
+FAILURES = ("corrupted", "expired", "timed_out", "refused", "lost")
 # Name, unit, definition and fields. Of KV between workers, as their leases tell it: hand-overs and pulled prefixes.
 # Every transfer is counted by both its sides; seconds by the sender.
 TRANSFER_COUNTERS: tuple[tuple[str, str, str, TransferFields], ...] = (
     (
         "baton.kv_transfers",
         "",
-        "A worker's KV transfers by outcome. Of the failed, corrupted and expired say why; fenced: messages about past "
-        "transfers, dropped; resent: messages said again; failed_pulls: prefixes that had to be computed after all.",
-        {name: {"outcome": name} for name in OUTCOMES},
+        "A worker's KV transfers that ended, by direction and outcome. Those that nobody wanted any more are neither.",
+        {f"{way}_{end}": {"direction": way, "outcome": end} for way in DIRECTIONS for end in OUTCOMES},
+    ),
+    (
+        "baton.kv_transfer_failures",
+        "",
+        "The failed of them by reason. corrupted: a header or a checksum did not match; expired: the lease ended; "
+        "timed_out: one operation took too long; refused: the two sides do not fit; lost: link, session or peer broke.",
+        {name: {"reason": name} for name in FAILURES},
+    ),
+    (
+        "baton.kv_messages_fenced",
+        "",
+        "Messages and chunks of an unknown or past transfer, which were dropped.",
+        {"fenced": {}},
+    ),
+    ("baton.kv_messages_resent", "", "Messages said again because no answer came.", {"resent": {}}),
+    (
+        "baton.kv_nccl_stalls",
+        "",
+        "NCCL operations that did not end in time; their pair was given up.",
+        {"nccl_stalls": {}},
     ),
     (
         "baton.kv_transfer",
         "By",
         "Payload of committed KV transfers.",
-        {"sent_bytes": {"direction": "sent"}, "received_bytes": {"direction": "received"}},
+        {f"{way}_bytes": {"direction": way} for way in DIRECTIONS},
     ),
-    ("baton.kv_transfer_chunks", "", "Chunks of committed KV transfers.", {"chunks": {}}),
+    (
+        "baton.kv_transfer_chunks",
+        "",
+        "Chunks of committed KV transfers.",
+        {f"{way}_chunks": {"direction": way} for way in DIRECTIONS},
+    ),
     (
         "baton.kv_transfer_time",
         "s",
@@ -56,6 +81,7 @@ TRANSFER_COUNTERS: tuple[tuple[str, str, str, TransferFields], ...] = (
         {"exposed_s": {}},
     ),
     ("baton.kv_pulled_tokens", "", "Prompt tokens pulled from another worker's cache.", {"pulled_tokens": {}}),
+    ("baton.kv_pull_failures", "", "Prefixes that were to be pulled and had to be computed.", {"failed_pulls": {}}),
 )
 TRANSFER_GAUGES: tuple[tuple[str, str, str, TransferFields], ...] = (
     ("baton.kv_open_pairs", "", "Open pairs: sessions with other workers, a link each.", {"open_pairs": {}}),
@@ -138,6 +164,10 @@ class Instruments:
             "baton.worker_sequences": ("Sequences on a worker by state.", _sequence_counts),
             "baton.worker_ready": ("1 for a worker that takes traffic.", _ready),
             "baton.worker_self_check_ok": ("1 while a worker's own integrity check holds.", _self_checks),
+            "baton.mirror_blocks": (
+                "Blocks that this router believes a worker to hold; kv_blocks is what the worker itself says.",
+                lambda s: [Observation(number, {"worker": worker}) for worker, number in s.mirrored_blocks.items()],
+            ),
             "baton.pool_workers": ("Workers of a pool, desired and ready.", _pools),
             "baton.redis_up": ("1 while the router reaches Redis.", lambda s: [Observation(int(s.redis_ok))]),
         }

@@ -341,6 +341,7 @@ class Worker(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     SELF_CHECK_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -357,6 +358,8 @@ class Worker(_message.Message):
     """"ok", or what is wrong."""
     @_builtins.property
     def blocks(self) -> Global___Blocks: ...
+    @_builtins.property
+    def transfers(self) -> Global___Transfers: ...
     def __init__(
         self,
         *,
@@ -371,14 +374,56 @@ class Worker(_message.Message):
         waiting: _builtins.int = ...,
         blocks: Global___Blocks | None = ...,
         self_check: _builtins.str = ...,
+        transfers: Global___Transfers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "transfers", b"transfers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "epoch", b"epoch", "id", b"id", "node", b"node", "pid", b"pid", "role", b"role", "running", b"running", "self_check", b"self_check", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "epoch", b"epoch", "id", b"id", "node", b"node", "pid", b"pid", "role", b"role", "running", b"running", "self_check", b"self_check", "state", b"state", "transfers", b"transfers", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
+
+@_typing.final
+class Transfers(_message.Message):
+    """Of KV, with other workers, since the worker started; the first three are as of now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_PAIRS_FIELD_NUMBER: _builtins.int
+    SLOTS_IN_USE_FIELD_NUMBER: _builtins.int
+    UNSENT_BYTES_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    PULLED_TOKENS_FIELD_NUMBER: _builtins.int
+    open_pairs: _builtins.int
+    """Sessions with other workers, a link each."""
+    slots_in_use: _builtins.int
+    """Staging slots that hold a chunk."""
+    unsent_bytes: _builtins.int
+    """KV that is computed, pinned and not sent yet."""
+    committed: _builtins.int
+    """Sent and received."""
+    failed: _builtins.int
+    pulled_tokens: _builtins.int
+    """Prompt tokens that came from another worker's cache."""
+    def __init__(
+        self,
+        *,
+        open_pairs: _builtins.int = ...,
+        slots_in_use: _builtins.int = ...,
+        unsent_bytes: _builtins.int = ...,
+        committed: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        pulled_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "failed", b"failed", "open_pairs", b"open_pairs", "pulled_tokens", b"pulled_tokens", "slots_in_use", b"slots_in_use", "unsent_bytes", b"unsent_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Transfers: _TypeAlias = Transfers  # noqa: Y015
 
 @_typing.final
 class Blocks(_message.Message):

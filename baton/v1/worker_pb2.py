@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\"\x9b\x02\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05top_p\x18\x08 \x01(\x02\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x12\n\ncache_seed\x18\r \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x0e \x01(\r\"n\n\x0bGroupLayout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\r\n\x05k_dim\x18\x04 \x01(\r\x12\r\n\x05v_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"9\n\x0bStateLayout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\"}\n\x08KvLayout\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x0f\n\x07tp_size\x18\x02 \x01(\r\x12%\n\x06groups\x18\x03 \x03(\x0b\x32\x15.baton.v1.GroupLayout\x12%\n\x06states\x18\x04 \x03(\x0b\x32\x15.baton.v1.StateLayout\"F\n\x0cPrefixSource\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\xe8\x01\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x12\n\nkv_address\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x13\n\x0bskip_tokens\x18\x07 \x01(\r\x12\x10\n\x08lease_ms\x18\x08 \x01(\r\x12\x13\n\x0bwire_compat\x18\t \x01(\t\x12\"\n\x06layout\x18\n \x01(\x0b\x32\x12.baton.v1.KvLayout\"\x84\x01\n\x0ePrefillRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12 \n\x06ticket\x18\x02 \x01(\x0b\x32\x10.baton.v1.Ticket\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.baton.v1.PrefixSource\"t\n\x0fPrefillResponse\x12+\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12+\n\x0bhanded_over\x18\x02 \x01(\x0b\x32\x14.baton.v1.HandedOverH\x00\x42\x07\n\x05\x65vent\"t\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\"Z\n\nHandedOver\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x11\n\texposed_s\x18\x04 \x01(\x01\"s\n\rDecodeRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12\x10\n\x08\x61wait_kv\x18\x02 \x01(\x08\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.baton.v1.PrefixSource\"h\n\x0e\x44\x65\x63odeResponse\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.TicketH\x00\x12)\n\nnew_tokens\x18\x02 \x01(\x0b\x32\x13.baton.v1.NewTokensH\x00\x42\x07\n\x05\x65vent\"t\n\tNewTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x32Q\n\rPrefillWorker\x12@\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse0\x01\x32M\n\x0c\x44\x65\x63odeWorker\x12=\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x18.baton.v1.DecodeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\"\x9b\x02\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05top_p\x18\x08 \x01(\x02\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x12\n\ncache_seed\x18\r \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x0e \x01(\r\"n\n\x0bGroupLayout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\r\n\x05k_dim\x18\x04 \x01(\r\x12\r\n\x05v_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"9\n\x0bStateLayout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\"}\n\x08KvLayout\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x0f\n\x07tp_size\x18\x02 \x01(\r\x12%\n\x06groups\x18\x03 \x03(\x0b\x32\x15.baton.v1.GroupLayout\x12%\n\x06states\x18\x04 \x03(\x0b\x32\x15.baton.v1.StateLayout\"F\n\x0cPrefixSource\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\xe6\x01\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x12\n\nkv_address\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x13\n\x0bskip_tokens\x18\x07 \x01(\r\x12\x13\n\x0bwire_compat\x18\t \x01(\t\x12\"\n\x06layout\x18\n \x01(\x0b\x32\x12.baton.v1.KvLayoutJ\x04\x08\x08\x10\tR\x08lease_ms\"\x84\x01\n\x0ePrefillRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12 \n\x06ticket\x18\x02 \x01(\x0b\x32\x10.baton.v1.Ticket\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.baton.v1.PrefixSource\"t\n\x0fPrefillResponse\x12+\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12+\n\x0bhanded_over\x18\x02 \x01(\x0b\x32\x14.baton.v1.HandedOverH\x00\x42\x07\n\x05\x65vent\"t\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\"Z\n\nHandedOver\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x11\n\texposed_s\x18\x04 \x01(\x01\"s\n\rDecodeRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12\x10\n\x08\x61wait_kv\x18\x02 \x01(\x08\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.baton.v1.PrefixSource\"h\n\x0e\x44\x65\x63odeResponse\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.TicketH\x00\x12)\n\nnew_tokens\x18\x02 \x01(\x0b\x32\x13.baton.v1.NewTokensH\x00\x42\x07\n\x05\x65vent\"t\n\tNewTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x32Q\n\rPrefillWorker\x12@\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse0\x01\x32M\n\x0c\x44\x65\x63odeWorker\x12=\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x18.baton.v1.DecodeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,23 +42,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFIXSOURCE']._serialized_start=619
   _globals['_PREFIXSOURCE']._serialized_end=689
   _globals['_TICKET']._serialized_start=692
-  _globals['_TICKET']._serialized_end=924
-  _globals['_PREFILLREQUEST']._serialized_start=927
-  _globals['_PREFILLREQUEST']._serialized_end=1059
-  _globals['_PREFILLRESPONSE']._serialized_start=1061
-  _globals['_PREFILLRESPONSE']._serialized_end=1177
-  _globals['_FIRSTTOKEN']._serialized_start=1179
-  _globals['_FIRSTTOKEN']._serialized_end=1295
-  _globals['_HANDEDOVER']._serialized_start=1297
-  _globals['_HANDEDOVER']._serialized_end=1387
-  _globals['_DECODEREQUEST']._serialized_start=1389
-  _globals['_DECODEREQUEST']._serialized_end=1504
-  _globals['_DECODERESPONSE']._serialized_start=1506
-  _globals['_DECODERESPONSE']._serialized_end=1610
-  _globals['_NEWTOKENS']._serialized_start=1612
-  _globals['_NEWTOKENS']._serialized_end=1728
-  _globals['_PREFILLWORKER']._serialized_start=1730
-  _globals['_PREFILLWORKER']._serialized_end=1811
-  _globals['_DECODEWORKER']._serialized_start=1813
-  _globals['_DECODEWORKER']._serialized_end=1890
+  _globals['_TICKET']._serialized_end=922
+  _globals['_PREFILLREQUEST']._serialized_start=925
+  _globals['_PREFILLREQUEST']._serialized_end=1057
+  _globals['_PREFILLRESPONSE']._serialized_start=1059
+  _globals['_PREFILLRESPONSE']._serialized_end=1175
+  _globals['_FIRSTTOKEN']._serialized_start=1177
+  _globals['_FIRSTTOKEN']._serialized_end=1293
+  _globals['_HANDEDOVER']._serialized_start=1295
+  _globals['_HANDEDOVER']._serialized_end=1385
+  _globals['_DECODEREQUEST']._serialized_start=1387
+  _globals['_DECODEREQUEST']._serialized_end=1502
+  _globals['_DECODERESPONSE']._serialized_start=1504
+  _globals['_DECODERESPONSE']._serialized_end=1608
+  _globals['_NEWTOKENS']._serialized_start=1610
+  _globals['_NEWTOKENS']._serialized_end=1726
+  _globals['_PREFILLWORKER']._serialized_start=1728
+  _globals['_PREFILLWORKER']._serialized_end=1809
+  _globals['_DECODEWORKER']._serialized_start=1811
+  _globals['_DECODEWORKER']._serialized_end=1888
 # @@protoc_insertion_point(module_scope)

@@ -222,21 +222,20 @@ class Ticket(_message.Message):
     KV_ADDRESS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
-    LEASE_MS_FIELD_NUMBER: _builtins.int
     WIRE_COMPAT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     generation: _builtins.int
-    """Unique per reservation in the life of a decode worker's process."""
+    """Unique per reservation in the life of the receiving worker's process."""
     decode_worker_id: _builtins.str
+    """The receiving worker, whatever its role."""
     incarnation: _builtins.str
-    """The decode worker's incarnation: one per process start."""
+    """Of the receiving worker: one per process start."""
     kv_address: _builtins.str
-    """host:port of the decode worker's KvControl service."""
+    """host:port of the receiving worker's KvControl service."""
     num_tokens: _builtins.int
     skip_tokens: _builtins.int
-    """Leading tokens whose blocks the decode worker already holds; a multiple of the block size."""
-    lease_ms: _builtins.int
+    """Leading tokens whose blocks the receiving worker already holds; a multiple of the block size."""
     wire_compat: _builtins.str
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
@@ -250,13 +249,12 @@ class Ticket(_message.Message):
         kv_address: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
         skip_tokens: _builtins.int = ...,
-        lease_ms: _builtins.int = ...,
         wire_compat: _builtins.str = ...,
         layout: Global___KvLayout | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker_id", b"decode_worker_id", "generation", b"generation", "incarnation", b"incarnation", "kv_address", b"kv_address", "layout", b"layout", "lease_ms", b"lease_ms", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "transfer_id", b"transfer_id", "wire_compat", b"wire_compat"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker_id", b"decode_worker_id", "generation", b"generation", "incarnation", b"incarnation", "kv_address", b"kv_address", "layout", b"layout", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "transfer_id", b"transfer_id", "wire_compat", b"wire_compat"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

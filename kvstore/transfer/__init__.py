@@ -6,12 +6,12 @@
           offers.Offers                 ledger.Ledger      pure: what is promised, who owns the blocks
           lane.Lane                     lane.Lane          the thread that owns the link
             outflow.Outflow               inflow.Inflow    which message comes when
-            rows -> slot ---- link ----> slot -> rows      gloo, NCCL or shared memory
+            rows -> slot ---- link ----> slot -> rows      NCCL, shared memory, TCP or gloo
 
 Pure, and the same on both sides: `layout` (who exchanges which heads), `plan` (which bytes in which chunk), `header`.
-The bytes: `rows` (between cache and payload), `checksum`, `slots` (staging), `torch_link` (the one file that uses
-torch.distributed), `shm_link`, `links` (which kind fits), `faulty_link` and `faults` (for tests). `nccl_env` imports no
-torch.
+The bytes: `rows` (between cache and payload), `checksum`, `slots` (staging), `torch_link` (gloo and NCCL; the one file
+that uses torch.distributed) with `device_traffic` (whose turn it is on a GPU), `shm_link`, `tcp_link`, `links` (which
+kind fits), `faulty_link` and `faults` (for tests). `nccl_env` imports no torch.
 
 A hand-over, message by message. Lines with ~ are data; everything else is the control session:
 
@@ -26,5 +26,7 @@ A hand-over, message by message. Lines with ~ are data; everything else is the c
     D -> P        CommitAck          when every chunk is verified and in place
     both          Ping               every 2 s; P's renews the leases of all that it has offered
 
-What ends early ends with Nack (from D) or Abort and AbortAck (from P). What is not answered is said again.
+What ends early ends with Nack (from D) or Abort and AbortAck (from P); a whole session with SessionFailed (from D), or
+without a word where one side is gone. What is not answered is said again. A pull is the same from the ticket on: its
+receiver and its sender may be workers of any role, and there is no first token.
 """

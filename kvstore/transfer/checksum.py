@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final, Protocol
 
+import numpy as np
 import torch
 import xxhash
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _WEIGHT: Final = 0x1E3779B97F4A7C15
+_WORD_BYTES: Final = 8
+_LOW_33_BITS: Final = (1 << 33) - 1
 
 
-def checksum_of(payload: torch.Tensor) -> int:
-    """64 bits over a `uint8` payload.
+class Checksum(Protocol):
+    """64 bits over a `uint8` payload, taken in part by part while each is in the processor's cache.
 
-    A GPU's payload is summed where it is, each word weighted by its position, because a plain sum would not see
-    permuted blocks. Both sides of a link have their slots on the same kind of device.
+    How the payload is parted makes no difference. On a GPU each part but the last is a multiple of 8 bytes.
     """
-    if payload.device.type == "cpu":
-        return xxhash.xxh3_64_intdigest(payload.numpy().data)
-    words = torch.nn.functional.pad(payload, (0, -len(payload) % 8)).view(torch.int64)
-    weights = torch.arange(len(words), device=words.device, dtype=torch.int64) * _WEIGHT | 1
-    return int((words * weights).sum().item()) & 0xFFFFFFFFFFFFFFFF
+
+    def update(self, part: torch.Tensor | NDArray[np.uint8]) -> None: ...
+
+    def digest(self) -> int: ...
+
+
+def new_checksum(device: torch.device) -> Checksum:
+    """For payloads on `device`. Both sides of a link have their slots on the same kind of device."""
+    return Xxh3() if device.type == "cpu" else WordSum()
+
+
+class Xxh3:
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def update(self, part: torch.Tensor | NDArray[np.uint8]) -> None:
+        self._state.update(np.asarray(part).data)
+
+    def digest(self) -> int:
+        return self._state.intdigest()
+
+
+class WordSum:
+    """Summed where the payload is, each word weighted by its position: a plain sum would not see permuted blocks.
+
+    The upper half of a word is mixed into the lower before, so that no bit's change can only cancel out with its like.
+    """
+
+    def __init__(self) -> None:
+        self._sum = 0
+        self._num_words = 0
+
+    def update(self, part: torch.Tensor | NDArray[np.uint8]) -> None:
+        padded = torch.nn.functional.pad(torch.as_tensor(part), (0, -len(part) % _WORD_BYTES))
+        words = padded.view(torch.int64)
+        words = words ^ (words >> 31 & _LOW_33_BITS)
+        places = torch.arange(self._num_words, self._num_words + len(words), device=words.device, dtype=torch.int64)
+        self._sum += int((words * (places * _WEIGHT | 1)).sum().item())
+        self._num_words += len(words)
+
+    def digest(self) -> int:
+        return self._sum & 0xFFFFFFFFFFFFFFFF

@@ -27,6 +27,7 @@ from baton.v1 import kv_pb2, kv_pb2_grpc
 from kvstore.transfer.channel import open_channel
 from kvstore.transfer.receiver import Arrival, KvReceiver
 from kvstore.transfer.sender import KvSender
+from kvstore.transfer.torch_link import num_nccl_stalls
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -63,17 +64,24 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         """What the worker's lease tells of its transfers."""
         sent, received = self.sender.stats, self.receiver.stats
         return TransferCounts(
-            committed=sent.committed + received.committed,
-            failed=sent.failed + received.failed,
+            sent_committed=sent.committed,
+            received_committed=received.committed,
+            sent_failed=sent.failed,
+            received_failed=received.failed,
             corrupted=sent.corrupted + received.corrupted,
-            expired=received.expired,
+            expired=sent.expired + received.expired,
+            timed_out=sent.timed_out + received.timed_out,
+            refused=sent.refused + received.refused,
+            lost=sent.lost + received.lost,
             fenced=sent.fenced + received.fenced,
             resent=sent.resent,
+            nccl_stalls=num_nccl_stalls(),
             failed_pulls=self._failed_pulls,
             pulled_tokens=self._pulled_tokens,
             sent_bytes=sent.num_bytes,
             received_bytes=received.num_bytes,
-            chunks=sent.num_chunks + received.num_chunks,
+            sent_chunks=sent.num_chunks,
+            received_chunks=received.num_chunks,
             transfer_s=sent.transfer_s,
             exposed_s=sent.exposed_s,
             open_pairs=self.sender.num_pairs + self.receiver.num_pairs,

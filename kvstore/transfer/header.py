@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -60,8 +61,11 @@ class Header:
     checksum: int = 0
 
     def pack(self) -> bytes:
-        body = _FORMAT.pack(MAGIC, PROTOCOL_VERSION, *(getattr(self, name) for name in self.__slots__))
+        body = _FORMAT.pack(MAGIC, PROTOCOL_VERSION, *_fields(self))
         return body + _SUM.pack(xxhash.xxh32_intdigest(body))
+
+
+_fields = attrgetter(*Header.__slots__)
 
 
 def transfer_hash(transfer_id: str) -> bytes:
@@ -87,21 +91,30 @@ def unpack(data: bytes, epoch: int, place: int, num_bytes: int, slot_bytes: int)
     return header
 
 
-def verify(header: Header, chunk: Chunk, transfer: bytes, checked: bool, checksum: int) -> None:
-    """Compares a chunk's header with the plan, and its checksum with the one computed over what arrived.
+def verify(header: Header, chunk: Chunk, transfer: bytes, checked: bool) -> None:
+    """Compares a chunk's header with the plan.
 
     Raises:
         TransferCorrupted: naming the first thing that differs.
     """
     span = (chunk.part, chunk.layer_lo, chunk.layer_hi, chunk.unit_lo, chunk.unit_hi, chunk.num_bytes)
     got = (header.part, header.layer_lo, header.layer_hi, header.unit_lo, header.unit_hi, header.num_bytes)
-    for name, have, want in (
-        ("transfer", header.transfer, transfer),
-        ("place in the plan", got, span),
-        ("flags", header.flags, CHECKED if checked else 0),
-        ("checksum", header.checksum, checksum if checked else 0),
-    ):
-        if have != want:
-            raise TransferCorrupted(
-                f"chunk {header.seq} of generation {header.generation}: its {name} is {have!r}, expected {want!r}"
-            )
+    _require(header, "transfer", header.transfer, transfer)
+    _require(header, "place in the plan", got, span)
+    _require(header, "flags", header.flags, CHECKED if checked else 0)
+
+
+def verify_checksum(header: Header, checksum: int) -> None:
+    """Compares a chunk's checksum with the one computed over what arrived.
+
+    Raises:
+        TransferCorrupted: they differ.
+    """
+    _require(header, "checksum", header.checksum, checksum)
+
+
+def _require(header: Header, name: str, have: object, want: object) -> None:
+    if have != want:
+        raise TransferCorrupted(
+            f"chunk {header.seq} of generation {header.generation}: its {name} is {have!r}, expected {want!r}"
+        )

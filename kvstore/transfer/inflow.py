@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import TransferCorrupted, TransferError, TransferTimeout
 from kvstore.transfer import header as h
-from kvstore.transfer.checksum import checksum_of
+from kvstore.transfer.checksum import new_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from kvstore.transfer.ledger import Instruction, Ledger
     from kvstore.transfer.link import Operation, ReceivingLink, SignalOperation
-    from kvstore.transfer.plan import Plan
+    from kvstore.transfer.plan import Chunk, Plan
     from kvstore.transfer.rows import Rows
     from kvstore.transfer.shared import Shared
     from kvstore.transfer.slots import Slot
@@ -47,26 +49,39 @@ class Inbound:
         self._checked = checked
 
     def take(self, header: h.Header, slot: Slot) -> None:
-        """Writes a chunk into the blocks if it is what it should be and they are still the transfer's."""
-        seq = header.seq
+        """Writes a chunk into the blocks if it is what it should be and they are still the transfer's.
+
+        It is checked while it is written: nobody reads the blocks before every chunk has passed.
+        """
         try:
-            if seq >= len(self.plan.chunks):
-                raise TransferCorrupted(f"there is no chunk {seq} in generation {self._generation}")
-            chunk = self.plan.chunks[seq]
-            checksum = checksum_of(slot.payload(header.num_bytes)) if self._checked else 0
-            h.verify(header, chunk, self._transfer, self._checked, checksum)
+            chunk = self._chunk(header)
         except TransferCorrupted as error:
             self._fail(error)
             return
-        if not self._book.ask(lambda ledger: ledger.scatter_begins(self._session, self._generation, seq)):
+        if not self._book.ask(lambda ledger: ledger.scatter_begins(self._session, self._generation, header.seq)):
             return
         try:
-            self._rows.scatter(chunk, slot.payload(chunk.num_bytes))
+            self._scatter(header, chunk, slot.payload(chunk.num_bytes))
+        except TransferCorrupted as error:
+            self._fail(error)
         except BaseException as error:
             self._fail(TransferError(f"a chunk could not be written into the cache: {error!r}"))
             raise
         finally:
             self._book.happen_in_thread(lambda ledger: ledger.scatter_ends(self._session, self._generation))
+
+    def _chunk(self, header: h.Header) -> Chunk:
+        if header.seq >= len(self.plan.chunks):
+            raise TransferCorrupted(f"there is no chunk {header.seq} in generation {self._generation}")
+        chunk = self.plan.chunks[header.seq]
+        h.verify(header, chunk, self._transfer, self._checked)
+        return chunk
+
+    def _scatter(self, header: h.Header, chunk: Chunk, payload: torch.Tensor) -> None:
+        checksum = new_checksum(payload.device) if self._checked else None
+        self._rows.scatter(chunk, payload, checksum)
+        if checksum is not None:
+            h.verify_checksum(header, checksum.digest())
 
     def _fail(self, error: TransferError) -> None:
         self._book.happen_in_thread(lambda ledger: ledger.fail(self._transfer_id, self._generation, error))
@@ -153,6 +168,6 @@ class Inflow:
 
 def _read_header(message: _Posted) -> bytes:
     if message.slot is not None:
-        return message.slot.header.cpu().numpy().tobytes()
+        return message.slot.read_header()
     operation: SignalOperation = message.operation  # type: ignore[assignment]
     return operation.header

@@ -23,7 +23,7 @@ import enum
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from baton.errors import TransferError, TransferRefused, TransferTimeout
+from baton.errors import TransferCancelled, TransferError, TransferExpired, TransferRefused
 from baton.messages import AbortAck, CommitAck, Grant, Nack
 from kvstore.transfer.reasons import to_reason
 
@@ -126,7 +126,6 @@ class Reservation:
 class Ledger:
     def __init__(self) -> None:
         self.num_fenced = 0
-        self.num_expired = 0
         self._last_generation = 0
         self._by_generation: dict[int, Reservation] = {}
         self._ended: OrderedDict[int, tuple[str, str]] = OrderedDict()
@@ -154,7 +153,7 @@ class Ledger:
         if entry is None or entry.released:
             return []
         entry.released = True
-        failed = self._fail(entry, TransferError("the request gave up its reservation"))
+        failed = self._fail(entry, TransferCancelled("the request gave up its reservation"))
         return failed or self._settle(entry)
 
     # -- the senders' side -------------------------------------------------------------------------------------------
@@ -251,8 +250,7 @@ class Ledger:
         instructions: list[Instruction] = []
         for entry in list(self._by_generation.values()):
             if entry.state in (State.RESERVED, State.RECEIVING) and entry.expires_at <= now:
-                self.num_expired += 1
-                instructions += self._fail(entry, TransferTimeout("the KV did not arrive within the lease"))
+                instructions += self._fail(entry, TransferExpired("the KV did not arrive within the lease"))
         return instructions
 
     def check(self) -> None:

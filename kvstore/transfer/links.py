@@ -12,6 +12,7 @@ from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.link import RECEIVER, SENDER
 from kvstore.transfer.shm_link import ShmReceiver, ShmSender
 from kvstore.transfer.slots import StagingPool
+from kvstore.transfer.tcp_link import TcpReceiver, TcpSender
 from kvstore.transfer.torch_link import GlooLink, NcclLink
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def usable_links(device: torch.device, wanted: tuple[str, ...]) -> tuple[str, ..
     """
     can_use = {
         "gloo": True,
+        "tcp": True,
         "nccl": device.type == "cuda" and dist.is_nccl_available(),
         "shm": device.type == "cpu",
     }
@@ -88,6 +90,8 @@ def open_sender(
     with _errors_named(kind):
         if kind == "shm":
             return ShmSender(store, max_slots, staging.slot_bytes, open_timeout_s, op_timeout_s)
+        if kind == "tcp":
+            return TcpSender(store, host, staging.share(max_slots), open_timeout_s, op_timeout_s)
         return _open_torch_link(kind, store, SENDER, host, staging, max_slots, open_timeout_s, op_timeout_s)
 
 
@@ -104,6 +108,8 @@ def open_receiver(
     with _errors_named(kind):
         if kind == "shm":
             return ShmReceiver(store, open_timeout_s, op_timeout_s)
+        if kind == "tcp":
+            return TcpReceiver(store, staging.share(max_slots), open_timeout_s, op_timeout_s)
         return _open_torch_link(kind, store, RECEIVER, host, staging, max_slots, open_timeout_s, op_timeout_s)
 
 

@@ -16,14 +16,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from kvstore.transfer import header as h
-from kvstore.transfer.checksum import checksum_of
+from kvstore.transfer.checksum import new_checksum
 from kvstore.transfer.plan import EVERY_LAYER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from baton.engine.runner import Fence
     from baton.messages import Ticket
@@ -97,11 +97,14 @@ class Outbound:
             self._unsent_bytes -= chunk.num_bytes
             return seq, chunk
 
-    def gather(self, chunk: Chunk, slot: Slot) -> None:
+    def gather(self, chunk: Chunk, payload: torch.Tensor) -> int:
+        """Fills `payload`, and returns its checksum: 0 where chunks are not checked."""
         self.began_s = self.began_s or time.monotonic()
-        self._rows.gather(chunk, slot.payload(chunk.num_bytes), self._fence)
+        checksum = new_checksum(payload.device) if self._checked else None
+        self._rows.gather(chunk, payload, self._fence, checksum)
+        return checksum.digest() if checksum else 0
 
-    def header(self, seq: int, chunk: Chunk, slot: Slot, epoch: int, place: int, next_bytes: int) -> h.Header:
+    def header(self, seq: int, chunk: Chunk, checksum: int, epoch: int, place: int, next_bytes: int) -> h.Header:
         return h.Header(
             epoch=epoch,
             place=place,
@@ -116,7 +119,7 @@ class Outbound:
             unit_lo=chunk.unit_lo,
             unit_hi=chunk.unit_hi,
             num_bytes=chunk.num_bytes,
-            checksum=checksum_of(slot.payload(chunk.num_bytes)) if self._checked else 0,
+            checksum=checksum,
         )
 
     def _find_ready(self) -> None:
@@ -303,24 +306,25 @@ class Outflow:
 
     def _send(self, link: SendingLink, under_way: _UnderWay, due: _Due, place: int, next_bytes: int) -> None:
         outbound, chunk, slot = due.outbound, due.chunk, due.slot
-        if self._gather(outbound, chunk, slot):
-            header = outbound.header(due.seq, chunk, slot, self._epoch(), place, next_bytes)
-            self._faults.spoil(chunk, slot.payload(chunk.num_bytes))
+        payload = slot.payload(chunk.num_bytes)
+        checksum = self._gather(outbound, chunk, payload)
+        if checksum is not None:
+            header = outbound.header(due.seq, chunk, checksum, self._epoch(), place, next_bytes)
+            self._faults.spoil(chunk, payload)
         else:
             header = h.Header(h.VOID, self._epoch(), place, next_bytes, num_bytes=chunk.num_bytes)
-        slot.header.copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
+        slot.write_header(header.pack())
         under_way.add(link.send_chunk(slot, chunk.num_bytes), slot)
 
-    def _gather(self, outbound: Outbound, chunk: Chunk, slot: Slot) -> bool:
-        """False: the transfer has been given up, and its blocks are not to be read."""
+    def _gather(self, outbound: Outbound, chunk: Chunk, payload: torch.Tensor) -> int | None:
+        """The checksum. None: the transfer has been given up, and its blocks are not to be read."""
         if not self._book.ask(lambda offers: offers.gather_begins(outbound.generation)):
-            return False
+            return None
         try:
-            outbound.gather(chunk, slot)
+            return outbound.gather(chunk, payload)
         finally:
             now = time.monotonic()
             self._book.happen_in_thread(lambda offers: offers.gather_ends(outbound.generation, now))
-        return True
 
     def _take_ready(self) -> tuple[Outbound, int, Chunk] | None:
         """The next ready chunk; transfers take turns."""

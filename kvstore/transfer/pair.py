@@ -30,6 +30,7 @@ from baton.messages import (
     Offer,
     Ping,
     Rendezvous,
+    SessionFailed,
     Ticket,
     Welcome,
 )
@@ -42,7 +43,7 @@ from kvstore.transfer.link import SendingLink
 from kvstore.transfer.links import StagingPools, open_sender
 from kvstore.transfer.offers import Committed, Failed, Granted, Instruction, Offers, Tell, Unpin
 from kvstore.transfer.outflow import Outbound, Outflow
-from kvstore.transfer.reasons import from_status
+from kvstore.transfer.reasons import from_reason
 from kvstore.transfer.shared import Shared, post
 from kvstore.transfer.torch_link import SessionStore
 
@@ -134,7 +135,8 @@ class Pair:
     """For one event loop.
 
     Attributes:
-        opened: done once transfers can be offered; fails with TransferError or WorkerFailed.
+        opened: done once transfers can be offered; fails with TransferError where the two sides could not make the link
+            or do not fit, with WorkerFailed where the peer is gone.
         failure: why the pair is over; None while it is good.
         link_kind: what the two sides chose; "" before they have.
         closed: its task; done once stream, link and thread are gone.
@@ -282,7 +284,8 @@ class Pair:
         except TransferError as error:
             self.lose(error)
         except grpc.aio.AioRpcError as error:
-            self.lose(self._from_rpc(error))
+            text = error.details() or error.code().name
+            self.lose(WorkerFailed(f"worker {self.peer.worker_id} is gone: {text}"))
         except asyncio.CancelledError:  # by the call's own cancel, in `lose`
             if self.failure is None:
                 raise
@@ -325,6 +328,8 @@ class Pair:
 
     def _join(self, welcome: FromReceiver | None) -> None:
         peer = self.peer
+        if isinstance(welcome, SessionFailed):
+            raise from_reason(welcome.reason)
         if not isinstance(welcome, Welcome):
             raise TransferError(f"worker {peer.worker_id} did not begin with Welcome")
         if welcome.incarnation != peer.incarnation:
@@ -383,13 +388,10 @@ class Pair:
                 self._side_opened()
             case Ping():
                 pass
+            case SessionFailed():
+                self.lose(from_reason(message.reason))
             case Welcome():
                 self.lose(TransferError(f"worker {self.peer.worker_id} sent a second Welcome"))
-
-    def _from_rpc(self, error: grpc.aio.AioRpcError) -> BatonError:
-        text = error.details() or error.code().name
-        lost = WorkerFailed(f"worker {self.peer.worker_id} is gone: {text}")
-        return from_status(error.code().name, text) or lost
 
 
 def _seen(future: asyncio.Future[None]) -> None:

@@ -1,4 +1,6 @@
-"""The pairs of one sender: made when first needed, over the best kind of link that works, closed when idle for long."""
+"""The pairs of one sender: made when first needed, over the best kind of link that works, and closed when there are
+too many, those that were idle longest first.
+"""
 
 from __future__ import annotations
 

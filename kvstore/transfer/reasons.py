@@ -1,24 +1,27 @@
-"""Transfer errors as the text of a Nack or an Abort, and back, so that a failure keeps its type across the session."""
+"""Transfer errors as text of the session, and back, so that a failure keeps its type from one worker to the other."""
 
 from __future__ import annotations
 
-from baton.errors import TransferCorrupted, TransferError, TransferRefused, TransferTimeout
+from baton.errors import (
+    TransferCancelled,
+    TransferCorrupted,
+    TransferError,
+    TransferExpired,
+    TransferRefused,
+    TransferTimeout,
+)
 
-GAVE_UP = "the sender gave the transfer up"
-"""Nothing failed: whoever wanted it does not any more."""
-_BY_STATUS = {e.status: e for e in (TransferError, TransferRefused, TransferCorrupted, TransferTimeout)}
+_BY_NAME = {
+    cls.__name__: cls
+    for cls in (TransferError, TransferCancelled, TransferRefused, TransferCorrupted, TransferTimeout, TransferExpired)
+}
 
 
 def to_reason(error: TransferError) -> str:
-    return f"{error.status}: {error}"
+    return f"{type(error).__name__}: {error}"
 
 
 def from_reason(reason: str) -> TransferError:
-    status, _, text = reason.partition(": ")
-    return from_status(status, text) or TransferError(reason)
-
-
-def from_status(status: str, text: str) -> TransferError | None:
-    """None: not the status of a transfer error."""
-    cls = _BY_STATUS.get(status)
-    return cls(text) if cls else None
+    name, _, text = reason.partition(": ")
+    cls = _BY_NAME.get(name)
+    return cls(text) if cls else TransferError(reason)

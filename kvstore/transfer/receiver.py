@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton import wire
-from baton.errors import TransferCorrupted, TransferError, TransferRefused
-from baton.messages import Abort, Commit, FromSender, Hello, Nack, Offer, Ticket
+from baton.errors import TransferError, TransferRefused
+from baton.messages import Abort, Commit, FromSender, Hello, Nack, Offer, SessionFailed, Ticket
 from kvstore.transfer.header import PROTOCOL_VERSION
 from kvstore.transfer.inflow import Inbound
 from kvstore.transfer.layout import AUTO, WIRE_DTYPES, layout_of, mismatch, source_ranks
 from kvstore.transfer.ledger import Committed, Failed, Free, Instruction, Ledger, State, Tell
 from kvstore.transfer.links import StagingPools, usable_links
 from kvstore.transfer.plan import Plan, WireOptions, plan, require_fitting_slots
-from kvstore.transfer.reasons import GAVE_UP, from_reason, to_reason
+from kvstore.transfer.reasons import from_reason, to_reason
 from kvstore.transfer.rows import Rows
 from kvstore.transfer.session import Session
 from kvstore.transfer.shared import Shared, seen_through
@@ -74,8 +74,6 @@ class _Reserved:
     first_token: int | None = None
     error: TransferError | None = None
     release_began: bool = False
-    given_up: bool = False
-    """By the sender, for want of anybody who needs it."""
 
 
 class KvReceiver:
@@ -128,11 +126,11 @@ class KvReceiver:
     @property
     def stats(self) -> TransferStats:
         fenced = self._ledger.num_fenced + self._stats.fenced + sum(s.num_fenced for s in self._sessions.values())
-        return dataclasses.replace(self._stats, fenced=fenced, expired=self._ledger.num_expired)
+        return dataclasses.replace(self._stats, fenced=fenced)
 
     @property
     def num_pairs(self) -> int:
-        return len(self._sessions)
+        return sum(session.failure is None for session in self._sessions.values())
 
     @property
     def slots_in_use(self) -> int:
@@ -178,7 +176,6 @@ class KvReceiver:
             kv_address=self.kv_address,
             num_tokens=num_tokens,
             skip_tokens=skip_tokens,
-            lease_ms=int(self._config.lease_s * 1000),
             wire_compat=self._wire_compat,
             layout=self.layout,
         )
@@ -192,8 +189,10 @@ class KvReceiver:
 
         Raises:
             TransferCorrupted: a chunk failed its header or checksum test.
-            TransferTimeout: the lease or an operation's time ended.
-            TransferError: the transfer failed otherwise, was released, or its session was lost.
+            TransferExpired: the lease ended.
+            TransferTimeout: an operation's time ended.
+            TransferCancelled: the sender gave it up, or it was released.
+            TransferError: the transfer failed otherwise, or its session was lost.
         """
         reserved = self._reserved.get(ticket.generation)
         if reserved is None:
@@ -252,7 +251,8 @@ class KvReceiver:
         try:
             session = self._welcome(hello)
         except TransferRefused as error:
-            await context.abort(grpc.StatusCode[error.status], str(error))
+            await self._turn_away(requests, context, error)
+            return
         self._sessions[session.id] = session
         self._lanes.add(session.lane)
         session.lane.ended.add_done_callback(lambda _: self._lanes.discard(session.lane))
@@ -261,9 +261,6 @@ class KvReceiver:
         finally:
             del self._sessions[session.id]
             self._stats.fenced += session.num_fenced
-        if (failure := session.failure) is not None:
-            with contextlib.suppress(grpc.aio.InternalError):  # the peer is gone, and its link said so first
-                await context.abort(grpc.StatusCode[failure.status], str(failure))
 
     def on_offer(self, session: Session, offer: Offer) -> None:
         reserved = self._reserved.get(offer.generation)
@@ -292,8 +289,6 @@ class KvReceiver:
 
     def on_abort(self, session: Session, abort: Abort) -> None:
         error = from_reason(abort.reason)
-        if (reserved := self._reserved.get(abort.generation)) is not None:
-            reserved.given_up = str(error) == GAVE_UP
         self._book.happen(lambda ledger: ledger.abort(session.id, abort.transfer_id, abort.generation, error))
 
     def on_ping(self, session: Session) -> None:
@@ -368,8 +363,7 @@ class KvReceiver:
             case Failed():
                 reserved.error = instruction.error
                 reserved.settled.set()
-                self._stats.failed += not (reserved.release_began or reserved.given_up)  # those were not wanted
-                self._stats.corrupted += isinstance(instruction.error, TransferCorrupted)
+                self._stats.count_failure(instruction.error)
                 self._close_links_to(instruction.generation)
             case Free():
                 del self._reserved[instruction.generation]
@@ -379,6 +373,14 @@ class KvReceiver:
         """What still comes for a transfer that has ended is dropped by the lanes."""
         for session in self._sessions.values():
             session.inbounds.pop(generation, None)
+
+    async def _turn_away(self, requests: AsyncIterator[FromSender], context: Any, error: TransferRefused) -> None:
+        """Says why, and lets the sender hang up, as `Session.serve` does."""
+        with contextlib.suppress(TimeoutError, grpc.aio.InternalError):  # it may be gone, or never hang up
+            async with asyncio.timeout(self._config.op_timeout_s):
+                await context.write(wire.session_response(SessionFailed(to_reason(error))))
+                async for _ in requests:
+                    pass
 
     def _welcome(self, hello: FromSender | None) -> Session:
         if not isinstance(hello, Hello):

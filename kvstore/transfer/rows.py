@@ -11,12 +11,8 @@ Every piece is a whole number of runs of one length, the greatest that divides a
 index, of runs instead of blocks, moves them whatever the layouts: a whole row is one run where both sides hold the
 same, and then this is a gather of blocks. Values are converted on the way where the wire's data type is another.
 
-On a CPU `index_select(out=)` gathers and an assignment of numpy rows scatters, twice as fast as `index_copy_`. GB/s of
-cache bytes, gather and scatter, on one core, with 94 MB from caches of 750 MB:
-
-    rows            7.2   7.0           head slices            6.0   5.7
-    bfloat16 wire   3.1   5.0           blocks of 16 to 32     7.0   5.5
-    int8 wire       1.7   3.5           blocks of 32 to 16     7.4   7.0
+On a CPU rows of bytes move by numpy's `take` and by an assignment of numpy rows, twice as fast as `index_copy_`, and a
+layer is checked while it is in the processor's cache, which halves what the checksum costs.
 
 Each call returns only when the bytes have moved, on a GPU too.
 """
@@ -41,6 +37,7 @@ if TYPE_CHECKING:
 
     from baton.engine.kv_cache import KVCache, LayerGroup
     from baton.messages import KvLayout
+    from kvstore.transfer.checksum import Checksum
     from kvstore.transfer.plan import Chunk, Plan, WireGroup
 
 INT8_MAX = 127
@@ -107,33 +104,59 @@ class Rows:
     ) -> None:
         if cache.spec.states and state_slot is None:
             raise ValueError("this model's sequences carry a state; state_slot is needed")
+        if not all(0 <= block < cache.num_blocks for block in block_ids):
+            raise ValueError(f"a cache of {cache.num_blocks} blocks does not have all of {list(block_ids)}")
         self._cache = cache
         self._plan = plan
         self._blocks = np.array(block_ids, dtype=np.int64)
         self._state_slot = state_slot
         self._stream = stream
         self._first_unit = plan.skip_tokens // plan.unit_tokens
+        self._indices: dict[tuple[int, int, int], torch.Tensor] = {}
+        """By part and units: the chunks of a span share one."""
         self._runs: list[Runs] = []
         for ours, model, wire in zip(cache.spec.groups, layout.groups, plan.groups, strict=True):
             first = heads_of(model.num_kv_heads, layout.tp_size, rank).start
             self._runs.append(
                 runs_of(ours, layout.block_size, plan.unit_tokens, wire.head_lo - first, wire.head_hi - first)
             )
+        self._bytes = {
+            part: group.view(len(group), -1, runs.numel).view(torch.uint8).numpy()
+            for part, (group, runs, wire) in enumerate(zip(cache.groups, self._runs, plan.groups, strict=True))
+            if group.device.type == "cpu" and group.dtype == torch_dtype(wire.dtype)
+        }
+        """The groups that travel as they are: their runs as bytes, `uint8[layers, runs, bytes]`; shares memory."""
 
-    def gather(self, chunk: Chunk, payload: torch.Tensor, fence: torch.cuda.Event | None = None) -> None:
-        """Fills `payload`, `uint8[chunk.num_bytes]`, when the GPU has passed `fence`."""
+    def gather(
+        self,
+        chunk: Chunk,
+        payload: torch.Tensor,
+        fence: torch.cuda.Event | None = None,
+        checksum: Checksum | None = None,
+    ) -> None:
+        """Fills `payload`, `uint8[chunk.num_bytes]`, when the GPU has passed `fence`; `checksum` takes it in."""
+        if self._is_bytewise(chunk):
+            self._gather_bytes(chunk, payload, checksum)
+            return
         with self._on_stream(fence):
             if chunk.part < len(self._runs):
                 self._gather_blocks(chunk, payload)
             else:
                 payload.copy_(self._state(chunk)[chunk.unit_lo : chunk.unit_hi], non_blocking=True)
+        if checksum is not None:
+            checksum.update(payload)
 
-    def scatter(self, chunk: Chunk, payload: torch.Tensor) -> None:
-        """Writes `payload`, `uint8[chunk.num_bytes]`, to its place.
+    def scatter(self, chunk: Chunk, payload: torch.Tensor, checksum: Checksum | None = None) -> None:
+        """Writes `payload`, `uint8[chunk.num_bytes]`, to its place; `checksum` takes in what was written.
 
         With the sequence's last unit, what is left of its block is zeroed: attention masks the places behind the last
         token, but a masked NaN that another request left there would still spoil the sum.
         """
+        if self._is_bytewise(chunk):
+            self._scatter_bytes(chunk, payload, checksum)
+            return
+        if checksum is not None:
+            checksum.update(payload)
         with self._on_stream(None):
             payload = payload.to(self._cache.device, non_blocking=True)
             if chunk.part < len(self._runs):
@@ -141,9 +164,36 @@ class Rows:
             else:
                 self._state(chunk)[chunk.unit_lo : chunk.unit_hi] = payload
 
+    # -- bytes as they are, on a CPU ---------------------------------------------------------------------------------
+
+    def _is_bytewise(self, chunk: Chunk) -> bool:
+        return chunk.part in self._bytes
+
+    def _gather_bytes(self, chunk: Chunk, payload: torch.Tensor, checksum: Checksum | None) -> None:
+        index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi).numpy()
+        layers = self._bytes[chunk.part][chunk.layer_lo : chunk.layer_hi]
+        for layer, out in zip(layers, payload.numpy().reshape(len(layers), len(index), -1), strict=True):
+            # "clip" writes straight to `out`; there is nothing to clip, the index is of blocks that exist
+            layer.take(index, axis=0, out=out, mode="clip")
+            if checksum is not None:
+                checksum.update(out)
+
+    def _scatter_bytes(self, chunk: Chunk, payload: torch.Tensor, checksum: Checksum | None) -> None:
+        index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi).numpy()
+        left = self._behind_the_end(chunk)
+        layers = self._bytes[chunk.part][chunk.layer_lo : chunk.layer_hi]
+        for layer, values in zip(layers, payload.numpy().reshape(len(layers), len(index), -1), strict=True):
+            layer[index] = values
+            if checksum is not None:
+                checksum.update(values)
+            if left is not None:
+                layer[left.numpy()] = 0
+
+    # -- converted, or on a GPU --------------------------------------------------------------------------------------
+
     def _gather_blocks(self, chunk: Chunk, payload: torch.Tensor) -> None:
         wire, runs, layers = self._plan.groups[chunk.part], self._runs[chunk.part], self._layers(chunk)
-        index = self._index(runs, chunk.unit_lo, chunk.unit_hi).to(layers.device)
+        index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi).to(layers.device)
         dtype = torch_dtype(wire.dtype)
         for layer, out in zip(layers, payload.view(len(layers), -1), strict=True):
             if layer.dtype == dtype and layer.device == out.device:
@@ -158,22 +208,31 @@ class Rows:
         dtype = torch_dtype(wire.dtype)
         values = self._dequantized(chunk, wire, payload) if dtype == torch.int8 else payload.view(dtype)
         values = values.to(layers.dtype).view(len(layers), -1, runs.numel)
-        index = self._index(runs, chunk.unit_lo, chunk.unit_hi)
+        index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi)
         if layers.device.type == "cpu":
             layers.view(torch.uint8).numpy()[:, index.numpy()] = values.view(torch.uint8).numpy()
         else:
             layers.index_copy_(1, index.to(layers.device), values)
-        num_left = -(self._first_unit + chunk.unit_hi) % len(runs.of_unit)
-        if chunk.unit_hi == self._plan.num_units and num_left:
-            left = self._index(runs, chunk.unit_hi, chunk.unit_hi + num_left)
+        if (left := self._behind_the_end(chunk)) is not None:
             layers.index_fill_(1, left.to(layers.device), 0)
 
-    def _index(self, runs: Runs, unit_lo: int, unit_hi: int) -> torch.Tensor:
+    def _behind_the_end(self, chunk: Chunk) -> torch.Tensor | None:
+        """Of the chunk with the last unit, the runs that are left of its block."""
+        num_left = -(self._first_unit + chunk.unit_hi) % len(self._runs[chunk.part].of_unit)
+        if chunk.unit_hi != self._plan.num_units or not num_left:
+            return None
+        return self._index(chunk.part, chunk.unit_hi, chunk.unit_hi + num_left)
+
+    def _index(self, part: int, unit_lo: int, unit_hi: int) -> torch.Tensor:
         """The runs of units, in wire order, counted from the start of a layer; on the CPU."""
-        units = np.arange(self._first_unit + unit_lo, self._first_unit + unit_hi)
-        blocks, units_of_block = np.divmod(units, len(runs.of_unit))
-        index = self._blocks[blocks][:, None] * runs.per_row + runs.of_unit[units_of_block]
-        return torch.from_numpy(index.ravel())
+        key = part, unit_lo, unit_hi
+        if key not in self._indices:
+            runs = self._runs[part]
+            units = np.arange(self._first_unit + unit_lo, self._first_unit + unit_hi)
+            blocks, units_of_block = np.divmod(units, len(runs.of_unit))
+            index = self._blocks[blocks][:, None] * runs.per_row + runs.of_unit[units_of_block]
+            self._indices[key] = torch.from_numpy(index.ravel())
+        return self._indices[key]
 
     def _layers(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's layers as runs, `[layers, runs, numel]`; shares memory."""

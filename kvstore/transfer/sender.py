@@ -2,12 +2,12 @@
 
 The life of a transfer, as the sender sees it:
 
-1. `transfer` takes a ticket and offers at once, while the prompt still waits: opening a pair and the round trip to the
-   receiver hide in the queue, and the session's pings renew the ticket's lease from here on.
+1. `transfer` takes a ticket and offers as soon as there is a pair, while the prompt still waits: opening it and the
+   round trip to the receiver hide in the queue, and the session's pings renew the ticket's lease from the offer on.
 2. `attach` gives the blocks. The caller pins them until the block of `transfer` is left.
-3. `advance`, from the engine's thread: what is computed, in all layers or in some. The pair's lane gathers, seals and
-   sends chunk by chunk.
-4. `finish` with the first token: Commit follows the last chunk, CommitAck ends it.
+3. `advance`, from the engine's thread: what is computed, in all layers or in some; not needed where all is. The pair's
+   lane gathers, seals and sends chunk by chunk.
+4. `finish`, with the first token where there is one: Commit follows the last chunk, CommitAck ends it.
 
 Leaving the block early gives the transfer up: its blocks are not read any more once it is left, and the receiver is
 told in the background. Each pair of ranks that exchange bytes carries its part over a pair of its own.
@@ -22,7 +22,7 @@ import time
 from typing import TYPE_CHECKING
 
 from baton.config import FaultsConfig
-from baton.errors import BatonError, Overloaded, TransferCorrupted, TransferError, TransferRefused
+from baton.errors import BatonError, Overloaded, TransferCancelled, TransferError, TransferRefused
 from baton.messages import HandedOver, Hello, Ticket
 from kvstore.transfer.faults import parse_faults
 from kvstore.transfer.header import PROTOCOL_VERSION
@@ -32,7 +32,6 @@ from kvstore.transfer.outflow import Outbound
 from kvstore.transfer.pair import PairTransfer, Peer
 from kvstore.transfer.pairs import Pairs
 from kvstore.transfer.plan import WireOptions, plan, require_fitting_slots
-from kvstore.transfer.reasons import GAVE_UP
 from kvstore.transfer.rows import Rows
 from kvstore.transfer.shared import seen_through
 from kvstore.transfer.shm_link import host_id
@@ -173,9 +172,8 @@ class KvSender:
         self._stats.transfer_s += handed_over.transfer_s
         self._stats.exposed_s += handed_over.exposed_s
 
-    def count_failure(self, error: BaseException) -> None:
-        self._stats.failed += 1
-        self._stats.corrupted += isinstance(error, TransferCorrupted)
+    def count_failure(self, error: BatonError) -> None:
+        self._stats.count_failure(error)
 
     def _parts(self, ticket: Ticket, num_tokens: int) -> dict[tuple[int, int], PairTransfer]:
         """By sending and receiving rank."""
@@ -275,7 +273,7 @@ class Transfer:
     async def close(self) -> None:
         """Gives up what is not settled, and returns once the blocks are not read any more, even when cancelled."""
         for part in self._parts.values():
-            part.give_up(TransferError(GAVE_UP))
+            part.give_up(TransferCancelled("the sender gave the transfer up"))
         waiting = asyncio.gather(*(part.unpinned for part in self._parts.values()))
         await seen_through(waiting)
 

@@ -1,4 +1,4 @@
-"""The receiving end of one pair: a prefill process's stream, its link, and the lane that owns it.
+"""The receiving end of one pair: the stream of a sending worker's rank, its link, and the lane that owns it.
 
 Ends as a whole: when the stream breaks, the link fails or the peer falls silent, every transfer on it fails at once.
 """
@@ -25,17 +25,19 @@ from baton.messages import (
     Offer,
     Ping,
     Rendezvous,
+    SessionFailed,
     Welcome,
 )
 from kvstore.transfer.inflow import Inbound, Inflow
 from kvstore.transfer.lane import Lane, use_own_stream
 from kvstore.transfer.link import ReceivingLink
 from kvstore.transfer.links import open_receiver
+from kvstore.transfer.reasons import to_reason
 from kvstore.transfer.shared import post
 from kvstore.transfer.torch_link import SessionStore
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     import torch
 
@@ -66,7 +68,7 @@ class Session:
         id: unique in this process; the pair's epoch, which every header on the link carries.
         hello: what the peer said of itself.
         inbounds: transfers that may send on the link now, by generation. Written on the loop, read by the lane.
-        failure: why the stream must be ended from here; None while it is good, or when the peer left.
+        failure: why this side ended it; None while it is good, or when the peer left.
         lane: ends soon after the session: at the link's timeout, to open or to operate, at the latest.
     """
 
@@ -108,23 +110,24 @@ class Session:
         return self._inflow.num_fenced
 
     async def serve(self, requests: AsyncIterator[FromSender], context: Any) -> None:
-        """Until either side ends the stream. Whatever happened, the session is over when this returns."""
-        tasks = {
-            asyncio.create_task(self._read(requests)),
-            asyncio.create_task(self._write(context)),
-            asyncio.create_task(self._beat()),
-        }
+        """Until the sender ends the stream. Whatever happened, the session is over when this returns.
+
+        A failure on this side is said, and the sender hangs up: gRPC hides the status, and what was said before it,
+        from a client that is writing while the server ends the stream.
+        """
+        reading, writing, _ = tasks = [
+            asyncio.create_task(self._failing_as_a_whole(work))
+            for work in (partial(self._read, requests), partial(self._write, context), self._beat)
+        ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if self.failure is not None:
+                await asyncio.wait((reading, writing), timeout=self._config.op_timeout_s)
         finally:
             self.end(TransferError(f"worker {self.hello.worker_id} is gone"))
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            for task in tasks:
-                if not task.cancelled() and (bug := task.exception()) is not None:
-                    logger.error("the KV session with worker %s failed", self.hello.worker_id, exc_info=bug)
-                    self.failure = self.failure or TransferError(f"the session failed: {bug}")
 
     def tell(self, message: FromReceiver) -> None:
         self._out.put_nowait(message)
@@ -133,6 +136,7 @@ class Session:
         """Ends the session from here."""
         if not self._ended:
             self.failure = error
+            self.tell(SessionFailed(to_reason(error)))
             self.end(error)
 
     def end(self, error: TransferError) -> None:
@@ -146,12 +150,18 @@ class Session:
         self._store.close()
         self.lane.stop()
 
+    async def _failing_as_a_whole(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except Exception as bug:
+            logger.exception("the KV session with worker %s failed", self.hello.worker_id)
+            self.break_off(TransferError(f"the session failed: {bug!r}"))
+
     async def _read(self, requests: AsyncIterator[FromSender]) -> None:
         async for message in requests:
             self._heard_s = self._loop.time()
-            if self._ended:
-                return  # an offer taken now would wait for its lease
-            self._on(message)
+            if not self._ended:  # an offer taken after the end would wait for its lease
+                self._on(message)
 
     async def _write(self, context: Any) -> None:
         with contextlib.suppress(grpc.aio.InternalError):  # the peer is gone, and the stream's end says so
@@ -160,7 +170,7 @@ class Session:
 
     async def _beat(self) -> None:
         """Says that this side lives, and notices when the other one is silent."""
-        while True:
+        while not self._ended:
             await asyncio.sleep(min(self._config.ping_s, self._config.op_timeout_s / 4))
             self.tell(Ping())
             if self._loop.time() - self._heard_s > self._config.op_timeout_s:

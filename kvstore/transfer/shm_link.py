@@ -84,8 +84,7 @@ class ShmSender:
         return _SENT
 
     def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
-        header = slot.header.numpy().tobytes()
-        self._packets.send(_CHUNK.pack(header, self._slots.lend(slot)), self._op_timeout_s)
+        self._packets.send(_CHUNK.pack(slot.read_header(), self._slots.lend(slot)), self._op_timeout_s)
         return _SENT
 
     def close(self) -> None:
@@ -104,14 +103,15 @@ class ShmReceiver:
                 if not fds:
                     raise TransferError("the sender left while the link was being opened")
                 num_slots, stride = _RING.unpack(message)
-                self._ring = _map(fds[0], num_slots, stride, shared=False)
+                ring = _map(fds[0], num_slots, stride, shared=False)
             finally:
                 for fd in fds:
                     os.close(fd)
             undo.pop_all()
         self._op_timeout_s = op_timeout_s
+        self._ring = [Slot(row) for row in ring]
         self._packets = _Packets(connection)
-        self.slots: SlotSource = _ReceiverSlots(self._packets, self._ring.stride(0), op_timeout_s)
+        self.slots: SlotSource = _ReceiverSlots(self._packets, stride, op_timeout_s)
 
     def recv_signal(self) -> SignalOperation:
         return _SignalArrival(self)
@@ -128,12 +128,13 @@ class ShmReceiver:
     def next_signal(self) -> bytes:
         return self._next(HEADER_BYTES)
 
-    def next_chunk(self) -> torch.Tensor:
-        """The slot's bytes, in the sender's ring."""
+    def next_chunk(self) -> Slot:
+        """In the sender's ring."""
         header, number = _CHUNK.unpack(self._next(_CHUNK.size))
-        if number >= len(self._ring) or self._ring[number, :HEADER_BYTES].numpy().tobytes() != header:
+        slot: Slot | None = self._ring[number] if number < len(self._ring) else None
+        if slot is None or slot.read_header() != header:
             raise TransferError("the shm link is broken: a chunk is not where its announcement says")
-        return self._ring[number]
+        return slot
 
     def _next(self, num_bytes: int) -> bytes:
         packet = self._packets.receive(self._op_timeout_s)
@@ -169,7 +170,7 @@ class _ChunkArrival:
         self._slot = slot
 
     def wait(self) -> None:
-        self._slot.buffer = self._link.next_chunk()
+        self._slot.show(self._link.next_chunk())
 
 
 class _SenderSlots:
@@ -189,9 +190,9 @@ class _SenderSlots:
     def acquire(self, wait_s: float) -> Slot | None:
         """Raises TransferTimeout where the receiver has kept every slot for longer than the operation timeout."""
         deadline = time.monotonic() + wait_s
-        while self._take_back(0.0):
-            pass
         while not self._free:
+            if self._take_back(0.0):
+                continue
             if not self._lent:
                 return None
             now = time.monotonic()

@@ -9,25 +9,36 @@ import threading
 from collections import deque
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from kvstore.transfer.header import HEADER_BYTES
 
 
 class Slot:
-    """Header and payload of one chunk in one buffer, `uint8`.
+    """Header and payload of one chunk in one buffer, `uint8`."""
 
-    A link that moves no bytes of its own sets `buffer` once the chunk is there.
-    """
-
-    __slots__ = ("buffer",)
+    __slots__ = ("_bytes", "buffer")
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
+        self._bytes = buffer.numpy() if buffer.device.type == "cpu" else None
+        """The same memory, in which numpy finds a header in a tenth of the time."""
 
-    @property
-    def header(self) -> torch.Tensor:
-        return self.buffer[:HEADER_BYTES]
+    def show(self, other: Slot) -> None:
+        """From now on this is `other`'s memory: for a link that moves no bytes of its own."""
+        self.buffer, self._bytes = other.buffer, other._bytes
+
+    def write_header(self, header: bytes) -> None:
+        if self._bytes is not None:
+            self._bytes[:HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
+        else:
+            self.buffer[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+
+    def read_header(self) -> bytes:
+        if self._bytes is not None:
+            return self._bytes[:HEADER_BYTES].tobytes()
+        return self.buffer[:HEADER_BYTES].cpu().numpy().tobytes()
 
     def payload(self, num_bytes: int) -> torch.Tensor:
         return self.buffer[HEADER_BYTES : HEADER_BYTES + num_bytes]

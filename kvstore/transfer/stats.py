@@ -4,15 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.errors import (
+    BatonError,
+    TransferCancelled,
+    TransferCorrupted,
+    TransferExpired,
+    TransferRefused,
+    TransferTimeout,
+)
+
+_REASONS = (
+    (TransferCorrupted, "corrupted"),
+    (TransferExpired, "expired"),
+    (TransferTimeout, "timed_out"),
+    (TransferRefused, "refused"),
+    (BatonError, "lost"),
+)
+"""The first that fits."""
+
 
 @dataclass(slots=True)
 class TransferStats:
     """Rising counts of one side. Written on the event loop, a field at a time; read at any moment."""
 
     committed: int = 0
-    failed: int = 0
     corrupted: int = 0
-    """Of the failed: a header or a checksum did not match what arrived."""
+    """Failed, because a header or a checksum did not match what arrived."""
+    expired: int = 0
+    """Failed, because the lease ended before the KV arrived."""
+    timed_out: int = 0
+    """Failed, because one operation took too long."""
+    refused: int = 0
+    """Failed, because the two sides do not fit."""
+    lost: int = 0
+    """Failed, because the link, the session or the other worker was lost."""
     num_bytes: int = 0
     """Payload of committed transfers."""
     num_chunks: int = 0
@@ -22,7 +47,15 @@ class TransferStats:
     """The part of it after the last token was computed: what no computing hid; senders only."""
     fenced: int = 0
     """Messages and chunks of an unknown transfer or a past generation, dropped."""
-    expired: int = 0
-    """Leases that ended before the KV arrived."""
     resent: int = 0
-    """Messages said again because no answer came."""
+    """Messages said again because no answer came; senders only."""
+
+    @property
+    def failed(self) -> int:
+        return self.corrupted + self.expired + self.timed_out + self.refused + self.lost
+
+    def count_failure(self, error: BatonError) -> None:
+        """Counts a transfer that did not arrive. One that nobody wanted any more has not failed."""
+        if not isinstance(error, TransferCancelled):
+            reason = next(name for cls, name in _REASONS if isinstance(error, cls))
+            setattr(self, reason, getattr(self, reason) + 1)

@@ -1,7 +1,7 @@
 """Links alone between two processes, against a raw TCP socket that moves as many bytes; and what a pair costs.
 
-Raw TCP and gloo move bytes from one process's buffers to the other's. An shm link moves none: here they are copied into
-its ring and out of it, which a gather and a scatter do otherwise.
+Raw TCP, gloo and tcp move bytes from one process's buffers to the other's. An shm link moves none: here they are copied
+into its ring and out of it, which a gather and a scatter do otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.bench.report import Report, Table
 from tests.bench.stats import ratio, spread
 
 CHUNK_MIB = (1, 4, 16)
-KINDS = ("gloo", "shm")
+KINDS = ("gloo", "tcp", "shm")
 NUM_PAIRS = 64
 
 

@@ -63,7 +63,7 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
             transfer_id = f"{self._num_transfers}"
             arrived = self._handed_over[transfer_id] = asyncio.Event()
             yield worker_pb2.DecodeResponse(
-                ticket=worker_pb2.Ticket(transfer_id=transfer_id, num_tokens=len(spec.token_ids), lease_ms=60_000)
+                ticket=worker_pb2.Ticket(transfer_id=transfer_id, num_tokens=len(spec.token_ids))
             )
             await arrived.wait()
         async for message in self._answers.stream(int(request.await_kv), spec.max_tokens, spec.seed):

@@ -67,7 +67,7 @@ CONTROL = (">offer", "<grant", ">commit", "<commit_ack", ">abort", "<abort_ack",
 """The messages of transfers; what else a session says does not depend on them."""
 
 
-@pytest.fixture(params=["gloo", "shm"])
+@pytest.fixture(params=["gloo", "shm", "tcp"])
 def link(request: pytest.FixtureRequest) -> str:
     kind: str = request.param
     return kind
@@ -565,11 +565,11 @@ class WatchedSender(KvSender):
         rows = super().rows(rank, part, *where)
         gather = rows.gather
 
-        def noted(chunk: Chunk, payload: torch.Tensor, fence: Fence | None = None) -> None:
-            gather(chunk, payload, fence)
+        def noted(chunk: Chunk, payload: torch.Tensor, *how: Any) -> None:
+            gather(chunk, payload, *how)
             self.read_s[part.ticket.transfer_id] = time.monotonic()
 
-        rows.gather = noted  # type: ignore[method-assign]
+        rows.gather = noted  # type: ignore[assignment, method-assign]
         return rows
 
 
@@ -886,7 +886,7 @@ async def test_a_prefix_is_pulled_from_the_worker_that_has_it(link: str, ours: i
         got, gave = here.kv.counts(), there.kv.counts()
         assert (got.pulled_tokens, got.failed_pulls, got.committed, gave.committed) == (96, 0, 2, 2)
         assert got.received_bytes == gave.sent_bytes == 96 * 2 * 2 * 8
-        assert (got.open_pairs, gave.open_pairs, got.chunks) == (1, 1, gave.chunks)
+        assert (got.open_pairs, gave.open_pairs, got.received_chunks) == (1, 1, gave.sent_chunks)
         assert min(gave.transfer_s, gave.exposed_s) > 0.0
         # And the other way, over a pair of its own.
         other = [token + 1 for token in PROMPT]

@@ -5,21 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from typing import Any
 
 import pytest
 
-from baton.errors import BatonError
-from kvstore.transfer.links import open_receiver
+from baton import wire
+from baton.engine.arithmetic import ArithmeticRunner
+from baton.errors import BatonError, TransferError
+from baton.messages import Grant, Offer, Ping, SessionFailed, Welcome
+from baton.v1 import kv_pb2_grpc
+from kvstore.transfer.channel import open_channel
+from kvstore.transfer.links import open_receiver, open_sender
+from kvstore.transfer.plan import WireOptions, plan
+from kvstore.transfer.stats import TransferStats
+from kvstore.transfer.torch_link import SessionStore
 from tests.integration.transfer_peers import (
     CONFIG,
     Decode,
     Prefill,
     decode_side,
+    engine_worker,
     eventually,
     prefill_side,
     same_blocks,
     send,
 )
+
+TWO_KINDS = dataclasses.replace(CONFIG, links=("shm", "gloo"))
 
 
 async def hand_over(prefill: Prefill, decode: Decode, name: str) -> str:
@@ -86,10 +98,64 @@ async def test_a_link_that_only_the_receiver_cannot_open_gives_way_to_the_next_k
         return open_receiver(kind, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr("kvstore.transfer.session.open_receiver", refuse_shm)
-    async with decode_side(CONFIG) as decode, prefill_side(CONFIG) as prefill:
+    async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
         assert await asyncio.gather(*(hand_over(prefill, decode, f"t{n}") for n in range(3))) == [""] * 3
         assert [pair.link_kind for pair in prefill.sender._pairs._alive if not pair.failure] == ["gloo"]
         assert same_blocks(prefill.cache, range(40), decode.cache, range(40))
+
+
+async def test_a_sender_that_is_still_talking_hears_why_its_session_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a client writes to a stream that the server has ended, gRPC tells it INTERNAL, and nothing else."""
+
+    def talk(kind: str, store: SessionStore, *args: object) -> object:
+        if kind == "shm":
+            for number in range(5000):
+                store.set(f"shm/{number}", bytes(1000))
+        return open_sender(kind, store, *args)  # type: ignore[arg-type]
+
+    def refuse_shm(kind: str, store: SessionStore, *args: object) -> object:
+        if kind == "shm":
+            store.get("shm/100")
+            raise RuntimeError("not permitted here")
+        return open_receiver(kind, store, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kvstore.transfer.pair.open_sender", talk)
+    monkeypatch.setattr("kvstore.transfer.session.open_receiver", refuse_shm)
+    async with decode_side(TWO_KINDS) as decode:
+        for number in range(5):
+            async with prefill_side(TWO_KINDS, name=f"p{number}") as prefill:
+                assert await hand_over(prefill, decode, f"t{number}") == ""
+                assert [pair.link_kind for pair in prefill.sender._pairs._alive if not pair.failure] == ["gloo"]
+        assert await eventually(lambda: not decode.receiver._sessions)
+
+
+async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> None:
+    """Its connection stands and it reads, and there is no link that could break: the session alone can notice."""
+    config = dataclasses.replace(CONFIG, op_timeout_s=0.5, ping_s=0.2, open_timeout_s=60.0, lease_s=60.0)
+    async with decode_side(config) as decode, prefill_side(config) as prefill:
+        ticket = decode.receiver.expect("silent", 32, 0, [0, 1], state_slot=0)
+        arriving = asyncio.create_task(decode.receiver.wait_committed(ticket))
+        hello = prefill.sender._pairs._hello
+        planned = plan(
+            hello.layout, 0, ticket.layout, 0, 32, 0, WireOptions(config.slot_bytes, config.span_tokens, "auto")
+        )
+        digest = planned.digest(config.checksum)
+        offer = Offer("silent", ticket.generation, digest, len(planned.chunks), planned.options.wire_dtype, 32)
+        async with open_channel(ticket.kv_address) as channel, asyncio.timeout(20):
+            stub: Any = kv_pb2_grpc.KvControlStub(channel)
+            call = stub.Session()
+            for message in (hello, offer):
+                await call.write(wire.session_request(message))
+            heard = [wire.session_response_from_pb(message) async for message in call]
+        with pytest.raises(TransferError, match=r"prefill-0 has been silent for 0\.5 s"):
+            await arriving
+        assert heard[-1] == SessionFailed("TransferError: worker prefill-0 has been silent for 0.5 s")
+        assert {type(message) for message in heard} >= {Welcome, Grant, Ping}, (
+            "it was a session, and the offer was taken"
+        )
+        assert await decode.receiver.release(ticket) == (0, 1)
+        assert await eventually(lambda: not decode.receiver._lanes)
+        assert await hand_over(prefill, decode, "next") == ""
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])
@@ -104,3 +170,17 @@ async def test_pools_too_small_for_all_pairs_starve_none(num_slots: int) -> None
             assert outcomes == [""] * 9
         sides = [p.sender for p in prefills] + [d.receiver for d in decodes]
         assert await eventually(lambda: all(side.slots_in_use <= 2 for side in sides))
+
+
+async def test_a_workers_counts_are_those_of_both_its_sides() -> None:
+    async with engine_worker("w", ArithmeticRunner(num_blocks=8)) as worker:
+        worker.kv.sender._stats = TransferStats(*range(1, 11))
+        worker.kv.receiver._stats = TransferStats(*range(100, 1100, 100))
+        counts = worker.kv.counts()
+    assert (counts.sent_committed, counts.received_committed, counts.committed) == (1, 100, 101)
+    reasons = (counts.corrupted, counts.expired, counts.timed_out, counts.refused, counts.lost)
+    assert reasons == (202, 303, 404, 505, 606)
+    assert (counts.sent_failed, counts.received_failed, counts.failed) == (20, 2000, sum(reasons))
+    assert (counts.sent_bytes, counts.received_bytes) == (7, 700)
+    assert (counts.sent_chunks, counts.received_chunks) == (8, 800)
+    assert (counts.transfer_s, counts.exposed_s) == (9, 10)

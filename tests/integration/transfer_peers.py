@@ -157,9 +157,6 @@ class _Answers:
         if self._door.passes("<", message):
             await self._context.write(message)
 
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
-        await self._context.abort(code, details)
-
 
 @dataclass(frozen=True)
 class Decode:

@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import TransferCorrupted
-from kvstore.transfer.header import CHECKED, HEADER_BYTES, VOID, Header, transfer_hash, unpack, verify
+from kvstore.transfer.header import (
+    CHECKED,
+    HEADER_BYTES,
+    VOID,
+    Header,
+    transfer_hash,
+    unpack,
+    verify,
+    verify_checksum,
+)
 from kvstore.transfer.plan import Chunk
 
 EPOCH, PLACE, SLOT_BYTES = 7, 21, 1 << 20
@@ -34,7 +43,8 @@ def test_a_header_is_64_bytes_and_comes_back_as_it_was() -> None:
     assert len(data) == HEADER_BYTES
     assert unpacked(data) == HEADER
     assert unpacked(data + b"payload") == HEADER, "what follows is not the header's"
-    verify(HEADER, CHUNK, HASH, True, HEADER.checksum)
+    verify(HEADER, CHUNK, HASH, True)
+    verify_checksum(HEADER, HEADER.checksum)
 
 
 @given(
@@ -73,17 +83,18 @@ def test_a_header_of_another_message_is_noticed_whichever_field_differs(name: st
         return
     assert unpacked(other.pack()) == other
     if name in ("next_bytes", "generation", "seq"):
-        verify(other, CHUNK, HASH, True, HEADER.checksum)  # they choose what the header is compared with
+        verify(other, CHUNK, HASH, True)  # they choose what the header is compared with
+        verify_checksum(other, HEADER.checksum)
     else:
         with pytest.raises(TransferCorrupted, match="chunk 3 of generation 11"):
-            verify(other, CHUNK, HASH, True, HEADER.checksum)
+            verify_checksum(other, HEADER.checksum) if name == "checksum" else verify(other, CHUNK, HASH, True)
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Chunk)])
 def test_a_chunk_elsewhere_in_the_plan_is_not_this_one(name: str) -> None:
     chunk = dataclasses.replace(CHUNK, **{name: getattr(CHUNK, name) + 1})
     with pytest.raises(TransferCorrupted, match="its place in the plan"):
-        verify(HEADER, chunk, HASH, True, HEADER.checksum)
+        verify(HEADER, chunk, HASH, True)
 
 
 def test_an_announcement_larger_than_a_slot_is_refused() -> None:
@@ -94,18 +105,18 @@ def test_an_announcement_larger_than_a_slot_is_refused() -> None:
 
 def test_both_sides_must_agree_on_whether_there_is_a_checksum() -> None:
     unchecked = dataclasses.replace(HEADER, flags=0, checksum=0)
-    verify(unchecked, CHUNK, HASH, False, 0)
+    verify(unchecked, CHUNK, HASH, False)
     with pytest.raises(TransferCorrupted, match="flags"):
-        verify(unchecked, CHUNK, HASH, True, 0)
+        verify(unchecked, CHUNK, HASH, True)
     with pytest.raises(TransferCorrupted, match="flags"):
-        verify(HEADER, CHUNK, HASH, False, 0)
+        verify(HEADER, CHUNK, HASH, False)
 
 
 def test_a_void_chunk_is_no_chunk_of_the_plan() -> None:
     void = Header(VOID, EPOCH, PLACE, 0, num_bytes=4096)
     assert unpacked(void.pack()).flags & VOID
     with pytest.raises(TransferCorrupted):
-        verify(void, CHUNK, HASH, True, 0)
+        verify(void, CHUNK, HASH, True)
 
 
 def test_transfers_have_different_hashes() -> None:

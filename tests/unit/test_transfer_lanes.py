@@ -120,7 +120,7 @@ class Sides:
         loop = asyncio.get_running_loop()
         transfer_id = f"t{block}"
         generation = self.at_ledger.ask(lambda ledger: ledger.reserve(transfer_id, (block,), 1e9))
-        ticket = Ticket(transfer_id, generation, "d", "d.1", "", 16, 0, 30_000, "kind", LAYOUT)
+        ticket = Ticket(transfer_id, generation, "d", "d.1", "", 16, 0, "kind", LAYOUT)
         outbound = Outbound(ticket, self.plan, Rows(self.source, self.plan, LAYOUT, 0, [block], None), True)
         rows = Rows(self.target, self.plan, LAYOUT, 0, [block], None)
         self.inbounds[generation] = Inbound(
@@ -241,10 +241,10 @@ def wait_for_chunks(sides: Sides, generation: int, num_chunks: int) -> None:
     assert sides.at_ledger.ask(num_in) == num_chunks
 
 
-both_kinds = pytest.mark.parametrize("kind", ["gloo", "shm"])
+every_kind = pytest.mark.parametrize("kind", ["gloo", "shm", "tcp"])
 
 
-@both_kinds
+@every_kind
 @pytest.mark.parametrize("window", [1, 2, 6])
 async def test_transfers_that_share_a_link_arrive_whole_whatever_the_window(kind: str, window: int) -> None:
     async with running(kind, window=window) as sides:
@@ -260,7 +260,7 @@ async def test_transfers_that_share_a_link_arrive_whole_whatever_the_window(kind
     assert [pool.in_use for pool in sides.pools] == [0, 0]
 
 
-@both_kinds
+@every_kind
 @pytest.mark.parametrize("at_chunk", [1, 4, 8, 9])
 async def test_a_transfer_that_is_given_up_leaves_nothing_on_the_link(kind: str, at_chunk: int) -> None:
     reached, go_on = threading.Event(), threading.Event()
@@ -283,7 +283,7 @@ async def test_a_transfer_that_is_given_up_leaves_nothing_on_the_link(kind: str,
         assert not sides.sender.ended.done()
 
 
-@both_kinds
+@every_kind
 async def test_chunks_of_a_transfer_that_has_failed_here_are_written_nowhere(kind: str) -> None:
     reached, go_on = threading.Event(), threading.Event()
 
@@ -303,7 +303,7 @@ async def test_chunks_of_a_transfer_that_has_failed_here_are_written_nowhere(kin
         assert sides.inflow.num_fenced >= 1, "those that were gathered before the sender knew; the others were void"
 
 
-@both_kinds
+@every_kind
 async def test_a_corrupt_chunk_fails_its_transfer_and_no_other(kind: str) -> None:
     async with running(kind, faults=Faults(corrupt_chunk=NUM_CHUNKS + 3)) as sides:
         assert await sides.hand_over(0) is None
@@ -314,7 +314,7 @@ async def test_a_corrupt_chunk_fails_its_transfer_and_no_other(kind: str) -> Non
         assert not sides.sender.ended.done()
 
 
-@both_kinds
+@every_kind
 async def test_chunks_leave_as_they_become_ready(kind: str) -> None:
     async with running(kind) as sides:
         generation = sides.offer(0)
@@ -378,14 +378,14 @@ async def test_a_chunk_number_beyond_the_plan_is_corruption() -> None:
         sides.pools[0].give(slot)
 
 
-@both_kinds
+@every_kind
 async def test_an_idle_link_lives_on_its_heartbeat(kind: str) -> None:
     async with running(kind, op_timeout_s=0.6, heartbeat_s=0.1) as sides:
         await asyncio.sleep(1.5)
         assert await sides.hand_over(0) is None
 
 
-@both_kinds
+@every_kind
 async def test_a_silent_link_ends_after_the_operation_timeout(kind: str) -> None:
     async with running(kind, op_timeout_s=0.4, heartbeat_s=60.0) as sides:
         async with asyncio.timeout(10):
@@ -393,7 +393,7 @@ async def test_a_silent_link_ends_after_the_operation_timeout(kind: str) -> None
         assert isinstance(error, TransferError)
 
 
-@both_kinds
+@every_kind
 @pytest.mark.parametrize("leaves", ["sender", "receiver"])
 async def test_when_one_lane_stops_the_other_ends_with_an_error(kind: str, leaves: str) -> None:
     async with running(kind) as sides:
@@ -404,7 +404,7 @@ async def test_when_one_lane_stops_the_other_ends_with_an_error(kind: str, leave
         assert isinstance(await asyncio.wait_for(second.ended, 10), TransferError)
 
 
-@both_kinds
+@every_kind
 async def test_messages_of_another_epoch_end_the_receiving_lane(kind: str) -> None:
     async with running(kind, epochs=(3, 4)) as sides:
         error = await asyncio.wait_for(sides.receiver.ended, 10)
@@ -415,7 +415,8 @@ async def test_messages_of_another_epoch_end_the_receiving_lane(kind: str) -> No
 async def test_a_chunk_that_cannot_be_written_fails_the_transfer_and_ends_the_lane() -> None:
     async with running("shm") as sides:
         generation = sides.offer(0)
-        rows = Rows(sides.target, sides.plan, LAYOUT, 0, [NUM_BLOCKS + 99], None)
+        rows = Rows(sides.target, sides.plan, LAYOUT, 0, [0], None)
+        rows._blocks[0] = NUM_BLOCKS + 99
         sides.inbounds[generation] = Inbound(SESSION, "t0", generation, sides.plan, rows, sides.at_ledger, True)
         sides.finish(generation)
         error = await asyncio.wait_for(sides.received[generation], 10)

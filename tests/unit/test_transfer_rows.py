@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.kv_cache import KVCache
 from baton.messages import GroupLayout, KvLayout, StateLayout
+from kvstore.transfer.checksum import Xxh3
 from kvstore.transfer.layout import heads_of, rank_spec, source_ranks, torch_dtype
 from kvstore.transfer.plan import Plan, WireOptions, plan
 from kvstore.transfer.rows import Rows
@@ -111,8 +113,10 @@ def move(source: Side, destination: Side, num_tokens: int, skip: int = 0, option
     slot = torch.empty(64 + options.slot_bytes, dtype=torch.uint8)
     for chunk in planned.chunks:
         payload = slot[64 : 64 + chunk.num_bytes]
-        ours.gather(chunk, payload)
-        theirs.scatter(chunk, payload)
+        gathered, scattered = Xxh3(), Xxh3()
+        ours.gather(chunk, payload, checksum=gathered)
+        theirs.scatter(chunk, payload, scattered)
+        assert gathered.digest() == scattered.digest() == xxhash.xxh3_64_intdigest(payload.numpy().data)
     return planned
 
 
@@ -191,6 +195,14 @@ def test_a_move_and_the_block_after_the_last_token(src: KvLayout, dst: KvLayout,
         assert_arrived(destination, pages, range(skip, num_tokens))
         for tensor in destination.cache.groups:
             assert not tensor[:, destination.block_ids[-1]].isnan().any()
+
+
+def test_a_block_that_the_cache_does_not_have_is_refused() -> None:
+    side = make_side(layout(), 0, 64, seed=1)
+    planned = plan(side.layout, 0, side.layout, 0, 64, 0, OPTIONS)
+    for block in (-1, side.cache.num_blocks):
+        with pytest.raises(ValueError, match="does not have all of"):
+            Rows(side.cache, planned, side.layout, 0, [0, 1, 2, block], None)
 
 
 def test_integers_travel_as_they_are() -> None:

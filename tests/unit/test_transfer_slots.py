@@ -36,7 +36,8 @@ def until_waiting(staging: StagingPool, num_waiting: int) -> None:
 def test_a_slot_is_one_buffer_with_views() -> None:
     slot = taken(pool(1).share(1))
     slot.message(10).fill_(3)
-    slot.header.fill_(1)
+    slot.write_header(bytes([1]) * HEADER_BYTES)
+    assert slot.read_header() == bytes([1]) * HEADER_BYTES
     assert slot.buffer.tolist() == [1] * HEADER_BYTES + [3] * 10 + [0] * 90
     assert slot.payload(12).tolist() == [3] * 10 + [0] * 2
 

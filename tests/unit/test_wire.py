@@ -20,6 +20,7 @@ from baton.cluster import (
     Role,
     RouterInfo,
     ServedModel,
+    TransferCounts,
     Worker,
     WorkerInfo,
     WorkerLoad,
@@ -287,7 +288,11 @@ def test_list_models() -> None:
 
 def status(num_workers: int) -> ClusterStatus:
     info = WorkerInfo("decode-0", Role.DECODE, "127.0.0.1:5", 77, "node", 2**40, "content", "wire", 16, 8192)
-    load = WorkerLoad(WorkerState.READY, 0, 3, 100, BlockCounts(10, 4, 5, 1))
+    transfers = TransferCounts(
+        sent_committed=2, received_committed=3, received_failed=1, pulled_tokens=2**40, open_pairs=4, slots_in_use=5,
+        unsent_bytes=2**33,
+    )  # fmt: skip
+    load = WorkerLoad(WorkerState.READY, 0, 3, 100, BlockCounts(10, 4, 5, 1), "ok", transfers)
     return ClusterStatus(
         {"decode": PoolStatus(2, 1), "prefill": PoolStatus(0, 0)},
         (Worker(info, load),) * num_workers,
@@ -314,6 +319,14 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                 "waiting": 3,
                 "blocks": {"total": 10, "free": 4, "cached": 5, "in_use": 1},
                 "self_check": "ok",
+                "transfers": {
+                    "open_pairs": 4,
+                    "slots_in_use": 5,
+                    "unsent_bytes": 2**33,
+                    "committed": 5,
+                    "failed": 1,
+                    "pulled_tokens": 2**40,
+                },
             }
         ],
         "routers": [{"id": "router-0", "pid": 5, "grpc": "h:1", "http": "h:2", "mirror_lag_s": 0.0}],
