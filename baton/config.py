@@ -108,7 +108,7 @@ class TransferConfig:
     """The KV hand-over."""
 
     slot_bytes: int = 4 * 2**20
-    """Largest payload of one chunk. The same on every worker."""
+    """Largest payload of one chunk. No sender's may exceed its receivers'."""
     span_tokens: int = 512
     """Tokens that travel together; a finished prefill chunk leaves while the next is computed. The same on every
     worker; best equal to engine.max_num_batched_tokens."""

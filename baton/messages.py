@@ -187,6 +187,8 @@ class Offer:
     wire_dtype: str
     num_tokens: int
     """Leading tokens that are offered: the ticket's, or fewer where a prefix is pulled."""
+    chunk_bytes: int
+    """Largest payload of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)

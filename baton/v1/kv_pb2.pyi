@@ -334,6 +334,7 @@ class Offer(_message.Message):
     NUM_CHUNKS_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     generation: _builtins.int
     plan_digest: _builtins.bytes
@@ -343,6 +344,8 @@ class Offer(_message.Message):
     """The element type of KV pages on the wire."""
     num_tokens: _builtins.int
     """Leading tokens that are offered: the ticket's, or fewer where a prefix is pulled."""
+    chunk_bytes: _builtins.int
+    """Largest payload of a chunk; the sender chooses what suits the link."""
     def __init__(
         self,
         *,
@@ -352,10 +355,11 @@ class Offer(_message.Message):
         num_chunks: _builtins.int = ...,
         wire_dtype: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
+        chunk_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "num_chunks", b"num_chunks", "num_tokens", b"num_tokens", "plan_digest", b"plan_digest", "transfer_id", b"transfer_id", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "generation", b"generation", "num_chunks", b"num_chunks", "num_tokens", b"num_tokens", "plan_digest", b"plan_digest", "transfer_id", b"transfer_id", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from kvstore.transfer.torch_link import SessionStore
 
 
+_WARM_BYTES = 2**20
+"""Half of what a core's second-level cache holds on the machines of today."""
+
+
 def usable_links(device: torch.device, wanted: tuple[str, ...]) -> tuple[str, ...]:
     """Of the link kinds wanted, those that a cache on `device` can use here, in order.
 
@@ -46,6 +50,15 @@ def usable_links(device: torch.device, wanted: tuple[str, ...]) -> tuple[str, ..
 def staging_device(kind: str, cache_device: torch.device) -> torch.device:
     """Where the slots of such a link are."""
     return cache_device if kind == "nccl" else torch.device("cpu")
+
+
+def chunk_bytes(kind: str, slot_bytes: int, at_least: int) -> int:
+    """Largest payload of a chunk that suits such a link; "" is one that is not chosen yet.
+
+    The thread of a tcp link gathers a chunk and copies it into the socket: twice as fast from the processor's cache.
+    Elsewhere a message costs more than that saves.
+    """
+    return max(at_least, min(slot_bytes, _WARM_BYTES)) if kind == "tcp" else slot_bytes
 
 
 class StagingPools:

@@ -208,7 +208,15 @@ class Pair:
         ticket, plan = transfer.ticket, transfer.plan
         digest = plan.digest(self._config.checksum)
         dtype = plan.options.wire_dtype
-        offer = Offer(ticket.transfer_id, ticket.generation, digest, len(plan.chunks), dtype, plan.num_tokens)
+        offer = Offer(
+            ticket.transfer_id,
+            ticket.generation,
+            digest,
+            len(plan.chunks),
+            dtype,
+            plan.num_tokens,
+            plan.options.chunk_bytes,
+        )
         if ticket.generation in self._transfers:
             raise TransferError(f"the ticket of transfer {ticket.transfer_id} is in use already")
         self._transfers[ticket.generation] = transfer

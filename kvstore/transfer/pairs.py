@@ -110,6 +110,11 @@ class Pairs:
         finally:
             route.num_waiting -= 1
 
+    def link_kind(self, rank: int, peer: Peer) -> str:
+        """Of the pair that is open; "" where there is none."""
+        route = self._routes.get((rank, peer))
+        return route.pair.link_kind if route is not None and route.pair is not None else ""
+
     def make_room(self) -> None:
         """Closes the pairs that were idle longest, where there are too many."""
         surplus = self.num_open - self._max_pairs

@@ -48,8 +48,8 @@ SCALE_BYTES: Final = 4
 class WireOptions:
     """What both sides must have agreed on."""
 
-    slot_bytes: int
-    """Largest payload of a chunk."""
+    chunk_bytes: int
+    """Largest payload of a chunk; a slot holds as much, or more."""
     span_tokens: int
     """Tokens that travel before the next ones do, rounded down to whole units, at least one."""
     wire_dtype: str
@@ -94,7 +94,7 @@ class Plan:
     unit_tokens: int
     groups: tuple[WireGroup, ...]
     chunks: tuple[Chunk, ...]
-    """In the order in which they are sent; each fits into a slot."""
+    """In the order in which they are sent."""
 
     @property
     def num_units(self) -> int:
@@ -135,7 +135,7 @@ def plan(
     The two layouts fit each other: `layout.mismatch` finds nothing.
 
     Raises:
-        ConfigError: one unit of one layer is larger than a slot.
+        ConfigError: one unit of one layer is larger than a chunk may be.
         ValueError: `skip_tokens` is no multiple of the destination's block size, or more than there are.
     """
     assert not mismatch(src, dst, options.wire_dtype)
@@ -150,7 +150,7 @@ def plan(
         heads = shared_heads(src, src_rank, dst, dst_rank, index)
         dtype = wire_dtype(ours.dtype, theirs.dtype, options.wire_dtype)
         num_bytes = _unit_bytes(ours, len(heads), unit_tokens, dtype)
-        _require_fitting(ours, num_bytes, options.slot_bytes)
+        _require_fitting(ours, num_bytes, options.chunk_bytes)
         groups.append(WireGroup(heads.start, heads.stop, dtype, num_bytes))
     chunks: list[Chunk] = []
     for lo, hi in _unit_spans(num_tokens, skip_tokens, unit_tokens, options.span_tokens):
@@ -158,13 +158,13 @@ def plan(
             chunk
             for part, (layout, group) in enumerate(zip(src.groups, groups, strict=True))
             if group.head_lo < group.head_hi
-            for chunk in _span_chunks(part, len(layout.layers), lo, hi, group.unit_bytes, options.slot_bytes)
+            for chunk in _span_chunks(part, len(layout.layers), lo, hi, group.unit_bytes, options.chunk_bytes)
         ]
         chunks += sorted(span, key=lambda chunk: src.groups[chunk.part].layers[chunk.layer_hi - 1])
     if src_rank == dst_rank:
         for part, state in enumerate(src.states, start=len(groups)):
             total = math.prod(state.shape) * torch_dtype(state.dtype).itemsize
-            chunks += (Chunk(part, 0, 1, lo, hi, hi - lo) for lo, hi in _cut(0, total, options.slot_bytes))
+            chunks += (Chunk(part, 0, 1, lo, hi, hi - lo) for lo, hi in _cut(0, total, options.chunk_bytes))
     return Plan(
         src, src_rank, dst, dst_rank, num_tokens, skip_tokens, options, unit_tokens, tuple(groups), tuple(chunks)
     )
@@ -173,12 +173,21 @@ def plan(
 def require_fitting_slots(layout: KvLayout, slot_bytes: int, wanted: str = AUTO) -> None:
     """Raises ConfigError unless one block of one layer fits a slot, so that no transfer fails for it later.
 
-    `wanted` is the wire data type. No peer can make a unit larger than one of the whole block and all heads of a rank.
+    `wanted` is the wire data type.
     """
     for group in layout.groups:
-        num_heads = len(heads_of(group.num_kv_heads, layout.tp_size, 0))
-        dtype = wire_dtype(group.dtype, group.dtype, wanted)
-        _require_fitting(group, _unit_bytes(group, num_heads, layout.block_size, dtype), slot_bytes)
+        _require_fitting(group, _largest_unit(layout, group, wanted), slot_bytes)
+
+
+def least_chunk_bytes(layout: KvLayout, wanted: str) -> int:
+    """What any chunk of this rank's cache needs at least, whoever the peer is."""
+    return max(_largest_unit(layout, group, wanted) for group in layout.groups)
+
+
+def _largest_unit(layout: KvLayout, group: GroupLayout, wanted: str) -> int:
+    """Bytes of the whole block and all heads of a rank: no peer can make a unit larger than that."""
+    num_heads = len(heads_of(group.num_kv_heads, layout.tp_size, 0))
+    return _unit_bytes(group, num_heads, layout.block_size, wire_dtype(group.dtype, group.dtype, wanted))
 
 
 def page_dims(group: GroupLayout) -> tuple[int, ...]:
@@ -207,14 +216,14 @@ def _unit_spans(num_tokens: int, skip_tokens: int, unit_tokens: int, span_tokens
 
 
 def _span_chunks(
-    part: int, num_layers: int, unit_lo: int, unit_hi: int, unit_bytes: int, slot_bytes: int
+    part: int, num_layers: int, unit_lo: int, unit_hi: int, unit_bytes: int, chunk_bytes: int
 ) -> Iterator[Chunk]:
-    units_a_slot = slot_bytes // unit_bytes
-    layers_a_slot = max(1, units_a_slot // (unit_hi - unit_lo))
+    units_a_chunk = chunk_bytes // unit_bytes
+    layers_a_chunk = max(1, units_a_chunk // (unit_hi - unit_lo))
     lo = 0
     while lo < num_layers:
-        hi = lo + min(layers_a_slot, -(-(num_layers - lo) // 2))
-        for first, last in _cut(unit_lo, unit_hi, units_a_slot):
+        hi = lo + min(layers_a_chunk, -(-(num_layers - lo) // 2))
+        for first, last in _cut(unit_lo, unit_hi, units_a_chunk):
             yield Chunk(part, lo, hi, first, last, (hi - lo) * (last - first) * unit_bytes)
         lo = hi
 

@@ -315,7 +315,11 @@ class KvReceiver:
             raise TransferRefused(f"{offer.wire_dtype!r} is no data type that KV can have on the wire here")
         if difference := mismatch(hello.layout, self.layout, offer.wire_dtype):
             raise TransferRefused(difference)
-        options = WireOptions(self._config.slot_bytes, self._config.span_tokens, offer.wire_dtype)
+        if offer.chunk_bytes > self._config.slot_bytes:
+            raise TransferRefused(
+                f"chunks of {offer.chunk_bytes} bytes do not fit the slots of {self._config.slot_bytes} bytes here"
+            )
+        options = WireOptions(offer.chunk_bytes, self._config.span_tokens, offer.wire_dtype)
         ranks = (hello.layout, hello.rank, self.layout, hello.peer_rank)
         try:
             planned = plan(*ranks, offer.num_tokens, ticket.skip_tokens, options)
@@ -323,8 +327,8 @@ class KvReceiver:
             raise TransferRefused(str(error)) from error
         if (planned.digest(self._config.checksum), len(planned.chunks)) != (offer.plan_digest, offer.num_chunks):
             raise TransferRefused(
-                f"the two sides plan this transfer differently; here it is {len(planned.chunks)} chunks with slots of "
-                f"{self._config.slot_bytes} bytes, spans of {self._config.span_tokens} tokens and checksum "
+                f"the two sides plan this transfer differently; here it is {len(planned.chunks)} chunks of "
+                f"{offer.chunk_bytes} bytes, spans of {self._config.span_tokens} tokens and checksum "
                 f"{self._config.checksum}"
             )
         cache = self._caches[hello.peer_rank]

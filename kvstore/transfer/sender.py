@@ -27,11 +27,11 @@ from baton.messages import HandedOver, Hello, Ticket
 from kvstore.transfer.faults import parse_faults
 from kvstore.transfer.header import PROTOCOL_VERSION
 from kvstore.transfer.layout import destination_ranks, layout_of, mismatch
-from kvstore.transfer.links import usable_links
+from kvstore.transfer.links import chunk_bytes, usable_links
 from kvstore.transfer.outflow import Outbound
 from kvstore.transfer.pair import PairTransfer, Peer
 from kvstore.transfer.pairs import Pairs
-from kvstore.transfer.plan import WireOptions, plan, require_fitting_slots
+from kvstore.transfer.plan import WireOptions, least_chunk_bytes, plan, require_fitting_slots
 from kvstore.transfer.rows import Rows
 from kvstore.transfer.shared import seen_through
 from kvstore.transfer.shm_link import host_id
@@ -184,17 +184,22 @@ class KvSender:
             )
         if difference := mismatch(here, there, self._config.wire_dtype):
             raise TransferRefused(difference)
-        options = WireOptions(self._config.slot_bytes, self._config.span_tokens, self._config.wire_dtype)
+        parts = {}
         try:
-            return {
-                (rank, peer_rank): PairTransfer(
-                    ticket, plan(here, rank, there, peer_rank, num_tokens, ticket.skip_tokens, options)
-                )
-                for rank in range(here.tp_size)
-                for peer_rank in destination_ranks(here, there, rank)
-            }
+            for rank in range(here.tp_size):
+                for peer_rank in destination_ranks(here, there, rank):
+                    options = self._options(rank, Peer(*_address(ticket), peer_rank))
+                    planned = plan(here, rank, there, peer_rank, num_tokens, ticket.skip_tokens, options)
+                    parts[rank, peer_rank] = PairTransfer(ticket, planned)
         except ValueError as error:
             raise TransferRefused(str(error)) from error
+        return parts
+
+    def _options(self, rank: int, peer: Peer) -> WireOptions:
+        slot_bytes, wanted = self._config.slot_bytes, self._config.wire_dtype
+        at_least = least_chunk_bytes(self.layout, wanted)
+        size = chunk_bytes(self._pairs.link_kind(rank, peer), slot_bytes, at_least)
+        return WireOptions(size, self._config.span_tokens, wanted)
 
     async def _start(self, rank: int, part: PairTransfer, peer: Peer) -> None:
         """Offers a part as soon as its pair is open."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import struct
 import threading
 import time
 from datetime import timedelta
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _ADDRESS, _JOINED = "tcp", "tcp/joined"
 """Keys of the rendezvous: `token host port` of the sender, and that the receiver has connected to it."""
+_TIMEVAL = struct.Struct("@ll")
 _TOKEN_BYTES = 16
 _TOKEN_S = 1.0
 """The receiver has sent its token by the time that it says that it has joined; whoever has not by then is another."""
@@ -111,17 +113,23 @@ class _SignalArrival:
 
 
 class _Stream:
-    """The connection. Belongs to the link's owner thread, but for `abort`."""
+    """The connection. Belongs to the link's owner thread, but for `abort`.
+
+    Blocking, with the kernel's own timeouts: a message moves in one call, where Python's would poll before every part.
+    """
 
     def __init__(self, connection: socket.socket, op_timeout_s: float) -> None:
+        connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        seconds, rest = divmod(op_timeout_s, 1)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(rest * 1e6)))
         self._socket = connection
         self._op_timeout_s = op_timeout_s
         self._closing = threading.Lock()
 
     def send(self, message: memoryview) -> None:
         with self._errors_named():
-            self._socket.settimeout(self._op_timeout_s)
             self._socket.sendall(message)
 
     def receive(self, message: memoryview) -> None:
@@ -129,11 +137,12 @@ class _Stream:
         deadline = time.monotonic() + self._op_timeout_s
         with self._errors_named():
             while message:
-                self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-                num_bytes = self._socket.recv_into(message)
+                num_bytes = self._socket.recv_into(message, 0, socket.MSG_WAITALL)
                 if num_bytes == 0:
                     raise TransferError("the tcp link is broken: the peer is gone, or the link was aborted")
                 message = message[num_bytes:]
+                if message and time.monotonic() > deadline:
+                    raise TimeoutError
 
     def close(self) -> None:
         with self._closing:
@@ -147,7 +156,7 @@ class _Stream:
     def _errors_named(self) -> Iterator[None]:
         try:
             yield
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError) as error:
             raise TransferTimeout(f"the message did not move within {self._op_timeout_s:g} s") from error
         except OSError as error:
             raise TransferError(f"the tcp link is broken: {error}") from error

@@ -377,7 +377,7 @@ async def test_sides_that_do_not_fit_are_refused_in_words() -> None:
     config = with_link("gloo")
     settings: list[tuple[dict[str, Any], str]] = [
         ({"links": ("shm",)}, "offers the links gloo, worker d0 can use shm"),
-        ({"slot_bytes": 8192}, "slots of 8192 bytes"),
+        ({"slot_bytes": 2048}, "chunks of 4096 bytes do not fit the slots of 2048 bytes here"),
         ({"span_tokens": 16}, "spans of 16 tokens"),
         ({"checksum": "off"}, "checksum off"),
     ]
@@ -404,6 +404,32 @@ async def test_sides_that_do_not_fit_are_refused_in_words() -> None:
         pairs._hello = dataclasses.replace(pairs._hello, protocol_version=9)
         async with decode_side(config, "d9") as decode:
             assert "speaks version 9" in await refusal(prefill, decode)
+
+
+@pytest.mark.parametrize("receivers", [4096, 16384])
+async def test_slots_may_be_larger_at_the_receiver(link: str, receivers: int) -> None:
+    async with decode_side(with_link(link, slot_bytes=receivers)) as decode, prefill_side(with_link(link)) as prefill:
+        await hand_over(prefill, decode, scattered(4, 1), scattered(4, 2))
+        await hand_over(prefill, decode, scattered(4, 3), scattered(4, 4), name="again")
+
+
+async def test_chunks_are_as_large_as_suits_the_link_once_it_is_known(
+    link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.transfer.links._WARM_BYTES", 1536)
+    offered = []
+
+    def note(kind: str, message: Any) -> bool:
+        if kind == ">offer":
+            offered.append(message.offer.chunk_bytes)
+        return True
+
+    async with sides(with_link(link)) as (prefill, decode):
+        decode.door.watch = note
+        for number in range(3):
+            await hand_over(prefill, decode, [number], [number], name=f"t{number}")
+    warm = 1536 if link == "tcp" else 4096
+    assert offered == [4096, warm, warm]
 
 
 async def test_a_ticket_of_a_past_incarnation_is_refused_and_leaves_the_good_pair_alone(link: str) -> None:

@@ -27,7 +27,7 @@ TEXT = (
     "of a larger research institution, which was dedicated to the nine goddesses of the arts. Scholars came from "
 ) * 4
 NUM_NEW_TOKENS = 16
-OPTIONS = WireOptions(slot_bytes=2**20, span_tokens=64, wire_dtype="auto")
+OPTIONS = WireOptions(chunk_bytes=2**20, span_tokens=64, wire_dtype="auto")
 
 
 @dataclass(frozen=True)

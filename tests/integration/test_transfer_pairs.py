@@ -140,7 +140,9 @@ async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> 
             hello.layout, 0, ticket.layout, 0, 32, 0, WireOptions(config.slot_bytes, config.span_tokens, "auto")
         )
         digest = planned.digest(config.checksum)
-        offer = Offer("silent", ticket.generation, digest, len(planned.chunks), planned.options.wire_dtype, 32)
+        offer = Offer(
+            "silent", ticket.generation, digest, len(planned.chunks), planned.options.wire_dtype, 32, config.slot_bytes
+        )
         async with open_channel(ticket.kv_address) as channel, asyncio.timeout(20):
             stub: Any = kv_pb2_grpc.KvControlStub(channel)
             call = stub.Session()

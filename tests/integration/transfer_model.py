@@ -520,7 +520,7 @@ class Model:
                 world.sent = put(world.sent, t, put(world.sent[t], s, FAILED))
                 continue
             world.pinned = put(world.pinned, t, put(world.pinned[t], s, True))
-            offer = Offer(transfer_id(generation), generation, b"", self.scenario.num_chunks[t][s] or 0, "", 16)
+            offer = Offer(transfer_id(generation), generation, b"", self.scenario.num_chunks[t][s] or 0, "", 16, 1024)
             self._of_offers(world, s, "offer", offer, 0.0)
 
     def _release(self, world: World, t: int) -> None:

@@ -129,7 +129,7 @@ class Sides:
         self.outbounds[generation] = outbound
         self.received[generation], self.sent[generation] = loop.create_future(), loop.create_future()
         self.unpinned[generation] = loop.create_future()
-        offer = Offer(transfer_id, generation, b"", NUM_CHUNKS, "auto", 16)
+        offer = Offer(transfer_id, generation, b"", NUM_CHUNKS, "auto", 16, SLOT_BYTES)
         self.at_offers.happen(lambda offers: offers.offer(offer, 0.0))
         return generation
 

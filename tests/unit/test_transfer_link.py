@@ -23,7 +23,7 @@ from kvstore.transfer.faults import Faults
 from kvstore.transfer.faulty_link import FaultyLink
 from kvstore.transfer.header import HEADER_BYTES
 from kvstore.transfer.link import RECEIVER, SENDER, Operation, ReceivingLink, SendingLink
-from kvstore.transfer.links import open_receiver, open_sender, staging_device, usable_links
+from kvstore.transfer.links import chunk_bytes, open_receiver, open_sender, staging_device, usable_links
 from kvstore.transfer.nccl_env import nccl_environment
 from kvstore.transfer.shm_link import host_id
 from kvstore.transfer.slots import Slot, StagingPool
@@ -429,6 +429,14 @@ def test_kinds_are_chosen_for_the_cache_and_the_wish() -> None:
         usable_links(CPU, ("nccl",))
     assert staging_device("nccl", torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert staging_device("gloo", torch.device("cuda", 1)) == CPU
+
+
+def test_chunks_of_a_tcp_link_stay_in_the_cache_and_hold_a_unit_at_least() -> None:
+    assert {kind: chunk_bytes(kind, 2**22, 24_576) for kind in ("", "shm", "gloo", "nccl", "tcp")} == {
+        "": 2**22, "shm": 2**22, "gloo": 2**22, "nccl": 2**22, "tcp": 2**20
+    }  # fmt: skip
+    assert chunk_bytes("tcp", 2**18, 24_576) == 2**18
+    assert chunk_bytes("tcp", 2**22, 2**21) == 2**21
 
 
 def test_the_host_id_is_that_of_every_process_of_this_user_here() -> None:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError
 from baton.messages import GroupLayout, KvLayout, StateLayout
 from kvstore.transfer.layout import WIRE_DTYPES, destination_ranks, heads_of, source_ranks
-from kvstore.transfer.plan import EVERY_LAYER, Chunk, Plan, WireOptions, plan, require_fitting_slots
+from kvstore.transfer.plan import (
+    EVERY_LAYER,
+    Chunk,
+    Plan,
+    WireOptions,
+    least_chunk_bytes,
+    plan,
+    require_fitting_slots,
+)
 
 SLOT = 16384
 OPTIONS = WireOptions(SLOT, 512, "auto")
@@ -78,7 +86,7 @@ def test_the_pairs_together_move_everything_to_every_destination_once(
             planned = plan(src, src_rank, dst, dst_rank, num_tokens, skip, options)
             assert dst_rank in destination_ranks(src, dst, src_rank)
             for chunk in planned.chunks:
-                assert 0 < chunk.num_bytes <= options.slot_bytes
+                assert 0 < chunk.num_bytes <= options.chunk_bytes
                 units = range(chunk.unit_lo, chunk.unit_hi)
                 if chunk.part >= len(src.groups):
                     state_bytes.update((chunk.part, byte) for byte in units)
@@ -184,7 +192,7 @@ def test_skip_must_be_whole_blocks_of_the_destination(skip: int) -> None:
 
 
 def test_a_unit_larger_than_a_slot_is_refused_by_name() -> None:
-    layout, options = layout_of_groups(1), replace(OPTIONS, slot_bytes=511)
+    layout, options = layout_of_groups(1), replace(OPTIONS, chunk_bytes=511)
     with pytest.raises(ConfigError, match=r"group 'g0' is 512 bytes"):
         between_equals(layout, 16, 0, options)
     with pytest.raises(ConfigError, match=r"group 'g0' is 512 bytes"):
@@ -193,15 +201,25 @@ def test_a_unit_larger_than_a_slot_is_refused_by_name() -> None:
     require_fitting_slots(layout, 256, "bfloat16")
 
 
+@pytest.mark.parametrize("wire", ["auto", "bfloat16", "int8"])
+def test_the_least_chunk_is_one_that_fits(wire: str) -> None:
+    layout = layout_of_groups(2, 1)
+    least = least_chunk_bytes(layout, wire)
+    require_fitting_slots(layout, least, wire)
+    between_equals(layout, 64, options=WireOptions(least, 512, wire))
+    with pytest.raises(ConfigError):
+        require_fitting_slots(layout, least - 1, wire)
+
+
 @settings(deadline=None)
 @given(transfers())
 def test_slots_that_fit_at_the_start_fit_every_plan(
     transfer: tuple[KvLayout, KvLayout, int, int, WireOptions],
 ) -> None:
     src, dst, num_tokens, skip, options = transfer
-    options = replace(options, slot_bytes=4096)
+    options = replace(options, chunk_bytes=4096)
     try:
-        require_fitting_slots(dst, options.slot_bytes, options.wire_dtype)
+        require_fitting_slots(dst, options.chunk_bytes, options.wire_dtype)
     except ConfigError:
         return
     for src_rank in source_ranks(src, dst, 0):
@@ -216,7 +234,7 @@ def test_digest_tells_apart_whatever_changes_a_byte_or_the_protocol() -> None:
         between_equals(layout_of_groups(2, states=(8,)), 64),
         between_equals(whole, 63),
         between_equals(whole, 64, 16),
-        between_equals(whole, 64, options=replace(OPTIONS, slot_bytes=SLOT // 2)),
+        between_equals(whole, 64, options=replace(OPTIONS, chunk_bytes=SLOT // 2)),
         between_equals(whole, 64, options=replace(OPTIONS, span_tokens=256)),
         between_equals(whole, 64, options=replace(OPTIONS, wire_dtype="int8")),
         plan(whole, 0, replace(whole, block_size=32), 0, 64, 0, OPTIONS),

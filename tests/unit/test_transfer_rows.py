@@ -110,7 +110,7 @@ def make_source(layout: KvLayout, rank: int, pages: Pages, seed: int = 0) -> Sid
 def move(source: Side, destination: Side, num_tokens: int, skip: int = 0, options: WireOptions = OPTIONS) -> Plan:
     planned = plan(source.layout, source.rank, destination.layout, destination.rank, num_tokens, skip, options)
     ours, theirs = source.rows(planned), destination.rows(planned)
-    slot = torch.empty(64 + options.slot_bytes, dtype=torch.uint8)
+    slot = torch.empty(64 + options.chunk_bytes, dtype=torch.uint8)
     for chunk in planned.chunks:
         payload = slot[64 : 64 + chunk.num_bytes]
         gathered, scattered = Xxh3(), Xxh3()
