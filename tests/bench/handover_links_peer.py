@@ -29,12 +29,19 @@ from kvstore.transfer.torch_link import SessionStore
 from tests.bench.peer import serve
 
 HOST = "127.0.0.1"
-WINDOW = 4
+MIN_WINDOW, MAX_WINDOW = 4, 16
+IN_FLIGHT_BYTES = 16 * 2**20
 MAX_CHUNK_BYTES = 16 * 2**20
 TIMEOUT_S = 30.0
 ACK = b"!"
 
 Answer = dict[str, Any]
+
+
+def window(chunk_bytes: int) -> int:
+    """Chunks in flight: 16 MiB, and 4 at least. As many buffers are used in turn, as in a real transfer, whose bytes do
+    not lie in the processor's cache; with four of 1 MiB the socket would run from there."""
+    return max(MIN_WINDOW, min(MAX_WINDOW, IN_FLIGHT_BYTES // chunk_bytes))
 
 
 class _Rendezvous:
@@ -86,8 +93,8 @@ class _Idle:
 
 class _End:
     def __init__(self) -> None:
-        self._staging = StagingPool(2 * WINDOW, MAX_CHUNK_BYTES, torch.device("cpu"), pinned=False)
-        self.memory = torch.zeros(WINDOW, MAX_CHUNK_BYTES, dtype=torch.uint8)
+        self._staging = StagingPool(4 * MAX_WINDOW, MAX_CHUNK_BYTES, torch.device("cpu"), pinned=False)
+        self.memory = torch.zeros(MAX_WINDOW, MAX_CHUNK_BYTES, dtype=torch.uint8)
         """Where the bytes come from, or go."""
         self._idle: list[_Idle] = []
 
@@ -98,9 +105,9 @@ class _End:
         self.rendezvous = _Rendezvous(control)
 
     def views(self, chunk_bytes: int) -> list[memoryview]:
-        return [memoryview(row[:chunk_bytes].numpy().data) for row in self.memory]
+        return [memoryview(row[:chunk_bytes].numpy().data) for row in self.memory[: window(chunk_bytes)]]
 
-    def open_link(self, kind: str, pair: str) -> SendingLink | ReceivingLink:
+    def open_link(self, kind: str, pair: str, num_slots: int = MIN_WINDOW) -> SendingLink | ReceivingLink:
         raise NotImplementedError
 
     async def open_many(self, kind: str, names: list[str]) -> Answer:
@@ -129,12 +136,13 @@ class Sender(_End):
         self.connected(socket.create_connection((HOST, port)), socket.create_connection((HOST, port)))
         return {}
 
-    def open_link(self, kind: str, pair: str) -> SendingLink:
+    def open_link(self, kind: str, pair: str, num_slots: int = MIN_WINDOW) -> SendingLink:
         store = self.rendezvous.store(pair)
-        return open_sender(kind, store, HOST, self._staging, WINDOW, TIMEOUT_S, TIMEOUT_S)
+        return open_sender(kind, store, HOST, self._staging, num_slots, TIMEOUT_S, TIMEOUT_S)
 
-    async def open(self, kind: str) -> Answer:
-        self._links[kind] = await asyncio.to_thread(self.open_link, kind, kind)
+    async def open(self, kind: str, num_slots: int) -> Answer:
+        pair = f"{kind}/{num_slots}"
+        self._links[pair] = await asyncio.to_thread(self.open_link, kind, pair, num_slots)
         return {}
 
     async def raw(self, num_chunks: int, chunk_bytes: int) -> Answer:
@@ -142,13 +150,13 @@ class Sender(_End):
 
     async def link(self, kind: str, num_chunks: int, chunk_bytes: int) -> Answer:
         source = self.memory if kind == "shm" else None
-        send = partial(_send, self._links[kind], num_chunks, chunk_bytes, source)
+        send = partial(_send, self._links[f"{kind}/{window(chunk_bytes)}"], num_chunks, chunk_bytes, source)
         return await asyncio.to_thread(self._timed, send)
 
     def _raw(self, num_chunks: int, chunk_bytes: int) -> None:
         views = self.views(chunk_bytes)
         for number in range(num_chunks):
-            self.data.sendall(views[number % WINDOW])
+            self.data.sendall(views[number % len(views)])
 
     def _timed(self, send: Callable[[], None]) -> Answer:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -170,12 +178,13 @@ class Receiver(_End):
         self.connected(*(self._listener.accept()[0] for _ in range(2)))
         return {}
 
-    def open_link(self, kind: str, pair: str) -> ReceivingLink:
+    def open_link(self, kind: str, pair: str, num_slots: int = MIN_WINDOW) -> ReceivingLink:
         store = self.rendezvous.store(pair)
-        return open_receiver(kind, store, HOST, self._staging, WINDOW, TIMEOUT_S, TIMEOUT_S)
+        return open_receiver(kind, store, HOST, self._staging, num_slots, TIMEOUT_S, TIMEOUT_S)
 
-    async def open(self, kind: str) -> Answer:
-        self._links[kind] = await asyncio.to_thread(self.open_link, kind, kind)
+    async def open(self, kind: str, num_slots: int) -> Answer:
+        pair = f"{kind}/{num_slots}"
+        self._links[pair] = await asyncio.to_thread(self.open_link, kind, pair, num_slots)
         return {}
 
     async def raw(self, num_chunks: int, chunk_bytes: int) -> Answer:
@@ -183,13 +192,13 @@ class Receiver(_End):
 
     async def link(self, kind: str, num_chunks: int, chunk_bytes: int) -> Answer:
         target = self.memory if kind == "shm" else None
-        receive = partial(_receive, self._links[kind], num_chunks, chunk_bytes, target)
+        receive = partial(_receive, self._links[f"{kind}/{window(chunk_bytes)}"], num_chunks, chunk_bytes, target)
         return await asyncio.to_thread(self._timed, receive)
 
     def _raw(self, num_chunks: int, chunk_bytes: int) -> None:
         views = self.views(chunk_bytes)
         for number in range(num_chunks):
-            view = views[number % WINDOW]
+            view = views[number % len(views)]
             while view:
                 view = view[self.data.recv_into(view) :]
 
@@ -209,7 +218,7 @@ def _send(link: SendingLink, num_chunks: int, chunk_bytes: int, source: torch.Te
         slot = slot or link.slots.acquire(TIMEOUT_S)
         assert slot
         if source is not None:
-            slot.payload(chunk_bytes).copy_(source[number % WINDOW, :chunk_bytes])
+            slot.payload(chunk_bytes).copy_(source[number % window(chunk_bytes), :chunk_bytes])
         in_flight.append((slot, link.send_chunk(slot, chunk_bytes)))
     while in_flight:
         _complete(link, in_flight)
@@ -218,14 +227,14 @@ def _send(link: SendingLink, num_chunks: int, chunk_bytes: int, source: torch.Te
 def _receive(link: ReceivingLink, num_chunks: int, chunk_bytes: int, target: torch.Tensor | None) -> None:
     posted: deque[tuple[Slot, Operation]] = deque()
     for number in range(num_chunks):
-        while len(posted) < min(WINDOW, num_chunks - number):
+        while len(posted) < min(window(chunk_bytes), num_chunks - number):
             slot = link.slots.acquire(TIMEOUT_S)
             assert slot
             posted.append((slot, link.recv_chunk(slot, chunk_bytes)))
         slot, operation = posted.popleft()
         operation.wait()
         if target is not None:
-            target[number % WINDOW, :chunk_bytes].copy_(slot.payload(chunk_bytes))
+            target[number % window(chunk_bytes), :chunk_bytes].copy_(slot.payload(chunk_bytes))
         link.slots.release(slot)
 
 

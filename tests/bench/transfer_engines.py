@@ -30,7 +30,7 @@ from tests.bench.stats import ratio, spread
 from tests.bench.transfer_engine_peer import NUM_BLOCKS
 
 RAW = "raw TCP"
-OURS = ("gloo, checksum full", "shm, checksum full")
+OURS = ("gloo, checksum full", "tcp, checksum full", "shm, checksum full")
 INTERPRETERS = {"nixl": "NIXL_PYTHON", "nixl-polled": "NIXL_PYTHON", "mooncake": "MOONCAKE_PYTHON"}
 TCP = {"UCX_TLS": "tcp"}
 """Otherwise UCX lets one process read the other's memory."""
