@@ -92,6 +92,7 @@ def status(address: Address = baton_config.DEFAULT_ADDRESS, as_json: AsJson = Fa
         return
     out = Console(soft_wrap=True)
     out.print(worker_table(report["workers"]))
+    out.print(transfer_table(report["workers"]))
     for name, pool in report["pools"].items():
         out.print(f"pool {name}: {pool['ready']} ready of {pool['desired']} desired")
     for router in report["routers"]:
@@ -100,22 +101,37 @@ def status(address: Address = baton_config.DEFAULT_ADDRESS, as_json: AsJson = Fa
 
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:
-    """One row a worker, of `baton status --json`."""
-    table = Table("worker", "state", "pid", "address", "run/wait", "blocks free/cached/used", box=None)
-    for heading in ("pairs", "slots", "unsent MiB", "kv ok/failed", "pulled tokens", "check"):
-        table.add_column(heading)
+    """One row a worker, of `baton status --json`, with its KV blocks; nothing is cut in a terminal of 80 columns."""
+    table = _table("worker", "state", "pid", "address", "run/wait", "free/cached/used", "check")
     for worker in workers:
-        blocks, kv = worker["blocks"], worker["transfers"]
+        blocks = worker["blocks"]
         table.add_row(
             *(str(worker[name]) for name in ("id", "state", "pid", "address")),
             f"{worker['running']}/{worker['waiting']}",
-            f"{blocks['free']}/{blocks['cached']}/{blocks['in_use']} of {blocks['total']}",
-            *(str(kv[name]) for name in ("open_pairs", "slots_in_use")),
-            f"{kv['unsent_bytes'] / 2**20:.1f}",
-            f"{kv['committed']}/{kv['failed']}",
-            str(kv["pulled_tokens"]),
+            f"{blocks['free']}/{blocks['cached']}/{blocks['in_use']}",
             worker["self_check"],
         )
+    return table
+
+
+def transfer_table(workers: list[dict[str, Any]]) -> Table:
+    """The same workers' KV transfers."""
+    table = _table("KV transfers", "committed", "failed", "pulled tokens", "unsent MiB", "pairs", "slots")
+    for worker in workers:
+        kv = worker["transfers"]
+        table.add_row(
+            worker["id"],
+            *(str(kv[name]) for name in ("committed", "failed", "pulled_tokens")),
+            f"{kv['unsent_bytes'] / 2**20:.1f}",
+            *(str(kv[name]) for name in ("open_pairs", "slots_in_use")),
+        )
+    return table
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
     return table
 
 
