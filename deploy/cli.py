@@ -156,6 +156,39 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command()
+def simulate(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(help="Mooncake .jsonl or Azure .csv, also .gz; a generated conversation without it."),
+    ] = None,
+    prefill: Annotated[int, typer.Option(help="Prefill workers; 0: every worker does both.")] = 0,
+    decode: Annotated[int, typer.Option(help="Workers that decode.")] = 8,
+    blocks: Annotated[int, typer.Option(help="KV blocks of a worker.")] = 5000,
+    profile: Annotated[str, typer.Option(help="Model and GPUs of a worker; `list` names those known.")] = (
+        "llama-3-70b@8xa100"
+    ),
+    policy: Annotated[list[str] | None, typer.Option(help="Once for each; all without it. `list` names them.")] = None,
+    speed: Annotated[float, typer.Option(help="Rate of arrivals, times the trace's own.")] = 1.0,
+    requests: Annotated[int, typer.Option(help="Of the trace's beginning; 0: all.")] = 0,
+    ttft_ms: Annotated[float, typer.Option(help="Objective: time to first token.")] = 5000.0,
+    itl_ms: Annotated[float, typer.Option(help="Objective: mean time between tokens of a request.")] = 100.0,
+    seed: Annotated[int, typer.Option(help="Of whatever is random.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Policies simulated at a time; 0: one a core.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a trace through this router's placement and through those of others, in virtual time.
+
+    Engines, schedulers and block pools are the production's; steps cost what the profile's roofline says.
+    """
+    from deploy.simulate.command import Options, run
+
+    options = Options(
+        trace, prefill, decode, blocks, profile, tuple(policy or ()), speed, requests, ttft_ms, itl_ms, seed, jobs
+    )
+    run(options, as_json, console)
+
+
 def main() -> None:
     """Entry point: errors of ours become one sentence and exit status 1."""
     try:

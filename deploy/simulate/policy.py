@@ -1,0 +1,92 @@
+"""What a routing policy sees of a worker, and what it decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from deploy.simulate.trace import TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A worker at the moment of a decision, as a router knows it that is told of everything at once."""
+
+    index: int
+    num_cached_tokens: int
+    """Leading prompt tokens of the request in question that it holds: whole blocks."""
+    queued_tokens: int
+    """Prompt tokens sent there and neither computed yet nor cached."""
+    booked_tokens: int
+    """All prompt tokens of requests sent there: until the prompt is computed on a prefill worker, until the request is
+    done on one that decodes."""
+    num_requests: int
+    """Sent there and not done."""
+    num_waiting: int
+    """Of them, not admitted yet."""
+    used_blocks: int
+    num_blocks: int
+    tokens_per_s: float
+    """What it computes of prompts at full speed."""
+
+    @property
+    def kv_use(self) -> float:
+        return self.used_blocks / self.num_blocks
+
+
+class Policy(Protocol):
+    """One instance serves one run; it may remember what it decided. Workers are given in the order of their index."""
+
+    @property
+    def name(self) -> str: ...
+
+    def choose(self, request: TraceRequest, workers: Sequence[WorkerView]) -> int:
+        """The index of the worker that computes the prompt. In an aggregated pool it decodes as well."""
+
+    def choose_decode(self, request: TraceRequest, workers: Sequence[WorkerView]) -> int:
+        """The index of the worker that decodes, where the pools are split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Indices of workers."""
+
+    computes: int
+    decodes: int
+    """The same in an aggregated pool, and where a decode worker computes the prompt itself."""
+    source: int | None = None
+    """Pulls come from there before the prompt is computed."""
+    source_tokens: int = 0
+    """Leading prompt tokens that are pulled, as far as they are not there yet."""
+
+
+class Placer(Protocol):
+    """Decides a whole request."""
+
+    @property
+    def name(self) -> str: ...
+
+    def place(
+        self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
+    ) -> Decision:
+        """`prefill` is empty in an aggregated pool."""
+
+
+class TwoLegs:
+    """A policy of the field: it knows of no pulling, and splits every request of a split pool."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.name = policy.name
+
+    def place(
+        self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
+    ) -> Decision:
+        if not prefill:
+            worker = self._policy.choose(request, decode)
+            return Decision(worker, worker)
+        decodes = self._policy.choose_decode(request, decode)
+        return Decision(self._policy.choose(request, prefill), decodes)

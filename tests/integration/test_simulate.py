@@ -1,0 +1,85 @@
+"""`baton simulate` as its user runs it, on a small trace."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from deploy.simulate.command import Options, scenario_of
+
+ARGUMENTS = ("--decode", "3", "--blocks", "400", "--policy", "baton", "--policy", "greedy_4", "--jobs", "1")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Twenty conversations of three turns, whose prompts share the first block and all of their past."""
+    lines = []
+    for number in range(20):
+        for turn in range(3):
+            num_blocks = 3 + 2 * turn
+            ids = [0, *(1 + number * 10 + block for block in range(num_blocks))]
+            at_ms = 3000 * (number + 7 * turn)
+            lines.append((at_ms, {"input_length": 512 * len(ids), "output_length": 20 + turn, "hash_ids": ids}))
+    path = tmp_path / "talk.jsonl"
+    path.write_text("".join(json.dumps({"timestamp": at_ms, **line}) + "\n" for at_ms, line in sorted(lines, key=str)))
+    return path
+
+
+def baton(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deploy.cli", "simulate", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_policies_are_compared_on_a_trace(trace: Path) -> None:
+    first = baton(str(trace), *ARGUMENTS, "--json")
+    assert first.returncode == 0, first.stderr
+    report = json.loads(first.stdout)
+    assert (report["trace"], report["num_requests"], report["decode"]) == ("talk", 60, 3)
+    by_name = {result["policy"]: result for result in report["policies"]}
+    assert list(by_name) == ["baton", "greedy_4"]
+    for result in by_name.values():
+        assert 0.3 < result["hit_rate"] <= report["ceiling"]
+        assert result["good_share"] == 1.0
+        assert result["ttft_s"] == sorted(result["ttft_s"])
+    assert baton(str(trace), *ARGUMENTS, "--json").stdout == first.stdout, "the same arguments give the same figures"
+
+
+def test_the_table_fits_a_terminal_and_the_workers_may_be_split(trace: Path) -> None:
+    done = baton(str(trace), *ARGUMENTS, "--prefill", "2", "--requests", "30", "--speed", "2")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert {row[0] for row in rows} >= {"policy", "baton", "greedy_4"}
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "30 requests, 2 prefill and 3 decode workers" in done.stderr.replace("\n", " ")
+
+
+OPTIONS = Options(None, 0, 8, 5000, "llama-3-8b@h200", (), 1.0, 0, 5000.0, 100.0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"profile": "abacus"}, "no profile is called 'abacus'; there are llama-3-8b@h200"),
+        ({"decode": 0}, "a pool needs a worker that decodes, got 0 prefill and 0 decode"),
+        ({"blocks": 10}, "tokens; a worker's blocks hold 5120"),
+        ({"ttft_ms": 0.0}, "--ttft-ms must be more than 0"),
+        ({"speed": 0.0}, "a trace's speed must be more than 0"),
+        ({"trace": Path("nowhere.jsonl")}, "cannot read the trace nowhere.jsonl"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_a_sentence(changes: dict[str, object], sentence: str) -> None:
+    values = {name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}
+    with pytest.raises(ConfigError) as error:
+        scenario_of(Options(**{**values, **changes}))
+    assert sentence in str(error.value)
+
+
+def test_an_unknown_policy_is_named(trace: Path) -> None:
+    done = baton(str(trace), "--policy", "magic")
+    assert done.returncode == 1
+    assert "no policy is called 'magic'; there are baton, random" in done.stderr.replace("\n", " ")

@@ -1,0 +1,256 @@
+"""The arena's clusters in virtual time: small ones by hand, random ones by what must always hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.config import RouterConfig
+from deploy.simulate.costs import GPUS, MODELS, CostModel, roofline
+from deploy.simulate.policy import Decision, WorkerView
+from deploy.simulate.production import Production
+from deploy.simulate.report import Objective, quantiles, result_of
+from deploy.simulate.trace import Trace, TraceRequest
+from deploy.simulate.worker import SimulatedWorker, WorkerShape
+from deploy.simulate.world import Served, World
+
+torch.set_num_threads(1)
+
+BLOCK = 16
+COSTS = CostModel(
+    s_overhead=1.0, s_per_token=0.1, s_per_pair=0.0, s_weights=0.0, s_per_kv_token=0.0,
+    transfer_latency_s=0.25, transfer_s_per_token=0.125,
+)  # fmt: skip
+"""A step takes 1 s and 0.1 s a token."""
+
+
+def shape(num_blocks: int = 64, batch: int = 64, seqs: int = 8) -> WorkerShape:
+    return WorkerShape(num_blocks, BLOCK, max_num_seqs=seqs, max_num_batched_tokens=batch, output_reservation=32)
+
+
+class Fixed:
+    """Always the same decision."""
+
+    name = "fixed"
+
+    def __init__(self, *decisions: Decision) -> None:
+        self._decisions = decisions
+        self._count = 0
+        self.seen: list[tuple[list[WorkerView], list[WorkerView]]] = []
+
+    def place(
+        self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
+    ) -> Decision:
+        assert now_s == request.arrival_s
+        self.seen.append((list(prefill), list(decode)))
+        decision = self._decisions[min(self._count, len(self._decisions) - 1)]
+        self._count += 1
+        return decision
+
+
+def request(arrival_s: float, num_tokens: int, num_output: int, first_block: int = 0) -> TraceRequest:
+    blocks = range(first_block, first_block + num_tokens // BLOCK)
+    return TraceRequest(arrival_s, num_tokens, num_output, tuple(blocks))
+
+
+def trace(*requests: TraceRequest) -> Trace:
+    return Trace("test", BLOCK, requests)
+
+
+def run(requests: Trace, placer: Fixed, of: WorkerShape | None = None, **pools: int) -> tuple[World, list[Served]]:
+    world = World(requests, placer, of or shape(), COSTS, **pools)
+    return world, world.run()
+
+
+HERE = Decision(0, 0)
+
+
+def test_a_prompt_alone_takes_one_step_and_each_token_another() -> None:
+    _, (served,) = run(trace(request(2.0, 20, 4)), Fixed(HERE))
+    assert served.ttft_s == pytest.approx(1 + 20 * 0.1)
+    assert served.finished_s == pytest.approx(2 + 3 + 3 * 1.1)
+    assert served.intervals == [pytest.approx((1.1, 1)), pytest.approx((1.1, 2))]
+    assert served.itl_s == pytest.approx(1.1)
+
+
+def test_a_long_prompt_is_computed_in_chunks() -> None:
+    _, (served,) = run(trace(request(0.0, 40, 1)), Fixed(HERE), shape(batch=16))
+    assert served.ttft_s == pytest.approx(2 * (1 + 1.6) + (1 + 0.8))
+    assert served.finished_s == served.first_token_s
+    assert served.itl_s == 0.0
+
+
+def test_what_a_prompt_left_is_found_by_the_next_one() -> None:
+    world, (first, second) = run(trace(request(0.0, 48, 1), request(100.0, 50, 1)), Fixed(HERE))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
+    assert second.ttft_s == pytest.approx(1 + 2 * 0.1)
+    assert world.workers[0].computed_tokens == 50
+    result = result_of("fixed", world, [first, second], Objective(2.0, 1.0))
+    assert result.hit_rate == pytest.approx(48 / 98)
+    assert result.good_share == 0.5, "5.8 s and 1.2 s to the first token"
+    assert result.goodput_per_s == pytest.approx(1 / 100)
+
+
+def test_an_arrival_waits_for_the_step_that_runs_and_for_no_more() -> None:
+    """The first request decodes alone, many steps at once; 20 s after it began, the second comes."""
+    _, (first, second) = run(trace(request(0.0, 10, 100), request(20.0, 10, 1, 7)), Fixed(HERE), shape(batch=256))
+    assert first.ttft_s == 2.0
+    num_before = 17  # steps of 1.1 s that begin before 20 s: at 2.0, 3.1 ... 19.6
+    began_s = 2.0 + num_before * 1.1
+    assert second.first_token_s == pytest.approx(began_s + 1 + 1.1)
+    assert first.finished_s == pytest.approx(2.0 + 98 * 1.1 + 2.1)
+
+
+def test_a_split_request_gets_its_first_token_from_the_prefill_worker() -> None:
+    world, (served,) = run(trace(request(0.0, 40, 3)), Fixed(Decision(0, 1)), shape(batch=16), prefill=1, decode=1)
+    computed_s = 2 * (1 + 1.6) + (1 + 0.8)
+    assert served.ttft_s == pytest.approx(computed_s)
+    # The transfer takes 0.25 + 40 * 0.125 = 5.25 s, all but the latency hidden behind 7 s of computing.
+    assert served.finished_s == pytest.approx(computed_s + 0.25 + 2 * 1.1)
+    assert [worker.computed_tokens for worker in world.workers] == [40, 0]
+
+
+def test_what_computing_does_not_hide_of_a_transfer_delays_the_second_token() -> None:
+    _, (_, second) = run(
+        trace(request(0.0, 80, 1), request(50.0, 80, 2)), Fixed(Decision(0, 1)), shape(batch=64), prefill=1, decode=1
+    )
+    assert second.num_cached_tokens == 64, "the last token's block is computed"
+    computing_s = 1 + 16 * 0.1
+    assert second.ttft_s == pytest.approx(computing_s)
+    exposed_s = 0.25 + 80 * 0.125 - computing_s
+    assert second.finished_s == pytest.approx(50 + computing_s + exposed_s + 1.1)
+
+
+def test_a_prefix_is_pulled_from_where_it_is() -> None:
+    placer = Fixed(Decision(0, 0), Decision(1, 1, source=0, source_tokens=48))
+    world, (_, second) = run(trace(request(0.0, 48, 1), request(100.0, 58, 1)), placer, decode=2)
+    assert second.num_cached_tokens == 48
+    assert second.ttft_s == pytest.approx(0.25 + 48 * 0.125 + 1 + 10 * 0.1)
+    assert [worker.computed_tokens for worker in world.workers] == [48, 10]
+    assert [view.num_cached_tokens for view in placer.seen[1][1]] == [48, 0]
+
+
+def test_a_source_that_has_less_than_was_believed_gives_what_it_has() -> None:
+    placer = Fixed(Decision(0, 0), Decision(1, 1, source=0, source_tokens=64))
+    _, (_, second) = run(trace(request(0.0, 32, 1), request(100.0, 70, 1)), placer, decode=2)
+    assert second.num_cached_tokens == 32
+    assert second.ttft_s == pytest.approx(0.25 + 32 * 0.125 + 1 + 38 * 0.1)
+
+
+def test_views_tell_what_is_queued_and_used() -> None:
+    placer = Fixed(HERE)
+    run(
+        trace(request(0.0, 40, 8), request(0.5, 24, 1, 9), request(1.0, 16, 1, 20)),
+        placer,
+        shape(num_blocks=8),
+        decode=2,
+    )
+    (first, idle), (second, _), (third, _) = (decode for _, decode in placer.seen)
+    assert (first.queued_tokens, first.num_requests, first.used_blocks) == (0, 0, 0)
+    assert (second.queued_tokens, second.booked_tokens, second.num_requests) == (40, 40, 1)
+    assert (second.used_blocks, second.num_blocks) == (3, 8), "40 tokens and 8 more"
+    assert (third.queued_tokens, third.num_requests, third.num_waiting) == (64, 2, 1)
+    assert (idle.queued_tokens, idle.kv_use) == (0, 0.0)
+    assert idle.tokens_per_s == pytest.approx(10.0)
+
+
+requests_lists = st.lists(
+    st.tuples(st.floats(0, 60), st.integers(1, 90), st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=12
+).map(lambda found: trace(*(request(*values[:3], 100 * values[3]) for values in sorted(found))))
+
+
+class Anything:
+    """Decides by lot, as hypothesis drew it."""
+
+    name = "anything"
+
+    def __init__(self, draws: st.DataObject) -> None:
+        self._draws = draws
+
+    def place(
+        self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
+    ) -> Decision:
+        decodes = self._draws.draw(st.sampled_from(decode)).index
+        computes = self._draws.draw(st.sampled_from([*prefill, decode[decodes - len(prefill)]])).index
+        others = [view for view in (*prefill, *decode) if view.index != computes and view.num_cached_tokens]
+        source = self._draws.draw(st.none() | st.sampled_from(others)) if others else None
+        return Decision(computes, decodes, source.index if source else None, source.num_cached_tokens if source else 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests_lists, st.integers(0, 2), st.integers(1, 2), st.integers(10, 40), st.data())
+def test_every_request_is_served_whole_and_nothing_is_left(
+    requests: Trace, prefill: int, decode: int, num_blocks: int, data: st.DataObject
+) -> None:
+    world = World(requests, Anything(data), shape(num_blocks, batch=32, seqs=4), COSTS, prefill=prefill, decode=decode)
+    for served in world.run():
+        assert served.request.arrival_s < served.first_token_s <= served.finished_s < float("inf")
+        assert 1 + sum(count for _, count in served.intervals) == served.request.num_output_tokens
+        waited_s = served.finished_s - served.first_token_s
+        assert sum(interval * count for interval, count in served.intervals) == pytest.approx(waited_s)
+        assert served.num_cached_tokens < served.request.num_prompt_tokens
+    for worker in world.workers:
+        assert worker.engine.is_idle
+        assert (worker.queued_tokens, worker.booked_tokens, worker.num_requests) == (0, 0, 0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(requests_lists)
+def test_leaps_change_no_time(requests: Trace) -> None:
+    """As long as a step's cost does not grow with the context, which a leap takes as it was at its beginning."""
+
+    def times() -> list[tuple[float, float]]:
+        _, served = run(requests, Fixed(HERE), shape(num_blocks=24, batch=32, seqs=4))
+        return [(one.first_token_s, one.finished_s) for one in served]
+
+    leaping = times()
+    with pytest.MonkeyPatch.context() as patch:
+        begin = SimulatedWorker._begin
+
+        def one_step(self: SimulatedWorker, *how: object) -> object:
+            step = begin(self, *how)  # type: ignore[arg-type]
+            step.num_steps = 1
+            return step
+
+        patch.setattr(SimulatedWorker, "_begin", one_step)
+        stepping = times()
+    for (first, finished), (other_first, other_finished) in zip(leaping, stepping, strict=True):
+        assert first == pytest.approx(other_first)
+        assert finished == pytest.approx(other_finished)
+
+
+def test_a_roofline_is_two_operations_a_parameter_and_one_read_of_the_weights() -> None:
+    costs = roofline(MODELS["llama-3-8b"], GPUS["h200"])
+    assert costs.tokens_per_s == pytest.approx(989e12 * 0.5 / (2 * 8.03e9))
+    assert costs.s_weights == pytest.approx(8.03e9 * 2 / (4.8e12 * 0.7))
+    assert MODELS["llama-3-8b"].kv_bytes_per_token == 131_072
+    assert costs.step_s(1, 0, 0) == pytest.approx(0.5e-3 + costs.s_weights), "one token is a read of the weights"
+    assert costs.step_s(8192, 0, 0) == pytest.approx(0.5e-3 + 8192 * costs.s_per_token), "many are arithmetic"
+    two = roofline(MODELS["llama-3-8b"], GPUS["h200"], 2)
+    assert two.s_per_token == pytest.approx(costs.s_per_token / 2)
+    assert costs.slower(2).transfer_s(100) == pytest.approx(2 * costs.transfer_s(100))
+    assert costs.prefill_s(4096, 0, 2048) == pytest.approx(
+        sum(costs.step_s(2048, 2048 * (2 * start + 2048) // 2, 0) for start in (0, 2048)), rel=1e-9
+    )
+
+
+def test_quantiles_are_of_everything_that_occurred() -> None:
+    assert quantiles([(3.0, 1), (1.0, 98), (2.0, 1)]) == (1.0, 1.0, 2.0)
+    assert quantiles([(5.0, 1)]) == (5.0, 5.0, 5.0)
+    assert quantiles([]) == (0.0, 0.0, 0.0)
+
+
+def test_the_routers_own_placement_decides_with_its_settings() -> None:
+    busy = WorkerView(3, 0, 500, 500, 2, 1, 10, 64, 10.0)
+    owner = WorkerView(4, 64, 900, 900, 3, 1, 10, 64, 10.0)
+    idle = WorkerView(5, 0, 0, 0, 0, 0, 0, 64, 10.0)
+    asked = request(0.0, 80, 5)
+    config = RouterConfig(pull_above_tokens=64)
+    assert Production(config).place(asked, [], [busy, owner, idle], 0.0) == Decision(5, 5, 4, 64)
+    never = RouterConfig(pull_above_tokens=65)
+    assert Production(never).place(asked, [], [busy, owner, idle], 0.0) == Decision(5, 5)
+    assert Production(never).place(asked, [idle], [busy, owner], 0.0) == Decision(5, 3)
