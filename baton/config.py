@@ -196,7 +196,15 @@ class RouterConfig:
     """The worker that computes a prompt pulls a prefix from another one which holds at least so many tokens more of
     it. A number above the context window: never."""
     load_weight: float = 1.0
-    """Placement: how many uncached prompt tokens one running or waiting token of load is worth."""
+    """Placement weighs what stands between a request and its first token, in prompt tokens to compute. This is for each
+    uncached prompt token that is queued at a worker."""
+    active_weight: float = 0.02
+    """For each prompt token of the sequences that a worker decodes, where it computes prompts too."""
+    pull_weight: float = 0.05
+    """For each prompt token that is pulled from another worker's cache: what the link takes of computing it."""
+    affinity_weight: float = 1.0
+    """For each prompt token that another worker's cache has and the chosen one's has not. It keeps conversations where
+    their past is, so that the pool's caches hold fewer copies."""
     default_max_tokens: int = 0
     """Answer length when a client gives none; 0: up to the context window."""
     cache_secret: str = ""
@@ -205,6 +213,9 @@ class RouterConfig:
     def __post_init__(self) -> None:
         _require_one_of("router.mode", self.mode, ("auto", "split", "aggregated"))
         _require_at_least_one("router", self, ("max_in_flight", "max_attempts", "pull_above_tokens"))
+        for name in ("load_weight", "active_weight", "pull_weight", "affinity_weight"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"router.{name} must be at least 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)

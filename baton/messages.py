@@ -104,8 +104,11 @@ class FirstToken:
     token_id: int
     finish_reason: FinishReason | None
     num_cached_tokens: int
+    """Prompt tokens found in the worker's cache, pulled ones included."""
     queue_s: float
     prefill_s: float
+    num_pulled_tokens: int = 0
+    """Those of them that were not there when the request came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +126,10 @@ class NewTokens:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     num_cached_tokens: int = 0
+    """From here on: in the first message of a worker that computed the prompt itself, as in `FirstToken`."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    num_pulled_tokens: int = 0
 
 
 # The KV session. Every message about a transfer names its generation, so that one about a past reservation is dropped.

@@ -49,11 +49,10 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
     ) -> AsyncGenerator[NewTokens]:
         """Prefills here, from a prefix pulled from `source` if there is one, and decodes here."""
         arrived_s = time.monotonic()
-        if source is not None:
-            await self._kv.fetch_prefix(spec, source, arrived_s, trace)
+        num_pulled = await self._kv.fetch_prefix(spec, source, arrived_s, trace) if source else 0
         async with (
             self._loop.sequence(spec, Purpose.GENERATE, arrived_s) as handle,
-            contextlib.aclosing(self._tokens(handle)) as new,
+            contextlib.aclosing(self._tokens(handle, num_pulled)) as new,
         ):
             async for message in new:
                 yield message
@@ -85,7 +84,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
                     async for message in messages:
                         yield message
 
-    async def _tokens(self, handle: SequenceHandle) -> AsyncGenerator[NewTokens]:
+    async def _tokens(self, handle: SequenceHandle, num_pulled: int = 0) -> AsyncGenerator[NewTokens]:
         """All further tokens; those that are ready together travel together."""
         is_first = True
         while True:
@@ -94,7 +93,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             token_ids = tuple(output.token_id for output in generated)
             finish_reason = generated[-1].finish_reason
             if is_first:
-                yield _first_message(handle.sequence, token_ids, finish_reason)
+                yield _first_message(handle.sequence, token_ids, finish_reason, num_pulled)
             else:
                 yield NewTokens(token_ids, finish_reason)
             if finish_reason is not None:
@@ -102,11 +101,14 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             is_first = False
 
 
-def _first_message(sequence: Sequence, token_ids: tuple[int, ...], finish_reason: FinishReason | None) -> NewTokens:
+def _first_message(
+    sequence: Sequence, token_ids: tuple[int, ...], finish_reason: FinishReason | None, num_pulled: int
+) -> NewTokens:
     return NewTokens(
         token_ids,
         finish_reason,
         num_cached_tokens=sequence.num_cached_tokens,
         queue_s=sequence.scheduled_s - sequence.arrival_s,
         prefill_s=sequence.first_token_s - sequence.scheduled_s,
+        num_pulled_tokens=num_pulled,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import shutil
@@ -15,11 +16,12 @@ import psutil
 from rich.console import Console
 
 from baton.config import Config
-from baton.errors import BatonError, NoWorker
+from baton.errors import BatonError, NoWorker, StoreUnavailable
 from deploy.client import Client
 from deploy.models import CATALOGUE, cache_dir
 from deploy.processes import why_taken
 from deploy.redis import EmbeddedRedis
+from kvstore.index import Connection
 
 State = Literal["ok", "warn", "fail"]
 MIN_MEMORY_GIB = 4.0
@@ -43,6 +45,8 @@ def diagnose(config: Config, address: str) -> list[Check]:
     for inspect in (_python, _packages, _torch, _gloo, _redis, lambda: _model(config), _memory, lambda: _disk(config)):
         checks += _guarded(inspect)
     if not running:
+        if url := config.index.redis_url:
+            checks += _guarded(lambda: _eviction(url))
         checks += _guarded(lambda: _ports(config))
         checks.append(Check("cluster", "ok", f"none runs at {address}", ""))
     return checks + running
@@ -111,6 +115,26 @@ def _redis() -> Iterator[Check]:
         yield Check("embedded redis", "ok", f"starts and answers ({redis.url})")
 
 
+def _eviction(url: str) -> Iterator[Check]:
+    """Under any policy but noeviction, Redis drops leases and owners when memory is short, and tells nobody."""
+    try:
+        policy = asyncio.run(_maxmemory_policy(url))
+    except StoreUnavailable as error:
+        yield Check("redis eviction", "warn", f"cannot look: {error}", "start Redis, or look from where it answers")
+        return
+    good = policy == "noeviction"
+    yield Check("redis eviction", "ok" if good else "fail", f"maxmemory-policy is {policy}",
+                "" if good else "CONFIG SET maxmemory-policy noeviction: evicted keys make the index lie")  # fmt: skip
+
+
+async def _maxmemory_policy(url: str) -> str:
+    connection = Connection(url)
+    try:
+        return str((await connection.call("INFO", "memory"))["maxmemory_policy"])  # CONFIG GET is often forbidden
+    finally:
+        await connection.close()
+
+
 def _model(config: Config) -> Iterator[Check]:
     name = config.model.id
     if name in CATALOGUE:
@@ -167,6 +191,8 @@ def _cluster(address: str) -> list[Check]:
     redis = status["redis"]
     checks.append(Check("redis", "ok" if redis["ok"] else "warn", redis["address"],
                         "" if redis["ok"] else "the router serves from memory; start Redis again"))  # fmt: skip
+    if redis["ok"]:
+        checks += _guarded(lambda: _eviction(redis["address"]))
     for name, pool in status["pools"].items():
         good = pool["ready"] >= pool["desired"]
         checks.append(Check(f"pool {name}", "ok" if good else "warn", f"{pool['ready']} of {pool['desired']} ready",

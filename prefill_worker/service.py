@@ -46,8 +46,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
         async with contextlib.AsyncExitStack() as stack:
             transfer = await stack.enter_async_context(self._kv.sender.transfer(ticket)) if ticket else None
             await self._kv.sender.wait_for_room(self._loop.max_waiting)
-            if source is not None:
-                await self._kv.fetch_prefix(spec, source, arrived_s, trace)
+            num_pulled = await self._kv.fetch_prefix(spec, source, arrived_s, trace) if source else 0
             handle = await stack.enter_async_context(self._loop.sequence(spec, Purpose.PREFILL, arrived_s))
             admitted = await handle.next()
             assert isinstance(admitted, Admitted)
@@ -62,7 +61,9 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             computed = {**labels, "baton.cached_tokens": sequence.num_cached_tokens}
             tracing.record_span("prefill.compute", trace, prefill_s, computed)
             # The first token goes out at once; the blocks stay held until the transfer is over.
-            yield FirstToken(output.token_id, output.finish_reason, sequence.num_cached_tokens, queue_s, prefill_s)
+            yield FirstToken(
+                output.token_id, output.finish_reason, sequence.num_cached_tokens, queue_s, prefill_s, num_pulled
+            )
             if transfer is not None and output.finish_reason is None:
                 handed_over = await _finished(transfer, output.token_id)
                 sent = {

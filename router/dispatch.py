@@ -36,7 +36,8 @@ from baton.errors import (
 )
 from baton.messages import FirstToken, HandedOver, NewTokens, PrefixSource, SequenceSpec, Ticket
 from baton.telemetry.instruments import Instruments
-from router.placement import Mode, Placement, Prompt, place
+from router.hints import Hint, HintBook
+from router.placement import Mode, Placement, Prompt, Weights, place
 from router.pools import PoolView
 from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
 
@@ -98,9 +99,12 @@ class _Lessons:
 
 
 class Dispatcher:
-    def __init__(self, pools: PoolView, calls: WorkerCalls, config: RouterConfig, instruments: Instruments) -> None:
+    def __init__(
+        self, pools: PoolView, calls: WorkerCalls, hints: HintBook, config: RouterConfig, instruments: Instruments
+    ) -> None:
         self._pools = pools
         self._calls = calls
+        self._hints = hints
         self._config = config
         self._instruments = instruments
 
@@ -143,24 +147,30 @@ class Dispatcher:
         record.began_s = time.monotonic()
         block_size = next((worker.info.block_size for worker in self._pools.workers), GRANULE)
         prompt = Prompt(len(spec.token_ids), tuple(block_keys(spec.cache_seed, spec.token_ids, block_size)))
-        placement = await self._place(prompt, mode, lessons)
+        placement, hint = await self._place(spec, prompt, mode, lessons)
         record.mode, record.source = placement.mode, placement.source
         record.prefill_worker, record.decode_worker = placement.prefill_worker, placement.decode_worker
         self._instruments.placements.add(
             1, {"mode": placement.mode, "prefill": placement.prefill_worker, "decode": placement.decode_worker}
         )
         serve = self._split if placement.mode is Mode.SPLIT else self._aggregated
-        async with contextlib.aclosing(serve(spec, prompt, placement, record, trace)) as messages:
+        async with contextlib.aclosing(serve(spec, prompt, placement, hint, record, trace)) as messages:
             async for message in messages:
                 yield message
 
-    async def _place(self, prompt: Prompt, mode: str, lessons: _Lessons) -> Placement:
-        """Waits, within bounds, until the workers for a request are there."""
+    async def _place(self, spec: SequenceSpec, prompt: Prompt, mode: str, lessons: _Lessons) -> tuple[Placement, Hint]:
+        """Waits, within bounds, until the workers for a request are there.
+
+        Returns:
+            The placement, and what was believed of the worker that computes the prompt.
+        """
         deadline = time.monotonic() + self._config.worker_wait_s
         settings = self._config
         decide = partial(
             place,
-            load_weight=settings.load_weight,
+            weights=Weights(
+                settings.load_weight, settings.active_weight, settings.pull_weight, settings.affinity_weight
+            ),
             aggregate_below_tokens=settings.aggregate_below_tokens,
             pull_above_tokens=settings.pull_above_tokens,
             not_from=lessons.not_from,
@@ -170,7 +180,9 @@ class Dispatcher:
             undoubted = [c for c in candidates if c.worker_id not in lessons.doubted]
             placement = decide(prompt, undoubted, mode) or decide(prompt, candidates, mode)
             if placement is not None:
-                return placement
+                computes = placement.prefill_worker or placement.decode_worker
+                believed = next(c.num_cached_tokens for c in candidates if c.worker_id == computes)
+                return placement, self._hints.note(spec, prompt, self._pools.get(computes), believed)
             if lessons.refused:
                 raise Overloaded("every worker's queue is full; try again later")
             if time.monotonic() >= deadline:
@@ -180,29 +192,33 @@ class Dispatcher:
             await self._pools.wait_for_change(deadline - time.monotonic())
 
     async def _aggregated(
-        self, spec: SequenceSpec, prompt: Prompt, placement: Placement, record: ChoiceRecord, trace: Context
+        self, spec: SequenceSpec, prompt: Prompt, placement: Placement, hint: Hint, record: ChoiceRecord, trace: Context
     ) -> AsyncGenerator[NewTokens]:
         worker = self._pools.get(placement.decode_worker)
         source = self._source(placement)
-        with self._pools.working(worker, prompt.num_tokens):
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(self._pools.decoding(worker, prompt.num_tokens))
+            queued = stack.enter_context(contextlib.ExitStack())
+            queued.enter_context(self._pools.computing(worker, _num_uncached(prompt, placement, hint)))
             async with self._calls.decode(worker, spec, await_kv=False, source=source, trace=trace) as stream:
                 message = await _read_tokens(stream)
-                self._book_prefill(record, message.num_cached_tokens, message.prefill_s)
+                queued.close()
+                self._book_prefill(record, hint, message)
                 yield message
                 while message.finish_reason is None:
                     message = await _read_tokens(stream)
                     yield message
 
     async def _split(
-        self, spec: SequenceSpec, prompt: Prompt, placement: Placement, record: ChoiceRecord, trace: Context
+        self, spec: SequenceSpec, prompt: Prompt, placement: Placement, hint: Hint, record: ChoiceRecord, trace: Context
     ) -> AsyncGenerator[NewTokens]:
         decode_worker = self._pools.get(placement.decode_worker)
         prefill_worker = self._pools.get(placement.prefill_worker)
         source = self._source(placement)
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(self._pools.working(decode_worker, prompt.num_tokens))
-            prefill_load = stack.enter_context(contextlib.ExitStack())
-            prefill_load.enter_context(self._pools.working(prefill_worker, prompt.num_tokens))
+            stack.enter_context(self._pools.decoding(decode_worker, prompt.num_tokens))
+            queued = stack.enter_context(contextlib.ExitStack())
+            queued.enter_context(self._pools.computing(prefill_worker, _num_uncached(prompt, placement, hint)))
 
             decode = await stack.enter_async_context(
                 self._calls.decode(decode_worker, spec, await_kv=True, trace=trace)
@@ -219,8 +235,8 @@ class Dispatcher:
                 reading.result()
             first = await computing
             assert isinstance(first, FirstToken)
-            prefill_load.close()
-            self._book_prefill(record, first.num_cached_tokens, first.prefill_s)
+            queued.close()
+            self._book_prefill(record, hint, first)
             yield NewTokens((first.token_id,), first.finish_reason)
             if first.finish_reason is not None:
                 return
@@ -253,13 +269,20 @@ class Dispatcher:
         self._instruments.transfer_exposed.record(handed_over.exposed_s)
         self._instruments.transfer_bytes.add(handed_over.num_bytes)
 
-    def _book_prefill(self, record: ChoiceRecord, num_cached_tokens: int, prefill_s: float) -> None:
+    def _book_prefill(self, record: ChoiceRecord, hint: Hint, answer: FirstToken | NewTokens) -> None:
+        # What was pulled may be gone again before the worker looked.
+        self._hints.settle(hint, max(0, answer.num_cached_tokens - answer.num_pulled_tokens))
         if record.num_cached_tokens is None:
-            record.num_cached_tokens = num_cached_tokens
-        record.prefill_s = prefill_s
-        record.queue_s = max(0.0, time.monotonic() - record.began_s - prefill_s)
+            record.num_cached_tokens = answer.num_cached_tokens
+        record.prefill_s = answer.prefill_s
+        record.queue_s = max(0.0, time.monotonic() - record.began_s - answer.prefill_s)
         self._instruments.queue_duration.record(record.queue_s)
-        self._instruments.prefill_duration.record(prefill_s, {"mode": record.mode})
+        self._instruments.prefill_duration.record(answer.prefill_s, {"mode": record.mode})
+
+
+def _num_uncached(prompt: Prompt, placement: Placement, hint: Hint) -> int:
+    """Prompt tokens that the worker has to compute, as far as is believed."""
+    return prompt.num_tokens - max(hint.num_tokens, placement.source_tokens)
 
 
 async def _first_after_hand_over(handing_over: asyncio.Task[None], reading: asyncio.Task[NewTokens]) -> NewTokens:

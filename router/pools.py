@@ -26,8 +26,11 @@ class PoolView:
         self._lookup = lookup
         self._clock = clock
         self._workers: dict[str, Worker] = {}
-        self._load_tokens: Counter[tuple[str, int]] = Counter()
-        """Of requests this router placed on an incarnation and that are not done."""
+        self._queued_tokens: Counter[tuple[str, int]] = Counter()
+        """Prompt tokens that an incarnation has to compute for requests which this router placed there."""
+        self._active_tokens: Counter[tuple[str, int]] = Counter()
+        """Prompt tokens of the requests that this router placed on an incarnation to be decoded, and that are not
+        done."""
         self._suspects: dict[tuple[str, int], float] = {}
         self._changed = asyncio.Condition()
 
@@ -71,25 +74,41 @@ class PoolView:
         """The workers that could take a request now, with what they hold of its prompt."""
         held = self._lookup(prompt.block_keys)
         return [
-            Candidate(
-                worker.info.id,
-                worker.info.role,
-                # Other routers' work shows in the worker's own report, this router's at once.
-                max(self._load_tokens[worker.info.id, worker.info.epoch], worker.load.queued_tokens),
-                min(held.get(worker.info.id, 0) * worker.info.block_size, prompt.num_tokens),
-            )
+            self._candidate(worker, min(held.get(worker.info.id, 0) * worker.info.block_size, prompt.num_tokens))
             for worker in self.workers
             if worker.info.id not in excluded and self.is_trusted(worker)
         ]
 
-    @contextlib.contextmanager
-    def working(self, worker: Worker, num_tokens: int) -> Iterator[None]:
-        """Books `num_tokens` of load on a worker's incarnation while the block is entered."""
-        incarnation = worker.info.id, worker.info.epoch
-        self._load_tokens[incarnation] += num_tokens
-        try:
-            yield
-        finally:
-            self._load_tokens[incarnation] -= num_tokens
-            if not self._load_tokens[incarnation]:
-                del self._load_tokens[incarnation]
+    def _candidate(self, worker: Worker, num_cached_tokens: int) -> Candidate:
+        """Other routers' work shows in the worker's own report, this router's at once."""
+        info, load = worker.info, worker.load
+        incarnation = info.id, info.epoch
+        decodes = info.role is Role.DECODE
+        return Candidate(
+            info.id,
+            info.role,
+            max(self._queued_tokens[incarnation], load.queued_tokens),
+            max(self._active_tokens[incarnation], load.blocks.in_use * info.block_size if decodes else 0),
+            num_cached_tokens,
+        )
+
+    def computing(self, worker: Worker, num_tokens: int) -> contextlib.AbstractContextManager[None]:
+        """Books `num_tokens` uncached prompt tokens as queued on a worker's incarnation while the block is entered."""
+        return _booked(self._queued_tokens, worker, num_tokens)
+
+    def decoding(self, worker: Worker, num_tokens: int) -> contextlib.AbstractContextManager[None]:
+        """Books a sequence with `num_tokens` prompt tokens on the incarnation that decodes it, while the block is
+        entered."""
+        return _booked(self._active_tokens, worker, num_tokens)
+
+
+@contextlib.contextmanager
+def _booked(books: Counter[tuple[str, int]], worker: Worker, num_tokens: int) -> Iterator[None]:
+    incarnation = worker.info.id, worker.info.epoch
+    books[incarnation] += num_tokens
+    try:
+        yield
+    finally:
+        books[incarnation] -= num_tokens
+        if not books[incarnation]:
+            del books[incarnation]

@@ -25,6 +25,7 @@ from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex
 from kvstore.leases import RedisLeases
 from router.admission import Limiter, ModelFacts
 from router.dispatch import Dispatcher
+from router.hints import HintBook
 from router.http import create_app
 from router.pools import PoolView
 from router.registry import Registry
@@ -114,7 +115,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     service = RouterService(
         LoadedModel(ModelCard(name, config.model.path, max_model_len, int(time.time())), tokenizer, content),
         facts,
-        Dispatcher(pools, calls, config.router, instruments),
+        Dispatcher(pools, calls, HintBook(mirror, instruments), config.router, instruments),
         Limiter(config.router.max_in_flight),
         instruments,
         config.router.cache_secret.encode(),

@@ -28,8 +28,11 @@ Progress = Callable[[int, int, Fence | None], None]
 class EngineLoop:
     """Owns the engine's thread and the queue of every sequence's outputs.
 
-    `on_block_events` is called on the event loop after each step with what became cached and what was evicted;
-    `on_idle` when the last sequence and the last pin have gone.
+    `on_block_events` is called on the event loop between two steps with what became cached and what was evicted, in
+    order: an eviction before a step or a transfer can overwrite the block. Nobody waits until others know of it: that
+    would hold up the step for a round trip and still be too late for whoever has looked already. A worker that is asked
+    for what it has evicted finds nothing in its own table. `on_idle` is called when the last sequence and the last pin
+    have gone.
     """
 
     def __init__(
@@ -56,9 +59,10 @@ class EngineLoop:
         with ThreadPoolExecutor(1, "engine") as thread:
             while True:
                 batch, outputs = self.engine.schedule(time.monotonic())
+                # What the last step stored, and what this one evicted: told before anybody writes to those blocks.
+                self._publish_block_events()
                 self._deliver(outputs)
                 if not batch:
-                    self._publish_block_events()
                     self._note_idleness()
                     self._wake.clear()
                     await self._wake.wait()
@@ -78,7 +82,6 @@ class EngineLoop:
                     for part in batch:  # once more: who began to watch after the step's last layer has not been told
                         self._tell(part.sequence, part.end, self._num_layers, None)
                     self._deliver(outputs)
-                self._publish_block_events()
 
     @contextlib.asynccontextmanager
     async def sequence(

@@ -156,6 +156,13 @@ class Instruments:
         self.prefix_hit_tokens = meter.create_counter(
             "baton.prefix_hit_tokens", description="Prompt tokens found in a worker's prefix cache, or pulled into it."
         )
+        self.stale_hints = meter.create_counter(
+            "baton.index_stale_hints",
+            description="Placements whose worker held less of the prompt than the prefix index said.",
+        )
+        self.stale_tokens = meter.create_counter(
+            "baton.index_stale_tokens", description="Prompt tokens that it said too much; pulled ones are no excuse."
+        )
         self.generation_tokens = meter.create_counter("baton.generation_tokens", description="Tokens generated.")
         self.placements = meter.create_counter("baton.placements", description="Placements by mode and workers.")
 

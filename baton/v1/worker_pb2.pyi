@@ -323,12 +323,16 @@ class FirstToken(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
+    NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     finish_reason: _builtins.str
     """Empty while the choice goes on."""
     num_cached_tokens: _builtins.int
+    """Prompt tokens found in this worker's cache, pulled ones included."""
     queue_s: _builtins.float
     prefill_s: _builtins.float
+    num_pulled_tokens: _builtins.int
+    """Those of them that were not here when the request came."""
     def __init__(
         self,
         *,
@@ -337,10 +341,11 @@ class FirstToken(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         queue_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
+        num_pulled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -440,11 +445,13 @@ class NewTokens(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
+    NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     num_cached_tokens: _builtins.int
-    """In the first message: prompt tokens found in this worker's cache (aggregated mode only)."""
+    """In the first message: as in FirstToken (aggregated mode only)."""
     queue_s: _builtins.float
     prefill_s: _builtins.float
+    num_pulled_tokens: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -455,10 +462,11 @@ class NewTokens(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         queue_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
+        num_pulled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from baton.cluster import Role
 from deploy.simulate.policy import Decision
 from deploy.simulate.worker import key_of
-from router.placement import Candidate, Prompt, place
+from router.placement import Candidate, Prompt, Weights, place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Production:
             prompt,
             candidates,
             config.mode,
-            load_weight=config.load_weight,
+            weights=Weights(config.load_weight, config.active_weight, config.pull_weight, config.affinity_weight),
             aggregate_below_tokens=config.aggregate_below_tokens,
             pull_above_tokens=config.pull_above_tokens,
         )
@@ -47,4 +47,5 @@ class Production:
 
 
 def _candidate(view: WorkerView, role: Role) -> Candidate:
-    return Candidate(str(view.index), role, max(view.booked_tokens, view.queued_tokens), view.num_cached_tokens)
+    active_tokens = view.booked_tokens if role is Role.DECODE else 0
+    return Candidate(str(view.index), role, view.queued_tokens, active_tokens, view.num_cached_tokens)

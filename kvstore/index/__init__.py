@@ -1,7 +1,7 @@
 """Who owns which prefix. `protocol.py` tells the whole story; nothing here needs torch."""
 
 from kvstore.index.connection import Connection
-from kvstore.index.events import ORIGIN, Answer, BlockEvent, Cursor, IndexState, Op, Outcome, Position
+from kvstore.index.events import ORIGIN, Answer, BlockEvent, Cursor, IndexState, Op, Outcome, Position, Tier
 from kvstore.index.follower import MirrorFollower
 from kvstore.index.memory import MemoryIndex, MemoryStore
 from kvstore.index.mirror import Applied, Mirror
@@ -27,4 +27,5 @@ __all__ = [
     "Position",
     "PrefixIndex",
     "RedisIndex",
+    "Tier",
 ]

@@ -1,11 +1,11 @@
 -- Applies one block event, or says why not.
 --
 -- KEYS  1 lease  2 seq  3 blocks  4 snapshot parts  5 event stream
--- ARGV  1 worker id  2 epoch  3 seq  4 op  5 packed 16-byte keys  6 number of keys  7 ttl of 2-4, ms  8 stream length
+-- ARGV  1 worker id  2 epoch  3 seq  4 op  5 packed entries  6 number of keys  7 ttl of 2-4, ms  8 stream length
 -- Returns {'applied' | 'resync' | 'fenced', last seq or the epoch that holds the lease}.
 local lease, seq_key, blocks, parts, stream = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local seq, op, packed, num_keys = tonumber(ARGV[3]), ARGV[4], ARGV[5], tonumber(ARGV[6])
-local KEY_BYTES, CHUNK = 16, 4000 -- unpack() fails near 8000 arguments
+local CHUNK = 4000 -- unpack() fails near 8000 arguments
 
 -- Race: a worker wakes from a long pause after its successor took the name. Checked apart from the write, its late
 -- event would credit the successor's cold cache with blocks that it does not hold.
@@ -24,11 +24,14 @@ elseif seq ~= last + 1 then
 end
 if op == 'snap.' and redis.call('SCARD', parts) ~= num_keys then return {'resync', last} end
 
+-- The entries of one event are of one tier, so of one length.
 local function each_chunk(command, key)
-  for first = 1, #packed, CHUNK * KEY_BYTES do
+  if #packed == 0 then return end
+  local size = #packed / num_keys
+  for first = 1, #packed, CHUNK * size do
     local members = {}
-    for at = first, math.min(first + CHUNK * KEY_BYTES, #packed + 1) - 1, KEY_BYTES do
-      members[#members + 1] = string.sub(packed, at, at + KEY_BYTES - 1)
+    for at = first, math.min(first + CHUNK * size, #packed + 1) - 1, size do
+      members[#members + 1] = string.sub(packed, at, at + size - 1)
     end
     redis.call(command, key, unpack(members))
   end

@@ -22,12 +22,26 @@ class Op(StrEnum):
     """The parts replace what the worker owned, all at once."""
 
 
+class Tier(StrEnum):
+    """Where a block lies. Workers have their device today.
+
+    An entry of the index is a block key, followed by the tier's letter where that is not the device. So one set holds
+    all tiers of a worker, what concerns the whole worker concerns all of them, and who looks up bare keys sees the
+    device alone.
+    """
+
+    DEVICE = ""
+    HOST = "h"
+    DISK = "s"
+
+
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
     """One change of one worker's cache. (worker_id, epoch, seq) names it; seq counts from 1 without gaps.
 
-    Only SNAPSHOT_BEGIN may jump ahead in seq. SNAPSHOT_END carries no keys but how many its parts had, in `num_keys`,
-    so that a reader who missed a part knows.
+    `tier` is that of `keys`; CLEARED and the beginning and end of a snapshot concern all tiers. Only SNAPSHOT_BEGIN may
+    jump ahead in seq. SNAPSHOT_END carries no keys but how many its parts had, in `num_keys`, so that a reader who
+    missed a part knows.
     """
 
     worker_id: str
@@ -36,6 +50,14 @@ class BlockEvent:
     op: Op
     keys: tuple[bytes, ...] = ()
     num_keys: int = 0
+    tier: Tier = Tier.DEVICE
+
+    @property
+    def entries(self) -> tuple[bytes, ...]:
+        if not self.tier:
+            return self.keys
+        letter = self.tier.encode()
+        return tuple(key + letter for key in self.keys)
 
 
 class Outcome(StrEnum):

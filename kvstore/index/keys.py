@@ -2,7 +2,7 @@
 
 kv:{ns}:boot               token, drawn by whoever first finds it missing: a new one means that the state was lost
 kv:{ns}:ev                 STREAM of block events, MAXLEN ~
-kv:{ns}:blk:<wid>:<epoch>  SET of block keys            one lifetime for these three, renewed with the lease,
+kv:{ns}:blk:<wid>:<epoch>  SET of entries               one lifetime for these three, renewed with the lease,
 kv:{ns}:seq:<wid>:<epoch>  seq of the last event        so they are lost together or not at all
 kv:{ns}:snap:<wid>:<epoch> SET, parts of an unfinished snapshot
 kv:{ns}:lease:<wid>        HASH epoch, info, load       PX lease

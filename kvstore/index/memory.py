@@ -134,14 +134,14 @@ class MemoryIndex:
 def _change(blocks: Blocks, event: BlockEvent) -> None:
     match event.op:
         case Op.STORED:
-            blocks.owned.update(event.keys)
+            blocks.owned.update(event.entries)
         case Op.REMOVED:
-            blocks.owned.difference_update(event.keys)
+            blocks.owned.difference_update(event.entries)
         case Op.CLEARED:
             blocks.owned.clear()
         case Op.SNAPSHOT_BEGIN:
             blocks.parts = set()
         case Op.SNAPSHOT_PART:
-            blocks.parts.update(event.keys)
+            blocks.parts.update(event.entries)
         case Op.SNAPSHOT_END:
             blocks.owned, blocks.parts = blocks.parts, set()

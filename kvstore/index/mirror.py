@@ -1,8 +1,8 @@
 """A router's own copy of the index.
 
-One dict maps a block key to an int with one bit for every worker that owns it, so a look-up is one AND a block. What
-concerns a whole worker costs O(1): its death masks a bit; a clear, a snapshot or a new epoch hands it a fresh bit and
-leaves the old one to `sweep`.
+One dict maps an entry (a block key and its tier, see `Tier`) to an int with one bit for every worker that owns it, so a
+look-up is one AND a block. What concerns a whole worker costs O(1): its death masks a bit; a clear, a snapshot or a new
+epoch hands it a fresh bit and leaves the old one to `sweep`.
 
     owners   {key: 0b0110, ...}      keys 1 and 2 of some worker
     alive    0b0010                  bits that look-ups see
@@ -59,7 +59,10 @@ class Mirror:
         self._unswept: Iterator[bytes] = iter(())
 
     def lookup(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """For every live worker that owns the first of `keys`: how many of them, from the first on, without a hole."""
+        """For every live worker that owns the first of `keys`: how many of them, from the first on, without a hole.
+
+        A bare block key asks for what lies on the device.
+        """
         found: dict[str, int] = {}
         held = self._alive
         num_blocks = 0
@@ -101,6 +104,18 @@ class Mirror:
             self._hand_over(owner, self._new_bit(owner))
             self._add(owner, owner.bit, keys)
             owner.seq = seq
+
+    def disbelieve(self, worker_id: str, as_of: Position | None, keys: Iterable[bytes]) -> None:
+        """The worker, asked by someone who knew its events up to `as_of`, did not hold `keys`.
+
+        Taken back only while nothing of the worker has been applied since `as_of`. Then every event that is newer than
+        its answer is still to come, and so is the one that stores a key again, as it does once it has computed what it
+        lacked. With an event applied since, nobody can tell whether it came before the answer or after, and the events
+        alone decide: they are the whole truth in the end, and an answer only stands in for those that are late.
+        """
+        owner = self._owners.get(worker_id)
+        if owner and self.position(worker_id) == as_of:
+            self._remove(owner, keys)
 
     def set_leased(self, epochs: Mapping[str, int]) -> None:
         """These workers hold a lease, under these epochs; all others are dead: looked over, but not forgotten."""
@@ -176,9 +191,9 @@ class Mirror:
     def _change(self, owner: _Owner, event: BlockEvent) -> None:
         match event.op:
             case Op.STORED:
-                self._add(owner, owner.bit, event.keys)
+                self._add(owner, owner.bit, event.entries)
             case Op.REMOVED:
-                self._remove(owner, event.keys)
+                self._remove(owner, event.entries)
             case Op.CLEARED:
                 self._hand_over(owner, self._new_bit(owner))
             case Op.SNAPSHOT_BEGIN:
@@ -186,7 +201,7 @@ class Mirror:
                 owner.parts = self._new_bit(owner)
             case Op.SNAPSHOT_PART:
                 if owner.parts:  # else we joined in the middle, and SNAPSHOT_END will be a gap
-                    self._add(owner, owner.parts, event.keys)
+                    self._add(owner, owner.parts, event.entries)
             case Op.SNAPSHOT_END:
                 self._hand_over(owner, owner.parts)
                 owner.parts = 0

@@ -40,7 +40,7 @@ class PrefixIndex(Protocol):
         """Who owns anything, up to which event, and where the stream ends."""
 
     async def snapshot(self, worker_id: str, epoch: int) -> tuple[int, set[bytes]]:
-        """A seq, and a set that is exact once all events after seq are applied to it, some perhaps a second time."""
+        """A seq, and the entries; exact once all events after seq are applied to them, some perhaps a second time."""
 
     async def read(self, cursor: Cursor, wait_s: float) -> Sequence[tuple[Cursor, BlockEvent]]:
         """The next events after `cursor`, at most `READ_EVENTS`; waits for the first up to `wait_s`, perhaps less."""

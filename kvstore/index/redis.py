@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from baton.blocks import KEY_BYTES
 from baton.errors import Fenced
 from kvstore.index.connection import TIMEOUT_S, Connection, Script
-from kvstore.index.events import ORIGIN, Answer, BlockEvent, Cursor, IndexState, Op, Outcome, Position
+from kvstore.index.events import ORIGIN, Answer, BlockEvent, Cursor, IndexState, Op, Outcome, Position, Tier
 from kvstore.index.keys import Keys
 from kvstore.index.protocol import READ_EVENTS
 
@@ -45,7 +45,7 @@ class RedisIndex:
                 keys.parts(worker, epoch),
                 keys.events,
             ],
-            *(worker, epoch, event.seq, event.op, b"".join(event.keys), event.num_keys or len(event.keys)),
+            *(worker, epoch, event.seq, event.op, b"".join(event.entries), event.num_keys or len(event.keys)),
             *(self._blocks_ttl_ms, self._stream_max_events),
         )
         if outcome == b"fenced":
@@ -100,12 +100,14 @@ def _cursor(entry_id: bytes) -> Cursor:
 
 
 def _event(fields: dict[bytes, Any]) -> BlockEvent:
-    packed = fields[b"k"]
+    packed, num_keys = fields[b"k"], int(fields[b"n"])
+    entry_bytes = len(packed) // num_keys if packed else KEY_BYTES
     return BlockEvent(
         fields[b"w"].decode(),
         int(fields[b"e"]),
         int(fields[b"q"]),
         Op(fields[b"o"].decode()),
-        tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)),
-        int(fields[b"n"]),
+        tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), entry_bytes)),
+        num_keys,
+        Tier(packed[KEY_BYTES:entry_bytes].decode()),
     )

@@ -1,20 +1,21 @@
-"""Placement: prefix overlap against load, in tokens.
+"""Placement: prefix overlap against load, in tokens that have to be computed.
 
-The cost of a worker is the work it must do before this request's first token: the tokens already queued there and the
-prompt tokens it does not hold. A prefix that every worker holds (a shared system prompt) lowers all costs alike, so
+The cost of a worker is the work that must be done before this request's first token: the prompt tokens queued there and
+not cached, those of this prompt that it does not hold, and, where another worker's cache has more of it, what pulling
+that costs instead of computing it. A prefix that every worker holds (a shared system prompt) lowers all costs alike, so
 only the overlap *in excess of the pool's* attracts, and only as far as the owner is not busier by more than it saves.
-Naive longest-prefix routing sends a whole trace with one system prompt to a single worker; this does not. Equal costs
-are broken by rendezvous hashing of the prompt's first blocks, so that a session stays where it began even when
-nobody's cache is known.
+Naive longest-prefix routing sends a whole trace with one system prompt to a single worker; this does not.
 
-Whoever computes the prompt may pull a prefix from another worker's cache first. That is no part of the cost yet: the
-source is chosen after the workers.
+A prompt that is computed away from its owner, pulled or not, takes room in a second cache, which later prompts miss.
+That costs this request nothing, so it is an extra, for each token that the chosen worker lacks and another one holds.
+Equal costs are broken by rendezvous hashing of the prompt's first blocks, so that a session stays where it began even
+when nobody's cache is known.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -43,10 +44,29 @@ class Candidate:
 
     worker_id: str
     role: Role
-    load_tokens: int
-    """Prompt tokens queued there (prefill), or tokens of the sequences it decodes (decode)."""
+    queued_tokens: int
+    """Prompt tokens that it has to compute for others first."""
+    active_tokens: int
+    """Prompt tokens of the sequences it decodes, or will."""
     num_cached_tokens: int
     """Leading prompt tokens it is believed to hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What things cost, in prompt tokens to compute."""
+
+    load: float = 1.0
+    """A prompt token that is queued."""
+    active: float = 0.02
+    """A prompt token of a sequence that is decoded beside the computing."""
+    pull: float = 0.05
+    """A token that is pulled."""
+    affinity: float = 1.0
+    """A token that another worker holds and this one will hold as well: it takes the room of another."""
+
+
+DEFAULT_WEIGHTS = Weights()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +85,7 @@ def place(
     candidates: Sequence[Candidate],
     mode: str = "auto",
     *,
-    load_weight: float = 1.0,
+    weights: Weights = DEFAULT_WEIGHTS,
     aggregate_below_tokens: int = 0,
     pull_above_tokens: int = 64,
     not_from: Collection[str] = (),
@@ -78,44 +98,53 @@ def place(
             it would pull counts as computed only where the prefill worker would have to pull as well: then one
             transfer replaces two. A prefix that the prefill worker holds itself is handed over after the first token,
             and pulling the same tokens would delay that token.
-        load_weight: uncached prompt tokens that one token of load is worth.
         pull_above_tokens: the source is whoever holds the longest prefix, where that is at least so many tokens (1 or
-            more) longer than that of the worker which computes; of several, the one with the least load.
+            more) longer than that of the worker which computes; of several, the one with the least to do.
         not_from: workers that are no source.
 
     Returns:
         None when no candidate fits the mode.
     """
     session = b"".join(prompt.block_keys[:SESSION_BLOCKS])
-
-    def cheapest(role: Role) -> Candidate | None:
-        pool = [c for c in candidates if c.role is role]
-        return min(pool, key=lambda c: (_cost(c, prompt, load_weight), _tie_break(session, c)), default=None)
+    sources = [c for c in candidates if c.worker_id not in not_from]
+    longest = max((c.num_cached_tokens for c in sources), default=0)
+    owner = min(
+        (c for c in sources if c.num_cached_tokens == longest),
+        key=lambda c: (c.queued_tokens + c.active_tokens, _tie_break(session, c)),
+        default=None,
+    )
 
     def source_for(computes: Candidate) -> Candidate | None:
         """Never `computes` itself, which does not hold more than it holds."""
-        enough = computes.num_cached_tokens + pull_above_tokens
-        owners = [c for c in candidates if c.num_cached_tokens >= enough and c.worker_id not in not_from]
-        return min(owners, key=lambda c: (-c.num_cached_tokens, c.load_tokens, _tie_break(session, c)), default=None)
+        return owner if longest >= computes.num_cached_tokens + pull_above_tokens else None
 
-    decode, prefill = cheapest(Role.DECODE), cheapest(Role.PREFILL)
-    if decode is None or (prefill is None and mode == Mode.SPLIT):
+    def to_first_token(candidate: Candidate) -> float:
+        """Of a worker that computes the prompt."""
+        lacks = max(0, longest - candidate.num_cached_tokens)
+        pulls = lacks if source_for(candidate) else 0
+        computes = prompt.num_tokens - candidate.num_cached_tokens - pulls
+        return weights.load * candidate.queued_tokens + computes + weights.pull * pulls + weights.affinity * lacks
+
+    def cheapest(role: Role, cost: Callable[[Candidate], float]) -> Candidate | None:
+        pool = [c for c in candidates if c.role is role]
+        return min(pool, key=lambda c: (cost(c), _tie_break(session, c)), default=None)
+
+    prefill = cheapest(Role.PREFILL, to_first_token)
+    both = cheapest(Role.DECODE, lambda c: to_first_token(c) + weights.active * c.active_tokens)
+    decode = cheapest(Role.DECODE, lambda c: c.queued_tokens + c.active_tokens - c.num_cached_tokens)
+    if both is None or decode is None or (prefill is None and mode == Mode.SPLIT):
         return None
-    to_decode = source_for(decode)
+    to_both = source_for(both)
     to_prefill = source_for(prefill) if prefill is not None else None
-    num_held = to_decode.num_cached_tokens if to_decode and to_prefill else decode.num_cached_tokens
+    num_held = longest if to_both and to_prefill else both.num_cached_tokens
     is_short = prompt.num_tokens - num_held < aggregate_below_tokens
     if prefill is None or mode == Mode.AGGREGATED or (mode == "auto" and is_short):
-        return Placement(Mode.AGGREGATED, decode.worker_id, "", *_named(to_decode))
+        return Placement(Mode.AGGREGATED, both.worker_id, "", *_named(to_both))
     return Placement(Mode.SPLIT, decode.worker_id, prefill.worker_id, *_named(to_prefill))
 
 
 def _named(source: Candidate | None) -> tuple[str, int]:
     return (source.worker_id, source.num_cached_tokens) if source else ("", 0)
-
-
-def _cost(candidate: Candidate, prompt: Prompt, load_weight: float) -> float:
-    return load_weight * candidate.load_tokens + prompt.num_tokens - candidate.num_cached_tokens
 
 
 def _tie_break(session: bytes, candidate: Candidate) -> bytes:

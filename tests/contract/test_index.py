@@ -13,6 +13,7 @@ from baton.errors import Fenced
 from kvstore.index import (
     ORIGIN,
     Answer,
+    Applied,
     BlockEvent,
     IndexPublisher,
     Mirror,
@@ -20,6 +21,7 @@ from kvstore.index import (
     Op,
     Outcome,
     Position,
+    Tier,
 )
 from kvstore.index.publisher import MAX_EVENT_KEYS
 from kvstore.leases import LeaseKeeper
@@ -142,8 +144,8 @@ async def test_a_gap_or_a_repetition_asks_for_a_snapshot_and_changes_nothing(bac
     assert await backend.index.snapshot("w", epoch) == (13, set(keys(7, 8)))
 
 
-async def test_sequence_reset_is_seen(backend: Backend) -> None:
-    """Regression, llm-d-router#2853: a publisher that counts from 1 again is not taken for an old one."""
+async def test_regression_sequence_reset_unseen(backend: Backend) -> None:
+    """llm-d-router#2853: a publisher that counts from 1 again was taken for an old one."""
     epoch = await backend.leases.acquire("w")
     for event in snapshot(epoch, 1000, 1, 2):
         await backend.index.apply(event)
@@ -178,8 +180,8 @@ async def test_an_empty_snapshot_empties(backend: Backend) -> None:
     assert await backend.index.snapshot("w", epoch) == (3, set())
 
 
-async def test_restarted_worker_with_the_same_name_is_a_new_owner(backend: Backend) -> None:
-    """Regression, kthena#1463: a restarted pod that keeps its name was scored as warm."""
+async def test_regression_a_restarted_worker_that_keeps_its_name_is_scored_warm(backend: Backend) -> None:
+    """kthena#1463: a restarted pod with the name of the old one was credited with its blocks. It is a new owner."""
     old = await backend.leases.acquire("w")
     await backend.index.apply(stored(old, 1, 1))
     new = await backend.leases.acquire("w")
@@ -215,6 +217,41 @@ async def test_an_event_may_hold_more_keys_than_one_lua_call(backend: Backend) -
     await backend.index.apply(BlockEvent("w", epoch, 2, Op.REMOVED, many[:8000]))
     assert await backend.index.snapshot("w", epoch) == (2, set(many[8000:]))
     assert (await backend.index.read(ORIGIN, 0))[0][1].keys == many
+
+
+async def test_an_entry_says_in_which_tier_the_block_lies(backend: Backend) -> None:
+    epoch = await backend.leases.acquire("w")
+
+    def event(seq: int, op: Op, *numbers: int, tier: Tier = Tier.DEVICE, num_keys: int = 0) -> BlockEvent:
+        return BlockEvent("w", epoch, seq, op, keys(*numbers), num_keys or len(numbers), tier)
+
+    one, two, three = keys(1, 2, 3)
+    history: list[tuple[BlockEvent, set[bytes]]] = [
+        (event(1, Op.STORED, 1, 2), {one, two}),
+        (event(2, Op.STORED, 2, 3, tier=Tier.HOST), {one, two, two + b"h", three + b"h"}),
+        (event(3, Op.STORED, 3, tier=Tier.DISK), {one, two, two + b"h", three + b"h", three + b"s"}),
+        (event(4, Op.REMOVED, 2), {one, two + b"h", three + b"h", three + b"s"}),
+        (event(5, Op.REMOVED, 3, tier=Tier.HOST), {one, two + b"h", three + b"s"}),
+        (event(6, Op.SNAPSHOT_BEGIN), {one, two + b"h", three + b"s"}),
+        (event(7, Op.SNAPSHOT_PART, 3), {one, two + b"h", three + b"s"}),
+        (event(8, Op.SNAPSHOT_PART, 1, 3, tier=Tier.HOST), {one, two + b"h", three + b"s"}),
+        (event(9, Op.SNAPSHOT_END, num_keys=3), {three, one + b"h", three + b"h"}),
+        (event(10, Op.CLEARED), set()),
+    ]
+    mirror = Mirror()
+    mirror.set_leased({"w": epoch})
+    for published, owned in history:
+        assert await backend.index.apply(published) == Answer(APPLIED, published.seq)
+        assert await backend.index.snapshot("w", epoch) == (published.seq, owned)
+    for (_, read), (published, owned) in zip(await backend.index.read(ORIGIN, 0), history, strict=True):
+        assert read == published
+        assert mirror.apply(read) is Applied.DONE
+        mirror.check()
+        assert {entry for number in range(9) for entry in _entries(number) if mirror.lookup([entry])} == owned
+
+
+def _entries(number: int) -> list[bytes]:
+    return [BlockEvent("w", 1, 1, Op.STORED, keys(number), 1, tier).entries[0] for tier in Tier]
 
 
 async def test_read_waits_for_the_first_event(backend: Backend) -> None:
@@ -267,8 +304,8 @@ async def test_three_followers_converge(backend: Backend) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
-async def test_events_after_a_clear_do_not_resurrect(backend: Backend) -> None:
-    """Regression, llm-d-router#1738: a replay of what came before a clear must not bring it back."""
+async def test_regression_in_flight_events_re_add_entries_after_a_clear(backend: Backend) -> None:
+    """llm-d-router#1738: what was stored before a clear came back with events that were still on their way."""
     epoch = await backend.leases.acquire("w")
     late = follower(backend)
     await backend.index.apply(stored(epoch, 1, 1))
@@ -279,6 +316,21 @@ async def test_events_after_a_clear_do_not_resurrect(backend: Backend) -> None:
         for _, event in await backend.index.read(ORIGIN, 0):
             late.mirror.apply(event)
         assert late.mirror.lookup(keys(1)) == {}
+
+
+async def test_regression_the_index_is_blind_after_a_router_restart(server: RedisServer, namespace: str) -> None:
+    """A new router has nothing but what it is told, and what idle workers hold is in the stream no more."""
+    backend = server.backend(namespace)
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    async with running(worker.publisher):
+        worker.store(1, 2)
+        await until(lambda: worker.publisher.is_settled)
+    assert backend.connection
+    await backend.connection.call("XTRIM", f"kv:{{{namespace}}}:ev", "MAXLEN", 0)
+    restarted = follower(server.backend(namespace))
+    async with running(restarted):
+        await until(lambda: restarted.connected)
+        assert restarted.mirror.lookup(keys(1, 2)) == {"w": 2}
 
 
 async def test_a_dead_worker_vanishes_from_the_mirror_and_its_successor_is_cold(backend: Backend) -> None:

@@ -114,8 +114,8 @@ async def test_a_renewal_keeps_the_blocks_alive(server: RedisServer, namespace: 
     assert all(life > 50_000 for life in await backend.connection.pipeline([("PTTL", key) for key in owned]))
 
 
-async def test_everything_a_dead_worker_leaves_expires(server: RedisServer, namespace: str) -> None:
-    """Regression, kthena#1223: owner fields without a TTL live for ever."""
+async def test_regression_owner_entries_without_expiry(server: RedisServer, namespace: str) -> None:
+    """kthena#1223: owner fields without a TTL live for ever. Everything that a dead worker leaves expires."""
     backend = server.backend(namespace)
     epoch = await backend.leases.acquire("w")
     await backend.leases.renew(worker_info("w", epoch), LOAD)

@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,35 @@ def test_redis_dies_and_nobody_notices(arithmetic_cluster: Cluster) -> None:
     again = cluster.generate(token_ids=prompt, sampling=sampling(4))
     assert again.token_ids == first.token_ids
     assert again.usage.cached_tokens == 624
+
+
+def test_what_the_index_says_too_much_is_counted_once(model_dir: Path) -> None:
+    """Redis stands still, and the only prefill worker evicts a prompt: nobody hears of it but by its answers."""
+    small = {"engine_runner": "arithmetic", "engine_num_blocks": "64"}
+    with running_cluster(router_mode="split", **small) as cluster:
+        prompts = [prompt_of(1100 + index, 640) for index in range(3)]
+        (redis,) = [p for p in cluster.processes() if "valkey-server" in p.name()]
+
+        def ask(index: int) -> tuple[int, float]:
+            """Cached tokens, and stale ones counted so far."""
+            answer = cluster.generate(token_ids=prompts[index], sampling=sampling(4))
+            assert answer.token_ids == expected_tokens(prompts[index], 4)
+            return answer.usage.cached_tokens, metric(cluster, "baton_index_stale_tokens_total")
+
+        assert ask(0) == (0, 0)
+        soon(lambda: metric(cluster, "baton_mirror_blocks", 'worker="prefill-0"') == 40)
+        assert ask(0) == (624, 0)
+        redis.suspend()
+        try:
+            assert (ask(1), ask(2)) == ((0, 0), (0, 0))  # 80 blocks in a pool of 64: none of the first prompt is left
+            assert ask(0) == (0, 624)
+            assert ask(0) == (624, 624)
+        finally:
+            redis.resume()
+        assert metric(cluster, "baton_index_stale_hints_total") == 1
+        cached = partial(metric, cluster, "baton_kv_blocks", 'worker="prefill-0"', 'state="cached"')
+        soon(lambda: metric(cluster, "baton_mirror_blocks", 'worker="prefill-0"') == cached() > 40)
+        assert ask(0) == (624, 624)
 
 
 def test_a_frozen_worker_is_left_within_seconds(arithmetic_cluster: Cluster) -> None:

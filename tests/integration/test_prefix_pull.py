@@ -25,7 +25,9 @@ from baton.rpc import RpcServer
 from baton.sampling import FinishReason
 from baton.telemetry.instruments import Instruments
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from kvstore.index import Mirror
 from router.dispatch import ChoiceRecord, Dispatcher
+from router.hints import HintBook
 from router.pools import PoolView
 from router.worker_calls import WorkerCalls
 from tests.integration.cluster import Answer, Cluster, request, running_cluster
@@ -109,11 +111,13 @@ PULL_TIMEOUT_S = 60.0
 
 @pytest.fixture(scope="module")
 def slow_cluster(model_dir: Path) -> Iterator[Cluster]:
-    """Two workers that compute what they decode, and 3 s for each chunk that travels."""
-    with running_cluster(
-        "--prefill", "0", "--decode", "2",
-        router_mode="aggregated", faults="link_delay_ms=3000", transfer_pull_timeout_s=str(PULL_TIMEOUT_S), **ARITHMETIC
-    ) as running:  # fmt: skip
+    """Two workers that compute what they decode, and 3 s for each chunk that travels.
+
+    What a worker decodes weighs as much as a queue there, so that a long stream makes it busy.
+    """
+    settings = {"router_mode": "aggregated", "router_active_weight": "1", **ARITHMETIC}
+    slow = {"faults": "link_delay_ms=3000", "transfer_pull_timeout_s": str(PULL_TIMEOUT_S)}
+    with running_cluster("--prefill", "0", "--decode", "2", **settings, **slow) as running:
         yield running
 
 
@@ -294,9 +298,33 @@ class LateReport(worker_pb2_grpc.DecodeWorkerServicer, worker_pb2_grpc.PrefillWo
         yield wire.prefill_response(HandedOver(10, 1, 0.5, 0.25))
 
 
+@dataclass(slots=True)
+class Found(worker_pb2_grpc.DecodeWorkerServicer, worker_pb2_grpc.PrefillWorkerServicer):
+    """Whoever computes the prompt says how much of it was cached in the end, and how much of that it pulled."""
+
+    num_cached: int
+    num_pulled: int
+
+    async def Decode(  # noqa: N802 - the generated name
+        self, request: worker_pb2.DecodeRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.DecodeResponse]:
+        spec, await_kv, _ = wire.decode_request_from_pb(request)
+        if await_kv:
+            yield wire.decode_response(_ticket(spec))
+            await asyncio.Event().wait()
+        yield wire.decode_response(
+            NewTokens((5,), FinishReason.LENGTH, self.num_cached, num_pulled_tokens=self.num_pulled)
+        )
+
+    async def Prefill(  # noqa: N802 - the generated name
+        self, request: worker_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+        yield wire.prefill_response(FirstToken(5, FinishReason.LENGTH, self.num_cached, 0.0, 0.0, self.num_pulled))
+
+
 @contextlib.asynccontextmanager
 async def dispatcher(
-    workers: Workers | LateReport, names: dict[str, Role], held: dict[str, int], mode: str
+    workers: Workers | LateReport | Found, names: dict[str, Role], held: dict[str, int], mode: str
 ) -> AsyncIterator[tuple[Dispatcher, str]]:
     """A real dispatcher of workers that are not; and their address."""
     rpc = RpcServer(("baton.v1.DecodeWorker", "baton.v1.PrefillWorker"))
@@ -309,7 +337,8 @@ async def dispatcher(
     calls = WorkerCalls()
     instruments = Instruments("router", lambda: ClusterStatus({}, (), (), "", True, ()))
     try:
-        yield Dispatcher(pools, calls, RouterConfig(mode=mode, worker_wait_s=1), instruments), address
+        hints = HintBook(Mirror(), instruments)
+        yield Dispatcher(pools, calls, hints, RouterConfig(mode=mode, worker_wait_s=1), instruments), address
     finally:
         await calls.close()
         await rpc.stop(0)
@@ -370,6 +399,26 @@ async def test_a_report_on_the_hand_over_that_comes_late_is_booked_and_holds_up_
                 workers.seen.set()
     assert tokens == [5, 6, 7]
     assert (record.transfer_s, record.retries) == (0.25, 0)
+
+
+@pytest.mark.parametrize(("mode", "held"), [("split", {"p": 10, "d": 20}), ("aggregated", {"d": 10, "p": 20})])
+@pytest.mark.parametrize(
+    ("num_cached", "num_pulled", "num_stale"),
+    [(320, 160, 0), (160, 0, 0), (320, 320, 160), (0, 0, 160), (0, 80, 160)],
+    ids=["it held it", "the pull failed", "it held nothing and pulled all", "it held nothing", "all was evicted again"],
+)
+async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
+    mode: str, held: dict[str, int], num_cached: int, num_pulled: int, num_stale: int
+) -> None:
+    """The worker that computes is believed to hold 160 tokens, and told to pull 160 more."""
+    names = {"p": Role.PREFILL, "d": Role.DECODE}
+    async with dispatcher(Found(num_cached, num_pulled), names, held, mode) as (dispatch, _):
+        record = ChoiceRecord()
+        assert [message.token_ids async for message in dispatch.run(SPEC, record, Context())] == [(5,)]
+        counted = dispatch._instruments.exposition().decode()
+    assert (record.mode, record.source) == (mode, "d" if mode == "split" else "p")
+    assert ("baton_index_stale_hints_total 1.0" in counted) == bool(num_stale)
+    assert (f"baton_index_stale_tokens_total {num_stale:.1f}" in counted) == bool(num_stale)
 
 
 def _ticket(spec: SequenceSpec) -> Ticket:

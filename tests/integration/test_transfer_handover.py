@@ -922,6 +922,28 @@ async def test_a_prefix_is_pulled_from_the_worker_that_has_it(link: str, ours: i
         assert here.kv.counts().open_pairs == there.kv.counts().open_pairs == 2
 
 
+async def test_an_answer_says_how_much_was_pulled_for_it(link: str) -> None:
+    config = with_link(link)
+    async with (
+        engine_worker("here", ArithmeticRunner(64, 16), config) as here,
+        engine_worker("there", ArithmeticRunner(64, 16), config) as there,
+    ):
+        other = [token + 1 for token in PROMPT]
+        await there.generate(make_spec(PROMPT))
+        await there.generate(make_spec(other))
+        prefill, decode = PrefillServicer("here", here.loop, here.kv), DecodeServicer("here", here.loop, here.kv)
+        source = there.source(48)
+        for expected in ((48, 48), (96, 0)):
+            async with contextlib.aclosing(prefill._prefill(make_spec(PROMPT), None, source, Context())) as events:
+                first = await anext(events)
+            assert isinstance(first, FirstToken)
+            assert (first.num_cached_tokens, first.num_pulled_tokens) == expected
+        for expected in ((48, 48), (96, 0)):
+            async with contextlib.aclosing(decode._aggregated(make_spec(other), source, Context())) as messages:
+                message = await anext(messages)
+            assert (message.num_cached_tokens, message.num_pulled_tokens) == expected
+
+
 async def test_what_the_source_evicted_is_computed(link: str) -> None:
     """Evicted before the pull: nothing comes, and nothing failed. During it: it cannot be, since it is pinned."""
     config = with_link(link, slot_bytes=512, span_tokens=16)

@@ -508,6 +508,21 @@ async def test_block_events_and_idleness_are_told() -> None:
         assert any(isinstance(event, Removed) for event in events)
 
 
+async def test_what_a_step_evicts_is_told_before_the_step_overwrites_it() -> None:
+    runner = GatedRunner(num_blocks=4)
+    events: list[Stored | Removed] = []
+    async with running(EngineLoop(engine_of(runner), 8, events.extend)) as loop:
+        prompts = [numbers(1, 40), numbers(2, 40)]
+        for prompt in prompts:
+            async with loop.sequence(make_spec(prompt, 1), Purpose.GENERATE) as handle:
+                await runner.wait_started()
+                told = list(events)
+                runner.allowed.release()
+                await read_all(handle)
+        kept, evicted = block_keys(b"tenant", prompts[0])
+        assert told == [Stored(kept), Stored(evicted), Removed(evicted)]  # the tail first
+
+
 async def test_a_leak_shows_in_the_self_check() -> None:
     async with running(EngineLoop(make_engine(), 8)) as loop:
         assert loop.engine.pool.allocate(2) is not None

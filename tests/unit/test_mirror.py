@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -291,3 +292,44 @@ def test_random_events_give_what_a_naive_model_gives(
         for start in range(8):
             wanted = keys(*range(start, 8))
             assert mirror.lookup(wanted) == naive.lookup(wanted)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_late_answers_leave_nothing_wrong(seed: int) -> None:
+    """A worker whose events travel, and questions about blocks 0 to 2 that it answers at some time. Whatever the mirror
+    takes back meanwhile: once all events have arrived, it has what the worker holds.
+    """
+    rng = Random(seed)
+    for _ in range(50):
+        mirror, worker = Mirror(), Worker("a", 1)
+        mirror.set_leased({"a": 1})
+        owned: set[int] = set()
+        on_the_way: list[BlockEvent] = []
+        asked: list[Position | None] = []
+        answers: list[tuple[Position | None, tuple[bytes, ...]]] = []
+        steps = ["store", "evict", "ask", "look", "answer", "deliver", "deliver"]
+        for step in rng.choices([*steps, "lose", "rescan"], [4] * len(steps) + [1, 1], k=40):
+            touched = rng.sample(range(3), rng.randint(1, 3))
+            match step:
+                case "store":
+                    owned.update(touched)
+                    on_the_way.append(worker.event(Op.STORED, *touched))
+                case "evict":
+                    owned.difference_update(touched)
+                    on_the_way.append(worker.event(Op.REMOVED, *touched))
+                case "ask":
+                    asked.append(mirror.position("a"))
+                case "look" if asked:
+                    answers.append((asked.pop(0), keys(*(n for n in range(3) if n not in owned))))
+                case "answer" if answers:
+                    mirror.disbelieve("a", *answers.pop(0))
+                case "deliver" if on_the_way:
+                    mirror.apply(on_the_way.pop(0))
+                case "lose":
+                    on_the_way = worker.snapshot(*owned)
+                case "rescan":
+                    on_the_way = []
+                    mirror.replace("a", 1, worker.seq, keys(*owned))
+            mirror.check()
+        apply(mirror, *on_the_way)
+        assert {n for n in range(3) if mirror.lookup(keys(n))} == owned

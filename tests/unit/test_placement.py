@@ -9,7 +9,7 @@ import pytest
 
 from baton.blocks import block_keys
 from baton.cluster import Role
-from router.placement import Candidate, Mode, Placement, Prompt, place
+from router.placement import Candidate, Mode, Placement, Prompt, Weights, place
 
 NUM_WORKERS = 8
 
@@ -18,12 +18,12 @@ def prompt_of(tokens: list[int]) -> Prompt:
     return Prompt(len(tokens), tuple(block_keys(b"seed", tokens)))
 
 
-def decode(worker_id: str, load_tokens: int = 0, num_cached_tokens: int = 0) -> Candidate:
-    return Candidate(worker_id, Role.DECODE, load_tokens, num_cached_tokens)
+def decode(worker_id: str, queued_tokens: int = 0, num_cached_tokens: int = 0, active_tokens: int = 0) -> Candidate:
+    return Candidate(worker_id, Role.DECODE, queued_tokens, active_tokens, num_cached_tokens)
 
 
-def prefill(worker_id: str, load_tokens: int = 0, num_cached_tokens: int = 0) -> Candidate:
-    return Candidate(worker_id, Role.PREFILL, load_tokens, num_cached_tokens)
+def prefill(worker_id: str, queued_tokens: int = 0, num_cached_tokens: int = 0) -> Candidate:
+    return Candidate(worker_id, Role.PREFILL, queued_tokens, 0, num_cached_tokens)
 
 
 PROMPT = prompt_of(list(range(1000)))
@@ -36,19 +36,37 @@ def test_the_owner_wins_when_loads_are_equal() -> None:
 
 
 def test_load_beats_a_smaller_overlap_and_not_a_larger_one() -> None:
-    def chosen(load_of_owner: int) -> str:
-        placement = place(PROMPT, [decode("d"), prefill("owner", load_of_owner, 160), prefill("idle")])
+    def chosen(queue_of_owner: int, **settings: Any) -> str:
+        pool = [decode("d"), prefill("owner", queue_of_owner, 160), prefill("idle")]
+        placement = place(PROMPT, pool, **settings)
         assert placement is not None
         return placement.prefill_worker
 
-    assert chosen(159) == "owner"
-    assert chosen(161) == "idle"
+    # The idle one computes 840 tokens as well, pulls 160 at 0.05 and holds them a second time: 840 + 8 + 160.
+    assert chosen(167) == "owner"
+    assert chosen(169) == "idle"
+    # Without pulling it computes all 1,000, and holds the 160 a second time just as well.
+    assert chosen(319, pull_above_tokens=1000) == "owner"
+    assert chosen(321, pull_above_tokens=1000) == "idle"
 
 
-def test_the_weight_of_load() -> None:
+def test_every_weight_has_its_say() -> None:
     pool = [decode("owner", 100, 160), decode("idle")]
-    assert place(PROMPT, pool, load_weight=1.0) == Placement(Mode.AGGREGATED, "owner")
-    assert place(PROMPT, pool, load_weight=2.0) == Placement(Mode.AGGREGATED, "idle", source="owner", source_tokens=160)
+    pulled = Placement(Mode.AGGREGATED, "idle", source="owner", source_tokens=160)
+    assert place(PROMPT, pool) == Placement(Mode.AGGREGATED, "owner")
+    assert place(PROMPT, pool, weights=Weights(load=2.0)) == pulled
+    assert place(PROMPT, pool, weights=Weights(affinity=0.5)) == pulled, "840 + 8 + 80 against 840 + 100"
+    assert place(PROMPT, pool, weights=Weights(affinity=0.5, pull=0.2)) == Placement(Mode.AGGREGATED, "owner")
+    decoding = [decode("owner", 0, 160, 5000), decode("idle")]
+    assert place(PROMPT, decoding) == Placement(Mode.AGGREGATED, "owner"), "100 of active load against 168"
+    assert place(PROMPT, decoding, weights=Weights(active=0.05)) == pulled
+
+
+def test_who_only_decodes_is_chosen_by_what_it_decodes() -> None:
+    """Aggregated, the queue counts; split, the sequences that share the steps."""
+    pool = [decode("queue", 500, 0, 600), decode("batch", 0, 0, 3000)]
+    assert place(PROMPT, pool) == Placement(Mode.AGGREGATED, "batch")
+    assert place(PROMPT, [*pool, prefill("p")], "split") == Placement(Mode.SPLIT, "queue", "p")
 
 
 def test_a_prefix_that_everybody_holds_attracts_nobody() -> None:
@@ -178,11 +196,14 @@ def test_a_worker_that_goes_moves_only_its_own_sessions() -> None:
 
 
 class Simulation:
-    """Requests arrive one a tick at prefill workers that compute `rate` tokens a tick and cache whole prompts."""
+    """Requests arrive one a tick at prefill workers that compute `rate` tokens a tick and cache whole prompts.
+
+    Pulling takes no time.
+    """
 
     def __init__(self, rate: float, load_weight: float = 1.0) -> None:
         self.rate = rate
-        self.load_weight = load_weight
+        self.weights = Weights(load=load_weight)
         self.caches: list[set[bytes]] = [set() for _ in range(NUM_WORKERS)]
         self.queued = [0.0] * NUM_WORKERS
         self.computed = [0] * NUM_WORKERS
@@ -194,10 +215,10 @@ class Simulation:
 
     def request(self, prompt: Prompt) -> int:
         pool = [prefill(str(i), int(self.queued[i]), self.held(i, prompt)) for i in range(NUM_WORKERS)]
-        placement = place(prompt, [*pool, decode("d")], "split", load_weight=self.load_weight)
+        placement = place(prompt, [*pool, decode("d")], "split", weights=self.weights)
         assert placement is not None
         worker = int(placement.prefill_worker)
-        uncached = prompt.num_tokens - self.held(worker, prompt)
+        uncached = prompt.num_tokens - max(self.held(worker, prompt), placement.source_tokens)
         self.caches[worker].update(prompt.block_keys)
         self.queued[worker] += uncached
         self.computed[worker] += uncached

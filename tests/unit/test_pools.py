@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from router.placement import Prompt
 from router.pools import SUSPICION_S, PoolView
 
+NO_BLOCKS = BlockCounts()
 PROMPT = Prompt(100, (b"k0", b"k1", b"k2", b"k3", b"k4", b"k5"))
 
 
@@ -28,9 +29,10 @@ def worker(
     state: WorkerState = WorkerState.READY,
     queued_tokens: int = 0,
     block_size: int = 16,
+    blocks: BlockCounts = NO_BLOCKS,
 ) -> Worker:
     info = WorkerInfo(worker_id, role, "h:1", 1, "node", epoch, "content", "wire", block_size, 8192)
-    return Worker(info, WorkerLoad(state, queued_tokens=queued_tokens))
+    return Worker(info, WorkerLoad(state, queued_tokens=queued_tokens, blocks=blocks))
 
 
 def view(held: dict[str, int] | None = None) -> tuple[PoolView, Clock]:
@@ -43,8 +45,13 @@ def ids(pools: PoolView, excluded: tuple[str, ...] = ()) -> list[str]:
 
 
 def load_of(pools: PoolView, worker_id: str) -> int:
-    (load,) = [c.load_tokens for c in pools.candidates(PROMPT) if c.worker_id == worker_id]
+    (load,) = [c.queued_tokens for c in pools.candidates(PROMPT) if c.worker_id == worker_id]
     return load
+
+
+def active_on(pools: PoolView, worker_id: str) -> int:
+    (active,) = [c.active_tokens for c in pools.candidates(PROMPT) if c.worker_id == worker_id]
+    return active
 
 
 async def test_only_ready_workers_that_are_not_excluded_are_candidates() -> None:
@@ -103,9 +110,9 @@ async def test_load_is_what_it_was_sent_or_what_it_says_whichever_is_more() -> N
     pools, _ = view()
     await pools.update([worker("a", queued_tokens=50)])
     assert load_of(pools, "a") == 50
-    with pools.working(pools.get("a"), 40):
+    with pools.computing(pools.get("a"), 40):
         assert load_of(pools, "a") == 50
-        with pools.working(pools.get("a"), 30):
+        with pools.computing(pools.get("a"), 30):
             assert load_of(pools, "a") == 70
             await pools.update([worker("a", queued_tokens=10)])
             assert load_of(pools, "a") == 70, "the booking outlives a renewal of the lease"
@@ -113,17 +120,29 @@ async def test_load_is_what_it_was_sent_or_what_it_says_whichever_is_more() -> N
     assert load_of(pools, "a") == 10
 
 
+async def test_what_a_worker_decodes_is_what_it_was_sent_or_the_blocks_that_it_uses() -> None:
+    pools, _ = view()
+    blocks = BlockCounts(total=10, free=6, cached=1, in_use=3)
+    await pools.update([worker("d", role=Role.DECODE, blocks=blocks), worker("p", role=Role.PREFILL, blocks=blocks)])
+    assert (active_on(pools, "d"), active_on(pools, "p")) == (48, 0)
+    with pools.decoding(pools.get("d"), 40), pools.decoding(pools.get("d"), 30):
+        assert (active_on(pools, "d"), load_of(pools, "d")) == (70, 0)
+        with pools.computing(pools.get("d"), 5):
+            assert (active_on(pools, "d"), load_of(pools, "d")) == (70, 5)
+    assert active_on(pools, "d") == 48
+
+
 async def test_bookings_end_with_the_incarnation_they_were_made_on() -> None:
     pools, _ = view()
     await pools.update([worker("a")])
     with contextlib.ExitStack() as later:
-        with pools.working(pools.get("a"), 40):
+        with pools.computing(pools.get("a"), 40):
             await pools.update([worker("a", epoch=2)])
             assert load_of(pools, "a") == 0
-            later.enter_context(pools.working(pools.get("a"), 5))
+            later.enter_context(pools.computing(pools.get("a"), 5))
         assert load_of(pools, "a") == 5, "the end of the old booking takes nothing from the new incarnation"
     assert load_of(pools, "a") == 0
-    with pools.working(pools.get("a"), 40):
+    with pools.computing(pools.get("a"), 40):
         await pools.update([])
         await pools.update([worker("a", epoch=2)])
         assert load_of(pools, "a") == 40, "a lease that was missing once changes nothing"
@@ -133,7 +152,7 @@ async def test_bookings_end_with_the_incarnation_they_were_made_on() -> None:
 async def test_a_booking_ends_with_an_error_too() -> None:
     pools, _ = view()
     await pools.update([worker("a")])
-    with pytest.raises(RuntimeError), pools.working(pools.get("a"), 40):
+    with pytest.raises(RuntimeError), pools.computing(pools.get("a"), 40):
         raise RuntimeError
     assert load_of(pools, "a") == 0
 

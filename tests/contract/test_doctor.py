@@ -1,0 +1,40 @@
+"""What `baton doctor` says of a Redis that is not our own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.config import Config, IndexConfig
+from deploy.doctor import Check, diagnose
+from deploy.redis import EmbeddedRedis
+from kvstore.index import Connection
+
+
+def eviction_check(url: str) -> Check:
+    (found,) = [
+        c for c in diagnose(Config(index=IndexConfig(redis_url=url)), "127.0.0.1:1") if c.name == "redis eviction"
+    ]
+    return found
+
+
+async def set_policy(url: str, policy: str) -> None:
+    connection = Connection(url)
+    await connection.call("CONFIG", "SET", "maxmemory-policy", policy)
+    await connection.close()
+
+
+@pytest.mark.parametrize(("policy", "state"), [("noeviction", "ok"), ("allkeys-lru", "fail"), ("volatile-ttl", "fail")])
+def test_an_eviction_policy_is_a_failure(policy: str, state: str) -> None:
+    with EmbeddedRedis() as server:
+        asyncio.run(set_policy(server.url, policy))
+        check = eviction_check(server.url)
+    assert (check.state, check.found) == (state, f"maxmemory-policy is {policy}")
+    assert ("noeviction" in check.mend) == (state == "fail")
+
+
+def test_a_redis_that_is_away_is_no_secret() -> None:
+    check = eviction_check("redis://127.0.0.1:1/0")
+    assert check.state == "warn"
+    assert check.found.startswith("cannot look: Redis: ")
