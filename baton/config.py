@@ -141,7 +141,7 @@ class TransferConfig:
     narrower than both caches' is lossy: split and aggregated answers may then differ."""
     links: tuple[str, ...] = LINK_KINDS
     """Link kinds to offer, best first. nccl needs CUDA on both sides, shm two CPU caches on one host; tcp and gloo suit
-    all, tcp at two thirds of gloo's processor time."""
+    all, tcp at three quarters of gloo's processor time."""
 
     def __post_init__(self) -> None:
         _require_one_of("transfer.checksum", self.checksum, ("full", "off"))

@@ -26,9 +26,8 @@ class Hint:
     as_of: Position | None
     """Where the mirror stood in the worker's events; None: it knew nothing of the worker."""
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.keys) * self.block_size
+    num_tokens: int
+    """Leading tokens that placement counted on."""
 
 
 class HintBook:
@@ -46,7 +45,7 @@ class HintBook:
         num_tokens = 0 if is_continued else min(num_believed_tokens, spec.num_prompt_tokens - 1)
         info = worker.info
         keys = prompt.block_keys[: num_tokens // info.block_size]
-        return Hint(info.id, info.block_size, keys, self._mirror.position(info.id))
+        return Hint(info.id, info.block_size, keys, self._mirror.position(info.id), num_believed_tokens)
 
     def settle(self, hint: Hint, num_found_tokens: int) -> None:
         """The worker held `num_found_tokens` leading tokens of the prompt, not counting what it pulled for it."""

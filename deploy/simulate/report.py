@@ -56,7 +56,7 @@ def result_of(policy: str, world: World, served: Sequence[Served], objective: Ob
     computing = [worker.computed_tokens for worker in world.computing]
     num_good = sum(s.ttft_s <= objective.ttft_s and s.itl_s <= objective.itl_s for s in served)
     lasted_s = max(s.finished_s for s in served)
-    arrived_s = max(served[-1].request.arrival_s, 1e-9)
+    arrived_s = served[-1].request.arrival_s or lasted_s
     return Result(
         policy=policy,
         num_requests=len(served),

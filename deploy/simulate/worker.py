@@ -147,7 +147,9 @@ class SimulatedWorker:
 
     def _begin(self, batch: Batch, now: float) -> _Step:
         num_new = num_pairs = num_kv_tokens = 0
-        leap = 1 if self.engine.scheduler.waiting else self.shape.max_num_batched_tokens
+        scheduler = self.engine.scheduler
+        everybody = not scheduler.waiting and len(batch) == len(scheduler.running)
+        leap = self.shape.max_num_batched_tokens if everybody else 1
         for part in batch:
             sequence = part.sequence
             num_new += part.num_tokens

@@ -74,8 +74,8 @@ class _Flight:
     receiving: EngineSequence | None = None
     """The decode worker's, until its KV has come."""
     pulling: EngineSequence | None = None
-    pinned: tuple[SimulatedWorker, tuple[int, ...]] = field(init=False)
-    """Blocks of the source of a pull."""
+    source: tuple[SimulatedWorker, tuple[bytes, ...]] = field(init=False)
+    """From where a prefix is pulled, and its keys."""
 
 
 class World:
@@ -161,14 +161,20 @@ class World:
             flight.spec, token_ids=flight.spec.token_ids[:num_tokens], num_prompt_tokens=num_tokens, max_tokens=0
         )
         keys = flight.keys[: num_tokens // self._trace.block_tokens]
-        flight.pinned = source, source.pin(keys)
+        flight.source = source, keys
         flight.pulling = flight.computes.add(spec, Purpose.RECEIVE, keys, self.now)
         self._flights[flight.pulling] = flight
         self._wake(flight.computes)
 
-    def _pulled(self, flight: _Flight, sequence: EngineSequence, num_tokens: int) -> None:
+    def _pulled(
+        self,
+        flight: _Flight,
+        sequence: EngineSequence,
+        num_tokens: int,
+        pinned: tuple[SimulatedWorker, tuple[int, ...]],
+    ) -> None:
         del self._flights[sequence]
-        source, blocks = flight.pinned
+        source, blocks = pinned
         source.unpin(blocks)
         flight.computes.engine.adopt(sequence, num_tokens)
         flight.computes.end(sequence)
@@ -238,11 +244,12 @@ class World:
 
     def _move(self, flight: _Flight, reserved: Reserved) -> None:
         """The prefix travels, as much of it as the source still has and the target lacks."""
-        sequence = reserved.sequence
-        num_there = min(len(flight.pinned[1]) * self._trace.block_tokens, sequence.num_tokens)
+        sequence, (source, keys) = reserved.sequence, flight.source
+        blocks = source.pin(keys)
+        num_there = min(len(blocks) * self._trace.block_tokens, sequence.num_tokens)
         num_tokens = max(num_there, reserved.skip_tokens)
         took_s = self._costs.transfer_s(num_tokens - reserved.skip_tokens)
-        self._at(self.now + took_s, lambda: self._pulled(flight, sequence, num_tokens))
+        self._at(self.now + took_s, lambda: self._pulled(flight, sequence, num_tokens, (source, blocks)))
 
     def _computed(self, flight: _Flight, sequence: EngineSequence) -> None:
         """A prompt is computed on a prefill worker: its first token is out, its KV follows."""

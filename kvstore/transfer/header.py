@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvstore.transfer.plan import Chunk
 
 HEADER_BYTES = 64
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 LOOKAHEAD = 2
 """Messages that are posted ahead on every link. Part of the protocol."""
 MAGIC = b"BTKV"

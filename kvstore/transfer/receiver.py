@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton import wire
-from baton.errors import TransferError, TransferRefused
+from baton.errors import ConfigError, TransferError, TransferRefused
 from baton.messages import Abort, Commit, FromSender, Hello, Nack, Offer, SessionFailed, Ticket
 from kvstore.transfer.header import PROTOCOL_VERSION
 from kvstore.transfer.inflow import Inbound
@@ -323,7 +323,7 @@ class KvReceiver:
         ranks = (hello.layout, hello.rank, self.layout, hello.peer_rank)
         try:
             planned = plan(*ranks, offer.num_tokens, ticket.skip_tokens, options)
-        except ValueError as error:
+        except (ValueError, ConfigError) as error:
             raise TransferRefused(str(error)) from error
         if (planned.digest(self._config.checksum), len(planned.chunks)) != (offer.plan_digest, offer.num_chunks):
             raise TransferRefused(

@@ -432,6 +432,26 @@ async def test_chunks_are_as_large_as_suits_the_link_once_it_is_known(
     assert offered == [4096, warm, warm]
 
 
+async def test_an_offer_of_impossible_chunks_is_refused_and_harms_no_other() -> None:
+    async with sides(with_link("tcp")) as (prefill, decode):
+        await hand_over(prefill, decode, [4], [0])
+        target = decode.receiver.expect("good", 32, 0, [1, 2], state_slot=0)
+        async with prefill.sender.transfer(target) as good:
+            assert await eventually(lambda: decode.door.messages["<grant"] == 2)
+
+            def shrink(kind: str, message: Any) -> bool:
+                if kind == ">offer":
+                    message.offer.chunk_bytes = 0
+                return True
+
+            decode.door.watch = shrink
+            assert "does not fit a slot of 0" in await refusal(prefill, decode)
+            good.attach([5, 6], 0)
+            await good.finish(1)
+        assert (await decode.receiver.wait_committed(target)).num_tokens == 32
+        assert decode.num_pairs_ever == 1
+
+
 async def test_a_ticket_of_a_past_incarnation_is_refused_and_leaves_the_good_pair_alone(link: str) -> None:
     async with sides(with_link(link)) as (prefill, decode):
         await hand_over(prefill, decode, [4], [0])

@@ -141,6 +141,14 @@ def test_a_source_that_has_less_than_was_believed_gives_what_it_has() -> None:
     assert second.ttft_s == pytest.approx(0.25 + 32 * 0.125 + 1 + 38 * 0.1)
 
 
+def test_two_workers_that_pull_from_each_other_end() -> None:
+    """Each one's cache is full of what the other wants; room comes as it is reserved, not before."""
+    placer = Fixed(Decision(0, 0), Decision(1, 1), Decision(1, 1, 0, 80), Decision(0, 0, 1, 80))
+    requests = trace(request(0.0, 80, 1), request(0.5, 80, 1, 50), request(100.0, 96, 1), request(100.0, 96, 1, 50))
+    _, served = run(requests, placer, shape(num_blocks=8), decode=2)
+    assert all(one.finished_s < 200 for one in served)
+
+
 def test_views_tell_what_is_queued_and_used() -> None:
     placer = Fixed(HERE)
     run(

@@ -332,6 +332,34 @@ def test_a_tcp_sender_takes_only_the_receiver_that_its_session_knows() -> None:
     assert settled(before)
 
 
+@pytest.mark.parametrize("ends", ["timeout", "session"])
+def test_strangers_do_not_keep_a_tcp_sender_waiting(ends: str) -> None:
+    """Each connects and says nothing, one after the other, for as long as it listens."""
+    before = footprint()
+    addresses: list[str] = []
+    store = SessionStore(lambda key, value: addresses.append(value.decode()))
+    strangers: list[socket.socket] = []
+    start = time.monotonic()
+    with ThreadPoolExecutor(1) as thread:
+        timeout_s = 1.5 if ends == "timeout" else 30.0
+        opening = thread.submit(open_sender, "tcp", store, HOST, pool(), WINDOW, timeout_s, 1.0)
+        assert eventually(lambda: bool(addresses))
+        _, host, port = addresses[0].split()
+        store.deliver("tcp/joined", b"")
+        while not opening.done() and time.monotonic() < start + 20.0:
+            with contextlib.suppress(ConnectionRefusedError):
+                strangers.append(socket.create_connection((host, int(port))))
+            if ends == "session" and time.monotonic() > start + 0.5:
+                store.close()
+            time.sleep(0.2)
+        with pytest.raises(TransferError):
+            opening.result()
+    assert time.monotonic() - start < 10.0
+    for stranger in strangers:
+        stranger.close()
+    assert settled(before)
+
+
 def test_a_tcp_receiver_that_finds_nobody_leaves_nothing() -> None:
     before = footprint()
     with socket.create_server((HOST, 0)) as listener:
