@@ -11,7 +11,7 @@ Waterman and Patterson, 2009), and `roofline` derives one on paper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,6 @@ class CostModel:
     def tokens_per_s(self) -> float:
         """Of short prompts, at full speed."""
         return 1 / self.s_per_token
-
-    def slower(self, factor: float) -> CostModel:
-        """What a wrong model would believe: every time multiplied, whatever it is of."""
-        return replace(self, **{name: getattr(self, name) * factor for name in self.__slots__})
 
 
 @dataclass(frozen=True, slots=True)
