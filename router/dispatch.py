@@ -106,6 +106,7 @@ class Dispatcher:
         self._calls = calls
         self._hints = hints
         self._config = config
+        self._weights = Weights.of(config)
         self._instruments = instruments
 
     async def run(self, spec: SequenceSpec, record: ChoiceRecord, trace: Context) -> AsyncGenerator[NewTokens]:
@@ -168,9 +169,7 @@ class Dispatcher:
         settings = self._config
         decide = partial(
             place,
-            weights=Weights(
-                settings.load_weight, settings.active_weight, settings.pull_weight, settings.affinity_weight
-            ),
+            weights=self._weights,
             aggregate_below_tokens=settings.aggregate_below_tokens,
             pull_above_tokens=settings.pull_above_tokens,
             not_from=lessons.not_from,

@@ -24,6 +24,7 @@ class Production:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
+        self._weights = Weights.of(config)
 
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
@@ -35,7 +36,7 @@ class Production:
             prompt,
             candidates,
             config.mode,
-            weights=Weights(config.load_weight, config.active_weight, config.pull_weight, config.affinity_weight),
+            weights=self._weights,
             aggregate_below_tokens=config.aggregate_below_tokens,
             pull_above_tokens=config.pull_above_tokens,
         )

@@ -1,5 +1,5 @@
 """Which workers serve a request: a pure function over a snapshot of the pools."""
 
-from router.placement.policy import Candidate, Mode, Placement, Prompt, Weights, place
+from router.placement.policy import DEFAULT_WEIGHTS, Candidate, Mode, Placement, Prompt, Weights, place
 
-__all__ = ["Candidate", "Mode", "Placement", "Prompt", "Weights", "place"]
+__all__ = ["DEFAULT_WEIGHTS", "Candidate", "Mode", "Placement", "Prompt", "Weights", "place"]

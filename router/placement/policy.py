@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from baton.cluster import Role
+from baton.config import RouterConfig
 
 SESSION_BLOCKS = 2
 """Leading blocks that tell sessions apart: the first alone is often a shared system prompt."""
@@ -56,17 +57,21 @@ class Candidate:
 class Weights:
     """What things cost, in prompt tokens to compute."""
 
-    load: float = 1.0
+    load: float
     """A prompt token that is queued."""
-    active: float = 0.02
+    active: float
     """A prompt token of a sequence that is decoded beside the computing."""
-    pull: float = 0.05
+    pull: float
     """A token that is pulled."""
-    affinity: float = 1.0
+    affinity: float
     """A token that another worker holds and this one will hold as well: it takes the room of another."""
 
+    @classmethod
+    def of(cls, config: RouterConfig) -> Weights:
+        return cls(config.load_weight, config.active_weight, config.pull_weight, config.affinity_weight)
 
-DEFAULT_WEIGHTS = Weights()
+
+DEFAULT_WEIGHTS = Weights.of(RouterConfig())
 
 
 @dataclass(frozen=True, slots=True)

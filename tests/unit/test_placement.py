@@ -3,13 +3,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from baton.blocks import block_keys
 from baton.cluster import Role
-from router.placement import Candidate, Mode, Placement, Prompt, Weights, place
+from router.placement import DEFAULT_WEIGHTS, Candidate, Mode, Placement, Prompt, place
 
 NUM_WORKERS = 8
 
@@ -54,12 +55,16 @@ def test_every_weight_has_its_say() -> None:
     pool = [decode("owner", 100, 160), decode("idle")]
     pulled = Placement(Mode.AGGREGATED, "idle", source="owner", source_tokens=160)
     assert place(PROMPT, pool) == Placement(Mode.AGGREGATED, "owner")
-    assert place(PROMPT, pool, weights=Weights(load=2.0)) == pulled
-    assert place(PROMPT, pool, weights=Weights(affinity=0.5)) == pulled, "840 + 8 + 80 against 840 + 100"
-    assert place(PROMPT, pool, weights=Weights(affinity=0.5, pull=0.2)) == Placement(Mode.AGGREGATED, "owner")
+    assert place(PROMPT, pool, weights=replace(DEFAULT_WEIGHTS, load=2.0)) == pulled
+    assert place(PROMPT, pool, weights=replace(DEFAULT_WEIGHTS, affinity=0.5)) == pulled, (
+        "840 + 8 + 80 against 840 + 100"
+    )
+    assert place(PROMPT, pool, weights=replace(DEFAULT_WEIGHTS, affinity=0.5, pull=0.2)) == Placement(
+        Mode.AGGREGATED, "owner"
+    )
     decoding = [decode("owner", 0, 160, 5000), decode("idle")]
     assert place(PROMPT, decoding) == Placement(Mode.AGGREGATED, "owner"), "100 of active load against 168"
-    assert place(PROMPT, decoding, weights=Weights(active=0.05)) == pulled
+    assert place(PROMPT, decoding, weights=replace(DEFAULT_WEIGHTS, active=0.05)) == pulled
 
 
 def test_who_only_decodes_is_chosen_by_what_it_decodes() -> None:
@@ -203,7 +208,7 @@ class Simulation:
 
     def __init__(self, rate: float, load_weight: float = 1.0) -> None:
         self.rate = rate
-        self.weights = Weights(load=load_weight)
+        self.weights = replace(DEFAULT_WEIGHTS, load=load_weight)
         self.caches: list[set[bytes]] = [set() for _ in range(NUM_WORKERS)]
         self.queued = [0.0] * NUM_WORKERS
         self.computed = [0] * NUM_WORKERS
