@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 from baton.blocks import content_id
 from baton.cluster import Role, WorkerInfo, WorkerLoad, WorkerState
@@ -108,22 +109,42 @@ class Member:
                 max_model_len=self.runner.max_model_len,
             )
             self.kv.receiver.kv_address = self.info.address
-            if spec.supports_prefix_reuse:
-                self._publisher = IndexPublisher(index, self.worker_id, epoch, self.engine.pool.keys)
+            self._publisher = self._publisher_of(epoch, index)
             await rpc.start()
             stack.push_async_callback(rpc.stop, 0)
             await rpc.set_serving(True)
             self._state = WorkerState.READY
-            running = asyncio.create_task(self._run(keeper), name="member")
+            running = asyncio.create_task(self._run(keeper, index), name="member")
             stack.push_async_callback(_ended, running)
             yield running
 
-    async def _run(self, keeper: LeaseKeeper) -> None:
+    async def _run(self, keeper: LeaseKeeper, index: RedisIndex) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.loop.run(), name="engine")
-            tasks.create_task(keeper.run(lambda: (self.info, self._load())), name="lease")
-            if self._publisher is not None:
-                tasks.create_task(self._publisher.run(), name="index")
+            tasks.create_task(self._belong(keeper, index), name="lease")
+
+    async def _belong(self, keeper: LeaseKeeper, index: RedisIndex) -> None:
+        """Keeps the lease and publishes under its epoch; when it has expired, under the next one.
+
+        The engine goes on meanwhile: those whose streams are open want their answers, whatever the index thinks.
+        """
+        while True:
+            async with asyncio.TaskGroup() as tasks:
+                if self._publisher is not None:
+                    publishing = tasks.create_task(self._publisher.run(), name="index")
+                await keeper.run(lambda: (self.info, self._load()))
+                if self._publisher is not None:
+                    publishing.cancel()  # before the next epoch exists, which would fence it
+            epoch = await keeper.acquire()
+            logger.warning("%s goes on as epoch %d", self.worker_id, epoch)
+            self._info = replace(self.info, epoch=epoch)
+            self._publisher = self._publisher_of(epoch, index)
+
+    def _publisher_of(self, epoch: int, index: RedisIndex) -> IndexPublisher | None:
+        """None: what this model caches is of use to nobody."""
+        if not self.runner.cache.spec.supports_prefix_reuse:
+            return None
+        return IndexPublisher(index, self.worker_id, epoch, self.engine.pool.keys)
 
     def _load(self) -> WorkerLoad:
         load = self.engine.load()

@@ -3,13 +3,15 @@
 engine step -> stored / removed / cleared -> pending (bounded) -> apply, one event at a time, numbered
                                                   |
    too many, RESYNC, or Redis away: forget them --+--> a snapshot, once it can be published
+
+Pending is only what last became of each key. So however many steps the engine has made during a slow round trip, what
+they changed is told in the next few, and others do not hear of the past while the present waits in a queue.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from typing import TYPE_CHECKING
 
 from baton.errors import StoreUnavailable
@@ -54,20 +56,24 @@ class IndexPublisher:
         self._check_s = check_s
         self._max_pending_keys = max_pending_keys
         self._seq = 0
-        self._pending: deque[tuple[Op, tuple[bytes, ...]]] = deque()
-        self._num_pending_keys = 0
+        self._pending: dict[bytes, Op] = {}
+        self._is_cleared = False
+        """Before what is pending."""
         self._needs_snapshot = True
         self._work = asyncio.Event()
         self._work.set()
 
     def stored(self, keys: Iterable[bytes]) -> None:
-        self._report(Op.STORED, tuple(keys))
+        self._report(Op.STORED, keys)
 
     def removed(self, keys: Iterable[bytes]) -> None:
-        self._report(Op.REMOVED, tuple(keys))
+        self._report(Op.REMOVED, keys)
 
     def cleared(self) -> None:
-        self._report(Op.CLEARED, ())
+        if not self._needs_snapshot:
+            self._pending.clear()
+            self._is_cleared = True
+            self._work.set()
 
     @property
     def is_settled(self) -> bool:
@@ -96,25 +102,25 @@ class IndexPublisher:
                 num_failures += 1
                 await asyncio.sleep(backoff_s(num_failures))
 
-    def _report(self, op: Op, keys: tuple[bytes, ...]) -> None:
-        if self._needs_snapshot or not (keys or op is Op.CLEARED):
+    def _report(self, op: Op, keys: Iterable[bytes]) -> None:
+        if self._needs_snapshot:
             return  # the snapshot to come will contain it
-        self._pending.append((op, keys))
-        self._num_pending_keys += len(keys) or 1
-        if self._num_pending_keys > self._max_pending_keys:
+        self._pending |= dict.fromkeys(keys, op)
+        if len(self._pending) > self._max_pending_keys:
             self._resync()
-        self._work.set()
+        if self._pending:
+            self._work.set()
 
     def _resync(self) -> None:
         self._pending.clear()
-        self._num_pending_keys = 0
+        self._is_cleared = False
         self._needs_snapshot = True
         self._work.set()
 
     async def _publish(self) -> bool:
         """Everything there is to say. False: the index wants a snapshot."""
-        while self._needs_snapshot or self._pending:
-            published = await (self._publish_snapshot() if self._needs_snapshot else self._publish_next())
+        while self._needs_snapshot or self._is_cleared or self._pending:
+            published = await (self._publish_snapshot() if self._needs_snapshot else self._publish_changes())
             if not published:
                 return False
         self._work.clear()
@@ -129,17 +135,16 @@ class IndexPublisher:
             if await self._index.position(self._worker_id, self._epoch) != self._seq:
                 self._resync()
 
-    async def _publish_next(self) -> bool:
-        op, keys = self._pending.popleft()
-        self._num_pending_keys -= len(keys) or 1
-        merged = list(keys)
-        while self._pending and self._pending[0][0] is op and len(merged) < MAX_EVENT_KEYS:
-            _, keys = self._pending.popleft()
-            self._num_pending_keys -= len(keys) or 1
-            merged += keys
-        for chunk in _chunks(merged) or [()]:
-            if not await self._apply(op, chunk):
-                return False
+    async def _publish_changes(self) -> bool:
+        """What is pending. Removals first: between two events, nobody believes in more than there is."""
+        pending, self._pending = self._pending, {}
+        is_cleared, self._is_cleared = self._is_cleared, False
+        if is_cleared and not await self._apply(Op.CLEARED):
+            return False
+        for op in (Op.REMOVED, Op.STORED):
+            for chunk in _chunks([key for key, last in pending.items() if last is op]):
+                if not await self._apply(op, chunk):
+                    return False
         return True
 
     async def _publish_snapshot(self) -> bool:

@@ -20,9 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class LeaseKeeper:
-    """acquire once, then `run` in a task of the caller's, then `close`. The caller owns `leases`.
+    """acquire, then `run` in a task of the caller's, both again when `run` returns, then `close`.
 
-    A renewal with the same epoch also restores the lease after Redis lost its state, so nobody else need notice.
+    A renewal with the same epoch also restores the lease after Redis lost its state, so nobody else need notice. The
+    caller owns `leases`.
     """
 
     def __init__(self, leases: LeaseStore, worker_id: str, *, renew_s: float = 3.0) -> None:
@@ -37,19 +38,30 @@ class LeaseKeeper:
         self._due = asyncio.Event()
 
     async def acquire(self) -> int:
-        """The epoch of this incarnation. Waits for the store as long as it takes."""
+        """A new epoch. Waits for the store as long as it takes.
+
+        Raises:
+            Fenced: not the first time, and a newer incarnation has come since.
+        """
         num_failures = 0
-        while not self.epoch:
+        while True:
             try:
-                self.epoch = await self._leases.acquire(self._worker_id)
+                self.epoch = await self._leases.acquire(self._worker_id, self.epoch or None)
             except StoreUnavailable as error:
                 num_failures += 1
                 await self._back_off(num_failures, error)
-        self.connected = True
-        return self.epoch
+            except Fenced:
+                self.fenced.set()
+                raise
+            else:
+                self.connected = True
+                return self.epoch
 
     async def run(self, describe: Callable[[], tuple[WorkerInfo, WorkerLoad]]) -> None:
-        """Renews with what `describe` returns, every `renew_s` and after `renew_soon`, until cancelled.
+        """Renews with what `describe` returns, every `renew_s` and after `renew_soon`.
+
+        Returns only when the lease has expired, because this process or the way to the store stood still: its epoch is
+        over, and the next one has to be acquired.
 
         Raises:
             Fenced: a newer incarnation holds the lease; this one must stop.
@@ -58,7 +70,9 @@ class LeaseKeeper:
         while True:
             self._due.clear()
             try:
-                await self._leases.renew(*describe())
+                if not await self._leases.renew(*describe()):
+                    logger.warning("%s: the lease of epoch %d has expired", self._worker_id, self.epoch)
+                    return
                 num_failures = 0
                 self.connected = True
             except StoreUnavailable as error:

@@ -22,22 +22,28 @@ class MemoryLeases:
         self._lease_s = lease_s
         self._blocks_ttl_s = blocks_ttl_s
 
-    async def acquire(self, worker_id: str) -> int:
+    async def acquire(self, worker_id: str, after: int | None = None) -> int:
         store = self._store
-        epoch = max(int(store.clock() * 1000), store.epochs.get(worker_id, 0) + 1)
+        highest = store.epochs.get(worker_id, 0)
+        if after is not None and highest > after:
+            raise Fenced(f"{worker_id}: epoch {highest} holds the lease, this is epoch {after}")
+        epoch = max(int(store.clock() * 1000), highest + 1)
         store.epochs[worker_id] = epoch
         store.leases[worker_id] = Lease(epoch, store.clock() + self._lease_s)
         return epoch
 
-    async def renew(self, info: WorkerInfo, load: WorkerLoad) -> None:
+    async def renew(self, info: WorkerInfo, load: WorkerLoad) -> bool:
         store = self._store
         highest = store.epochs.get(info.id, 0)
         if highest > info.epoch:
             raise Fenced(f"{info.id}: epoch {highest} holds the lease, this is epoch {info.epoch}")
+        if highest == info.epoch and not store.lease(info.id):
+            return False
         store.epochs[info.id] = info.epoch
         store.leases[info.id] = Lease(info.epoch, store.clock() + self._lease_s, Worker(info, load))
         if blocks := store.owned(info.id, info.epoch):
             blocks.expires_at = store.clock() + self._blocks_ttl_s
+        return True
 
     async def release(self, worker_id: str, epoch: int) -> None:
         self._store.blocks.pop((worker_id, epoch), None)

@@ -1,7 +1,9 @@
 """The registry: who is alive, as what, and how many there should be.
 
 A lease belongs to one incarnation of a worker id, named by its epoch. The highest epoch ever given out wins: it fences
-older ones off, and it may come back after its lease expired or the store lost its state.
+older ones off. It has its lease back after the store lost its state. After a lease that merely expired it has not: the
+others have written that incarnation off, so the worker goes on under a new epoch, and what the old one said counts no
+more.
 """
 
 from __future__ import annotations
@@ -17,14 +19,23 @@ if TYPE_CHECKING:
 class LeaseStore(Protocol):
     """Every method raises `StoreUnavailable` when the store cannot be reached; what it did until then is unknown."""
 
-    async def acquire(self, worker_id: str) -> int:
+    async def acquire(self, worker_id: str, after: int | None = None) -> int:
         """The epoch of a new incarnation: max(now in ms, last + 1). Fences every earlier one off.
 
         The worker is listed once it has renewed.
+
+        Args:
+            after: the caller's own epoch, whose lease has expired.
+
+        Raises:
+            Fenced: an epoch newer than `after` was given out.
         """
 
-    async def renew(self, info: WorkerInfo, load: WorkerLoad) -> None:
+    async def renew(self, info: WorkerInfo, load: WorkerLoad) -> bool:
         """Keeps the lease of `info.epoch`, and the worker's blocks in the index, alive; publishes both arguments.
+
+        Returns:
+            False when the lease has expired: nothing changed, and only `acquire` helps.
 
         Raises:
             Fenced: a newer epoch was given out.

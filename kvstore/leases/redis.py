@@ -42,25 +42,28 @@ class RedisLeases:
         self._blocks_ttl_ms = int(blocks_ttl_s * 1000)
         self._clock = clock
 
-    async def acquire(self, worker_id: str) -> int:
+    async def acquire(self, worker_id: str, after: int | None = None) -> int:
         keys = self._keys
         now_ms = int(self._clock() * 1000)
-        epoch = await self._connection.run(
+        epoch, is_acquired = await self._connection.run(
             ACQUIRE,
             [keys.epoch(worker_id), keys.lease(worker_id), keys.workers],
-            *(worker_id, now_ms, self._lease_ms, EPOCH_TTL_MS),
+            *(worker_id, now_ms, self._lease_ms, EPOCH_TTL_MS, "" if after is None else after),
         )
+        if not is_acquired:
+            raise _fenced(worker_id, int(epoch), after)
         return int(epoch)
 
-    async def renew(self, info: WorkerInfo, load: WorkerLoad) -> None:
+    async def renew(self, info: WorkerInfo, load: WorkerLoad) -> bool:
         keys = self._keys
-        newer = await self._connection.run(
+        highest = await self._connection.run(
             RENEW,
             [keys.epoch(info.id), keys.lease(info.id), keys.workers, *self._owned(info.id, info.epoch)],
             *(info.id, info.epoch, encode(info), encode(load), self._lease_ms, self._blocks_ttl_ms, EPOCH_TTL_MS),
         )
-        if int(newer):
-            raise Fenced(f"{info.id}: epoch {int(newer)} holds the lease, this is epoch {info.epoch}")
+        if int(highest) > info.epoch:
+            raise _fenced(info.id, int(highest), info.epoch)
+        return not int(highest)
 
     async def release(self, worker_id: str, epoch: int) -> None:
         keys = self._keys
@@ -115,3 +118,7 @@ class RedisLeases:
     def _owned(self, worker_id: str, epoch: int) -> list[str]:
         keys = self._keys
         return [keys.seq(worker_id, epoch), keys.blocks(worker_id, epoch), keys.parts(worker_id, epoch)]
+
+
+def _fenced(worker_id: str, newer: int, own: int | None) -> Fenced:
+    return Fenced(f"{worker_id}: epoch {newer} holds the lease, this is epoch {own}")

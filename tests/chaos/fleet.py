@@ -1,7 +1,8 @@
 """Workers without Ray, that come and go in milliseconds: for tests that start and end many of them.
 
 A fork server has imported everything before the first worker is asked for; each worker is a process of its own, with
-the arithmetic engine, real gRPC and real links. Redis and the router are real processes too.
+the arithmetic engine, real gRPC and real links. Redis and the routers are real processes too. Once gRPC runs in the
+tests' own process, only the fork server forks: gRPC's pollers do not always survive it in the parent.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import grpc
@@ -38,6 +42,7 @@ from baton.config import (
     load,
 )
 from baton.engine.arithmetic import ArithmeticRunner
+from baton.errors import Fenced
 from baton.v1 import inference_pb2_grpc
 from deploy.client import Client
 from deploy.models import cache_dir, resolve
@@ -47,40 +52,142 @@ from tests.integration.cluster import free_port
 
 RUNNING = {Role.PREFILL: prefill_worker.worker.running, Role.DECODE: decode_worker.worker.running}
 START_TIMEOUT_S = 60.0
+FENCED = 75
+"""Exit status of a worker whose name belongs to a newer incarnation."""
 _PROCESSES = multiprocessing.get_context("forkserver")
 
 
-class Fleet:
-    """Attributes:
-    client, inference: of the router.
+class RouterProcess:
+    """`connect` comes after all of them have been started.
+
+    Attributes:
+        client, inference: of this router.
     """
 
-    def __init__(self, config: Config, redis: EmbeddedRedis) -> None:
-        self._config = config
-        self._numbers = itertools.count()
-        self.redis = redis
-        self.workers: dict[str, multiprocessing.process.BaseProcess] = {}
-        self.router_log = tempfile.NamedTemporaryFile("w+", prefix="router-", suffix=".log")  # noqa: SIM115
+    def __init__(self, config: Config) -> None:
+        self.id = config.router.id
+        self._log_file = tempfile.NamedTemporaryFile("w+", prefix=f"{self.id}-", suffix=".log")  # noqa: SIM115
         environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
-        self.router = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "router"],
             env=environment | {"BATON_CONFIG_JSON": config.to_json()},
-            stdout=self.router_log,
+            stdout=self._log_file,
             stderr=subprocess.STDOUT,
             preexec_fn=die_with_parent(),
         )
-        address = f"127.0.0.1:{config.cluster.grpc_port}"
-        self.client = Client(address)
-        self._channel = grpc.insecure_channel(address)
+        self._address = f"127.0.0.1:{config.cluster.grpc_port}"
+        self._metrics_url = f"http://127.0.0.1:{config.cluster.http_port}/metrics"
+
+    def connect(self) -> None:
+        self.client = Client(self._address)
+        self._channel = grpc.insecure_channel(self._address)
         self.inference = inference_pb2_grpc.InferenceStub(self._channel)
 
     @property
     def log(self) -> str:
-        return Path(self.router_log.name).read_text()
+        return Path(self._log_file.name).read_text()
 
-    def add(self, role: Role) -> str:
-        """Starts a worker; it takes traffic as soon as it is registered. Returns its id."""
-        worker_id = f"{role}-{next(self._numbers)}"
+    def metrics(self) -> list[tuple[str, float]]:
+        """Every sample of /metrics: its name with the labels, and its value."""
+        with urllib.request.urlopen(self._metrics_url, timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        return [(name, float(value)) for name, _, value in samples]
+
+    def stop(self) -> None:
+        self.client.close()
+        self._channel.close()
+        self.process.terminate()
+        self.process.wait(30)
+        self._log_file.close()
+
+
+class RedisProcess:
+    """A Redis that can be killed and started again, empty, at the same address."""
+
+    def __init__(self) -> None:
+        self._port = free_port()
+        self.url = f"redis://127.0.0.1:{self._port}/0"
+        self._orders, theirs = _PROCESSES.Pipe()
+        self._keeper = _PROCESSES.Process(target=_keep_redis, args=(self._port, theirs), name="redis", daemon=True)
+        self._keeper.start()
+        self._await_done()
+
+    def kill(self) -> None:
+        self._order("kill")
+
+    def start(self) -> None:
+        self._order("start")
+
+    def pause(self) -> None:
+        self._order("pause")
+
+    def resume(self) -> None:
+        self._order("resume")
+
+    def close(self) -> None:
+        self._order("")
+        self._keeper.join(30)
+
+    def _order(self, order: str) -> None:
+        self._orders.send(order)
+        self._await_done()
+
+    def _await_done(self) -> None:
+        assert self._orders.poll(30), "Redis does not do as told"
+        self._orders.recv()
+
+
+def _keep_redis(port: int, orders: Connection) -> None:
+    """The process whose child Redis is: it does as it is told, and says when it is done."""
+    with EmbeddedRedis(port=port) as redis:
+        obey: dict[str, Callable[[], object]] = {
+            "kill": redis.kill,
+            "start": redis.start,
+            "pause": lambda: os.kill(redis.pid or 0, signal.SIGSTOP),
+            "resume": lambda: os.kill(redis.pid or 0, signal.SIGCONT),
+        }
+        orders.send(True)
+        while order := orders.recv():
+            obey[order]()
+            orders.send(True)
+    orders.send(True)
+
+
+class Fleet:
+    """Attributes:
+    client, inference: of the first router.
+    """
+
+    def __init__(self, config: Config, redis: RedisProcess, num_routers: int = 1) -> None:
+        self._config = config
+        self._numbers = itertools.count()
+        self.redis = redis
+        self.workers: dict[str, multiprocessing.process.BaseProcess] = {}
+        self.routers = [
+            RouterProcess(
+                replace(
+                    config,
+                    router=replace(config.router, id=f"router-{number}"),
+                    cluster=ClusterConfig(grpc_port=free_port(), http_port=free_port()),
+                )
+            )
+            for number in range(num_routers)
+        ]
+        for router in self.routers:
+            router.connect()
+        self.client, self.inference = self.routers[0].client, self.routers[0].inference
+
+    @property
+    def log(self) -> str:
+        return "\n".join(router.log for router in self.routers)
+
+    def add(self, role: Role, worker_id: str = "") -> str:
+        """Starts a worker; it takes traffic as soon as it is registered. Returns its id: a new one, if none is given.
+
+        One that has the id already is left to the caller.
+        """
+        worker_id = worker_id or f"{role}-{next(self._numbers)}"
         process = _PROCESSES.Process(
             target=run_worker, args=(role, worker_id, self._config.to_json()), name=worker_id, daemon=True
         )
@@ -88,50 +195,58 @@ class Fleet:
         self.workers[worker_id] = process
         return worker_id
 
+    def send(self, worker_id: str, number: signal.Signals) -> None:
+        pid = self.workers[worker_id].pid
+        assert pid
+        os.kill(pid, number)
+
     def remove(self, worker_id: str, number: signal.Signals) -> None:
         """Ends a worker and reaps it."""
+        self.send(worker_id, number)
         process = self.workers.pop(worker_id)
-        assert process.pid
-        os.kill(process.pid, number)
         process.join(30)
         assert not process.is_alive(), f"{worker_id} did not end"
 
     def wait_for(self, *worker_ids: str) -> None:
-        """Until the router knows that they are ready."""
+        """Until every router knows that they are ready."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            with contextlib.suppress(Exception):
-                ready = {w["id"] for w in self.client.status()["workers"] if w["state"] == "ready"}
-                if ready >= set(worker_ids):
-                    return
-            assert time.monotonic() < deadline, f"{worker_ids} did not become ready:\n{self.log}"
-            time.sleep(0.02)
+        for router in self.routers:
+            while True:
+                with contextlib.suppress(Exception):
+                    ready = {w["id"] for w in router.client.status()["workers"] if w["state"] == "ready"}
+                    if ready >= set(worker_ids):
+                        break
+                assert time.monotonic() < deadline, f"{worker_ids} did not become ready:\n{self.log}"
+                time.sleep(0.02)
 
     def stop(self) -> None:
-        self.client.close()
-        self._channel.close()
         for worker_id in list(self.workers):
             self.remove(worker_id, signal.SIGTERM)
-        self.router.terminate()
-        self.router.wait(30)
-        self.router_log.close()
+        for router in self.routers:
+            router.stop()
 
 
 @contextlib.contextmanager
-def running_fleet(transfer: TransferConfig, router: RouterConfig) -> Iterator[Fleet]:
-    """Redis and a router, and no worker yet. Leaving the block checks that no process is left."""
+def running_fleet(
+    transfer: TransferConfig,
+    router: RouterConfig,
+    *,
+    num_routers: int = 1,
+    num_blocks: int = 2048,
+    lease_s: float = 3.0,
+) -> Iterator[Fleet]:
+    """Redis and routers, and no worker yet. Leaving the block checks that no process is left."""
     model = resolve(ModelConfig(), cache_dir(load().cluster))
     _PROCESSES.set_forkserver_preload([__name__])
-    with EmbeddedRedis() as redis:
+    with contextlib.closing(RedisProcess()) as redis:
         config = Config(
             model=ModelConfig(path=str(model.path), served_name=model.served_name, revision=model.revision),
-            engine=EngineConfig(runner="arithmetic", num_blocks=2048),
+            engine=EngineConfig(runner="arithmetic", num_blocks=num_blocks),
             transfer=transfer,
-            index=IndexConfig(redis_url=redis.url, lease_s=3.0, renew_s=0.3, poll_s=0.2),
+            index=IndexConfig(redis_url=redis.url, lease_s=lease_s, renew_s=0.3, poll_s=0.2),
             router=router,
-            cluster=ClusterConfig(grpc_port=free_port(), http_port=free_port()),
         )
-        fleet = Fleet(config, redis)
+        fleet = Fleet(config, redis, num_routers)
         try:
             yield fleet
             started = [psutil.Process(w.pid) for w in fleet.workers.values()]
@@ -146,7 +261,10 @@ def running_fleet(transfer: TransferConfig, router: RouterConfig) -> Iterator[Fl
 
 def run_worker(role: Role, worker_id: str, config_json: str) -> None:
     """The worker's process."""
-    uvloop.run(_serve(Role(role), worker_id, Config.from_json(config_json)))
+    try:
+        uvloop.run(_serve(Role(role), worker_id, Config.from_json(config_json)))
+    except* Fenced:
+        sys.exit(FENCED)
 
 
 async def _serve(role: Role, worker_id: str, config: Config) -> None:

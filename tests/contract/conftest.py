@@ -54,6 +54,14 @@ class Backend:
         if self.connection:
             assert await self.connection.call("DEL", Keys(self.namespace).lease(worker_id))
 
+    async def lose(self, worker_id: str) -> None:
+        """The store has lost its state, as far as the worker's lease goes."""
+        if self.store:
+            del self.store.leases[worker_id], self.store.epochs[worker_id]
+        if self.connection:
+            keys = Keys(self.namespace)
+            assert await self.connection.call("DEL", keys.lease(worker_id), keys.epoch(worker_id)) == 2
+
     async def lapse_blocks(self, worker_id: str, epoch: int) -> None:
         if self.store:
             self.store.blocks[worker_id, epoch].expires_at = self.clock.now

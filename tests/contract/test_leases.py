@@ -83,13 +83,39 @@ async def test_a_fenced_worker_stays_fenced_when_its_successor_has_died(backend:
         await backend.leases.renew(worker_info("w", old), LOAD)
 
 
-async def test_a_lapsed_lease_comes_back_with_its_own_epoch(backend: Backend) -> None:
+async def test_a_lapsed_lease_does_not_come_back(backend: Backend) -> None:
+    """Regression: a worker that woke from a pause was again the one that everybody had written off."""
+    info = worker_info("w", await backend.leases.acquire("w"))
+    assert await backend.leases.renew(info, LOAD)
+    await backend.lapse("w")
+    assert not await backend.leases.renew(info, LOAD)
+    assert await backend.leases.list_workers() == []
+    again = worker_info("w", await backend.leases.acquire("w", info.epoch))
+    assert again.epoch > info.epoch
+    assert await backend.leases.renew(again, LOAD)
+    assert await backend.leases.list_workers() == [Worker(again, LOAD)]
+    with pytest.raises(Fenced):
+        await backend.leases.renew(info, LOAD)
+
+
+async def test_a_lease_that_the_store_lost_comes_back_with_its_own_epoch(backend: Backend) -> None:
     info = worker_info("w", await backend.leases.acquire("w"))
     await backend.leases.renew(info, LOAD)
-    await backend.lapse("w")
+    await backend.lose("w")
     assert await backend.leases.list_workers() == []
-    await backend.leases.renew(info, LOAD)
+    assert await backend.leases.renew(info, LOAD)
     assert await backend.leases.list_workers() == [Worker(info, LOAD)]
+
+
+async def test_who_wakes_from_a_pause_does_not_fence_its_successor(backend: Backend) -> None:
+    """Its lease had expired, and before it acquired the next one, another process did under its name."""
+    old = await backend.leases.acquire("w")
+    await backend.lapse("w")
+    assert not await backend.leases.renew(worker_info("w", old), LOAD)
+    successor = worker_info("w", await backend.leases.acquire("w"))
+    with pytest.raises(Fenced, match=str(successor.epoch)):
+        await backend.leases.acquire("w", old)
+    assert await backend.leases.renew(successor, LOAD)
 
 
 async def test_release_ends_the_lease_and_the_blocks(backend: Backend) -> None:
@@ -201,6 +227,21 @@ async def test_the_keeper_stops_when_fenced_after_a_pause(backend: Backend) -> N
     assert keeper.fenced.is_set()
     await keeper.close()
     assert await backend.leases.list_workers() == [Worker(successor, LOAD)]
+
+
+async def test_the_keeper_goes_on_under_a_new_epoch_when_its_lease_expired(backend: Backend) -> None:
+    keeper = LeaseKeeper(backend.leases, "w", renew_s=0.01)
+    first = await keeper.acquire()
+    await backend.lapse("w")
+    async with asyncio.timeout(5):
+        await keeper.run(lambda: (worker_info("w", first), LOAD))  # returns
+        info = worker_info("w", await keeper.acquire())
+        assert info.epoch == keeper.epoch > first
+        assert await backend.leases.renew(info, LOAD)
+        await backend.leases.acquire("w")
+        with pytest.raises(Fenced):
+            await keeper.acquire()
+    assert keeper.fenced.is_set()
 
 
 async def test_the_keeper_outlives_redis_and_keeps_its_epoch(own_server: RedisServer, namespace: str) -> None:
