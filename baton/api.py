@@ -50,6 +50,11 @@ class GenerateRequest:
     model: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)
     skip_text: bool = False
+    priority: int = 0
+    """Higher runs earlier."""
+    ttft_ms: float | None = None
+    """The client's own objectives; None: those of its SLO class."""
+    itl_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +107,43 @@ class ModelCard:
     path: str
     max_model_len: int
     created: int
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A worker that could have been chosen; seconds. See `router.placement.Terms`."""
+
+    worker_id: str
+    role: str
+    num_cached_tokens: int
+    wait_s: float
+    pull_s: float
+    compute_s: float
+    room_s: float
+    exposed_s: float
+    step_s: float
+    cost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How one choice was placed; field names are those of `baton status --explain --json`."""
+
+    request_id: str
+    choice_index: int
+    tenant: str
+    slo_class: str
+    priority: int
+    ttft_objective_s: float
+    itl_objective_s: float
+    num_prompt_tokens: int
+    num_expected_tokens: int
+    mode: str
+    prefill_worker: str
+    decode_worker: str
+    source: str
+    source_tokens: int
+    outcome: str
+    predicted_ttft_s: float
+    measured_ttft_s: float
+    options: tuple[Option, ...]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from baton.costs import PRIOR, StepCosts
+
 
 class Role(StrEnum):
     PREFILL = "prefill"
@@ -96,6 +98,8 @@ class WorkerInfo:
     wire_compat: str
     block_size: int
     max_model_len: int
+    chunk_tokens: int = 512
+    """Prompt tokens in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,10 @@ class WorkerLoad:
     blocks: BlockCounts = field(default_factory=BlockCounts)
     self_check: str = "ok"
     transfers: TransferCounts = field(default_factory=TransferCounts)
+    preemptions: int = 0
+    """Sequences that had to give their blocks back and were computed again, since the worker started."""
+    costs: StepCosts = PRIOR
+    """What the engine's steps take, fitted from those that it has done."""
 
 
 @dataclass(frozen=True, slots=True)

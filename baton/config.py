@@ -6,7 +6,8 @@ environment. `section.field` in YAML is `BATON_SECTION_FIELD` in the environment
     BATON_GRPC_PORT   cluster.grpc_port        BATON_CACHE    cluster.cache_dir
     BATON_HTTP_PORT   cluster.http_port        BATON_FAULTS   faults.spec
 
-This is the only file that reads the environment, except that the client commands take BATON_ADDRESS for --address.
+This is the only file that reads the environment, except that the client commands take BATON_ADDRESS for --address and
+BATON_API_KEY for --api-key.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class EngineConfig:
 
     runner: str = "transformers"
     """transformers, or arithmetic: a model whose answers can be worked out by hand, for tests and benchmarks."""
+    arithmetic_step_ms: float = 0.0
+    """What a step of the arithmetic model takes at least, slept; a real model takes what it takes."""
+    arithmetic_token_ms: float = 0.0
+    """The same for each token that a step computes."""
     block_size: int = 16
     """Tokens a KV block; a multiple of 16."""
     kv_cache_gib: float = 2.0
@@ -180,6 +185,32 @@ class IndexConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SloClassConfig:
+    """What the requests of one class are held against, and how their placement weighs."""
+
+    ttft_ms: float = 30_000.0
+    """Objective: time to first token. A request that is predicted to miss it because others come first is refused."""
+    itl_ms: float = 1_000.0
+    """Objective: mean time between tokens. Workers compute no more of other prompts in a step than keeps it."""
+    affinity_weight: float = 1.0
+    """For each prompt token that another worker's cache has and the chosen one's has not, in times of computing it. It
+    keeps conversations where their past is, so that the pool's caches hold fewer copies."""
+    interference_weight: float = 0.02
+    """For each sequence that a worker decodes while it computes a prompt, in times of that computing."""
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_ms", "itl_ms"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"an objective must be more than 0, got {name} {getattr(self, name)}")
+        for name in ("affinity_weight", "interference_weight"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+
+DEFAULT_CLASS = "default"
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     id: str = "router-0"
     mode: str = "auto"
@@ -190,32 +221,37 @@ class RouterConfig:
     """Placements of one choice before its client sees the failure."""
     worker_wait_s: float = 30.0
     """How long an accepted request waits for a worker to become ready."""
-    aggregate_below_tokens: int = 48
-    """In auto mode: prompts of which fewer tokens than this have to be computed are prefilled by the decode worker."""
     pull_above_tokens: int = 64
     """The worker that computes a prompt pulls a prefix from another one which holds at least so many tokens more of
     it. A number above the context window: never."""
-    load_weight: float = 1.0
-    """Placement weighs what stands between a request and its first token, in prompt tokens to compute. This is for each
-    uncached prompt token that is queued at a worker."""
-    active_weight: float = 0.02
-    """For each prompt token of the sequences that a worker decodes, where it computes prompts too."""
-    pull_weight: float = 0.05
-    """For each prompt token that is pulled from another worker's cache: what the link takes of computing it."""
-    affinity_weight: float = 1.0
-    """For each prompt token that another worker's cache has and the chosen one's has not. It keeps conversations where
-    their past is, so that the pool's caches hold fewer copies."""
+    slo_classes: dict[str, SloClassConfig] = field(default_factory=lambda: {DEFAULT_CLASS: SloClassConfig()})
+    """By name, in the environment as JSON. A tenant names its own (`router.tenants`); without one it is `default`. What
+    a request's `slo` sets goes before."""
+    expected_output_floor: int = 64
+    """Answer tokens for which a decode worker has room before a prompt is computed: nine in ten of the tenant's answers
+    so far are no longer, but never fewer than this where the request allows as many."""
+    expected_output_default: int = 256
+    """The same before any answer was seen."""
     default_max_tokens: int = 0
     """Answer length when a client gives none; 0: up to the context window."""
     cache_secret: str = ""
     """Keys the tenants' cache scopes; the same on every router. `baton up` draws one."""
+    tenants_file: str = ""
+    """YAML file of the tenants and the SHA-256 of their API keys (`printf %s KEY | sha256sum`); `router.tenants` tells
+    the fields. Read once at start. Empty: everybody is let in, whatever key they send."""
 
     def __post_init__(self) -> None:
         _require_one_of("router.mode", self.mode, ("auto", "split", "aggregated"))
         _require_at_least_one("router", self, ("max_in_flight", "max_attempts", "pull_above_tokens"))
-        for name in ("load_weight", "active_weight", "pull_weight", "affinity_weight"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"router.{name} must be at least 0, got {getattr(self, name)}")
+        _require_at_least_one("router", self, ("expected_output_floor", "expected_output_default"))
+        if DEFAULT_CLASS not in self.slo_classes:
+            raise ConfigError(f"router.slo_classes must have a class {DEFAULT_CLASS!r}")
+
+    def slo_class(self, name: str) -> SloClassConfig:
+        """Raises ConfigError for a name that is not among `slo_classes`; "" is the default one."""
+        if (found := self.slo_classes.get(name or DEFAULT_CLASS)) is None:
+            raise ConfigError(f"no SLO class is called {name!r}; router.slo_classes has {', '.join(self.slo_classes)}")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +314,7 @@ SHORT_NAMES = {
     "BATON_CACHE": ("cluster", "cache_dir"),
     "BATON_FAULTS": ("faults", "spec"),
 }
-NOT_SETTINGS = {"BATON_ADDRESS", "BATON_CONFIG_JSON"}
+NOT_SETTINGS = {"BATON_ADDRESS", "BATON_API_KEY", "BATON_CONFIG_JSON"}
 
 
 def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Config:
@@ -328,11 +364,25 @@ def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
     return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in values.items()})
 
 
+def _convert_mapping(kind: Any, value: Any, name: str) -> Any:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{name} must be JSON in the environment: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a mapping, got {value!r}")
+    _, kind_of_values = typing.get_args(kind)
+    return {str(key): _convert(kind_of_values, item, f"{name}.{key}") for key, item in value.items()}
+
+
 def _convert(kind: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise ConfigError(f"{name} must be a section of settings")
         return _build(typing.cast("type[Any]", kind), value, name + ".")
+    if typing.get_origin(kind) is dict:
+        return _convert_mapping(kind, value, name)
     if isinstance(kind, types.GenericAlias):
         if isinstance(value, str):
             return tuple(item for item in (part.strip() for part in value.split(",")) if item)

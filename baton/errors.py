@@ -3,6 +3,7 @@
     BatonError                     INTERNAL             500
     ├── InvalidRequest             INVALID_ARGUMENT     400   the client can fix it; the message says how
     │   └── ModelNotFound          INVALID_ARGUMENT     404
+    ├── Unauthenticated            UNAUTHENTICATED      401   no API key, or one that is no tenant's
     ├── Unsupported                UNIMPLEMENTED        501   a field or method that is not built yet, named
     ├── Overloaded                 RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
@@ -46,6 +47,13 @@ class InvalidRequest(BatonError):
 
 class ModelNotFound(InvalidRequest):
     http = 404
+
+
+class Unauthenticated(BatonError):
+    """The caller holds no tenant's API key."""
+
+    status = "UNAUTHENTICATED"
+    http = 401
 
 
 class Unsupported(BatonError):

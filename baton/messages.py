@@ -1,11 +1,14 @@
 """What processes say to each other, as plain values. `baton.wire` turns them into protobuf and back.
 
-Router -> worker: `SequenceSpec`, answered by `FirstToken` and `HandedOver` (prefill) or `Ticket` and `NewTokens`
-(decode). Worker <-> worker: the messages of one KV session, `FromSender` and `FromReceiver`, and `Pull`.
+Router -> worker: `PrefillRequest`, answered by `FirstToken` and `HandedOver`, and `DecodeRequest`, answered by `Ticket`
+and `NewTokens`; all in one stream of `Start` and `Cancel` one way and of `Event` the other way. Worker <-> worker: the
+messages of one KV session, `FromSender` and `FromReceiver`, and `Pull`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.sampling import FinishReason
@@ -32,6 +35,14 @@ class SequenceSpec:
     cache_seed: bytes
     attempt: int = 0
     """One more each time the choice is placed again."""
+    priority: int = 0
+    """Higher runs earlier."""
+    ttft_s: float = math.inf
+    """The first token is due so long after the worker has got this."""
+    itl_s: float = math.inf
+    """Objective: mean time between tokens."""
+    num_expected_tokens: int = 0
+    """Of the whole answer, for which a worker reserves room; 0: as many as its own settings say."""
 
     @property
     def sequence_id(self) -> str:
@@ -109,6 +120,8 @@ class FirstToken:
     prefill_s: float
     num_pulled_tokens: int = 0
     """Those of them that were not there when the request came."""
+    pull_s: float = 0.0
+    """What pulling them took; a part of `queue_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +143,57 @@ class NewTokens:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     num_pulled_tokens: int = 0
+    pull_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRequest:
+    sequence: SequenceSpec
+    ticket: Ticket | None
+    """Where the blocks go; None: they stay."""
+    source: PrefixSource | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRequest:
+    sequence: SequenceSpec
+    await_kv: bool
+    """Whether another worker computes the prompt."""
+    source: PrefixSource | None = None
+
+
+# The stream of a router and a worker. A call is one choice on that worker; its id is one of that stream.
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    call_id: int
+    request: PrefillRequest | DecodeRequest | None
+    """None: a kind that this version does not know."""
+    trace: Mapping[str, str]
+    """W3C trace context, by header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    call_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The call's last event: an error of Baton's tree."""
+
+    kind: str
+    message: str
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The call's last event: nothing more comes, and nothing is held any more."""
+
+
+Event = FirstToken | HandedOver | Ticket | NewTokens | Failed | Ended
 
 
 # The KV session. Every message about a transfer names its generation, so that one about a past reservation is dropped.

@@ -4,43 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator
 
-import grpc
 from opentelemetry.context import Context
 
-from baton import wire
 from baton.engine.engine import Generated, Reserved
 from baton.engine.loop import EngineLoop, SequenceHandle
 from baton.engine.sequence import Purpose, Sequence
-from baton.messages import NewTokens, PrefixSource, SequenceSpec, Ticket
+from baton.messages import DecodeRequest, NewTokens, PrefixSource, SequenceSpec, Ticket
 from baton.sampling import FinishReason
 from baton.telemetry import tracing
-from baton.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.transfer.endpoint import KvEndpoint
 
 
-class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
+class DecodeService:
     def __init__(self, worker_id: str, loop: EngineLoop, kv: KvEndpoint) -> None:
         self._worker_id = worker_id
         self._loop = loop
         self._kv = kv
 
-    async def Decode(  # noqa: N802 - the generated name
-        self, request: worker_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[worker_pb2.DecodeResponse]:
-        spec, await_kv, source = wire.decode_request_from_pb(request)
-        span = tracing.start_span(
-            "decode", tracing.from_metadata(context.invocation_metadata()), {"baton.worker": self._worker_id}
-        )
+    async def decode(self, request: DecodeRequest, trace: Context) -> AsyncGenerator[Ticket | NewTokens]:
+        """Serves one call, for as long as the generator is open."""
+        spec = request.sequence
+        span = tracing.start_span("decode", trace, {"baton.worker": self._worker_id})
         try:
-            serve = (
-                self._after_hand_over(spec) if await_kv else self._aggregated(spec, source, tracing.context_of(span))
-            )
+            if request.await_kv:
+                serve: AsyncGenerator[Ticket | NewTokens] = self._after_hand_over(spec)
+            else:
+                serve = self._aggregated(spec, request.source, tracing.context_of(span))
             async with contextlib.aclosing(serve) as events:
                 async for event in events:
-                    yield wire.decode_response(event)
+                    yield event
         finally:
             span.end()
 
@@ -49,10 +43,12 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
     ) -> AsyncGenerator[NewTokens]:
         """Prefills here, from a prefix pulled from `source` if there is one, and decodes here."""
         arrived_s = time.monotonic()
+        began_s = time.monotonic()
         num_pulled = await self._kv.fetch_prefix(spec, source, arrived_s, trace) if source else 0
+        pull_s = time.monotonic() - began_s if num_pulled else 0.0
         async with (
             self._loop.sequence(spec, Purpose.GENERATE, arrived_s) as handle,
-            contextlib.aclosing(self._tokens(handle, num_pulled)) as new,
+            contextlib.aclosing(self._tokens(handle, num_pulled, pull_s)) as new,
         ):
             async for message in new:
                 yield message
@@ -84,7 +80,9 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
                     async for message in messages:
                         yield message
 
-    async def _tokens(self, handle: SequenceHandle, num_pulled: int = 0) -> AsyncGenerator[NewTokens]:
+    async def _tokens(
+        self, handle: SequenceHandle, num_pulled: int = 0, pull_s: float = 0.0
+    ) -> AsyncGenerator[NewTokens]:
         """All further tokens; those that are ready together travel together."""
         is_first = True
         while True:
@@ -93,7 +91,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             token_ids = tuple(output.token_id for output in generated)
             finish_reason = generated[-1].finish_reason
             if is_first:
-                yield _first_message(handle.sequence, token_ids, finish_reason, num_pulled)
+                yield _first_message(handle.sequence, token_ids, finish_reason, num_pulled, pull_s)
             else:
                 yield NewTokens(token_ids, finish_reason)
             if finish_reason is not None:
@@ -102,7 +100,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
 
 
 def _first_message(
-    sequence: Sequence, token_ids: tuple[int, ...], finish_reason: FinishReason | None, num_pulled: int
+    sequence: Sequence, token_ids: tuple[int, ...], finish_reason: FinishReason | None, num_pulled: int, pull_s: float
 ) -> NewTokens:
     return NewTokens(
         token_ids,
@@ -111,4 +109,5 @@ def _first_message(
         queue_s=sequence.scheduled_s - sequence.arrival_s,
         prefill_s=sequence.first_token_s - sequence.scheduled_s,
         num_pulled_tokens=num_pulled,
+        pull_s=pull_s,
     )

@@ -10,8 +10,9 @@ from baton.cluster import Role
 from baton.config import Config
 from baton.engine.runner import Runner
 from baton.rpc import RpcServer
+from baton.rpc.calls import CallServicer
 from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
-from decode_worker.service import DecodeServicer
+from decode_worker.service import DecodeService
 from kvstore.member import Member
 
 
@@ -21,8 +22,9 @@ async def running(
 ) -> AsyncGenerator[tuple[Member, asyncio.Task[None]]]:
     """A decode worker that takes traffic while the block is entered. Yields as `Member.joined` does."""
     member = Member(Role.DECODE, worker_id, host, config, runner)
-    rpc = RpcServer(["baton.v1.DecodeWorker", "baton.v1.KvControl"])
-    worker_pb2_grpc.add_DecodeWorkerServicer_to_server(DecodeServicer(worker_id, member.loop, member.kv), rpc.server)
+    rpc = RpcServer(["baton.v1.WorkerCalls", "baton.v1.KvControl"])
+    service = DecodeService(worker_id, member.loop, member.kv)
+    worker_pb2_grpc.add_WorkerCallsServicer_to_server(CallServicer(decode=service.decode), rpc.server)
     kv_pb2_grpc.add_KvControlServicer_to_server(member.kv, rpc.server)
     port = rpc.bind(host, 0)
     async with member.joined(rpc, port) as ended:

@@ -16,6 +16,7 @@ from kvstore.transfer.nccl_env import nccl_environment
 if TYPE_CHECKING:
     from baton.engine.runner import Runner  # torch comes with it, and only the worker's own process needs that
 
+ARITHMETIC_LAYERS = 2
 RESOURCE = "baton_worker"
 """Both roles ask for the same Ray resource, so that a role flip changes nothing for Ray."""
 
@@ -90,6 +91,9 @@ def build_runner(config: Config) -> Runner:
             config.engine.block_size,
             max_model_len=max_model_len,
             max_num_seqs=config.engine.max_num_seqs,
+            num_layers=ARITHMETIC_LAYERS,
+            layer_s=config.engine.arithmetic_step_ms / 1e3 / ARITHMETIC_LAYERS,
+            token_s=config.engine.arithmetic_token_ms / 1e3,
         )
     if config.engine.runner == "transformers":
         from baton.engine.transformers_runner import TransformersRunner

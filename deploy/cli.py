@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from baton import config as baton_config
-from baton.api import Chat, ChatMessage, GenerateRequest, Prompt, Text
+from baton.api import Chat, ChatMessage, Explanation, GenerateRequest, Option, Prompt, Text
+from baton.cluster import Role
 from baton.config import Config
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequest
 from baton.telemetry import logs
 from deploy.client import Client
 
@@ -29,7 +32,26 @@ app = typer.Typer(
 console = Console(stderr=True, soft_wrap=True, highlight=False)
 
 Address = Annotated[str, typer.Option(help="Router, host:port.", envvar="BATON_ADDRESS")]
+ApiKey = Annotated[
+    str, typer.Option(help="The tenant's, where the cluster has tenants.", envvar="BATON_API_KEY", show_default=False)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+
+# Of `bench` and `simulate`: with the same ones both have the same requests.
+TracePath = Annotated[
+    Path | None, typer.Argument(help="Mooncake .jsonl or Azure .csv, also .gz; a generated conversation without it.")
+]
+Speed = Annotated[float, typer.Option(help="Rate of arrivals, times the trace's own.")]
+Requests = Annotated[int, typer.Option(help="The first so many; 0: all.")]
+FromS = Annotated[float, typer.Option("--from", help="Second of the trace at which to begin.")]
+Seconds = Annotated[float, typer.Option(help="Of the trace to replay, before --speed; 0: to its end.")]
+Scale = Annotated[int, typer.Option(help="Divide the lengths of prompts and outputs by this.")]
+Block = Annotated[
+    int | None, typer.Option(help="Tokens that a block of the trace has after --scale.", show_default="16")
+]
+MaxOutput = Annotated[int, typer.Option(help="Longest output, in tokens; 0: as the trace says.")]
+TtftMs = Annotated[float, typer.Option(help="Objective: time to first token.")]
+ItlMs = Annotated[float, typer.Option(help="Objective: mean time between tokens of a request.")]
 
 
 @app.command()
@@ -41,6 +63,7 @@ def up(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
     ask: Annotated[str | None, typer.Option(help="A prompt to answer once the cluster is ready.")] = None,
+    api_key: ApiKey = "",
 ) -> None:
     """Serve a model on this machine: Redis, Ray, both pools and the router. Ctrl-C ends all of it.
 
@@ -59,7 +82,7 @@ def up(
     settings = dataclasses.replace(settings, cluster=cluster)
     if model is not None:
         settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, id=model))
-    asyncio.run(run_up(settings, console, lambda ready: _on_ready(ready, ask)))
+    asyncio.run(run_up(settings, console, lambda ready: _on_ready(ready, ask, api_key)))
 
 
 @app.command()
@@ -70,20 +93,28 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the text as a user's message in a chat.")] = False,
     address: Address = baton_config.DEFAULT_ADDRESS,
+    api_key: ApiKey = "",
     as_json: AsJson = False,
 ) -> None:
     """Stream an answer to a prompt."""
     prompt: Prompt = Chat((ChatMessage("user", text),)) if chat else Text(text)
     optional = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     sampling = {name: value for name, value in optional.items() if value is not None}
-    _generate(GenerateRequest(prompt, sampling=sampling), address, as_json)
+    _generate(GenerateRequest(prompt, sampling=sampling), Client(address, api_key), as_json)
 
 
 @app.command()
-def status(address: Address = baton_config.DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
-    """Show pools, workers, routers and Redis."""
+def status(
+    address: Address = baton_config.DEFAULT_ADDRESS,
+    explain: Annotated[str, typer.Option(metavar="REQUEST", help="Why a request went where it went, by its id.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show pools, workers, routers and Redis; or explain how a request was placed."""
     client = Client(address)
     try:
+        if explain:
+            show_explanations(client.explain(explain), explain, as_json)
+            return
         report = client.status()
     finally:
         client.close()
@@ -128,6 +159,48 @@ def transfer_table(workers: list[dict[str, Any]]) -> Table:
     return table
 
 
+def show_explanations(explanations: list[Explanation], request_id: str, as_json: bool) -> None:
+    """Raises InvalidRequest if there are none."""
+    if not explanations:
+        raise InvalidRequest(f"the router does not know a request {request_id!r}; it keeps the latest few hundred")
+    if as_json:
+        print(json.dumps([_finite(dataclasses.asdict(each)) for each in explanations], indent=2))  # noqa: T201
+        return
+    out = Console(soft_wrap=True)
+    for each in explanations:
+        workers = " -> ".join(name for name in (each.prefill_worker, each.decode_worker) if name)
+        pulled = f", pulls {each.source_tokens} tokens from {each.source}" if each.source else ""
+        measured = f"{each.measured_ttft_s:.3f} s" if each.measured_ttft_s else "not yet"
+        out.print(f"{each.request_id}/{each.choice_index}: {each.mode} on {workers}{pulled}; {each.outcome}")
+        out.print(
+            f"tenant {each.tenant}, class {each.slo_class}, priority {each.priority}; objectives: first token "
+            f"{each.ttft_objective_s:g} s, between tokens {each.itl_objective_s:g} s"
+        )
+        out.print(f"{each.num_prompt_tokens} prompt tokens, room for {each.num_expected_tokens} tokens of answer")
+        out.print(f"first token: predicted {each.predicted_ttft_s:.3f} s, measured {measured}")
+        out.print(option_table(each.options))
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no infinity: null is an objective that nothing can miss."""
+    return {name: None if value == math.inf else value for name, value in values.items()}
+
+
+def option_table(options: Sequence[Option]) -> Table:
+    """The workers that could have been chosen, the quickest to a first token first; 80 columns wide."""
+    table = _table("worker (ms)", "cached", "wait", "pull", "compute", "cost", "room", "exposed", "step")
+    for option in options:
+        seconds = (option.wait_s, option.pull_s, option.compute_s, option.cost_s)
+        decoding = (option.room_s, option.exposed_s, option.step_s)
+        table.add_row(
+            option.worker_id,
+            str(option.num_cached_tokens),
+            *(f"{value * 1e3:.1f}" for value in seconds),
+            *(f"{value * 1e3:.1f}" if option.role == Role.DECODE else "" for value in decoding),
+        )
+    return table
+
+
 def _table(*headings: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in headings:
@@ -157,34 +230,111 @@ def doctor(
 
 
 @app.command()
-def simulate(
-    trace: Annotated[
-        Path | None,
-        typer.Argument(help="Mooncake .jsonl or Azure .csv, also .gz; a generated conversation without it."),
+def bench(
+    trace: TracePath = None,
+    address: Address = baton_config.DEFAULT_ADDRESS,
+    api_key: ApiKey = "",
+    speed: Speed = 1.0,
+    requests: Requests = 0,
+    from_s: FromS = 0.0,
+    seconds: Seconds = 0.0,
+    scale: Scale = 1,
+    block: Block = None,
+    max_output: MaxOutput = 0,
+    concurrency: Annotated[
+        int, typer.Option(help="Requests in flight at most, others wait; 0: each is sent at its time.")
+    ] = 0,
+    vocab: Annotated[
+        int | None,
+        typer.Option(help="Prompts' token ids are below this; the model must know all.", show_default="32000"),
     ] = None,
+    ttft_ms: TtftMs = 5000.0,
+    itl_ms: ItlMs = 100.0,
+    seed: Annotated[int, typer.Option(help="Of tokens; a new one makes prompts that no cache has yet.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a trace against a running cluster, in real time, and tell what its clients saw.
+
+    Beside `baton simulate`, whose figures these are too, or to load a cluster.
+    Prompts share tokens where the trace's share blocks; an answer has exactly
+    the trace's length. Times count from when a request was due. What does not
+    fit the model is cut or left out, and counted. Ctrl-C ends it, with what was
+    measured. Exit status 1: nothing was served.
+
+    baton bench conversation.jsonl.gz --scale 64 --seconds 60    suits a laptop
+
+    With --json it also tells what work costs here, for `baton simulate --costs`.
+    """
+    from deploy.bench.command import Options, run
+    from deploy.simulate.trace_shape import TraceOptions
+
+    part = TraceOptions(trace, speed, requests, from_s, seconds, scale, block, seed)
+    options = Options(part, address, api_key, max_output, concurrency, vocab, ttft_ms, itl_ms)
+    if not run(options, as_json, console):
+        raise typer.Exit(1)
+
+
+@app.command()
+def simulate(
+    trace: TracePath = None,
     prefill: Annotated[int, typer.Option(help="Prefill workers; 0: every worker does both.")] = 0,
     decode: Annotated[int, typer.Option(help="Workers that decode.")] = 8,
-    blocks: Annotated[int, typer.Option(help="KV blocks of a worker.")] = 5000,
+    blocks: Annotated[
+        int | None, typer.Option(help="KV blocks of a worker.", show_default="5000, or as --costs says")
+    ] = None,
     profile: Annotated[str, typer.Option(help="Model and GPUs of a worker; `list` names those known.")] = (
         "llama-3-70b@8xa100"
     ),
+    costs: Annotated[
+        Path | None, typer.Option(metavar="BENCH.json", help="Instead of --profile: from `baton bench --json`.")
+    ] = None,
+    pools: Annotated[
+        list[str] | None, typer.Option(metavar="P:D", help="Instead of --prefill and --decode; once for each.")
+    ] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Once for each; all without it. `list` names them.")] = None,
-    speed: Annotated[float, typer.Option(help="Rate of arrivals, times the trace's own.")] = 1.0,
-    requests: Annotated[int, typer.Option(help="Of the trace's beginning; 0: all.")] = 0,
-    ttft_ms: Annotated[float, typer.Option(help="Objective: time to first token.")] = 5000.0,
-    itl_ms: Annotated[float, typer.Option(help="Objective: mean time between tokens of a request.")] = 100.0,
+    speed: Speed = 1.0,
+    load: Annotated[list[float] | None, typer.Option(help="Rate of arrivals, times --speed; once for each.")] = None,
+    requests: Requests = 0,
+    from_s: FromS = 0.0,
+    seconds: Seconds = 0.0,
+    scale: Scale = 1,
+    block: Block = None,
+    max_output: MaxOutput = 0,
+    ttft_ms: TtftMs = 5000.0,
+    itl_ms: ItlMs = 100.0,
     seed: Annotated[int, typer.Option(help="Of whatever is random.")] = 0,
-    jobs: Annotated[int, typer.Option(help="Policies simulated at a time; 0: one a core.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Runs at a time; 0: one a core.")] = 0,
+    plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write pictures (PNG) there.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace through this router's placement and through those of others, in virtual time.
 
-    Engines, schedulers and block pools are the production's; steps cost what the profile's roofline says.
+    Engines, schedulers and block pools are the production's. Steps cost what the
+    profile's roofline says, or what they have cost on a real cluster:
+
+    baton bench TRACE --scale 64 --json > bench.json
+
+    baton simulate TRACE --scale 64 --costs bench.json --prefill 1 --decode 1
     """
     from deploy.simulate.command import Options, run
+    from deploy.simulate.trace_shape import TraceOptions
 
+    part = TraceOptions(trace, speed, requests, from_s, seconds, scale, block, seed)
     options = Options(
-        trace, prefill, decode, blocks, profile, tuple(policy or ()), speed, requests, ttft_ms, itl_ms, seed, jobs
+        part,
+        prefill,
+        decode,
+        blocks,
+        profile,
+        costs,
+        max_output,
+        tuple(policy or ()),
+        ttft_ms,
+        itl_ms,
+        jobs,
+        tuple(load or ()),
+        tuple(pools or ()),
+        plot,
     )
     run(options, as_json, console)
 
@@ -203,7 +353,7 @@ def _print_error(error: BaseException) -> None:
     console.print(str(error), markup=False)
 
 
-def _on_ready(settings: Config, ask: str | None) -> None:
+def _on_ready(settings: Config, ask: str | None, api_key: str) -> None:
     cluster = settings.cluster
     address = f"{cluster.host}:{cluster.grpc_port}"
     print(f"BATON READY grpc={address} http={cluster.host}:{cluster.http_port}", flush=True)  # noqa: T201
@@ -212,14 +362,14 @@ def _on_ready(settings: Config, ask: str | None) -> None:
         console.print(ask, end="", style="bold", markup=False)
         try:
             sample = GenerateRequest(Text(ask), sampling={"max_tokens": 24, "temperature": 0.0})
-            _generate(sample, address, as_json=False)
+            _generate(sample, Client(address, api_key), as_json=False)
         except BatonError as error:
             _print_error(error)
         console.print("==> Serving. Ctrl-C ends it; in another terminal: baton generate 'Hello'", style="dim")
 
 
-def _generate(request: GenerateRequest, address: str, as_json: bool) -> None:
-    client = Client(address)
+def _generate(request: GenerateRequest, client: Client, as_json: bool) -> None:
+    """Prints the answer, and closes the client."""
     chunks = []
     try:
         for chunk in client.generate(request):

@@ -35,6 +35,7 @@ from deploy.models import ProgressDisplay, cache_dir, resolve
 from deploy.processes import die_with_parent, why_taken
 from deploy.redis import EmbeddedRedis
 from kvstore.transfer.faults import parse_faults
+from router.tenants import TenantBook
 
 if TYPE_CHECKING:
     from deploy.pools import Pools
@@ -100,6 +101,7 @@ async def up(config: Config, console: Console, on_ready: Callable[[Config], obje
         ConfigError, ModelLoadError: something cannot run as configured; what had started has ended again.
     """
     parse_faults(config.faults.spec)  # here, not after a minute in every worker
+    TenantBook.configured(config.router.tenants_file)  # here, not in the router's log
     stop = asyncio.Event()
     _set_on_signals(stop)
     main = asyncio.create_task(_run(config, console, on_ready, stop))

@@ -107,6 +107,7 @@ class Member:
                 wire_compat=self.wire_compat,
                 block_size=spec.block_size,
                 max_model_len=self.runner.max_model_len,
+                chunk_tokens=self.config.engine.max_num_batched_tokens,
             )
             self.kv.receiver.kv_address = self.info.address
             self._publisher = self._publisher_of(epoch, index)
@@ -154,6 +155,8 @@ class Member:
             waiting=load.waiting,
             queued_tokens=load.queued_tokens,
             blocks=load.blocks,
+            preemptions=load.preemptions,
+            costs=load.costs,
             self_check=self.loop.self_check,
             transfers=self.kv.counts(),
         )

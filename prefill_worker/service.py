@@ -5,48 +5,36 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
 
-import grpc
 from opentelemetry.context import Context
 
-from baton import wire
 from baton.engine.engine import Admitted, Generated
 from baton.engine.loop import EngineLoop, SequenceHandle
 from baton.engine.sequence import Purpose
 from baton.errors import TransferError, WorkerFailed
-from baton.messages import FirstToken, HandedOver, PrefixSource, SequenceSpec, Ticket
+from baton.messages import FirstToken, HandedOver, PrefillRequest
 from baton.telemetry import tracing
-from baton.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.sender import Transfer
 
 
-class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
+class PrefillService:
     def __init__(self, worker_id: str, loop: EngineLoop, kv: KvEndpoint) -> None:
         self._worker_id = worker_id
         self._loop = loop
         self._kv = kv
 
-    async def Prefill(  # noqa: N802 - the generated name
-        self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
-        spec, ticket, source = wire.prefill_request_from_pb(request)
-        trace = tracing.from_metadata(context.invocation_metadata())
-        async with contextlib.aclosing(self._prefill(spec, ticket, source, trace)) as events:
-            async for event in events:
-                yield wire.prefill_response(event)
-
-    async def _prefill(
-        self, spec: SequenceSpec, ticket: Ticket | None, source: PrefixSource | None, trace: Context
-    ) -> AsyncGenerator[FirstToken | HandedOver]:
+    async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[FirstToken | HandedOver]:
         """In order: offer, pull what another worker holds, compute and send side by side, first token, hand-over."""
+        spec, ticket, source = request.sequence, request.ticket, request.source
         labels: tracing.Attributes = {"baton.worker": self._worker_id}
         arrived_s = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
             transfer = await stack.enter_async_context(self._kv.sender.transfer(ticket)) if ticket else None
             await self._kv.sender.wait_for_room(self._loop.max_waiting)
+            began_s = time.monotonic()
             num_pulled = await self._kv.fetch_prefix(spec, source, arrived_s, trace) if source else 0
+            pull_s = time.monotonic() - began_s if num_pulled else 0.0
             handle = await stack.enter_async_context(self._loop.sequence(spec, Purpose.PREFILL, arrived_s))
             admitted = await handle.next()
             assert isinstance(admitted, Admitted)
@@ -62,7 +50,13 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             tracing.record_span("prefill.compute", trace, prefill_s, computed)
             # The first token goes out at once; the blocks stay held until the transfer is over.
             yield FirstToken(
-                output.token_id, output.finish_reason, sequence.num_cached_tokens, queue_s, prefill_s, num_pulled
+                output.token_id,
+                output.finish_reason,
+                sequence.num_cached_tokens,
+                queue_s,
+                prefill_s,
+                num_pulled,
+                pull_s,
             )
             if transfer is not None and output.finish_reason is None:
                 handed_over = await _finished(transfer, output.token_id)

@@ -6,6 +6,9 @@
 
 Whoever computes the prompt may be told a source: a worker with a longer prefix of it, from which it pulls first.
 
+A choice is placed before it is let in: admission needs to know when its first token would come. What it is let in with
+is a deadline for that token; when it has passed, or when the choice has to make way, the client is told at once.
+
 A failure before the last token places the choice again, with the tokens emitted so far as part of its prompt. Tokens
 are drawn by position, so the stream goes on as if nothing had happened.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, field, replace
@@ -29,6 +33,7 @@ from baton.errors import (
     InvalidRequest,
     NoWorker,
     Overloaded,
+    TransferCancelled,
     TransferCorrupted,
     TransferError,
     TransferRefused,
@@ -36,8 +41,10 @@ from baton.errors import (
 )
 from baton.messages import FirstToken, HandedOver, NewTokens, PrefixSource, SequenceSpec, Ticket
 from baton.telemetry.instruments import Instruments
+from router.admission import PATIENCE, AnswerHistory, Claim, Entry, Gate
+from router.decisions import Decision, DecisionLog
 from router.hints import Hint, HintBook
-from router.placement import Mode, Placement, Prompt, Weights, place
+from router.placement import Job, Mode, Placement, Prediction, PriceFit, Prompt, place
 from router.pools import PoolView
 from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
 
@@ -68,6 +75,8 @@ class ChoiceRecord:
     source: str = ""
     """Worker from which a prefix was to be pulled; empty: nobody."""
     mode: str = ""
+    decision: Decision | None = None
+    """Of the first attempt."""
     retries: int = 0
     emitted: list[int] = field(default_factory=list)
 
@@ -98,34 +107,68 @@ class _Lessons:
                 self.doubted |= {record.prefill_worker, record.decode_worker} - {failure.worker.info.id}
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One placement of one choice."""
+
+    spec: SequenceSpec
+    claim: Claim
+    placement: Placement
+    hint: Hint
+    job: Job
+    entry: Entry
+    record: ChoiceRecord
+    trace: Context
+
+
 class Dispatcher:
     def __init__(
-        self, pools: PoolView, calls: WorkerCalls, hints: HintBook, config: RouterConfig, instruments: Instruments
+        self,
+        pools: PoolView,
+        calls: WorkerCalls,
+        hints: HintBook,
+        decisions: DecisionLog,
+        config: RouterConfig,
+        instruments: Instruments,
     ) -> None:
         self._pools = pools
         self._calls = calls
         self._hints = hints
+        self._decisions = decisions
         self._config = config
-        self._weights = Weights.of(config)
         self._instruments = instruments
+        self._gate = Gate()
+        self._history = AnswerHistory(config.expected_output_floor, config.expected_output_default)
+        self._prices = PriceFit()
+        self._patience: dict[Entry, asyncio.Timeout] = {}
+        """Of the choices that wait for their first token."""
 
-    async def run(self, spec: SequenceSpec, record: ChoiceRecord, trace: Context) -> AsyncGenerator[NewTokens]:
+    async def run(
+        self, spec: SequenceSpec, claim: Claim, record: ChoiceRecord, trace: Context
+    ) -> AsyncGenerator[NewTokens]:
         """The tokens of one choice, as they come; the last message has the finish reason.
 
         Closing the generator early cancels the choice on every worker.
 
         Raises:
-            Overloaded, NoWorker, WorkerFailed, TransferError: the choice could not be served within
-                `max_attempts` placements.
+            Overloaded: its first token would come too late, or did not come in time.
+            NoWorker, WorkerFailed, TransferError: the choice could not be served within `max_attempts` placements.
         """
+        expected = self._history.expect(claim.tenant.id, spec.max_tokens, spec.ignore_eos)
+        spec = replace(spec, priority=claim.priority, itl_s=claim.objective.itl_s, num_expected_tokens=expected)
         lessons = _Lessons()
         for attempt in range(self._config.max_attempts):
-            current = replace(spec, token_ids=spec.token_ids + tuple(record.emitted), attempt=attempt)
+            current = replace(
+                spec,
+                token_ids=spec.token_ids + tuple(record.emitted),
+                attempt=attempt,
+                ttft_s=max(0.0, claim.arrived_s + claim.objective.ttft_s - time.monotonic()),
+            )
             mode = self._config.mode
             if mode == "auto" and lessons.num_failed_transfers >= MAX_FAILED_TRANSFERS:
                 mode = Mode.AGGREGATED  # slower perhaps, but nothing has to travel
             try:
-                async with contextlib.aclosing(self._attempt(current, mode, lessons, record, trace)) as messages:
+                async with contextlib.aclosing(self._attempt(current, claim, mode, lessons, record, trace)) as messages:
                     async for message in messages:
                         record.emitted += message.token_ids
                         yield message
@@ -142,46 +185,92 @@ class Dispatcher:
                     "%s is placed again after %d tokens: %s", current.sequence_id, len(record.emitted), failure.error
                 )
 
+    def answered(self, claim: Claim, record: ChoiceRecord) -> None:
+        """A choice has come to its end, by itself, its limit or a stop string: its length is what others' will be."""
+        self._history.observe(claim.tenant.id, len(record.emitted))
+
     async def _attempt(
-        self, spec: SequenceSpec, mode: str, lessons: _Lessons, record: ChoiceRecord, trace: Context
+        self, spec: SequenceSpec, claim: Claim, mode: str, lessons: _Lessons, record: ChoiceRecord, trace: Context
     ) -> AsyncGenerator[NewTokens]:
         record.began_s = time.monotonic()
         block_size = next((worker.info.block_size for worker in self._pools.workers), GRANULE)
-        prompt = Prompt(len(spec.token_ids), tuple(block_keys(spec.cache_seed, spec.token_ids, block_size)))
-        placement, hint = await self._place(spec, prompt, mode, lessons)
+        keys = tuple(block_keys(spec.cache_seed, spec.token_ids, block_size))
+        prompt = Prompt(len(spec.token_ids), keys, spec.num_expected_tokens)
+        entry = Entry(claim.tenant, claim.priority, spec.ttft_s)
+        placement, hint = await self._place(spec, claim, prompt, mode, lessons)
+        entry.is_placed(placement)
+        if spec.attempt == 0:
+            prediction = self._predicted(entry, placement)
+            record.decision = self._decisions.note(spec, claim, placement, prediction)
+            self._let_in(entry, record.decision)
         record.mode, record.source = placement.mode, placement.source
         record.prefill_worker, record.decode_worker = placement.prefill_worker, placement.decode_worker
         self._instruments.placements.add(
             1, {"mode": placement.mode, "prefill": placement.prefill_worker, "decode": placement.decode_worker}
         )
-        serve = self._split if placement.mode is Mode.SPLIT else self._aggregated
-        async with contextlib.aclosing(serve(spec, prompt, placement, hint, record, trace)) as messages:
-            async for message in messages:
-                yield message
+        try:
+            serve = self._split if placement.mode is Mode.SPLIT else self._aggregated
+            attempt = _Attempt(
+                spec,
+                claim,
+                placement,
+                hint,
+                Job(entry.turn, entry.compute_s, prompt.num_tokens, prompt.num_expected_tokens),
+                entry,
+                record,
+                trace,
+            )
+            async with contextlib.aclosing(serve(attempt)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._gate.left(entry)
 
-    async def _place(self, spec: SequenceSpec, prompt: Prompt, mode: str, lessons: _Lessons) -> tuple[Placement, Hint]:
+    def _predicted(self, entry: Entry, placement: Placement) -> Prediction:
+        """Whoever cannot meet its objective even alone, waits for all others."""
+        if not entry.turn[1]:
+            return placement.prediction
+        wait_s = self._pools.wait_s(self._pools.get(entry.worker_id), entry.turn)
+        return replace(placement.prediction, wait_s=wait_s)
+
+    def _let_in(self, entry: Entry, decision: Decision) -> None:
+        """Raises Overloaded if its first token would come too late. Whoever has to go for it, is told at once."""
+        try:
+            victims = self._gate.admit(entry, decision.prediction)
+        except Overloaded as refusal:
+            decision.outcome = f"refused: {refusal}"
+            raise
+        for victim in victims:
+            self._instruments.shed.add(1, {"tenant": victim.tenant.id})
+            patience = self._patience.get(victim)
+            if patience is not None and not patience.expired():
+                patience.reschedule(0.0)
+
+    async def _place(
+        self, spec: SequenceSpec, claim: Claim, prompt: Prompt, mode: str, lessons: _Lessons
+    ) -> tuple[Placement, Hint]:
         """Waits, within bounds, until the workers for a request are there.
 
         Returns:
             The placement, and what was believed of the worker that computes the prompt.
         """
         deadline = time.monotonic() + self._config.worker_wait_s
-        settings = self._config
+        turn = (-claim.priority, False)
         decide = partial(
             place,
-            weights=self._weights,
-            aggregate_below_tokens=settings.aggregate_below_tokens,
-            pull_above_tokens=settings.pull_above_tokens,
+            objective=claim.objective,
+            weights=claim.weights,
+            prices=self._prices.prices,
+            pull_above_tokens=self._config.pull_above_tokens,
             not_from=lessons.not_from,
         )
         while True:
-            candidates = self._pools.candidates(prompt, lessons.refused)
+            candidates = self._pools.candidates(prompt, turn, lessons.refused)
             undoubted = [c for c in candidates if c.worker_id not in lessons.doubted]
             placement = decide(prompt, undoubted, mode) or decide(prompt, candidates, mode)
             if placement is not None:
-                computes = placement.prefill_worker or placement.decode_worker
-                believed = next(c.num_cached_tokens for c in candidates if c.worker_id == computes)
-                return placement, self._hints.note(spec, prompt, self._pools.get(computes), believed)
+                believed = next(c.num_cached_tokens for c in candidates if c.worker_id == placement.computes)
+                return placement, self._hints.note(spec, prompt, self._pools.get(placement.computes), believed)
             if lessons.refused:
                 raise Overloaded("every worker's queue is full; try again later")
             if time.monotonic() >= deadline:
@@ -190,57 +279,60 @@ class Dispatcher:
                 )
             await self._pools.wait_for_change(deadline - time.monotonic())
 
-    async def _aggregated(
-        self, spec: SequenceSpec, prompt: Prompt, placement: Placement, hint: Hint, record: ChoiceRecord, trace: Context
-    ) -> AsyncGenerator[NewTokens]:
-        worker = self._pools.get(placement.decode_worker)
-        source = self._source(placement)
+    async def _aggregated(self, attempt: _Attempt) -> AsyncGenerator[NewTokens]:
+        spec, job, trace = attempt.spec, attempt.job, attempt.trace
+        worker = self._pools.get(attempt.placement.decode_worker)
+        source = self._source(attempt.placement)
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(self._pools.decoding(worker, prompt.num_tokens))
+            stack.enter_context(self._pools.decoding(worker, job))
             queued = stack.enter_context(contextlib.ExitStack())
-            queued.enter_context(self._pools.computing(worker, _num_uncached(prompt, placement, hint)))
+            queued.enter_context(self._pools.computing(worker, job))
             async with self._calls.decode(worker, spec, await_kv=False, source=source, trace=trace) as stream:
-                message = await _read_tokens(stream)
+                async with self._patient(attempt):
+                    message = await _read_tokens(stream)
                 queued.close()
-                self._book_prefill(record, hint, message)
+                self._book_prefill(attempt, message)
                 yield message
                 while message.finish_reason is None:
                     message = await _read_tokens(stream)
                     yield message
 
-    async def _split(
-        self, spec: SequenceSpec, prompt: Prompt, placement: Placement, hint: Hint, record: ChoiceRecord, trace: Context
-    ) -> AsyncGenerator[NewTokens]:
-        decode_worker = self._pools.get(placement.decode_worker)
-        prefill_worker = self._pools.get(placement.prefill_worker)
-        source = self._source(placement)
+    async def _split(self, attempt: _Attempt) -> AsyncGenerator[NewTokens]:
+        spec, job, trace = attempt.spec, attempt.job, attempt.trace
+        decode_worker = self._pools.get(attempt.placement.decode_worker)
+        prefill_worker = self._pools.get(attempt.placement.prefill_worker)
+        source = self._source(attempt.placement)
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(self._pools.decoding(decode_worker, prompt.num_tokens))
+            stack.enter_context(self._pools.decoding(decode_worker, job))
             queued = stack.enter_context(contextlib.ExitStack())
-            queued.enter_context(self._pools.computing(prefill_worker, _num_uncached(prompt, placement, hint)))
+            queued.enter_context(self._pools.computing(prefill_worker, job))
 
             decode = await stack.enter_async_context(
                 self._calls.decode(decode_worker, spec, await_kv=True, trace=trace)
             )
-            ticket = await decode.read()
-            assert isinstance(ticket, Ticket)
-            prefill = await stack.enter_async_context(
-                self._calls.prefill(prefill_worker, spec, ticket, source=source, trace=trace)
-            )
-            # The decode worker says nothing before the hand-over; it is read so that its death is not noticed later.
-            computing, reading = await stack.enter_async_context(_both(prefill.read(), _read_tokens(decode)))
-            await asyncio.wait((computing, reading), return_when=asyncio.FIRST_COMPLETED)
-            if not computing.done():
-                reading.result()
-            first = await computing
+            async with self._patient(attempt):
+                ticket = await decode.read()
+                assert isinstance(ticket, Ticket)
+                prefill = await stack.enter_async_context(
+                    self._calls.prefill(prefill_worker, spec, ticket, source=source, trace=trace)
+                )
+                # The decode worker says nothing before the hand-over; it is read so that its death is noticed at once.
+                computing, reading = await stack.enter_async_context(_both(prefill.read(), _read_tokens(decode)))
+                await asyncio.wait((computing, reading), return_when=asyncio.FIRST_COMPLETED)
+                if reading.done() and _gave_up(reading):
+                    # So it looks as well when the first token is the last, and its message is behind this one.
+                    await asyncio.wait((computing,), timeout=HAND_OVER_REPORT_S)
+                if not computing.done():
+                    reading.result()
+                first = await computing
             assert isinstance(first, FirstToken)
             queued.close()
-            self._book_prefill(record, hint, first)
+            self._book_prefill(attempt, first)
             yield NewTokens((first.token_id,), first.finish_reason)
             if first.finish_reason is not None:
                 return
             handing_over = await stack.enter_async_context(
-                _cancelled_at_exit(asyncio.create_task(self._book_hand_over(prefill, record)))
+                _cancelled_at_exit(asyncio.create_task(self._book_hand_over(prefill, ticket, attempt.record)))
             )
             message = await _first_after_hand_over(handing_over, reading)
             while message.finish_reason is None:
@@ -250,12 +342,41 @@ class Dispatcher:
             await asyncio.wait((handing_over,), timeout=HAND_OVER_REPORT_S)
             yield message
 
+    @contextlib.asynccontextmanager
+    async def _patient(self, attempt: _Attempt) -> AsyncGenerator[None]:
+        """The wait for a choice's first token.
+
+        Raises:
+            Overloaded: it did not come within PATIENCE times its objective, or the choice has to make way.
+        """
+        entry, record = attempt.entry, attempt.record
+        alone_s = attempt.job.compute_s if attempt.job.turn[1] else 0.0
+        patience_s = PATIENCE * (attempt.claim.objective.ttft_s + alone_s)
+        left_s = attempt.claim.arrived_s + patience_s - time.monotonic()
+        is_bound = not record.emitted and patience_s < math.inf
+        try:
+            async with asyncio.timeout(left_s if is_bound else None) as patience:
+                self._patience[entry] = patience
+                yield
+        except TimeoutError:
+            reason = f"no first token within {patience_s:.1f} s"
+            if patience.when() == 0.0:
+                reason = "the request had to make way for tenants with less in the queue"
+            if record.decision is not None:
+                record.decision.outcome = f"refused: {reason}"
+            raise Overloaded(f"{reason}; try again later", retry_after_s=max(0.1, attempt.job.compute_s)) from None
+        finally:
+            self._patience.pop(entry, None)
+            self._gate.left(entry)
+
     def _source(self, placement: Placement) -> PrefixSource | None:
         if not placement.source:
             return None
         return PrefixSource(placement.source, self._pools.get(placement.source).info.address, placement.source_tokens)
 
-    async def _book_hand_over(self, prefill: WorkerStream[FirstToken | HandedOver], record: ChoiceRecord) -> None:
+    async def _book_hand_over(
+        self, prefill: WorkerStream[FirstToken | HandedOver], ticket: Ticket, record: ChoiceRecord
+    ) -> None:
         """Returns once the prefill worker has reported.
 
         Raises:
@@ -264,24 +385,38 @@ class Dispatcher:
         handed_over = await prefill.read()
         assert isinstance(handed_over, HandedOver)
         record.transfer_s = handed_over.exposed_s
+        self._prices.handed_over(ticket.num_tokens - ticket.skip_tokens, handed_over.exposed_s)
         self._instruments.transfer_duration.record(handed_over.transfer_s)
         self._instruments.transfer_exposed.record(handed_over.exposed_s)
         self._instruments.transfer_bytes.add(handed_over.num_bytes)
 
-    def _book_prefill(self, record: ChoiceRecord, hint: Hint, answer: FirstToken | NewTokens) -> None:
+    def _book_prefill(self, attempt: _Attempt, answer: FirstToken | NewTokens) -> None:
+        record, prediction = attempt.record, attempt.placement.prediction
         # What was pulled may be gone again before the worker looked.
-        self._hints.settle(hint, max(0, answer.num_cached_tokens - answer.num_pulled_tokens))
+        self._hints.settle(attempt.hint, max(0, answer.num_cached_tokens - answer.num_pulled_tokens))
         if record.num_cached_tokens is None:
             record.num_cached_tokens = answer.num_cached_tokens
+        if answer.num_pulled_tokens:
+            self._prices.pulled(answer.num_pulled_tokens, answer.pull_s)
         record.prefill_s = answer.prefill_s
-        record.queue_s = max(0.0, time.monotonic() - record.began_s - answer.prefill_s)
+        elapsed_s = time.monotonic() - record.began_s
+        if record.decision is not None and attempt.spec.attempt == 0:
+            record.decision.ttft_s = elapsed_s
+        record.queue_s = max(0.0, elapsed_s - answer.prefill_s)
         self._instruments.queue_duration.record(record.queue_s)
         self._instruments.prefill_duration.record(answer.prefill_s, {"mode": record.mode})
+        for what, predicted_s, measured_s in (
+            ("ttft", prediction.ttft_s, elapsed_s),
+            ("compute", prediction.compute_s, answer.prefill_s),
+        ):
+            if measured_s > 0:
+                self._instruments.prediction_error.record(abs(predicted_s - measured_s) / measured_s, {"of": what})
 
 
-def _num_uncached(prompt: Prompt, placement: Placement, hint: Hint) -> int:
-    """Prompt tokens that the worker has to compute, as far as is believed."""
-    return prompt.num_tokens - max(hint.num_tokens, placement.source_tokens)
+def _gave_up(reading: asyncio.Task[NewTokens]) -> bool:
+    """Whether a decode worker's stream ended because the sender wanted its transfer no more."""
+    failure = reading.exception()
+    return isinstance(failure, WorkerCallError) and isinstance(failure.error, TransferCancelled)
 
 
 async def _first_after_hand_over(handing_over: asyncio.Task[None], reading: asyncio.Task[NewTokens]) -> NewTokens:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import email.message
 import json
 import math
 import time
@@ -17,12 +18,13 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.api import Chat, GenerateChunk, GenerateRequest, Prompt, Text, Usage
-from baton.errors import BatonError, InvalidRequest, Overloaded, Unsupported
+from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated, Unsupported
 from baton.telemetry import tracing
 from router.admission import check_model
 from router.openai import (
@@ -31,18 +33,25 @@ from router.openai import (
     CompletionBody,
     DetokenizeBody,
     Shape,
+    SloBody,
     TokenizeBody,
     chat_message,
     error_body,
 )
 from router.service import RouterService
+from router.tenants import TenantBook, api_key_of
 
+Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 8 * 2**20
+OPEN_PATHS = {"/healthz", "/readyz", "/metrics"}
+"""What needs no API key: probes and scrapers have none."""
 
 
-def create_app(service: RouterService, is_ready: Callable[[], str], metrics: Callable[[], bytes]) -> FastAPI:
+def create_app(
+    service: RouterService, tenants: TenantBook, is_ready: Callable[[], str], metrics: Callable[[], bytes]
+) -> FastAPI:
     """The HTTP application.
 
     Args:
@@ -56,14 +65,19 @@ def create_app(service: RouterService, is_ready: Callable[[], str], metrics: Cal
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)
     app.add_middleware(_BodyLimit)
+    app.add_middleware(_Authentication, tenants=tenants)  # the last is the first that a request meets
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
+    async def chat_completions(request: Request) -> Response:
+        body = await _body(request, ChatBody)
         return await _answer(service, request, body, [body.prompt()], is_chat=True)
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionBody, request: Request) -> Response:
+    async def completions(request: Request) -> Response:
+        body = await _body(request, CompletionBody)
         return await _answer(service, request, body, body.prompts(), is_chat=False)
+
+    # Not as FastAPI's own routes, whose machinery for dependencies costs half as much as the rest of a request.
+    app.add_route("/v1/chat/completions", chat_completions, ["POST"])
+    app.add_route("/v1/completions", completions, ["POST"])
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -108,6 +122,38 @@ def create_app(service: RouterService, is_ready: Callable[[], str], metrics: Cal
     return app
 
 
+async def _body(request: Request, kind: type[Body]) -> Body:
+    """The body, validated as FastAPI does it.
+
+    Raises:
+        RequestValidationError: it is no JSON, or not what is asked for.
+        HTTPException: it is no text.
+    """
+    value: Any = await request.body()
+    try:
+        if value and _is_json(request.headers.get("content-type", "")):
+            value = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise RequestValidationError([{"loc": ("body", error.pos), "msg": "JSON decode error"}]) from error
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, "There was an error parsing the body") from error
+    if value == b"":
+        raise RequestValidationError([{"loc": ("body",), "msg": "Field required"}])
+    try:
+        return kind.model_validate(value, from_attributes=True)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(include_url=False)) from error
+
+
+def _is_json(content_type: str) -> bool:
+    if content_type == "application/json":
+        return True
+    message = email.message.Message()
+    message["content-type"] = content_type
+    kind, _, subtype = message.get_content_type().partition("/")
+    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
 async def _answer(
     service: RouterService, request: Request, body: ChatBody | CompletionBody, prompts: list[Prompt], *, is_chat: bool
 ) -> Response:
@@ -116,8 +162,17 @@ async def _answer(
     kind = "chatcmpl" if is_chat else "cmpl"
     request_id = body.request_id or f"{kind}-{uuid.uuid4().hex}"
     shape = Shape(request_id, int(time.time()), service.facts.id, is_chat)
-    generate = GenerateRequest(prompts[0], request_id, body.model or "", body.sampling())
-    chunks = service.generate(generate, tracing.from_metadata(request.headers.items()))
+    slo = body.slo or SloBody()
+    generate = GenerateRequest(
+        prompts[0],
+        request_id,
+        body.model or "",
+        body.sampling(),
+        priority=body.priority,
+        ttft_ms=slo.ttft_ms,
+        itl_ms=slo.itl_ms,
+    )
+    chunks = service.generate(generate, tracing.from_metadata(request.headers.items()), request.state.tenant)
     if not body.stream:
         return JSONResponse(await _unless_disconnected(request, _whole(chunks, shape)))
     # The first chunk is awaited here, so that a refusal still becomes a status code.
@@ -176,22 +231,51 @@ class _EventStream(StreamingResponse):
 
 async def _unless_disconnected(request: Request, answer: Awaitable[T]) -> T:
     """Awaits the answer, or cancels it when the client leaves first."""
-    answering = asyncio.ensure_future(answer)
-    leaving = asyncio.create_task(_disconnected(request))
+    answering = asyncio.current_task()
+    assert answering is not None
+    num_cancelled, has_left = answering.cancelling(), False
+
+    def leave(watching: asyncio.Task[None]) -> None:
+        nonlocal has_left
+        if not watching.cancelled():
+            has_left = True
+            answering.cancel()
+
+    watching = asyncio.create_task(_disconnected(request))
+    watching.add_done_callback(leave)
     try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
-            raise ClientDisconnect
-        return answering.result()
+        return await answer
+    except asyncio.CancelledError:
+        if has_left and answering.uncancel() <= num_cancelled:
+            raise ClientDisconnect from None
+        raise
     finally:
-        for task in (answering, leaving):
-            task.cancel()
-        await asyncio.gather(answering, leaving, return_exceptions=True)
+        watching.remove_done_callback(leave)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+class _Authentication:
+    """Tells whose request it is, in `request.state.tenant`, or refuses it before its body is read."""
+
+    def __init__(self, app: ASGIApp, tenants: TenantBook) -> None:
+        self._app = app
+        self._tenants = tenants
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                scope.setdefault("state", {})["tenant"] = self._tenants.identify(api_key_of(scope["headers"]))
+            except Unauthenticated as error:
+                response = await _on_baton_error(Request(scope), error)
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class _BodyLimit:
@@ -241,6 +325,8 @@ async def _on_baton_error(request: Request, error: Exception) -> JSONResponse:
     headers = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, Unsupported):
         headers["x-should-retry"] = "false"  # the openai package retries every other 5xx
     return _Json(error_body(error), error.http, headers)

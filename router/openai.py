@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from baton.api import Chat, ChatMessage, GenerateChunk, Prompt, Text, TokenIds, Usage
-from baton.errors import BatonError, InvalidRequest, Overloaded, Unsupported
+from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated, Unsupported
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions."""
@@ -20,7 +20,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (), "audio": (), "best_of": (1,), "detokenize": (True,), "echo": (False,),
     "frequency_penalty": (0,), "function_call": ("none",), "functions": ([],), "logit_bias": ({},),
     "length_penalty": (1,), "logprobs": (False,), "max_logprobs": (), "min_tokens": (0,), "modalities": (["text"],),
-    "parallel_tool_calls": (True, False), "prediction": (), "presence_penalty": (0,), "priority": (0,),
+    "parallel_tool_calls": (True, False), "prediction": (), "presence_penalty": (0,),
     "reasoning_effort": (), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
     "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,), "use_beam_search": (False,),
@@ -31,6 +31,13 @@ IGNORED = {
     "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "store", "user",
 }  # fmt: skip
 """Fields that do not change an answer."""
+
+
+class SloBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
 
 
 class _Body(BaseModel):
@@ -52,6 +59,10 @@ class _Body(BaseModel):
     n: int | None = None
     ignore_eos: bool | None = None
     request_id: str | None = None
+    priority: int = 0
+    """vLLM's name. Higher runs earlier here."""
+    slo: SloBody | None = None
+    """Ours: objectives in place of the SLO class's."""
 
     def sampling(self) -> dict[str, Any]:
         """What the client set, by our names."""
@@ -214,8 +225,10 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def error_body(error: BatonError) -> dict[str, Any]:
-    kind = "invalid_request_error" if isinstance(error, (InvalidRequest, Unsupported)) else "server_error"
+    is_clients_fault = isinstance(error, (InvalidRequest, Unauthenticated, Unsupported))
+    kind = "invalid_request_error" if is_clients_fault else "server_error"
     if isinstance(error, Overloaded):
         kind = "rate_limit_error"
     param = error.param if isinstance(error, (InvalidRequest, Unsupported)) else None
-    return {"error": {"message": str(error), "type": kind, "param": param, "code": type(error).__name__}}
+    code = "invalid_api_key" if isinstance(error, Unauthenticated) else type(error).__name__
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 from baton.cluster import Role, Worker, WorkerState
-from router.placement import Candidate, Prompt
+from router.placement import Candidate, Job, LoadBook, Prompt, Residence, Turn
 
 SUSPICION_S = 10.0
 """A worker whose stream broke is passed over for so long, unless it comes back as a new incarnation."""
@@ -26,11 +25,9 @@ class PoolView:
         self._lookup = lookup
         self._clock = clock
         self._workers: dict[str, Worker] = {}
-        self._queued_tokens: Counter[tuple[str, int]] = Counter()
-        """Prompt tokens that an incarnation has to compute for requests which this router placed there."""
-        self._active_tokens: Counter[tuple[str, int]] = Counter()
-        """Prompt tokens of the requests that this router placed on an incarnation to be decoded, and that are not
-        done."""
+        self._books: dict[tuple[str, int], LoadBook] = {}
+        """By worker and epoch: an incarnation's jobs are none of the next one's."""
+        self._residence = Residence()
         self._suspects: dict[tuple[str, int], float] = {}
         self._changed = asyncio.Condition()
 
@@ -45,6 +42,13 @@ class PoolView:
     async def update(self, workers: Collection[Worker]) -> None:
         """Takes over what the leases say; whoever has none is gone."""
         self._workers = {worker.info.id: worker for worker in sorted(workers, key=lambda worker: worker.info.id)}
+        known = self._books
+        # A lease that is missing once must not make a worker look idle.
+        self._books = {incarnation: book for incarnation, book in known.items() if book.is_busy}
+        for worker in self._workers.values():
+            incarnation = worker.info.id, worker.info.epoch
+            book = self._books[incarnation] = known.get(incarnation) or LoadBook.of(worker, self._residence)
+            book.report(worker)
         now = self._clock()
         self._suspects = {who: until for who, until in self._suspects.items() if until > now}
         async with self._changed:
@@ -64,51 +68,56 @@ class PoolView:
         self._suspects[worker.info.id, worker.info.epoch] = self._clock() + SUSPICION_S
 
     def is_trusted(self, worker: Worker) -> bool:
-        until = self._suspects.get((worker.info.id, worker.info.epoch), 0.0)
-        return worker.load.state is WorkerState.READY and until <= self._clock()
+        return self._is_trusted(worker, self._clock())
+
+    def _is_trusted(self, worker: Worker, now: float) -> bool:
+        if worker.load.state is not WorkerState.READY:
+            return False
+        return not self._suspects or self._suspects.get((worker.info.id, worker.info.epoch), 0.0) <= now
 
     def is_ready(self, role: Role) -> bool:
         return any(w.info.role is role and self.is_trusted(w) for w in self.workers)
 
-    def candidates(self, prompt: Prompt, excluded: Collection[str] = ()) -> list[Candidate]:
-        """The workers that could take a request now, with what they hold of its prompt."""
+    def candidates(self, prompt: Prompt, turn: Turn, excluded: Collection[str] = ()) -> list[Candidate]:
+        """The workers that could take a request now, with what they hold of its prompt. Valid until the next call.
+
+        Args:
+            turn: of the request; see `router.placement.Turn`.
+        """
         held = self._lookup(prompt.block_keys)
-        return [
-            self._candidate(worker, min(held.get(worker.info.id, 0) * worker.info.block_size, prompt.num_tokens))
-            for worker in self.workers
-            if worker.info.id not in excluded and self.is_trusted(worker)
-        ]
+        now = self._clock()
+        found = []
+        for worker_id, worker in self._workers.items():
+            if worker_id not in excluded and self._is_trusted(worker, now):
+                num_blocks = held.get(worker_id, 0)
+                num_cached_tokens = min(num_blocks * worker.info.block_size, prompt.num_tokens) if num_blocks else 0
+                found.append(self._books[worker_id, worker.info.epoch].seen(turn, num_cached_tokens, now))
+        return found
 
-    def _candidate(self, worker: Worker, num_cached_tokens: int) -> Candidate:
-        """Other routers' work shows in the worker's own report, this router's at once."""
-        info, load = worker.info, worker.load
-        incarnation = info.id, info.epoch
-        decodes = info.role is Role.DECODE
-        return Candidate(
-            info.id,
-            info.role,
-            max(self._queued_tokens[incarnation], load.queued_tokens),
-            max(self._active_tokens[incarnation], load.blocks.in_use * info.block_size if decodes else 0),
-            num_cached_tokens,
-        )
+    def wait_s(self, worker: Worker, turn: Turn) -> float:
+        """Computing the prompts whose turn is not after `turn`."""
+        return self._books[worker.info.id, worker.info.epoch].wait_s(turn, self._clock())
 
-    def computing(self, worker: Worker, num_tokens: int) -> contextlib.AbstractContextManager[None]:
-        """Books `num_tokens` uncached prompt tokens as queued on a worker's incarnation while the block is entered."""
-        return _booked(self._queued_tokens, worker, num_tokens)
+    @contextlib.contextmanager
+    def computing(self, worker: Worker, job: Job) -> Iterator[None]:
+        """The job's prompt is queued on a worker's incarnation while the block is entered."""
+        book = self._books.get((worker.info.id, worker.info.epoch))
+        if book is not None:
+            book.queue(job, self._clock())
+        try:
+            yield
+        finally:
+            if book is not None:
+                book.computed(job, self._clock())
 
-    def decoding(self, worker: Worker, num_tokens: int) -> contextlib.AbstractContextManager[None]:
-        """Books a sequence with `num_tokens` prompt tokens on the incarnation that decodes it, while the block is
-        entered."""
-        return _booked(self._active_tokens, worker, num_tokens)
-
-
-@contextlib.contextmanager
-def _booked(books: Counter[tuple[str, int]], worker: Worker, num_tokens: int) -> Iterator[None]:
-    incarnation = worker.info.id, worker.info.epoch
-    books[incarnation] += num_tokens
-    try:
-        yield
-    finally:
-        books[incarnation] -= num_tokens
-        if not books[incarnation]:
-            del books[incarnation]
+    @contextlib.contextmanager
+    def decoding(self, worker: Worker, job: Job) -> Iterator[None]:
+        """The job's sequence is on the incarnation that decodes it, while the block is entered."""
+        book = self._books.get((worker.info.id, worker.info.epoch))
+        if book is not None:
+            book.decode(job, self._clock())
+        try:
+            yield
+        finally:
+            if book is not None:
+                book.finished(job, self._clock())

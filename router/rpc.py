@@ -3,21 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import grpc
 
 from baton import wire
 from baton.cluster import ClusterStatus
-from baton.errors import Unsupported
+from baton.errors import Unauthenticated, Unsupported
 from baton.telemetry import tracing
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import check_model
+from router.decisions import Decision, explained
 from router.service import RouterService
+from router.tenants import Tenant, TenantBook, api_key_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE_NAMES = ("baton.v1.Inference", "baton.v1.Admin")
+CALLER: ContextVar[Tenant] = ContextVar("caller")
+"""Whose call it is. Every call has a task of its own, and so a context."""
+
+
+class Authentication(grpc.aio.ServerInterceptor):
+    """Tells whose call of `Inference` it is, or refuses it before its message is parsed.
+
+    Health and reflection need no key, nor does `Admin` as long as it only tells what runs: none of it is a tenant's.
+    """
+
+    def __init__(self, tenants: TenantBook) -> None:
+        self._tenants = tenants
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        if details.method.startswith("/baton.v1.Inference/"):
+            try:
+                CALLER.set(self._tenants.identify(api_key_of(details.invocation_metadata)))
+            except Unauthenticated as error:
+                return _refusal(error)
+        return await continuation(details)
+
+
+def _refusal(error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
+    async def refuse(request: bytes, context: Context) -> NoReturn:
+        raise error
+
+    return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -28,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         trace = tracing.from_metadata(context.invocation_metadata())
-        chunks = self._service.generate(wire.generate_request_from_pb(request), trace)
+        chunks = self._service.generate(wire.generate_request_from_pb(request), trace, CALLER.get())
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield wire.generate_response(chunk)
@@ -47,8 +79,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    def __init__(self, status: Callable[[], ClusterStatus]) -> None:
+    def __init__(self, status: Callable[[], ClusterStatus], explain: Callable[[str], list[Decision]]) -> None:
         self._status = status
+        self._explain = explain
 
     async def GetStatus(  # noqa: N802
         self, request: admin_pb2.GetStatusRequest, context: Context
@@ -64,6 +97,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ListWorkersRequest, context: Context
     ) -> admin_pb2.ListWorkersResponse:
         return wire.workers_response(self._status())
+
+    async def Explain(  # noqa: N802
+        self, request: admin_pb2.ExplainRequest, context: Context
+    ) -> admin_pb2.ExplainResponse:
+        return wire.explain_response([explained(decision) for decision in self._explain(request.request_id)])
 
     async def ScalePool(self, request: admin_pb2.ScalePoolRequest, context: Context) -> NoReturn:  # noqa: N802
         raise Unsupported("ScalePool is not supported yet; start the cluster with `baton up --prefill N --decode N`")

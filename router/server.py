@@ -24,13 +24,15 @@ from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
 from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex
 from kvstore.leases import RedisLeases
 from router.admission import Limiter, ModelFacts
+from router.decisions import DecisionLog
 from router.dispatch import Dispatcher
 from router.hints import HintBook
 from router.http import create_app
 from router.pools import PoolView
 from router.registry import Registry
-from router.rpc import SERVICE_NAMES, AdminServicer, InferenceServicer
+from router.rpc import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
 from router.service import LoadedModel, RouterService
+from router.tenants import TenantBook
 from router.text import Tokenizer
 from router.worker_calls import WorkerCalls
 
@@ -52,11 +54,14 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     """Runs a router until `stop` is set, then gives running requests a few seconds.
 
     Raises:
-        ConfigError: a port is taken, or no Redis is configured.
+        ConfigError: a port is taken, no Redis is configured, or the tenants' file is wrong.
         ModelLoadError: the model's folder has no tokenizer.
     """
     if not config.index.redis_url:
         raise ConfigError("the router needs index.redis_url (BATON_INDEX_REDIS_URL)")
+    tenants = TenantBook.configured(config.router.tenants_file)
+    for slo_class in tenants.slo_classes:
+        config.router.slo_class(slo_class)
     tracer = tracing.configure("baton-router", config.router.id, config.telemetry)
     tokenizer = Tokenizer.load(Path(config.model.path))
     name = config.model.served_name or Path(config.model.path).name
@@ -76,7 +81,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     )
     calls = WorkerCalls()
 
-    rpc = RpcServer(SERVICE_NAMES)
+    rpc = RpcServer(SERVICE_NAMES, [Authentication(tenants)])
     grpc_port = rpc.bind(config.cluster.host, config.cluster.grpc_port)
     http = _HttpServer(
         uvicorn.Config(
@@ -108,22 +113,23 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         config.index.lease_s,
         needs_prefill=config.router.mode == "split",
     )
-    instruments = Instruments(config.router.id, registry.status)
+    decisions = DecisionLog()
+    instruments = Instruments(registry.status)
     facts = ModelFacts(
         name, tokenizer.vocab_size, max_model_len, tokenizer.default_sampling, config.router.default_max_tokens
     )
     service = RouterService(
         LoadedModel(ModelCard(name, config.model.path, max_model_len, int(time.time())), tokenizer, content),
         facts,
-        Dispatcher(pools, calls, HintBook(mirror, instruments), config.router, instruments),
+        Dispatcher(pools, calls, HintBook(mirror, instruments), decisions, config.router, instruments),
         Limiter(config.router.max_in_flight),
         instruments,
-        config.router.cache_secret.encode(),
+        config.router,
         pools.max_model_len,
     )
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service), rpc.server)
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(registry.status), rpc.server)
-    http.config.app = create_app(service, registry.why_not_ready, instruments.exposition)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(registry.status, decisions.explain), rpc.server)
+    http.config.app = create_app(service, tenants, registry.why_not_ready, instruments.exposition)
 
     try:
         await rpc.start()
@@ -146,7 +152,6 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         await calls.close()
         await index.close()
         await leases.close()
-        instruments.shutdown()
         if tracer is not None:
             tracer.shutdown()
 

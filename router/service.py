@@ -1,6 +1,7 @@
 """The life of a request, told once and in order. The code below reads in the same order.
 
-1. Admit. Check model, id and sampling; take a slot, or refuse at once with Retry-After.
+1. Admit. The door has told whose request it is (`router.tenants`). Check model, id and sampling; take a slot, or refuse
+   at once with Retry-After.
 2. Write the prompt. Chat template and tokenizer; check length and vocabulary. From here on only token ids.
 3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`baton.blocks`).
 4. Place, reserve, prefill, hand over, decode: `router.dispatch`, once for every choice, again when a worker fails.
@@ -25,25 +26,28 @@ from opentelemetry.trace import Span, StatusCode
 
 from baton.api import Chat, GenerateChunk, GenerateRequest, ModelCard, Prompt, Text, Timing, TokenIds, Usage
 from baton.blocks import cache_seed
+from baton.config import RouterConfig
 from baton.errors import InvalidRequest, Overloaded, Unsupported
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
 from router.admission import (
+    Claim,
     Limiter,
     ModelFacts,
     check_length,
     check_model,
     check_prompt,
     check_request_id,
+    claim_of,
     sampling_params,
     with_max_tokens,
 )
 from router.dispatch import ChoiceRecord, Dispatcher
+from router.tenants import DEFAULT_TENANT, Tenant
 from router.text import AnswerWriter, Tokenizer
 
-DEFAULT_TENANT = "default"
 MAX_INLINE_CHARACTERS = 16_384
 """Prompts up to this length are tokenized on the event loop, in about 10 ms at most."""
 
@@ -71,7 +75,7 @@ class RouterService:
         dispatcher: Dispatcher,
         limiter: Limiter,
         instruments: Instruments,
-        cache_secret: bytes,
+        config: RouterConfig,
         worker_limit: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.model = model
@@ -80,7 +84,8 @@ class RouterService:
         self._dispatcher = dispatcher
         self._limiter = limiter
         self._instruments = instruments
-        self._cache_seed = cache_seed(model.content_id, cache_secret, DEFAULT_TENANT)
+        self._config = config
+        self._cache_seeds: dict[str, bytes] = {}  # by cache scope: as many as the operator has named
 
     @property
     def facts(self) -> ModelFacts:
@@ -94,8 +99,10 @@ class RouterService:
     def card(self) -> ModelCard:
         return replace(self.model.card, max_model_len=self.facts.max_model_len)
 
-    async def generate(self, request: GenerateRequest, trace: Context | None = None) -> AsyncGenerator[GenerateChunk]:
-        """Serves a request.
+    async def generate(
+        self, request: GenerateRequest, trace: Context | None = None, tenant: Tenant = DEFAULT_TENANT
+    ) -> AsyncGenerator[GenerateChunk]:
+        """Serves a request of `tenant`.
 
         Raises:
             InvalidRequest, Unsupported: before anything was placed; the client can mend it.
@@ -106,16 +113,17 @@ class RouterService:
         with settle:
             check_model(request.model, facts)
             check_request_id(request.request_id)
+            claim = settle.claim = claim_of(request, tenant, self._config, settle.arrived_s)
             request_id = request.request_id or f"req-{uuid.uuid4().hex}"
             params = sampling_params(request.sampling, facts)
-            with self._limiter.slot(request_id, params.n):
+            with self._limiter.slot(request_id, params.n, tenant):
                 prompt_ids = await self.tokenize(request.prompt)
                 params = with_max_tokens(params, len(prompt_ids), facts)
                 records = [ChoiceRecord() for _ in range(params.n)]
                 settle.begin(request_id, params, len(prompt_ids), records)
-                spec = self._sequence_spec(request_id, prompt_ids, params)
+                spec = self._sequence_spec(request_id, prompt_ids, params, tenant)
                 choices = [
-                    self._choice(replace(spec, choice_index=index), params, record, settle.trace)
+                    self._choice(replace(spec, choice_index=index), claim, params, record, settle.trace)
                     for index, record in enumerate(records)
                 ]
                 async with contextlib.aclosing(merged(choices)) as chunks:
@@ -157,7 +165,17 @@ class RouterService:
             case TokenIds(ids):
                 return ids
 
-    def _sequence_spec(self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams) -> SequenceSpec:
+    def _cache_seed(self, tenant: Tenant) -> bytes:
+        scope = tenant.cache_scope or tenant.id
+        seed = self._cache_seeds.get(scope)
+        if seed is None:
+            secret = self._config.cache_secret.encode()
+            seed = self._cache_seeds[scope] = cache_seed(self.model.content_id, secret, scope)
+        return seed
+
+    def _sequence_spec(
+        self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, tenant: Tenant
+    ) -> SequenceSpec:
         assert params.max_tokens is not None
         return SequenceSpec(
             request_id=request_id,
@@ -173,16 +191,18 @@ class RouterService:
             seed=(secrets.randbits(63) if params.seed is None else params.seed) % 2**64,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
-            cache_seed=self._cache_seed,
+            cache_seed=self._cache_seed(tenant),
         )
 
     async def _choice(
-        self, spec: SequenceSpec, params: SamplingParams, record: ChoiceRecord, trace: Context
+        self, spec: SequenceSpec, claim: Claim, params: SamplingParams, record: ChoiceRecord, trace: Context
     ) -> AsyncGenerator[GenerateChunk]:
         writer = AnswerWriter(self.model.tokenizer, spec.token_ids, params.stop)
-        async with contextlib.aclosing(self._dispatcher.run(spec, record, trace)) as messages:
+        async with contextlib.aclosing(self._dispatcher.run(spec, claim, record, trace)) as messages:
             async for message in messages:
                 piece = writer.push(message.token_ids, message.finish_reason)
+                if piece.finish_reason is not None:
+                    self._dispatcher.answered(claim, record)
                 yield GenerateChunk(
                     spec.request_id, spec.choice_index, piece.text, piece.token_ids, piece.finish_reason
                 )
@@ -232,6 +252,8 @@ class _Settlement:
         self, instruments: Instruments, request: GenerateRequest, model_id: str, trace: Context | None
     ) -> None:
         self.arrived_s = time.monotonic()
+        self.claim: Claim | None = None
+        """Set once the request has been found to be one."""
         self._instruments = instruments
         self._operation = "chat" if isinstance(request.prompt, Chat) else "text_completion"
         self._labels = {
@@ -327,11 +349,30 @@ class _Settlement:
         elif isinstance(error, Exception):
             self._labels["error.type"] = type(error).__name__
             self._span.set_status(StatusCode.ERROR, str(error))
+        self._book_slo(outcome, labels)
         self._instruments.request_duration.record(time.monotonic() - self.arrived_s, self._labels)
         if self._first_token_s:
             self._book_served(labels)
         self._span.set_attribute("baton.outcome", outcome)
         self._span.end()
+
+    def _book_slo(self, outcome: str, labels: dict[str, str]) -> None:
+        """Classifies the request once, against its objectives."""
+        if self.claim is None or outcome == "invalid":
+            return
+        if outcome == "ok":
+            objective, itl_s = self.claim.objective, 0.0
+            if self._num_tokens[0] > 1:
+                itl_s = self._after_first_s / (self._num_tokens[0] - 1)
+            outcome = "met"
+            if self._first_token_s - self.arrived_s > objective.ttft_s:
+                outcome = "ttft_missed"
+            elif itl_s > objective.itl_s:
+                outcome = "itl_missed"
+        if outcome == "met":
+            self._instruments.tokens_slo_met.add(sum(self._num_tokens), labels)
+        self._instruments.requests_slo.add(1, {**labels, "slo_class": self.claim.slo_class, "outcome": outcome})
+        self._span.set_attribute("baton.slo", outcome)
 
     def _book_served(self, labels: dict[str, str]) -> None:
         usage, timing = self.usage(), self.timing()
@@ -354,5 +395,23 @@ class _Settlement:
                 "baton.decode_worker": timing.decode_worker,
                 "baton.prefix_source": self._records[0].source,
                 "baton.retries": timing.retries,
+                **_decided(self._records[0]),
             }
         )
+
+
+def _decided(record: ChoiceRecord) -> dict[str, float]:
+    """What was predicted when the choice was placed, as span attributes."""
+    if record.decision is None:
+        return {}
+    prediction = record.decision.prediction
+    seconds = {
+        "wait_s": prediction.wait_s,
+        "room_s": prediction.room_s,
+        "pull_s": prediction.pull_s,
+        "compute_s": prediction.compute_s,
+        "exposed_s": prediction.exposed_s,
+        "step_s": prediction.step_s,
+        "ttft_s": prediction.ttft_s,
+    }
+    return {f"baton.predicted.{name}": value for name, value in seconds.items()}

@@ -1,8 +1,15 @@
-"""Calls from the router to its workers: one channel a worker, streams whose failures are typed and name the worker."""
+"""Calls from the router to its workers: one stream a worker carries them all, and their failures name the worker.
+
+`baton.rpc.calls` is the other end, and shows what travels. A stream is opened by the first call that needs one. When it
+breaks, because the worker died, hangs or closed it, all its calls fail at once; the next call opens another.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+from collections import deque
 from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -10,14 +17,29 @@ from typing import Any, Generic, TypeVar
 import grpc
 from opentelemetry.context import Context
 
-from baton import wire
+from baton import messages, wire
 from baton.cluster import Worker
 from baton.errors import BatonError, WorkerFailed
-from baton.messages import FirstToken, HandedOver, NewTokens, PrefixSource, SequenceSpec, Ticket
+from baton.messages import (
+    DecodeRequest,
+    Ended,
+    Failed,
+    FirstToken,
+    HandedOver,
+    NewTokens,
+    PrefillRequest,
+    PrefixSource,
+    SequenceSpec,
+    Ticket,
+)
 from baton.rpc import channel, from_rpc_error
+from baton.rpc.calls import Outbox
+from baton.rpc.errors import from_failed
 from baton.telemetry import tracing
-from baton.v1 import worker_pb2_grpc
+from baton.v1 import worker_pb2, worker_pb2_grpc
 
+MAX_FRAME_COMMANDS = 16
+"""So many of the longest prompts still fit into a gRPC message."""
 Event = TypeVar("Event")
 
 
@@ -31,30 +53,43 @@ class WorkerCallError(Exception):
 
 
 class WorkerStream(Generic[Event]):
-    """The responses of one call. Leaving the context cancels the call, which frees everything on the worker."""
+    """The answers of one call. Leaving the context cancels the call, which frees everything on the worker.
 
-    def __init__(self, worker: Worker, call: Any, convert: Callable[[Any], Event]) -> None:
+    Answers that nobody reads wait here and hold up no other call.
+    """
+
+    def __init__(self, worker: Worker, leave: Callable[[], None]) -> None:
         self.worker = worker
-        self._call = call
-        self._convert = convert
+        self._leave = leave
+        self._events: deque[Event] = deque()
+        self._failure: BatonError | None = None
+        self._reader: asyncio.Future[None] | None = None
 
     async def read(self) -> Event:
-        """The next response.
+        """The next answer, for one reader at a time.
 
         Raises:
-            WorkerCallError: the worker refused, failed or ended the stream.
+            WorkerCallError: the worker refused, failed or ended the call, and all that it sent before has been read.
         """
-        try:
-            message = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise WorkerCallError(self.worker, from_rpc_error(error, self.worker.info.id)) from error
-        except asyncio.CancelledError:
-            if self._call.cancelled() and not _is_current_task_cancelling():
-                raise WorkerCallError(self.worker, WorkerFailed(f"{self.worker.info.id} cancelled the call")) from None
-            raise
-        if message is grpc.aio.EOF:
-            raise WorkerCallError(self.worker, WorkerFailed(f"{self.worker.info.id} ended the stream early"))
-        return self._convert(message)
+        while not self._events:
+            if self._failure is not None:
+                raise WorkerCallError(self.worker, self._failure)
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return self._events.popleft()
+
+    def deliver(self, event: Event) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def fail(self, failure: BatonError) -> None:
+        """No further answer comes."""
+        self._failure = failure
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def __aenter__(self) -> WorkerStream[Event]:
         return self
@@ -62,14 +97,82 @@ class WorkerStream(Generic[Event]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._call.cancel()
+        self._leave()
+
+
+class _Link:
+    """One stream to one address, and the calls on it."""
+
+    def __init__(self, open_channel: grpc.aio.Channel) -> None:
+        self.is_broken = False
+        self._call_ids = itertools.count(1)
+        self._calls: dict[int, WorkerStream[Any]] = {}
+        self._outbox = Outbox[worker_pb2.Command]()
+        stub: Any = worker_pb2_grpc.WorkerCallsStub(open_channel)
+        self._stream = stub.Serve()
+        self._writing = asyncio.create_task(self._write())
+        self._reading = asyncio.create_task(self._read())
+
+    def start(self, worker: Worker, request: PrefillRequest | DecodeRequest, trace: Context) -> WorkerStream[Any]:
+        call_id = next(self._call_ids)
+        start = messages.Start(call_id, request, dict(tracing.to_metadata(trace)))
+        self._outbox.put(wire.start(start))
+        call = self._calls[call_id] = WorkerStream(worker, lambda: self._leave(call_id))
+        return call
+
+    async def close(self) -> None:
+        self._stream.cancel()
+        await asyncio.wait((self._reading, self._writing))
+
+    def _leave(self, call_id: int) -> None:
+        if self._calls.pop(call_id, None) is not None:  # else the worker has ended it
+            self._outbox.put(wire.cancel(messages.Cancel(call_id)))
+
+    async def _write(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # broken: whoever reads is told why
+            while True:
+                await self._stream.write(wire.serve_request(await self._outbox.take(MAX_FRAME_COMMANDS)))
+
+    async def _read(self) -> None:
+        broken: grpc.aio.AioRpcError | None = None
+        try:
+            while (frame := await self._stream.read()) is not grpc.aio.EOF:
+                for call_id, event in wire.events(frame):
+                    self._deliver(call_id, event)
+        except grpc.aio.AioRpcError as error:
+            broken = error
+        finally:
+            self.is_broken = True
+            self._stream.cancel()
+            self._writing.cancel()
+            for call in self._calls.values():
+                peer = call.worker.info.id
+                call.fail(from_rpc_error(broken, peer) if broken else WorkerFailed(f"{peer} closed the stream"))
+            self._calls.clear()
+
+    def _deliver(self, call_id: int, event: messages.Event | None) -> None:
+        call = self._calls.get(call_id)
+        if call is None:
+            return  # left already, and the worker will soon know
+        match event:
+            case Failed():
+                del self._calls[call_id]
+                call.fail(from_failed(event, call.worker.info.id))
+            case Ended():
+                del self._calls[call_id]
+                call.fail(WorkerFailed(f"{call.worker.info.id} ended the call early"))
+            case None:
+                call.fail(WorkerFailed(f"{call.worker.info.id} speaks a newer version of Baton's protocol"))
+            case _:
+                call.deliver(event)
 
 
 class WorkerCalls:
-    """Opens streams to workers, over one channel an address."""
+    """Opens calls to workers, over one stream an address."""
 
     def __init__(self) -> None:
         self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
+        self._links: dict[str, _Link] = {}
 
     def decode(
         self,
@@ -80,36 +183,35 @@ class WorkerCalls:
         source: PrefixSource | None = None,
         trace: Context,
     ) -> WorkerStream[Ticket | NewTokens]:
-        stub = worker_pb2_grpc.DecodeWorkerStub(self._channel(worker))
-        call = stub.Decode(wire.decode_request(spec, await_kv, source), metadata=tracing.to_metadata(trace))
-        return WorkerStream(worker, call, wire.decode_event)
+        return self._link(worker).start(worker, DecodeRequest(spec, await_kv, source), trace)
 
     def prefill(
         self, worker: Worker, spec: SequenceSpec, ticket: Ticket, *, source: PrefixSource | None, trace: Context
     ) -> WorkerStream[FirstToken | HandedOver]:
-        stub = worker_pb2_grpc.PrefillWorkerStub(self._channel(worker))
-        call = stub.Prefill(wire.prefill_request(spec, ticket, source), metadata=tracing.to_metadata(trace))
-        return WorkerStream(worker, call, wire.prefill_event)
+        return self._link(worker).start(worker, PrefillRequest(spec, ticket, source), trace)
 
     async def forget_past_incarnations(self, workers: Collection[Worker]) -> None:
-        """Closes the channels of workers that are listed at another address now; their streams have failed anyway."""
+        """Closes the channels of workers that are listed at another address now; their calls have failed anyway."""
         addresses = {worker.info.id: worker.info.address for worker in workers}
-        for address, (worker_id, old) in list(self._channels.items()):
+        for address, (worker_id, _) in list(self._channels.items()):
             if addresses.get(worker_id, address) != address:
-                del self._channels[address]
-                await old.close()
+                await self._close(address)
 
     async def close(self) -> None:
-        for _, open_channel in self._channels.values():
-            await open_channel.close()
+        for address in list(self._channels):
+            await self._close(address)
 
-    def _channel(self, worker: Worker) -> grpc.aio.Channel:
+    def _link(self, worker: Worker) -> _Link:
         address = worker.info.address
         if address not in self._channels:
             self._channels[address] = worker.info.id, channel(address)
-        return self._channels[address][1]
+        link = self._links.get(address)
+        if link is None or link.is_broken:
+            link = self._links[address] = _Link(self._channels[address][1])
+        return link
 
-
-def _is_current_task_cancelling() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    async def _close(self, address: str) -> None:
+        _, open_channel = self._channels.pop(address)
+        if (link := self._links.pop(address, None)) is not None:
+            await link.close()
+        await open_channel.close()

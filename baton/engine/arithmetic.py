@@ -23,7 +23,8 @@ from baton.engine.scheduler import Batch, Scheduled
 class ArithmeticRunner:
     """See the module's docstring. End of sequence never comes by itself: token 0 is the only end token.
 
-    Each layer of a step takes at least `layer_s`, slept before the layer is written: it stands for the computing.
+    Each layer of a step takes at least `layer_s`, and the whole step `token_s` for each token that it computes, slept
+    before a layer is written: it stands for the computing.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class ArithmeticRunner:
         eos_token_ids: frozenset[int] = frozenset({0}),
         num_layers: int = 2,
         layer_s: float = 0.0,
+        token_s: float = 0.0,
     ) -> None:
         states = (StateSpec("token_sum", (1,), torch.int64),) if with_state else ()
         spec = KVSpec(block_size, (LayerGroup("all", tuple(range(num_layers)), 1, 1, 1, torch.int64),), states)
@@ -46,11 +48,14 @@ class ArithmeticRunner:
         self.max_model_len = min(max_model_len, num_blocks * block_size)
         self.eos_token_ids = eos_token_ids
         self.layer_s = layer_s
+        self.token_s = token_s
 
     def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
-        for layer in range(self.cache.spec.num_layers):
-            if self.layer_s:
-                time.sleep(self.layer_s)
+        num_layers = self.cache.spec.num_layers
+        layer_s = self.layer_s + self.token_s * sum(part.num_tokens for part in batch) / num_layers
+        for layer in range(num_layers):
+            if layer_s:
+                time.sleep(layer_s)
             for part in batch:
                 self._write(layer, part)
             layer_done(layer, None)

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 
 from baton.blocks import GRANULE
 from baton.cluster import BlockCounts
+from baton.costs import StepCosts
 from baton.engine.block_pool import BlockPool, Removed, Stored
 from baton.engine.runner import Runner
 from baton.engine.scheduler import Batch, Scheduler, SchedulerLimits
 from baton.engine.sequence import Purpose, Sequence, Status
+from baton.engine.step_fit import StepFit, StepSize
 from baton.errors import InvalidRequest
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
@@ -62,6 +64,10 @@ class EngineLoad:
     waiting: int
     queued_tokens: int
     blocks: BlockCounts
+    preemptions: int
+    """Since the start."""
+    costs: StepCosts
+    """As the steps so far have shown."""
 
 
 class Engine:
@@ -69,6 +75,7 @@ class Engine:
         self.runner = runner
         self.pool = BlockPool(runner.cache.num_blocks)
         self.scheduler = Scheduler(self.pool, limits)
+        self._fit = StepFit()
         self._sequences: set[Sequence] = set()
         self._pins: Counter[int] = Counter()
 
@@ -179,6 +186,11 @@ class Engine:
             outputs.append(Generated(sequence, token_id, finish_reason))
         return outputs
 
+    def learn(self, size: StepSize, took_s: float) -> None:
+        """A step of this size has taken so long."""
+        self._fit.observe(size, took_s)
+        self.scheduler.costs = self._fit.costs
+
     def abandon(self, batch: Batch) -> list[Sequence]:
         """A batch could not be executed: takes its sequences out and returns those that were not aborted already."""
         for part in batch:
@@ -212,6 +224,8 @@ class Engine:
                 if s.status in (Status.WAITING, Status.RUNNING)
             ),
             blocks=self.pool.counts(),
+            preemptions=self.scheduler.num_preemptions,
+            costs=self._fit.costs,
         )
 
     def take_block_events(self) -> list[Stored | Removed]:

@@ -15,6 +15,7 @@ from baton.engine.engine import Engine, Output
 from baton.engine.runner import Fence, LayerDone
 from baton.engine.scheduler import Batch
 from baton.engine.sequence import Purpose, Sequence
+from baton.engine.step_fit import StepSize
 from baton.errors import Overloaded, WorkerFailed
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
@@ -67,6 +68,7 @@ class EngineLoop:
                     self._wake.clear()
                     await self._wake.wait()
                     continue
+                size, began_s = StepSize.of(batch), time.monotonic()
                 step = asyncio.get_running_loop().run_in_executor(
                     thread, self.engine.runner.execute, batch, self._teller(batch)
                 )
@@ -78,7 +80,9 @@ class EngineLoop:
                     for sequence in self.engine.abandon(batch):
                         self._outputs[sequence].put_nowait(failure)
                 else:
-                    outputs = self.engine.commit(batch, sampled, time.monotonic())
+                    ended_s = time.monotonic()
+                    self.engine.learn(size, ended_s - began_s)
+                    outputs = self.engine.commit(batch, sampled, ended_s)
                     for part in batch:  # once more: who began to watch after the step's last layer has not been told
                         self._tell(part.sequence, part.end, self._num_layers, None)
                     self._deliver(outputs)

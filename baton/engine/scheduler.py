@@ -5,18 +5,28 @@ computed catch up with known, within a budget of tokens (the idea of vLLM's v1 s
 prefill, continuous batching, prefix hits, sequences whose KV arrived from elsewhere, and sequences resumed after a
 preemption.
 
+Who decodes comes first, every step. Prompts share what a step has left: as many tokens as keep the sequences that
+decode within their objectives, given to the prompt whose first token is due soonest (earliest deadline first). A
+prompt that cannot make its deadline any more, even alone, gives way to those that can: under overload plain deadlines
+would make everybody late (Buttazzo, Spuri and Sensini, 1995, on what overload does to EDF).
+
 Pure decisions: no tensors, no I/O, and time is an argument.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.blocks import extend_block_keys, num_blocks_for
+from baton.costs import ITL_TARGET, LEAST_SHARE, PRIOR, StepCosts
 from baton.engine.block_pool import BlockPool
 from baton.engine.sequence import Purpose, Sequence, Status
+
+LEAST_STEP = 0.5
+"""Share of the objective that a step may take whatever the sequences' tokens are due: who is behind stays so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +68,17 @@ class Scheduler:
     def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
         self.pool = pool
         self.limits = limits
-        self.waiting: deque[Sequence] = deque()
+        self.costs: StepCosts = PRIOR
+        """What steps take here, as far as is known."""
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.reserved: list[Sequence] = []
         self.num_preemptions = 0
         self._state_slots = list(range(limits.num_state_slots - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence behind those that arrived before it, and those that were preempted after it came."""
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].arrival_s > sequence.arrival_s:
-            place -= 1
-        self.waiting.insert(place, sequence)
+        """Queues a sequence."""
+        self.waiting.append(sequence)
 
     def insert(self, sequence: Sequence) -> None:
         """A reserved sequence's KV has arrived: it decodes from the next step on."""
@@ -81,29 +90,80 @@ class Scheduler:
     def schedule(self, now: float) -> tuple[Batch, list[Sequence]]:
         """The next step, and the sequences that it admits, which now have their blocks.
 
-        Tokens of running sequences come first (decodes before prompt chunks), then waiting sequences are admitted in
-        order of arrival, as far as blocks, batch size and the token budget go.
+        Sequences that decode come first. Prompts, computed in part or waiting, follow in order of `_urgency`, as far as
+        blocks, batch size, the token budget and the objectives of who decodes go.
         """
         budget = self.limits.max_num_batched_tokens
         scheduled: list[Scheduled] = []
-        for sequence in sorted(self.running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1):
-            if budget > 0 and sequence.status is Status.RUNNING:  # not preempted by one before it
-                num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
-                if self._grow(sequence, sequence.num_computed_tokens + num_tokens, scheduled):
-                    scheduled.append(self._part(sequence, num_tokens))
-                    budget -= num_tokens
+        for sequence in [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1]:
+            is_running = sequence.status is Status.RUNNING  # not preempted by one before it
+            if budget > 0 and is_running and self._grow(sequence, sequence.num_tokens, scheduled):
+                scheduled.append(self._part(sequence, 1))
+                budget -= 1
+        prompts = [s for s in self.running if s.num_tokens - s.num_computed_tokens > 1] + self.waiting
+        if not prompts:
+            return tuple(scheduled), []
+        if len(prompts) > 1:
+            prompts.sort(key=lambda sequence: self._urgency(sequence, now))
+        room_s = self._computing_room_s(scheduled, now)
+        least = budget // LEAST_SHARE
         admitted: list[Sequence] = []
-        while self.waiting and len(self.running) + len(self.reserved) < self.limits.max_num_seqs:
-            sequence = self.waiting[0]
-            if (budget <= 0 and not sequence.awaits_kv) or not self._admit(sequence, now):
-                break
-            self.waiting.popleft()
-            admitted.append(sequence)
-            if sequence.status is Status.RUNNING:
-                num_tokens = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
-                scheduled.append(self._part(sequence, num_tokens))
-                budget -= num_tokens
+        may_admit = True
+        for sequence in prompts:
+            is_waiting = sequence.status is Status.WAITING
+            if is_waiting and not (may_admit and (budget > 0 or sequence.awaits_kv) and self._admit(sequence, now)):
+                may_admit = False  # nobody overtakes the first that waits
+                continue
+            if is_waiting:
+                admitted.append(sequence)
+            if sequence.status is not Status.RUNNING or budget <= 0:
+                continue
+            num_missing, context = sequence.num_tokens - sequence.num_computed_tokens, sequence.num_computed_tokens
+            num_tokens = min(budget, num_missing)
+            within = self.costs.tokens_within(room_s, context, num_tokens) if room_s < math.inf else num_tokens
+            num_tokens = min(num_tokens, max(within, least))
+            if num_tokens < 1 or not self._grow(sequence, context + num_tokens, scheduled):
+                budget = 0 if num_tokens < 1 else budget
+                continue
+            scheduled.append(self._part(sequence, num_tokens))
+            least = max(0, least - num_tokens)
+            # Where the time is used up, what is left of the least share goes to the next.
+            budget = budget - num_tokens if within >= num_missing else min(budget - num_tokens, least)
+            room_s -= num_tokens * (self.costs.s_per_token + self.costs.s_per_pair * (context + num_tokens / 2))
         return tuple(scheduled), admitted
+
+    def _urgency(self, sequence: Sequence, now: float) -> tuple[int, bool, float, float]:
+        """Least first: by priority; those that can still make their deadline; by deadline; by arrival.
+
+        A sequence that has begun to answer and must be computed again comes before all others of its priority.
+        """
+        spec = sequence.spec
+        if sequence.num_output_tokens:
+            return -spec.priority, False, -math.inf, sequence.arrival_s
+        deadline_s = sequence.deadline_s
+        if deadline_s == math.inf:
+            return -spec.priority, False, deadline_s, sequence.arrival_s
+        rest_s = 0.0
+        if sequence.purpose is not Purpose.RECEIVE:
+            chunk = self.limits.max_num_batched_tokens
+            rest_s = self.costs.prefill_s(sequence.num_tokens, sequence.num_computed_tokens, chunk)
+        return -spec.priority, now + rest_s > deadline_s, deadline_s, sequence.arrival_s
+
+    def _computing_room_s(self, decoding: list[Scheduled], now: float) -> float:
+        """How long prompts may compute beside these sequences in the step that begins now.
+
+        The next token of each is due when its mean interval so far would reach the objective, so an answer that went
+        quickly has time to spare.
+        """
+        step_s, num_kv_tokens = math.inf, 0
+        for part in decoding:
+            sequence, num_kv_tokens = part.sequence, num_kv_tokens + part.end
+            if (itl_s := sequence.spec.itl_s) < math.inf and sequence.num_generated_tokens:
+                due_s = sequence.first_token_s + ITL_TARGET * itl_s * sequence.num_generated_tokens
+                step_s = min(step_s, max(due_s - now, LEAST_STEP * itl_s))
+        if step_s == math.inf:
+            return math.inf
+        return self.costs.computing_room_s(step_s, len(decoding), num_kv_tokens)
 
     def register_computed_blocks(self, sequence: Sequence) -> None:
         """Names the blocks that have become full, so that other sequences can share them."""
@@ -165,6 +225,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Gives a waiting sequence its cached prefix and all blocks it is expected to need; all or nothing."""
+        if len(self.running) + len(self.reserved) >= self.limits.max_num_seqs:
+            return False
         block_size = self.limits.block_size
         receives = sequence.awaits_kv
         # The last known token is computed here, so its block cannot come from the cache; unless the KV arrives anyway.
@@ -189,6 +251,7 @@ class Scheduler:
             sequence.was_admitted = True
             sequence.scheduled_s = now
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.spec.num_prompt_tokens)
+        self.waiting.remove(sequence)
         sequence.status = Status.RESERVED if receives else Status.RUNNING
         (self.reserved if receives else self.running).append(sequence)
         return True
@@ -198,13 +261,14 @@ class Scheduler:
         num_tokens = sequence.num_tokens
         if sequence.purpose is not Purpose.PREFILL:
             num_left = sequence.spec.max_tokens - sequence.num_output_tokens
-            num_tokens += min(num_left, self.limits.output_reservation)
+            expected = sequence.spec.num_expected_tokens or self.limits.output_reservation
+            num_tokens += min(num_left, max(0, expected - sequence.num_output_tokens))
         return min(num_blocks_for(num_tokens, self.limits.block_size), self.pool.num_blocks)
 
     def _grow(self, sequence: Sequence, num_tokens: int, scheduled: list[Scheduled]) -> bool:
-        """Blocks for the first `num_tokens` tokens; preempts the youngest sequences when none are left.
+        """Blocks for the first `num_tokens` tokens; preempts the youngest of least priority when none are left.
 
-        A preempted sequence waits at the front of the queue and is computed again from what the cache still holds.
+        A preempted sequence is the most urgent one that waits, and is computed again from what the cache still holds.
         PREFILL sequences are spared: a transfer may be reading their blocks. They got all they need when they were
         admitted, so it is never one of them that grows. Returns False when the sequence itself had to give way or must
         sit this step out.
@@ -217,7 +281,7 @@ class Scheduler:
             if preemptible == [sequence]:
                 return False  # nobody else may give way: the other blocks are for transfers, which end
             taken = {part.sequence for part in scheduled}
-            victim = max((s for s in preemptible if s not in taken), key=lambda s: s.arrival_s)
+            victim = max((s for s in preemptible if s not in taken), key=lambda s: (-s.spec.priority, s.arrival_s))
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -230,4 +294,4 @@ class Scheduler:
         self.give_back(sequence)
         sequence.num_computed_tokens = 0
         sequence.status = Status.WAITING
-        self.waiting.appendleft(sequence)
+        self.waiting.insert(0, sequence)

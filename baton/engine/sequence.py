@@ -67,6 +67,11 @@ class Sequence:
         self.token_ids = list(self.spec.token_ids)
 
     @property
+    def deadline_s(self) -> float:
+        """When the first token is due, on the clock of `arrival_s`."""
+        return self.arrival_s + self.spec.ttft_s
+
+    @property
     def awaits_kv(self) -> bool:
         """Its KV comes from elsewhere. Once it has been preempted it is computed here, like any other."""
         return self.purpose is Purpose.RECEIVE and not self.was_admitted
@@ -82,6 +87,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.spec.num_prompt_tokens
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Of the answer, those that were generated since it came here."""
+        return len(self.token_ids) - len(self.spec.token_ids)
 
     def append(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
         """Adds a sampled token and says whether the sequence ends with it."""

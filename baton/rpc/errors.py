@@ -1,7 +1,7 @@
 """Typed errors across gRPC: one interceptor on the way out, one function on the way in.
 
-The class name travels in the trailing metadata `baton-error`, so that a worker's error arrives at the router as what it
-was; strangers see the status code and the sentence.
+The class name travels in the trailing metadata `baton-error`, so that an error arrives at one of ours as what it was;
+strangers see the status code and the sentence. A worker's calls share a stream, so their errors travel in it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import grpc
 
 from baton import errors
 from baton.errors import BatonError, Overloaded, WorkerFailed
+from baton.messages import Failed
 
 ERROR_KEY = "baton-error"
 RETRY_AFTER_KEY = "retry-after"
@@ -103,12 +104,23 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
     """What a failed call to `peer` means: the typed error it raised, or `WorkerFailed` when the call itself broke."""
     trailers: Any = error.trailing_metadata() or ()
     metadata = dict(trailers)
-    cls = _CLASSES.get(str(metadata.get(ERROR_KEY, "")))
     details = error.details() or error.code().name
-    if cls is Overloaded:
-        return Overloaded(details, float(metadata.get(RETRY_AFTER_KEY, 1.0)))
+    if ERROR_KEY not in metadata:
+        return WorkerFailed(f"{peer} broke off: {error.code().name}: {details}")
+    failed = Failed(str(metadata[ERROR_KEY]), details, float(metadata.get(RETRY_AFTER_KEY, 1.0)))
+    return from_failed(failed, peer)
+
+
+def to_failed(error: BatonError) -> Failed:
+    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+    return Failed(type(error).__name__, str(error)[:MAX_MESSAGE_CHARACTERS], retry_after_s)
+
+
+def from_failed(failed: Failed, peer: str) -> BatonError:
+    """The typed error that `peer` raised; `WorkerFailed` when it was a defect, or of a kind unknown here."""
+    cls = _CLASSES.get(failed.kind, BatonError)
     if cls is BatonError:
-        return WorkerFailed(f"{peer} failed: {details}")
-    if cls is not None:
-        return cls(details)
-    return WorkerFailed(f"{peer} broke off: {error.code().name}: {details}")
+        return WorkerFailed(f"{peer} failed: {failed.message}")
+    if cls is Overloaded:
+        return Overloaded(failed.message, failed.retry_after_s)
+    return cls(failed.message)

@@ -40,10 +40,13 @@ class RpcServer:
     """An asyncio gRPC server with health checking and reflection of the given services.
 
     Add servicers to `server`, then `start`.
+
+    Args:
+        interceptors: further ones. They see a call before its handler does, and their handlers may raise typed errors.
     """
 
-    def __init__(self, service_names: Sequence[str]) -> None:
-        self.server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+    def __init__(self, service_names: Sequence[str], interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
+        self.server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._service_names = service_names
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

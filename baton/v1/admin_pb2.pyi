@@ -182,6 +182,183 @@ class ListWorkersResponse(_message.Message):
 Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
 
 @_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
+        """One for each choice; none: the router does not know the request, or not any more."""
+
+    def __init__(
+        self,
+        *,
+        decisions: _abc.Iterable[Global___Decision] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class Decision(_message.Message):
+    """How one choice was placed, when it first was. Seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TTFT_OBJECTIVE_S_FIELD_NUMBER: _builtins.int
+    ITL_OBJECTIVE_S_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    SOURCE_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
+    MEASURED_TTFT_S_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    choice_index: _builtins.int
+    tenant: _builtins.str
+    slo_class: _builtins.str
+    priority: _builtins.int
+    ttft_objective_s: _builtins.float
+    """Objectives; infinite: none."""
+    itl_objective_s: _builtins.float
+    num_prompt_tokens: _builtins.int
+    num_expected_tokens: _builtins.int
+    """Of the answer: for so many the decode worker has room."""
+    mode: _builtins.str
+    """"split" or "aggregated"."""
+    prefill_worker: _builtins.str
+    decode_worker: _builtins.str
+    source: _builtins.str
+    """Worker from which a prefix is pulled; empty: nobody."""
+    source_tokens: _builtins.int
+    outcome: _builtins.str
+    """"let in", or why not."""
+    predicted_ttft_s: _builtins.float
+    measured_ttft_s: _builtins.float
+    """From the placement on; 0: no token yet."""
+    @_builtins.property
+    def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___Option]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        choice_index: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        slo_class: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        ttft_objective_s: _builtins.float = ...,
+        itl_objective_s: _builtins.float = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_expected_tokens: _builtins.int = ...,
+        mode: _builtins.str = ...,
+        prefill_worker: _builtins.str = ...,
+        decode_worker: _builtins.str = ...,
+        source: _builtins.str = ...,
+        source_tokens: _builtins.int = ...,
+        outcome: _builtins.str = ...,
+        predicted_ttft_s: _builtins.float = ...,
+        measured_ttft_s: _builtins.float = ...,
+        options: _abc.Iterable[Global___Option] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "decode_worker", b"decode_worker", "itl_objective_s", b"itl_objective_s", "measured_ttft_s", b"measured_ttft_s", "mode", b"mode", "num_expected_tokens", b"num_expected_tokens", "num_prompt_tokens", b"num_prompt_tokens", "options", b"options", "outcome", b"outcome", "predicted_ttft_s", b"predicted_ttft_s", "prefill_worker", b"prefill_worker", "priority", b"priority", "request_id", b"request_id", "slo_class", b"slo_class", "source", b"source", "source_tokens", b"source_tokens", "tenant", b"tenant", "ttft_objective_s", b"ttft_objective_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Decision: _TypeAlias = Decision  # noqa: Y015
+
+@_typing.final
+class Option(_message.Message):
+    """A worker that could have been chosen, and what it would have taken. Seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    PULL_S_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
+    ROOM_S_FIELD_NUMBER: _builtins.int
+    EXPOSED_S_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    COST_S_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    role: _builtins.str
+    """"prefill" or "decode"."""
+    num_cached_tokens: _builtins.int
+    """Leading prompt tokens that it was believed to hold."""
+    wait_s: _builtins.float
+    """Prompts before this one."""
+    pull_s: _builtins.float
+    compute_s: _builtins.float
+    room_s: _builtins.float
+    """Until a decode worker has room."""
+    exposed_s: _builtins.float
+    """Of a hand-over to it, what comes after the first token."""
+    step_s: _builtins.float
+    """Between two tokens there."""
+    cost_s: _builtins.float
+    """All of it to the first token, were this one to compute the prompt, and what else that is to cost: copies of a
+    prefix, delays of others.
+    """
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _builtins.str = ...,
+        num_cached_tokens: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
+        pull_s: _builtins.float = ...,
+        compute_s: _builtins.float = ...,
+        room_s: _builtins.float = ...,
+        exposed_s: _builtins.float = ...,
+        step_s: _builtins.float = ...,
+        cost_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "cost_s", b"cost_s", "exposed_s", b"exposed_s", "num_cached_tokens", b"num_cached_tokens", "pull_s", b"pull_s", "role", b"role", "room_s", b"room_s", "step_s", b"step_s", "wait_s", b"wait_s", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Option: _TypeAlias = Option  # noqa: Y015
+
+@_typing.final
 class ScalePoolRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -342,6 +519,10 @@ class Worker(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     SELF_CHECK_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -356,10 +537,19 @@ class Worker(_message.Message):
     waiting: _builtins.int
     self_check: _builtins.str
     """"ok", or what is wrong."""
+    block_size: _builtins.int
+    """Tokens of a KV block, and prompt tokens in one step."""
+    chunk_tokens: _builtins.int
+    preemptions: _builtins.int
+    """Sequences that had to give their blocks back and were computed again, since the worker started."""
     @_builtins.property
     def blocks(self) -> Global___Blocks: ...
     @_builtins.property
     def transfers(self) -> Global___Transfers: ...
+    @_builtins.property
+    def costs(self) -> Global___StepCosts:
+        """What its engine's steps take, fitted from those that it has done."""
+
     def __init__(
         self,
         *,
@@ -375,14 +565,58 @@ class Worker(_message.Message):
         blocks: Global___Blocks | None = ...,
         self_check: _builtins.str = ...,
         transfers: Global___Transfers | None = ...,
+        costs: Global___StepCosts | None = ...,
+        block_size: _builtins.int = ...,
+        chunk_tokens: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "transfers", b"transfers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "costs", b"costs", "transfers", b"transfers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "epoch", b"epoch", "id", b"id", "node", b"node", "pid", b"pid", "role", b"role", "running", b"running", "self_check", b"self_check", "state", b"state", "transfers", b"transfers", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "blocks", b"blocks", "chunk_tokens", b"chunk_tokens", "costs", b"costs", "epoch", b"epoch", "id", b"id", "node", b"node", "pid", b"pid", "preemptions", b"preemptions", "role", b"role", "running", b"running", "self_check", b"self_check", "state", b"state", "transfers", b"transfers", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
+
+@_typing.final
+class StepCosts(_message.Message):
+    """Seconds. A step takes
+    s_overhead + max(s_weights, s_per_token * tokens + s_per_pair * pairs) + s_per_sequence * decoding
+    + s_per_kv_token * context, where pairs are of prompt tokens of which one attends to the other, and context is that of
+    the sequences that decode.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    S_OVERHEAD_FIELD_NUMBER: _builtins.int
+    S_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    S_PER_PAIR_FIELD_NUMBER: _builtins.int
+    S_WEIGHTS_FIELD_NUMBER: _builtins.int
+    S_PER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    S_PER_KV_TOKEN_FIELD_NUMBER: _builtins.int
+    s_overhead: _builtins.float
+    s_per_token: _builtins.float
+    s_per_pair: _builtins.float
+    s_weights: _builtins.float
+    s_per_sequence: _builtins.float
+    s_per_kv_token: _builtins.float
+    def __init__(
+        self,
+        *,
+        s_overhead: _builtins.float = ...,
+        s_per_token: _builtins.float = ...,
+        s_per_pair: _builtins.float = ...,
+        s_weights: _builtins.float = ...,
+        s_per_sequence: _builtins.float = ...,
+        s_per_kv_token: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["s_overhead", b"s_overhead", "s_per_kv_token", b"s_per_kv_token", "s_per_pair", b"s_per_pair", "s_per_sequence", b"s_per_sequence", "s_per_token", b"s_per_token", "s_weights", b"s_weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepCosts: _TypeAlias = StepCosts  # noqa: Y015
 
 @_typing.final
 class Transfers(_message.Message):

@@ -49,6 +49,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/baton.v1.Admin/Explain',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.ScalePool = channel.unary_unary(
                 '/baton.v1.Admin/ScalePool',
                 request_serializer=baton_dot_v1_dot_admin__pb2.ScalePoolRequest.SerializeToString,
@@ -83,6 +88,13 @@ class AdminServicer:
 
     def ListWorkers(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Why a request went where it went; the latest few hundred are known.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -122,6 +134,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.ListWorkersRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
             'ScalePool': grpc.unary_unary_rpc_method_handler(
                     servicer.ScalePool,
@@ -220,6 +237,33 @@ class Admin:
             '/baton.v1.Admin/ListWorkers',
             baton_dot_v1_dot_admin__pb2.ListWorkersRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Explain',
+            baton_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

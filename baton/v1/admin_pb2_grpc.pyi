@@ -34,6 +34,8 @@ class AdminStub:
     GetStatus: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatusRequest, _admin_pb2.GetStatusResponse]
     ListPools: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListPoolsRequest, _admin_pb2.ListPoolsResponse]
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]
+    Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
+    """Why a request went where it went; the latest few hundred are known."""
     ScalePool: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ScalePoolRequest, _admin_pb2.ScalePoolResponse]
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
     SetWorkerRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetWorkerRoleRequest, _admin_pb2.SetWorkerRoleResponse]
@@ -44,6 +46,8 @@ class AdminAsyncStub(AdminStub):
     GetStatus: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatusRequest, _admin_pb2.GetStatusResponse]  # type: ignore[assignment]
     ListPools: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListPoolsRequest, _admin_pb2.ListPoolsResponse]  # type: ignore[assignment]
     ListWorkers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]  # type: ignore[assignment]
+    Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Why a request went where it went; the latest few hundred are known."""
     ScalePool: _aio.UnaryUnaryMultiCallable[_admin_pb2.ScalePoolRequest, _admin_pb2.ScalePoolResponse]  # type: ignore[assignment]
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     SetWorkerRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetWorkerRoleRequest, _admin_pb2.SetWorkerRoleResponse]  # type: ignore[assignment]
@@ -69,6 +73,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListWorkersResponse, _abc.Awaitable[_admin_pb2.ListWorkersResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _admin_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
+        """Why a request went where it went; the latest few hundred are known."""
 
     @_abc_1.abstractmethod
     def ScalePool(

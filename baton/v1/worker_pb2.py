@@ -24,41 +24,53 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\"\x9b\x02\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05top_p\x18\x08 \x01(\x02\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x12\n\ncache_seed\x18\r \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x0e \x01(\r\"n\n\x0bGroupLayout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\r\n\x05k_dim\x18\x04 \x01(\r\x12\r\n\x05v_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"9\n\x0bStateLayout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\"}\n\x08KvLayout\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x0f\n\x07tp_size\x18\x02 \x01(\r\x12%\n\x06groups\x18\x03 \x03(\x0b\x32\x15.baton.v1.GroupLayout\x12%\n\x06states\x18\x04 \x03(\x0b\x32\x15.baton.v1.StateLayout\"F\n\x0cPrefixSource\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\xe6\x01\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x12\n\nkv_address\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x13\n\x0bskip_tokens\x18\x07 \x01(\r\x12\x13\n\x0bwire_compat\x18\t \x01(\t\x12\"\n\x06layout\x18\n \x01(\x0b\x32\x12.baton.v1.KvLayoutJ\x04\x08\x08\x10\tR\x08lease_ms\"\x84\x01\n\x0ePrefillRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12 \n\x06ticket\x18\x02 \x01(\x0b\x32\x10.baton.v1.Ticket\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.baton.v1.PrefixSource\"t\n\x0fPrefillResponse\x12+\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12+\n\x0bhanded_over\x18\x02 \x01(\x0b\x32\x14.baton.v1.HandedOverH\x00\x42\x07\n\x05\x65vent\"\x8f\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x19\n\x11num_pulled_tokens\x18\x06 \x01(\r\"Z\n\nHandedOver\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x11\n\texposed_s\x18\x04 \x01(\x01\"s\n\rDecodeRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12\x10\n\x08\x61wait_kv\x18\x02 \x01(\x08\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.baton.v1.PrefixSource\"h\n\x0e\x44\x65\x63odeResponse\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.TicketH\x00\x12)\n\nnew_tokens\x18\x02 \x01(\x0b\x32\x13.baton.v1.NewTokensH\x00\x42\x07\n\x05\x65vent\"\x8f\x01\n\tNewTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x19\n\x11num_pulled_tokens\x18\x06 \x01(\r2Q\n\rPrefillWorker\x12@\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse0\x01\x32M\n\x0c\x44\x65\x63odeWorker\x12=\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x18.baton.v1.DecodeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\"3\n\x0cServeRequest\x12#\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x11.baton.v1.Command\"\xfc\x01\n\x07\x43ommand\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12+\n\x07prefill\x18\x02 \x01(\x0b\x32\x18.baton.v1.PrefillRequestH\x00\x12)\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x17.baton.v1.DecodeRequestH\x00\x12\"\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12+\n\x05trace\x18\x05 \x03(\x0b\x32\x1c.baton.v1.Command.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\t\n\x07\x63ommand\"\x08\n\x06\x43\x61ncel\"0\n\rServeResponse\x12\x1f\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Event\"\x90\x02\n\x05\x45vent\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12+\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12+\n\x0bhanded_over\x18\x03 \x01(\x0b\x32\x14.baton.v1.HandedOverH\x00\x12\"\n\x06ticket\x18\x04 \x01(\x0b\x32\x10.baton.v1.TicketH\x00\x12)\n\nnew_tokens\x18\x05 \x01(\x0b\x32\x13.baton.v1.NewTokensH\x00\x12\"\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x10.baton.v1.FailedH\x00\x12 \n\x05\x65nded\x18\x07 \x01(\x0b\x32\x0f.baton.v1.EndedH\x00\x42\x07\n\x05\x65vent\">\n\x06\x46\x61iled\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\x07\n\x05\x45nded\"\xe9\x02\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05top_p\x18\x08 \x01(\x02\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x12\n\ncache_seed\x18\r \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x0e \x01(\r\x12\x10\n\x08priority\x18\x0f \x01(\x05\x12\x0e\n\x06ttft_s\x18\x10 \x01(\x01\x12\r\n\x05itl_s\x18\x11 \x01(\x01\x12\x1b\n\x13num_expected_tokens\x18\x12 \x01(\r\"n\n\x0bGroupLayout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\r\n\x05k_dim\x18\x04 \x01(\r\x12\r\n\x05v_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"9\n\x0bStateLayout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\"}\n\x08KvLayout\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x0f\n\x07tp_size\x18\x02 \x01(\r\x12%\n\x06groups\x18\x03 \x03(\x0b\x32\x15.baton.v1.GroupLayout\x12%\n\x06states\x18\x04 \x03(\x0b\x32\x15.baton.v1.StateLayout\"F\n\x0cPrefixSource\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\xe6\x01\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x12\n\nkv_address\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x13\n\x0bskip_tokens\x18\x07 \x01(\r\x12\x13\n\x0bwire_compat\x18\t \x01(\t\x12\"\n\x06layout\x18\n \x01(\x0b\x32\x12.baton.v1.KvLayoutJ\x04\x08\x08\x10\tR\x08lease_ms\"\x84\x01\n\x0ePrefillRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12 \n\x06ticket\x18\x02 \x01(\x0b\x32\x10.baton.v1.Ticket\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.baton.v1.PrefixSource\"\x9f\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x19\n\x11num_pulled_tokens\x18\x06 \x01(\r\x12\x0e\n\x06pull_s\x18\x07 \x01(\x01\"Z\n\nHandedOver\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x11\n\texposed_s\x18\x04 \x01(\x01\"s\n\rDecodeRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12\x10\n\x08\x61wait_kv\x18\x02 \x01(\x08\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.baton.v1.PrefixSource\"\x9f\x01\n\tNewTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x19\n\x11num_pulled_tokens\x18\x06 \x01(\r\x12\x0e\n\x06pull_s\x18\x07 \x01(\x01\x32K\n\x0bWorkerCalls\x12<\n\x05Serve\x12\x16.baton.v1.ServeRequest\x1a\x17.baton.v1.ServeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SEQUENCESPEC']._serialized_start=36
-  _globals['_SEQUENCESPEC']._serialized_end=319
-  _globals['_GROUPLAYOUT']._serialized_start=321
-  _globals['_GROUPLAYOUT']._serialized_end=431
-  _globals['_STATELAYOUT']._serialized_start=433
-  _globals['_STATELAYOUT']._serialized_end=490
-  _globals['_KVLAYOUT']._serialized_start=492
-  _globals['_KVLAYOUT']._serialized_end=617
-  _globals['_PREFIXSOURCE']._serialized_start=619
-  _globals['_PREFIXSOURCE']._serialized_end=689
-  _globals['_TICKET']._serialized_start=692
-  _globals['_TICKET']._serialized_end=922
-  _globals['_PREFILLREQUEST']._serialized_start=925
-  _globals['_PREFILLREQUEST']._serialized_end=1057
-  _globals['_PREFILLRESPONSE']._serialized_start=1059
-  _globals['_PREFILLRESPONSE']._serialized_end=1175
-  _globals['_FIRSTTOKEN']._serialized_start=1178
-  _globals['_FIRSTTOKEN']._serialized_end=1321
-  _globals['_HANDEDOVER']._serialized_start=1323
-  _globals['_HANDEDOVER']._serialized_end=1413
-  _globals['_DECODEREQUEST']._serialized_start=1415
-  _globals['_DECODEREQUEST']._serialized_end=1530
-  _globals['_DECODERESPONSE']._serialized_start=1532
-  _globals['_DECODERESPONSE']._serialized_end=1636
-  _globals['_NEWTOKENS']._serialized_start=1639
-  _globals['_NEWTOKENS']._serialized_end=1782
-  _globals['_PREFILLWORKER']._serialized_start=1784
-  _globals['_PREFILLWORKER']._serialized_end=1865
-  _globals['_DECODEWORKER']._serialized_start=1867
-  _globals['_DECODEWORKER']._serialized_end=1944
+  _globals['_COMMAND_TRACEENTRY']._loaded_options = None
+  _globals['_COMMAND_TRACEENTRY']._serialized_options = b'8\001'
+  _globals['_SERVEREQUEST']._serialized_start=35
+  _globals['_SERVEREQUEST']._serialized_end=86
+  _globals['_COMMAND']._serialized_start=89
+  _globals['_COMMAND']._serialized_end=341
+  _globals['_COMMAND_TRACEENTRY']._serialized_start=286
+  _globals['_COMMAND_TRACEENTRY']._serialized_end=330
+  _globals['_CANCEL']._serialized_start=343
+  _globals['_CANCEL']._serialized_end=351
+  _globals['_SERVERESPONSE']._serialized_start=353
+  _globals['_SERVERESPONSE']._serialized_end=401
+  _globals['_EVENT']._serialized_start=404
+  _globals['_EVENT']._serialized_end=676
+  _globals['_FAILED']._serialized_start=678
+  _globals['_FAILED']._serialized_end=740
+  _globals['_ENDED']._serialized_start=742
+  _globals['_ENDED']._serialized_end=749
+  _globals['_SEQUENCESPEC']._serialized_start=752
+  _globals['_SEQUENCESPEC']._serialized_end=1113
+  _globals['_GROUPLAYOUT']._serialized_start=1115
+  _globals['_GROUPLAYOUT']._serialized_end=1225
+  _globals['_STATELAYOUT']._serialized_start=1227
+  _globals['_STATELAYOUT']._serialized_end=1284
+  _globals['_KVLAYOUT']._serialized_start=1286
+  _globals['_KVLAYOUT']._serialized_end=1411
+  _globals['_PREFIXSOURCE']._serialized_start=1413
+  _globals['_PREFIXSOURCE']._serialized_end=1483
+  _globals['_TICKET']._serialized_start=1486
+  _globals['_TICKET']._serialized_end=1716
+  _globals['_PREFILLREQUEST']._serialized_start=1719
+  _globals['_PREFILLREQUEST']._serialized_end=1851
+  _globals['_FIRSTTOKEN']._serialized_start=1854
+  _globals['_FIRSTTOKEN']._serialized_end=2013
+  _globals['_HANDEDOVER']._serialized_start=2015
+  _globals['_HANDEDOVER']._serialized_end=2105
+  _globals['_DECODEREQUEST']._serialized_start=2107
+  _globals['_DECODEREQUEST']._serialized_end=2222
+  _globals['_NEWTOKENS']._serialized_start=2225
+  _globals['_NEWTOKENS']._serialized_end=2384
+  _globals['_WORKERCALLS']._serialized_start=2386
+  _globals['_WORKERCALLS']._serialized_end=2461
 # @@protoc_insertion_point(module_scope)

@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class PrefillWorkerStub:
+class WorkerCallsStub:
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -34,44 +34,44 @@ class PrefillWorkerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_stream(
-                '/baton.v1.PrefillWorker/Prefill',
-                request_serializer=baton_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_worker__pb2.PrefillResponse.FromString,
+        self.Serve = channel.stream_stream(
+                '/baton.v1.WorkerCalls/Serve',
+                request_serializer=baton_dot_v1_dot_worker__pb2.ServeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.ServeResponse.FromString,
                 _registered_method=True)
 
 
-class PrefillWorkerServicer:
+class WorkerCallsServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Prefill(self, request, context):
-        """Computes the KV cache of a prompt and its first token, and hands the blocks over to the ticket's decode worker.
+    def Serve(self, request_iterator, context):
+        """Either side puts into one message what it has ready at that moment. The end of the stream is the end of all calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
 
-def add_PrefillWorkerServicer_to_server(servicer, server):
+def add_WorkerCallsServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_stream_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=baton_dot_v1_dot_worker__pb2.PrefillRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_worker__pb2.PrefillResponse.SerializeToString,
+            'Serve': grpc.stream_stream_rpc_method_handler(
+                    servicer.Serve,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.ServeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.ServeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'baton.v1.PrefillWorker', rpc_method_handlers)
+            'baton.v1.WorkerCalls', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('baton.v1.PrefillWorker', rpc_method_handlers)
+    server.add_registered_method_handlers('baton.v1.WorkerCalls', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class PrefillWorker:
+class WorkerCalls:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Prefill(request,
+    def Serve(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -81,86 +81,12 @@ class PrefillWorker:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/baton.v1.PrefillWorker/Prefill',
-            baton_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
-            baton_dot_v1_dot_worker__pb2.PrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-
-class DecodeWorkerStub:
-    """Missing associated documentation comment in .proto file."""
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.Decode = channel.unary_stream(
-                '/baton.v1.DecodeWorker/Decode',
-                request_serializer=baton_dot_v1_dot_worker__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_worker__pb2.DecodeResponse.FromString,
-                _registered_method=True)
-
-
-class DecodeWorkerServicer:
-    """Missing associated documentation comment in .proto file."""
-
-    def Decode(self, request, context):
-        """With `await_kv`: reserves blocks, answers with a ticket, waits for the hand-over, then streams tokens.
-        Without: prefills the prompt itself (aggregated mode). The open stream is the reservation.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_DecodeWorkerServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'Decode': grpc.unary_stream_rpc_method_handler(
-                    servicer.Decode,
-                    request_deserializer=baton_dot_v1_dot_worker__pb2.DecodeRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_worker__pb2.DecodeResponse.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'baton.v1.DecodeWorker', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('baton.v1.DecodeWorker', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class DecodeWorker:
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Decode(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/baton.v1.DecodeWorker/Decode',
-            baton_dot_v1_dot_worker__pb2.DecodeRequest.SerializeToString,
-            baton_dot_v1_dot_worker__pb2.DecodeResponse.FromString,
+            '/baton.v1.WorkerCalls/Serve',
+            baton_dot_v1_dot_worker__pb2.ServeRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.ServeResponse.FromString,
             options,
             channel_credentials,
             insecure,

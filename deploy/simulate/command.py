@@ -9,37 +9,58 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from baton.config import EngineConfig
 from baton.errors import ConfigError
-from deploy.simulate.costs import PROFILES
-from deploy.simulate.generator import Conversations, generate
-from deploy.simulate.report import Objective, Result, table_of
-from deploy.simulate.run import POLICIES, Scenario, run_policies
-from deploy.simulate.trace_files import read_trace
-from deploy.simulate.trace_shape import faster, first
+from deploy.simulate.costs import PROFILES, read_bench
+from deploy.simulate.grid import Cell, Setting, grid_table, pools_of, run_grid
+from deploy.simulate.plan import plan_for
+from deploy.simulate.plot import plot
+from deploy.simulate.report import table_of
+from deploy.simulate.run import POLICIES, Scenario
 from deploy.simulate.worker import WorkerShape
+from router.placement import Objective
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from deploy.simulate.costs import Bench
     from deploy.simulate.trace import Trace
+    from deploy.simulate.trace_shape import TraceOptions
+
+DEFAULT_BLOCKS = 5000
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """As `baton simulate --help` tells them."""
 
-    trace: Path | None
+    trace: TraceOptions
     prefill: int
     decode: int
-    blocks: int
+    blocks: int | None
+    """DEFAULT_BLOCKS, or as many as the measured workers have."""
     profile: str
+    costs: Path | None
+    """Goes before `profile`."""
+    max_output: int
     policies: tuple[str, ...]
-    speed: float
-    requests: int
     ttft_ms: float
     itl_ms: float
-    seed: int
     jobs: int
+    loads: tuple[float, ...] = ()
+    """Times the speed of `trace`; none: once that."""
+    pools: tuple[str, ...] = ()
+    """Instead of `prefill` and `decode`, each "P:D"."""
+    plot: Path | None = None
+    """Folder."""
+
+    def settings(self) -> list[Setting]:
+        """Every load on all pools. Raises ConfigError."""
+        pools = [pools_of(text) for text in self.pools] or [(self.prefill, self.decode)]
+        for load in self.loads:
+            if not load > 0:
+                raise ConfigError(f"--load must be more than 0, got {load}")
+        return [Setting(load, *pool) for load in self.loads or (1.0,) for pool in pools]
 
 
 def run(options: Options, as_json: bool, log: Console) -> None:
@@ -52,22 +73,28 @@ def run(options: Options, as_json: bool, log: Console) -> None:
         print("profiles:", *PROFILES)  # noqa: T201
         print("policies:", *POLICIES)  # noqa: T201
         return
+    settings = options.settings()
     scenario = scenario_of(options)
     policies = options.policies or POLICIES
     log.print(
-        f"{scenario.trace.name}: {len(scenario.trace.requests)} requests, {options.prefill} prefill and "
-        f"{options.decode} decode workers, {options.profile}"
+        f"{scenario.trace.name}: {len(scenario.trace.requests)} requests, prefill:decode workers "
+        f"{', '.join(dict.fromkeys(s.pools for s in settings))}, {options.costs or options.profile}"
     )
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=log, transient=True) as progress:
-        task = progress.add_task("policies", total=len(policies))
-        results = run_policies(policies, scenario, lambda _: progress.advance(task), options.jobs)
+        task = progress.add_task("runs", total=len(policies) * len(settings))
+        cells = run_grid(policies, settings, scenario, lambda _: progress.advance(task), options.jobs)
+    title = f"{scenario.trace.name}, {options.trace.speed:g} times its speed"
+    if options.plot is not None:
+        for file in plot(options.plot, title, cells):
+            log.print(f"wrote {file}")
     ceiling = scenario.trace.ceiling
     if as_json:
-        print(json.dumps(_document(options, scenario.trace, ceiling, results), indent=2))  # noqa: T201
+        print(json.dumps(_document(options, scenario, ceiling, cells), indent=2))  # noqa: T201
+    elif len(settings) > 1:
+        Console(soft_wrap=True).print(grid_table(title, cells))
     else:
-        title = f"{scenario.trace.name}, {options.speed:g} times its speed"
-        Console(soft_wrap=True).print(table_of(title, ceiling, results))
+        Console(soft_wrap=True).print(table_of(title, ceiling, [cell.result for cell in cells]))
 
 
 def scenario_of(options: Options) -> Scenario:
@@ -75,35 +102,68 @@ def scenario_of(options: Options) -> Scenario:
     if options.profile not in PROFILES:
         raise ConfigError(f"no profile is called {options.profile!r}; there are {', '.join(PROFILES)}")
     for name in ("blocks", "ttft_ms", "itl_ms"):
-        if not getattr(options, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(options, name)}")
-    trace = (
-        read_trace(options.trace, spread_seed=options.seed)
-        if options.trace
-        else generate(Conversations(), options.seed)
-    )
-    trace = faster(first(trace, options.requests) if options.requests else trace, options.speed)
+        if (value := getattr(options, name)) is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be more than 0, got {value}")
+    trace, objective = options.trace.trace(), Objective(options.ttft_ms / 1e3, options.itl_ms / 1e3)
+    if options.costs is not None:
+        return measured_scenario(
+            trace, read_bench(options.costs), options.prefill, options.decode, objective,
+            max_output=options.max_output, num_blocks=options.blocks, seed=options.trace.seed,
+        )  # fmt: skip
+    num_blocks = options.blocks or DEFAULT_BLOCKS
+    trace = plan_for(trace, num_blocks * trace.block_tokens, options.max_output).trace if options.max_output else trace
     return Scenario(
         trace,
-        WorkerShape(options.blocks, trace.block_tokens),
+        WorkerShape(num_blocks, trace.block_tokens),
         PROFILES[options.profile],
         options.prefill,
         options.decode,
-        Objective(options.ttft_ms / 1e3, options.itl_ms / 1e3),
-        options.seed,
+        objective,
+        options.trace.seed,
     )
 
 
-def _document(options: Options, trace: Trace, ceiling: float, results: list[Result]) -> dict[str, object]:
+def measured_scenario(
+    trace: Trace,
+    bench: Bench,
+    prefill: int,
+    decode: int,
+    objective: Objective,
+    *,
+    max_output: int = 0,
+    num_blocks: int | None = None,
+    seed: int = 0,
+) -> Scenario:
+    """The requests that `baton bench` sends, on workers as it found them. ConfigError where a trace does not fit."""
+    if trace.block_tokens != bench.block_tokens:
+        raise ConfigError(
+            f"the trace has blocks of {trace.block_tokens} tokens and the measured workers of {bench.block_tokens}; "
+            "give the --scale and --block of the measurement"
+        )
+    plan = plan_for(trace, bench.max_model_len, max_output)
+    engine = EngineConfig()
+    shape = WorkerShape(
+        num_blocks or bench.num_blocks,
+        bench.block_tokens,
+        engine.max_num_seqs,
+        bench.chunk_tokens,
+        engine.output_reservation,
+    )
+    return Scenario(plan.trace, shape, bench.costs, prefill, decode, objective, seed, knows_lengths=True)
+
+
+def _document(options: Options, scenario: Scenario, ceiling: float, cells: list[Cell]) -> dict[str, object]:
+    trace = scenario.trace
     return {
         "trace": trace.name,
         "num_requests": len(trace.requests),
-        "speed": options.speed,
+        **options.trace.as_dict(),
+        "block": trace.block_tokens,
+        "max_output": options.max_output,
         "ceiling": ceiling,
-        "profile": options.profile,
-        "prefill": options.prefill,
-        "decode": options.decode,
-        "blocks": options.blocks,
+        "profile": None if options.costs else options.profile,
+        "costs": scenario.costs.as_dict(),
+        "blocks": scenario.shape.num_blocks,
         "objective": {"ttft_ms": options.ttft_ms, "itl_ms": options.itl_ms},
-        "policies": [result.as_dict() for result in results],
+        "policies": [cell.as_dict() for cell in cells],
     }

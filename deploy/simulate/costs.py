@@ -1,58 +1,60 @@
-"""What a step of an engine costs in seconds, and what moving KV does.
+"""What workers cost in the arena: steps as `baton.costs` has them, moving KV, and what a request takes besides.
 
-A step computes T new tokens and reads the KV of what its sequences hold. It takes the longer of the two:
-
-    compute   s_per_token * T + s_per_pair * (new tokens x tokens that each attends to)
-    memory    s_weights + s_per_kv_token * (tokens of context of the sequences that decode)
-
-and `s_overhead` on top. With `s_weights` 0 this is a straight line, as fits a CPU; a GPU has its roofline (Williams,
-Waterman and Patterson, 2009), and `roofline` derives one on paper.
+Derived on paper for known GPUs, or read from what `baton bench --json` has measured on a cluster.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from baton.costs import StepCosts
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from baton.engine.step_fit import StepSize
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """One worker's."""
 
-    s_overhead: float
-    s_per_token: float
-    s_per_pair: float
-    s_weights: float
-    s_per_kv_token: float
+    steps: StepCosts
     transfer_latency_s: float
     transfer_s_per_token: float
-
-    def step_s(self, num_new: int, num_pairs: int, num_kv_tokens: int) -> float:
-        """One step.
-
-        Args:
-            num_new: tokens to compute.
-            num_pairs: for each of them the tokens that it attends to, summed.
-            num_kv_tokens: context of the sequences that decode, summed.
-        """
-        compute_s = self.s_per_token * num_new + self.s_per_pair * num_pairs
-        return self.s_overhead + max(compute_s, self.s_weights + self.s_per_kv_token * num_kv_tokens)
-
-    def prefill_s(self, num_tokens: int, num_cached_tokens: int, chunk_tokens: int) -> float:
-        """A prompt alone on an idle worker, in chunks."""
-        num_new = num_tokens - num_cached_tokens
-        num_steps = -(-num_new // chunk_tokens)
-        num_pairs = num_new * (num_cached_tokens + num_tokens) // 2
-        compute_s = self.s_per_token * num_new + self.s_per_pair * num_pairs
-        return num_steps * self.s_overhead + max(compute_s, num_steps * self.s_weights)
+    prefill_steps: StepCosts | None = None
+    """Of prefill workers, where theirs differ."""
+    request_overhead_s: float = 0.0
+    """Of a first token, what is neither waiting nor computing: calls, placement, reading and writing tokens."""
+    prompt_step_s: float = 0.0
+    """Of workers that decode: what a step with a prompt takes beyond `steps`, in which such a step has no overhead that
+    one without a prompt has not."""
 
     def transfer_s(self, num_tokens: int) -> float:
         """From the first byte of a prompt's KV to the commit."""
         return self.transfer_latency_s + self.transfer_s_per_token * num_tokens
 
+    def of_prefill(self) -> CostModel:
+        """A prefill worker's, all of whose steps have prompts."""
+        return replace(self, steps=self.prefill_steps or self.steps, prompt_step_s=0.0)
+
+    def step_s(self, size: StepSize) -> float:
+        """One step."""
+        step_s = self.steps.step_s(size.num_new, size.num_pairs, size.num_decoding, size.num_kv_tokens)
+        return step_s + self.prompt_step_s if size.num_new > size.num_decoding else step_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """A part of what `read_bench` reads."""
+        return asdict(self)
+
     @property
     def tokens_per_s(self) -> float:
         """Of short prompts, at full speed."""
-        return 1 / self.s_per_token
+        return 1 / self.steps.s_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,16 @@ def roofline(model: Model, gpu: Gpu, num_gpus: int = 1) -> CostModel:
     """
     flops = gpu.flops * gpu.compute_share * num_gpus
     bytes_per_s = gpu.bytes_per_s * gpu.memory_share * num_gpus
-    return CostModel(
+    steps = StepCosts(
         s_overhead=0.5e-3,
         s_per_token=2 * model.num_params / flops,
         s_per_pair=4 * model.num_layers * model.num_heads * model.head_dim / flops,
         s_weights=model.num_params * model.bytes_per_param / bytes_per_s,
+        s_per_sequence=0.0,
         s_per_kv_token=model.kv_bytes_per_token / bytes_per_s,
+    )
+    return CostModel(
+        steps,
         transfer_latency_s=2e-3,
         transfer_s_per_token=model.kv_bytes_per_token / (gpu.network_bytes_per_s * num_gpus),
     )
@@ -121,3 +127,55 @@ PROFILES = {
     "llama-3-70b@4xh200": roofline(MODELS["llama-3-70b"], GPUS["h200"], 4),
     "llama-3-70b@8xa100": roofline(MODELS["llama-3-70b"], GPUS["a100"], 8),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What `baton bench --json` tells of a cluster's workers."""
+
+    costs: CostModel
+    num_blocks: int
+    block_tokens: int
+    chunk_tokens: int
+    max_model_len: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """A part of the document; `read_bench` reads it."""
+        worker = {name: getattr(self, name) for name in WORKER_FIELDS}
+        return {"costs": self.costs.as_dict(), "worker": worker}
+
+
+WORKER_FIELDS = ("num_blocks", "block_tokens", "chunk_tokens", "max_model_len")
+
+
+def read_bench(path: Path) -> Bench:
+    """Raises ConfigError for a file that is not what `baton bench --json` has written, or that has no costs."""
+    try:
+        document = json.loads(path.read_text())
+        costs, worker = dict(document["costs"]), document["worker"]
+        steps = _steps(costs.pop("steps"))
+        prefill_steps = costs.pop("prefill_steps")
+        model = CostModel(
+            steps, prefill_steps=_steps(prefill_steps) if prefill_steps else None, **_numbers(costs, CostModel)
+        )
+        return Bench(model, **{name: int(worker[name]) for name in WORKER_FIELDS})
+    except OSError as error:
+        raise ConfigError(f"cannot read the costs {path}: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} has no costs as `baton bench --json` writes them ({type(error).__name__}: {error}); the router "
+            "tells workers' costs to its operators only"
+        ) from error
+
+
+def _steps(values: dict[str, Any]) -> StepCosts:
+    return StepCosts(**_numbers(values, StepCosts))
+
+
+def _numbers(values: dict[str, Any], cls: type[StepCosts | CostModel]) -> dict[str, float]:
+    """Raises ValueError for what is no field of `cls` or no cost."""
+    names = {field.name for field in fields(cls)}
+    for name, value in values.items():
+        if name not in names or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}")
+    return {name: float(value) for name, value in values.items()}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from baton.costs import PRIOR, StepCosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +34,10 @@ class WorkerView:
     num_blocks: int
     tokens_per_s: float
     """What it computes of prompts at full speed."""
+    costs: StepCosts = PRIOR
+    """What its steps take, as it has fitted them."""
+    chunk_tokens: int = 2048
+    block_tokens: int = 512
 
     @property
     def kv_use(self) -> float:
@@ -61,6 +68,11 @@ class Decision:
     """Pulls come from there before the prompt is computed."""
     source_tokens: int = 0
     """Leading prompt tokens that are pulled, as far as they are not there yet."""
+    ttft_s: float = math.inf
+    """What the workers are told: when the first token is due, the mean time between tokens, and the answer's length for
+    which to reserve room (0: as their settings say). The routers of the field tell them none of it."""
+    itl_s: float = math.inf
+    num_expected_tokens: int = 0
 
 
 class Placer(Protocol):
@@ -71,8 +83,14 @@ class Placer(Protocol):
 
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
-    ) -> Decision:
-        """`prefill` is empty in an aggregated pool."""
+    ) -> Decision | None:
+        """`prefill` is empty in an aggregated pool. None: the request is refused."""
+
+    def computed(self, request: TraceRequest, now_s: float) -> None:
+        """Its first token is out."""
+
+    def finished(self, request: TraceRequest, now_s: float) -> None:
+        """Its last token is out."""
 
 
 class TwoLegs:
@@ -90,3 +108,9 @@ class TwoLegs:
             return Decision(worker, worker)
         decodes = self._policy.choose_decode(request, decode)
         return Decision(self._policy.choose(request, prefill), decodes)
+
+    def computed(self, request: TraceRequest, now_s: float) -> None:
+        pass
+
+    def finished(self, request: TraceRequest, now_s: float) -> None:
+        pass

@@ -1,52 +1,146 @@
-"""The router's own placement, as a placer of the arena."""
+"""The router's own placement and admission, as a placer of the arena."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from baton.cluster import Role
+from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.errors import Overloaded
 from deploy.simulate.policy import Decision
 from deploy.simulate.worker import key_of
-from router.placement import Candidate, Prompt, Weights, place
+from router.admission import AnswerHistory, Entry, Gate
+from router.placement import Job, LoadBook, Objective, Prices, Prompt, Residence, Weights, place
+from router.tenants import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.config import RouterConfig
+    from baton.costs import StepCosts
     from deploy.simulate.policy import WorkerView
     from deploy.simulate.trace import TraceRequest
 
+UNLIMITED_TOKENS = 10**9
+"""A trace does not say what its requests asked for at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    entry: Entry
+    job: Job
+
 
 class Production:
-    """`router.placement.place`, with the settings of a router."""
+    """`router.placement` behind `router.admission`, with the settings of a router.
+
+    Args:
+        prices: what moving KV takes.
+        error: predictions of what steps take are so many times what the workers have measured.
+        knows_lengths: requests ask for exactly as many tokens as they get.
+    """
 
     name = "baton"
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        objective: Objective,
+        prices: Prices,
+        error: float = 1.0,
+        *,
+        knows_lengths: bool = False,
+    ) -> None:
         self._config = config
-        self._weights = Weights.of(config)
+        self._objective = objective
+        self._prices = prices
+        self._error = error
+        self._knows_lengths = knows_lengths
+        slo = config.slo_class("")
+        self._weights = Weights(slo.affinity_weight, slo.interference_weight)
+        self._gate = Gate()
+        self._history = AnswerHistory(config.expected_output_floor, config.expected_output_default)
+        self._residence = Residence()
+        self._books: dict[int, LoadBook] = {}
+        self._placed: dict[int, _Placed] = {}
+        """By the request's identity."""
 
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
-    ) -> Decision:
+    ) -> Decision | None:
         config = self._config
-        prompt = Prompt(request.num_prompt_tokens, tuple(map(key_of, request.block_ids)))
-        candidates = [_candidate(v, Role.PREFILL) for v in prefill] + [_candidate(v, Role.DECODE) for v in decode]
+        at_most = request.num_output_tokens if self._knows_lengths else UNLIMITED_TOKENS
+        expected = self._history.expect(DEFAULT_TENANT.id, at_most, self._knows_lengths)
+        prompt = Prompt(request.num_prompt_tokens, tuple(map(key_of, request.block_ids[:2])), expected)
+        books = [self._book(v, Role.PREFILL) for v in prefill] + [self._book(v, Role.DECODE) for v in decode]
+        views = [*prefill, *decode]
+        candidates = [
+            book.seen((0, False), view.num_cached_tokens, now_s) for book, view in zip(books, views, strict=True)
+        ]
         placement = place(
             prompt,
             candidates,
             config.mode,
+            objective=self._objective,
             weights=self._weights,
-            aggregate_below_tokens=config.aggregate_below_tokens,
+            prices=self._prices,
             pull_above_tokens=config.pull_above_tokens,
         )
         assert placement is not None, "every pool has a worker"
-        decodes = int(placement.decode_worker)
-        computes = int(placement.prefill_worker or placement.decode_worker)
+        entry = Entry(DEFAULT_TENANT, 0, self._objective.ttft_s)
+        prediction = placement.prediction
+        computes, decodes = int(placement.computes), int(placement.decode_worker)
+        entry.is_placed(placement)
+        if entry.turn[1]:
+            wait_s = self._books[computes].wait_s(entry.turn, now_s)
+            prediction = replace(prediction, wait_s=wait_s)
+        try:
+            victims = self._gate.admit(entry, prediction)
+        except Overloaded:
+            return None
+        assert not victims, "a trace has one tenant and one priority"
+        job = Job(entry.turn, entry.compute_s, request.num_prompt_tokens, expected)
+        self._books[computes].queue(job, now_s)
+        self._books[decodes].decode(job, now_s)
+        self._placed[id(request)] = _Placed(entry, job)
         source = int(placement.source) if placement.source else None
-        return Decision(computes, decodes, source, placement.source_tokens)
+        return Decision(
+            computes,
+            decodes,
+            source,
+            placement.source_tokens,
+            self._objective.ttft_s,
+            self._objective.itl_s,
+            expected,
+        )
+
+    def computed(self, request: TraceRequest, now_s: float) -> None:
+        placed = self._placed[id(request)]
+        self._gate.left(placed.entry)
+        if placed.job.queued_at:
+            placed.job.queued_at.computed(placed.job, now_s)
+
+    def finished(self, request: TraceRequest, now_s: float) -> None:
+        self.computed(request, now_s)
+        placed = self._placed.pop(id(request))
+        if placed.job.decoding_at:
+            placed.job.decoding_at.finished(placed.job, now_s)
+        self._history.observe(DEFAULT_TENANT.id, request.num_output_tokens)
+
+    def _book(self, view: WorkerView, role: Role) -> LoadBook:
+        book = self._books.get(view.index)
+        if book is None:
+            info = WorkerInfo(
+                str(view.index), role, "", 0, "", 0, "", "", view.block_tokens, UNLIMITED_TOKENS, view.chunk_tokens
+            )
+            blocks = BlockCounts(total=view.num_blocks)
+            worker = Worker(info, WorkerLoad(WorkerState.READY, blocks=blocks))
+            book = self._books[view.index] = LoadBook.of(worker, self._residence)
+        book.candidate.costs = _times(view.costs, self._error)
+        return book
 
 
-def _candidate(view: WorkerView, role: Role) -> Candidate:
-    active_tokens = view.booked_tokens if role is Role.DECODE else 0
-    return Candidate(str(view.index), role, view.queued_tokens, active_tokens, view.num_cached_tokens)
+def _times(costs: StepCosts, factor: float) -> StepCosts:
+    if factor == 1:
+        return costs
+    return replace(costs, **{name: getattr(costs, name) * factor for name in costs.__dataclass_fields__})

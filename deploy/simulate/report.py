@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from router.placement import Objective
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -18,19 +20,9 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
-    """A request is good when both hold."""
+class Figures:
+    """What is told of a run, simulated or real. Quantiles are those of QUANTILES."""
 
-    ttft_s: float
-    itl_s: float
-    """Mean over the answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One policy on one trace. Quantiles are those of QUANTILES."""
-
-    policy: str
     num_requests: int
     hit_rate: float
     """Prompt tokens that were not computed, because a cache had them or another worker's did."""
@@ -42,32 +34,54 @@ class Result:
     goodput_per_s: float
     """Requests that met the objective, by the second of the trace."""
     good_share: float
+
+    def cells(self) -> tuple[str, ...]:
+        """For the columns of `figure_table`."""
+        return (
+            f"{self.hit_rate:.3f}",
+            f"{self.imbalance:.2f}",
+            "/".join(f"{value:.2f}" for value in self.ttft_s),
+            "/".join(f"{value * 1e3:.0f}" for value in self.itl_s),
+            f"{self.goodput_per_s:.2f}",
+            f"{self.good_share:.1%}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Result(Figures):
+    """One policy on one trace."""
+
+    policy: str
     busy_share: float
     """Of the workers' time until the last request was done."""
     num_preemptions: int
+    num_refused: int
+    """By admission; they are in no other figure but those of goodput."""
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {"policy": self.policy, **asdict(self)}
 
 
 def result_of(policy: str, world: World, served: Sequence[Served], objective: Objective) -> Result:
-    num_prompt_tokens = sum(s.request.num_prompt_tokens for s in served)
-    num_cached_tokens = sum(s.num_cached_tokens for s in served)
+    let_in = [s for s in served if not s.is_refused]
+    num_prompt_tokens = sum(s.request.num_prompt_tokens for s in let_in)
+    num_cached_tokens = sum(s.num_cached_tokens for s in let_in)
     computing = [worker.computed_tokens for worker in world.computing]
-    num_good = sum(s.ttft_s <= objective.ttft_s and s.itl_s <= objective.itl_s for s in served)
-    lasted_s = max(s.finished_s for s in served)
+    num_good = sum(s.ttft_s <= objective.ttft_s and s.itl_s <= objective.itl_s for s in let_in)
+    lasted_s = max((s.finished_s for s in let_in), default=0.0) or 1.0
     arrived_s = served[-1].request.arrival_s or lasted_s
     return Result(
         policy=policy,
         num_requests=len(served),
-        hit_rate=num_cached_tokens / num_prompt_tokens,
+        hit_rate=num_cached_tokens / max(1, num_prompt_tokens),
         imbalance=max(computing) * len(computing) / max(1, sum(computing)),
-        ttft_s=quantiles((s.ttft_s, 1) for s in served),
-        itl_s=quantiles(interval for s in served for interval in s.intervals),
+        ttft_s=quantiles((s.ttft_s, 1) for s in let_in),
+        itl_s=quantiles(interval for s in let_in for interval in s.intervals),
         goodput_per_s=num_good / arrived_s,
         good_share=num_good / len(served),
         busy_share=sum(worker.busy_s for worker in world.workers) / (lasted_s * len(world.workers)),
         num_preemptions=sum(worker.engine.scheduler.num_preemptions for worker in world.workers),
+        num_refused=len(served) - len(let_in),
     )
 
 
@@ -87,24 +101,22 @@ def quantiles(values: Iterable[tuple[float, int]]) -> tuple[float, ...]:
 
 
 def table_of(title: str, ceiling: float, results: Sequence[Result]) -> Table:
-    """One row a policy, best goodput first; 80 columns wide."""
+    """One row a policy, best goodput first."""
+    table = figure_table(title, ceiling, "policy")
+    for result in sorted(results, key=lambda r: -r.goodput_per_s):
+        table.add_row(result.policy, *result.cells())
+    return table
+
+
+def figure_table(title: str, ceiling: float, first_column: str) -> Table:
+    """An empty table for rows of a name and `Figures.cells`; 80 columns wide."""
     table = Table(
         title=title,
         caption=f"A cache without limit hits {ceiling:.3f}. Times: p50/p90/p99. good: objectives met.",
         box=None,
         pad_edge=False,
     )
-    table.add_column("policy")
+    table.add_column(first_column)
     for heading in ("hit", "imb.", "TTFT s", "ITL ms", "good/s", "good"):
         table.add_column(heading, justify="right")
-    for result in sorted(results, key=lambda r: -r.goodput_per_s):
-        table.add_row(
-            result.policy,
-            f"{result.hit_rate:.3f}",
-            f"{result.imbalance:.2f}",
-            "/".join(f"{value:.2f}" for value in result.ttft_s),
-            "/".join(f"{value * 1e3:.0f}" for value in result.itl_s),
-            f"{result.goodput_per_s:.2f}",
-            f"{result.good_share:.1%}",
-        )
     return table

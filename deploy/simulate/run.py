@@ -15,8 +15,9 @@ from baton.errors import ConfigError
 from deploy.simulate.baselines import BASELINES
 from deploy.simulate.policy import TwoLegs
 from deploy.simulate.production import Production
-from deploy.simulate.report import Objective, Result, result_of
+from deploy.simulate.report import Result, result_of
 from deploy.simulate.world import World
+from router.placement import Objective, Prices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +42,11 @@ class Scenario:
     decode: int
     objective: Objective
     seed: int = 0
+    error: float = 1.0
+    """The router's predictions of what steps take are so many times the truth."""
     router: RouterConfig = field(default_factory=RouterConfig)
+    knows_lengths: bool = False
+    """Requests ask for exactly as many tokens as they get, as those of `baton bench` do, and the router knows it."""
 
     def __post_init__(self) -> None:
         if self.decode < 1 or self.prefill < 0:
@@ -63,28 +68,37 @@ def run_policy(policy: str, scenario: Scenario) -> Result:
     return result_of(policy, world, world.run(), scenario.objective)
 
 
-def run_policies(
-    policies: Sequence[str], scenario: Scenario, done: Callable[[Result], None], jobs: int = 0
+def run_all(
+    runs: Sequence[tuple[str, Scenario]], done: Callable[[Result], None] = lambda result: None, jobs: int = 0
 ) -> list[Result]:
-    """In the order of `policies`.
+    """Policies with their scenarios, each in a process of its own; in the order given.
 
     Args:
         done: told each result as it comes.
         jobs: processes at a time; 0: one a core.
+
+    Raises:
+        ConfigError: a policy is not one of POLICIES.
     """
-    for policy in policies:
+    for policy, _ in runs:
         if policy not in POLICIES:
             raise ConfigError(f"no policy is called {policy!r}; there are {', '.join(POLICIES)}")
     with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn"), torch.set_num_threads, (1,)) as processes:
-        running = {processes.submit(run_policy, policy, scenario): policy for policy in policies}
+        running = {processes.submit(run_policy, *run): index for index, run in enumerate(runs)}
         results = {}
         for ended in as_completed(running):
             results[running[ended]] = ended.result()
             done(ended.result())
-    return [results[policy] for policy in policies]
+    return [results[index] for index in range(len(runs))]
 
 
 def _placer(policy: str, scenario: Scenario) -> Placer:
     if policy == Production.name:
-        return Production(scenario.router)
+        costs = scenario.costs
+        prices = Prices(
+            costs.transfer_latency_s, costs.transfer_s_per_token, costs.transfer_latency_s, exposed_s_per_token=0.0
+        )
+        return Production(
+            scenario.router, scenario.objective, prices, scenario.error, knows_lengths=scenario.knows_lengths
+        )
     return TwoLegs(BASELINES[policy](scenario.seed, scenario.shape.block_tokens))

@@ -2,10 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from baton.errors import ConfigError
+from deploy.simulate.generator import Conversations, generate
 from deploy.simulate.trace import Trace
+from deploy.simulate.trace_files import read_trace
+
+DEFAULT_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """Which part of which trace, made how small and how fast: the same for a replay and for a simulation of it."""
+
+    path: Path | None
+    """None: a generated conversation."""
+    speed: float = 1.0
+    requests: int = 0
+    from_s: float = 0.0
+    seconds: float = 0.0
+    scale: int = 1
+    block: int | None = None
+    """DEFAULT_BLOCK where lengths are divided."""
+    seed: int = 0
+    """Of the generated one, and of what the trace leaves open."""
+
+    def __post_init__(self) -> None:
+        if self.scale < 1:
+            raise ConfigError(f"--scale must be more than 0, got {self.scale}")
+        for option in ("requests", "from_s", "seconds"):
+            if not getattr(self, option) >= 0:
+                raise ConfigError(f"--{option.removesuffix('_s')} must be at least 0, got {getattr(self, option)}")
+
+    def trace(self) -> Trace:
+        """ConfigError where the trace cannot be read, or is not to be had so."""
+        trace = read_trace(self.path, spread_seed=self.seed) if self.path else generate(Conversations(), self.seed)
+        if self.from_s or self.seconds:
+            trace = during(trace, self.from_s, self.from_s + (self.seconds or math.inf))
+        if self.requests:
+            trace = first(trace, self.requests)
+        if self.scale != 1 or self.block is not None:
+            trace = scaled(trace, self.scale, DEFAULT_BLOCK if self.block is None else self.block)
+        return faster(trace, self.speed)
+
+    def as_dict(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in ("speed", "requests", "from_s", "seconds", "scale", "seed")}
 
 
 def faster(trace: Trace, factor: float) -> Trace:

@@ -16,6 +16,7 @@ from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.engine.runner import LayerDone, ignore_layer
 from baton.engine.scheduler import SchedulerLimits
 from baton.engine.sequence import Purpose, Sequence
+from baton.engine.step_fit import StepSize
 from baton.messages import SequenceSpec
 
 if TYPE_CHECKING:
@@ -146,22 +147,21 @@ class SimulatedWorker:
         return happened
 
     def _begin(self, batch: Batch, now: float) -> _Step:
-        num_new = num_pairs = num_kv_tokens = 0
         scheduler = self.engine.scheduler
         everybody = not scheduler.waiting and len(batch) == len(scheduler.running)
         leap = self.shape.max_num_batched_tokens if everybody else 1
         for part in batch:
             sequence = part.sequence
-            num_new += part.num_tokens
             if part.num_tokens == 1 and sequence.num_output_tokens:
-                num_kv_tokens += part.end
                 room = len(sequence.block_table) * self.shape.block_tokens - part.end
                 leap = min(leap, 1 + room, sequence.spec.max_tokens - sequence.num_output_tokens)
             else:
                 leap = 1
-                num_pairs += part.num_tokens * (part.start + part.end) // 2
                 self.computed_tokens += part.num_tokens
-        return _Step(batch, now, self.costs.step_s(num_new, num_pairs, num_kv_tokens), leap)
+        size = StepSize.of(batch)
+        step_s = self.costs.step_s(size)
+        self.engine.learn(size, step_s)
+        return _Step(batch, now, step_s, leap)
 
     def _finish(self, step: _Step, now: float) -> list[Tokens | Output]:
         self.busy_s += step.num_steps * step.step_s

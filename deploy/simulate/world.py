@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from baton.engine.engine import Output
     from baton.engine.sequence import Sequence as EngineSequence
     from deploy.simulate.costs import CostModel
-    from deploy.simulate.policy import Placer
+    from deploy.simulate.policy import Decision, Placer
     from deploy.simulate.trace import Trace, TraceRequest
     from deploy.simulate.worker import WorkerShape
 
@@ -39,6 +39,7 @@ class Served:
     request: TraceRequest
     worker: int = -1
     """That computed the prompt."""
+    is_refused: bool = False
     num_cached_tokens: int = 0
     first_token_s: float = float("inf")
     finished_s: float = float("inf")
@@ -99,7 +100,10 @@ class World:
             raise ValueError(
                 f"the trace has blocks of {trace.block_tokens} tokens, the workers of {shape.block_tokens}"
             )
-        self.workers = [SimulatedWorker(index, shape, costs) for index in range(prefill + decode)]
+        self.workers = [
+            SimulatedWorker(index, shape, costs.of_prefill() if index < prefill else costs)
+            for index in range(prefill + decode)
+        ]
         self.served: list[Served] = []
         self.now = 0.0
         self._prefill, self._decode = self.workers[:prefill], self.workers[prefill:]
@@ -127,19 +131,23 @@ class World:
 
     def _expect(self, request: TraceRequest | None, later: Iterator[TraceRequest]) -> None:
         if request is not None:
-            self._at(request.arrival_s, lambda: self._arrive(request, later))
+            placed_s = request.arrival_s + self._costs.request_overhead_s
+            self._at(placed_s, lambda: self._arrive(request, later))
 
     def _arrive(self, request: TraceRequest, later: Iterator[TraceRequest]) -> None:
         self._expect(next(later, None), later)
         keys = tuple(map(key_of, request.block_ids))
         prefill, decode = ([self._view(w, keys, request) for w in pool] for pool in (self._prefill, self._decode))
         decision = self._placer.place(request, prefill, decode, self.now)
+        if decision is None:
+            self.served.append(Served(request, is_refused=True))
+            return
         computes, decodes = self.workers[decision.computes], self.workers[decision.decodes]
         cached = max(computes.num_cached_tokens(keys, request.num_prompt_tokens), decision.source_tokens)
         served = Served(request, computes.index)
         self.served.append(served)
         uncached = request.num_prompt_tokens - cached
-        flight = _Flight(served, self._spec(request), keys, uncached, computes, decodes)
+        flight = _Flight(served, self._spec(request, decision), keys, uncached, computes, decodes)
         computes.queued_tokens += uncached
         for worker in {computes.index: computes, decodes.index: decodes}.values():
             worker.num_requests += 1
@@ -195,14 +203,18 @@ class World:
             used_blocks=pool.num_blocks - pool.num_available,
             num_blocks=pool.num_blocks,
             tokens_per_s=worker.costs.tokens_per_s,
+            costs=worker.engine.scheduler.costs,
+            chunk_tokens=worker.shape.max_num_batched_tokens,
+            block_tokens=worker.shape.block_tokens,
         )
 
-    def _spec(self, request: TraceRequest) -> SequenceSpec:
+    def _spec(self, request: TraceRequest, decision: Decision) -> SequenceSpec:
         number = len(self.served)
         first = number % 2**14 << 18  # no two requests' last blocks and answers are equal; a token has 32 bits
         return SequenceSpec(
             str(number), 0, tuple(range(first, first + request.num_prompt_tokens)), request.num_prompt_tokens,
             request.num_output_tokens, 0.0, 0, 1.0, 0.0, 0, (), True, number.to_bytes(8, "little"),
+            ttft_s=decision.ttft_s, itl_s=decision.itl_s, num_expected_tokens=decision.num_expected_tokens,
         )  # fmt: skip
 
     # -- workers -----------------------------------------------------------------------------------------------------
@@ -288,12 +300,14 @@ class World:
         flight.served.first_token_s = flight.last_token_s = self.now
         flight.served.num_cached_tokens = sequence.num_cached_tokens
         flight.computes.queued_tokens -= flight.uncached
+        self._placer.computed(flight.served.request, self.now)
 
     def _done(self, flight: _Flight, sequence: EngineSequence) -> None:
         flight.served.finished_s = flight.last_token_s
         flight.decodes.num_requests -= 1
         flight.decodes.booked_tokens -= flight.served.request.num_prompt_tokens
         del self._flights[sequence]
+        self._placer.finished(flight.served.request, self.now)
 
     def _at(self, time_s: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time_s, next(self._order), happen))

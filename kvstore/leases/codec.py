@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from baton.cluster import BlockCounts, Role, RouterInfo, TransferCounts, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.costs import PRIOR, StepCosts
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -22,6 +23,7 @@ def decode_worker(info: bytes, load: bytes) -> Worker:
     info_fields["role"] = Role(info_fields["role"])
     load_fields["state"] = WorkerState(load_fields["state"])
     load_fields["blocks"] = BlockCounts(**_fields(BlockCounts, load_fields["blocks"]))
+    load_fields["costs"] = StepCosts(**load_fields["costs"]) if "costs" in load_fields else PRIOR
     load_fields["transfers"] = TransferCounts(**_fields(TransferCounts, load_fields.get("transfers", {})))
     return Worker(WorkerInfo(**info_fields), WorkerLoad(**load_fields))
 

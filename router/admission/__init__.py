@@ -1,5 +1,8 @@
-"""What is let in: validation of a request, and a bound on how many are served at once."""
+"""What is let in: validation of a request, a bound on how many are served at once, and who is in time."""
 
+from router.admission.claim import Claim, claim_of
+from router.admission.gate import PATIENCE, Entry, Gate
+from router.admission.history import AnswerHistory
 from router.admission.limiter import Limiter
 from router.admission.validate import (
     ModelFacts,
@@ -12,12 +15,18 @@ from router.admission.validate import (
 )
 
 __all__ = [
+    "PATIENCE",
+    "AnswerHistory",
+    "Claim",
+    "Entry",
+    "Gate",
     "Limiter",
     "ModelFacts",
     "check_length",
     "check_model",
     "check_prompt",
     "check_request_id",
+    "claim_of",
     "sampling_params",
     "with_max_tokens",
 ]

@@ -1,4 +1,4 @@
-"""A bound on the choices being served at once."""
+"""A bound on the choices being served at once, and on what one tenant may take of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Iterator
 
 from baton.errors import InvalidRequest, Overloaded
+from router.tenants import DEFAULT_TENANT, Tenant
 
 SMOOTHING = 0.1
 """Weight of the newest duration in the moving average."""
+CROWDED = 0.8
+"""Share of the limit up to which anybody may take what is free; above it, each tenant its own share."""
 
 
 class Limiter:
@@ -17,35 +20,56 @@ class Limiter:
     def __init__(self, max_in_flight: int) -> None:
         self.max_in_flight = max_in_flight
         self.num_in_flight = 0
-        self._request_ids: set[str] = set()
+        self._request_ids: set[tuple[str, str]] = set()
+        self._by_tenant: dict[Tenant, int] = {}
+        self._refused: set[Tenant] = set()
+        """Since it became crowded: what frees is kept for those among them that have less than their share."""
         self._mean_duration_s = 1.0
 
     @contextlib.contextmanager
-    def slot(self, request_id: str, num_choices: int) -> Iterator[None]:
+    def slot(self, request_id: str, num_choices: int, tenant: Tenant = DEFAULT_TENANT) -> Iterator[None]:
         """Room for one request while the block is entered.
 
         Raises:
-            Overloaded: the limit is reached. `retry_after_s` is the mean time until a slot frees.
-            InvalidRequest: a request of this id is in flight.
+            Overloaded: the limit is reached, or it is near and the tenant has its share: by weight, among those that
+                are being served. `retry_after_s` is the mean time until a slot frees.
+            InvalidRequest: the tenant has a request of this id in flight.
         """
         if num_choices > self.max_in_flight:
             raise InvalidRequest(f"sampling.n must be at most {self.max_in_flight} here; lower it", "n")
-        if self.num_in_flight + num_choices > self.max_in_flight:
+        if self.num_in_flight + num_choices > self._limit_of(tenant):
+            self._refused.add(tenant)
             raise Overloaded(
-                f"{self.num_in_flight} of at most {self.max_in_flight} answers are being generated; try again later",
+                f"{self.num_in_flight} of at most {self.max_in_flight} answers are being generated, "
+                f"{self._by_tenant.get(tenant, 0)} of them yours; try again later",
                 retry_after_s=max(0.1, self._mean_duration_s * num_choices / self.max_in_flight),
             )
-        if request_id in self._request_ids:
+        if (tenant.id, request_id) in self._request_ids:
             raise InvalidRequest(
                 f"request_id {request_id!r} is in flight; choose another or leave it empty", "request_id"
             )
-        self._request_ids.add(request_id)
-        self.num_in_flight += num_choices
+        self._request_ids.add((tenant.id, request_id))
+        self._book(tenant, num_choices)
         try:
             yield
         finally:
-            self.num_in_flight -= num_choices
-            self._request_ids.discard(request_id)
+            self._book(tenant, -num_choices)
+            self._request_ids.discard((tenant.id, request_id))
+
+    def _limit_of(self, tenant: Tenant) -> float:
+        """How many may be in flight, all tenants' together, for one more of this tenant's to be let in."""
+        others = sum(other.weight for other in self._by_tenant.keys() | self._refused if other != tenant)
+        share = self.max_in_flight * tenant.weight / (tenant.weight + others)
+        has_share = self._by_tenant.get(tenant, 0) >= share
+        return CROWDED * self.max_in_flight if has_share else self.max_in_flight
+
+    def _book(self, tenant: Tenant, num_choices: int) -> None:
+        self.num_in_flight += num_choices
+        self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + num_choices
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+        if self.num_in_flight < CROWDED * self.max_in_flight:
+            self._refused.clear()
 
     def record(self, duration_s: float) -> None:
         """Books how long a finished request took, for the estimate in refusals."""

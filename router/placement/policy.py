@@ -1,29 +1,50 @@
-"""Placement: prefix overlap against load, in tokens that have to be computed.
+"""Placement: the workers with which a request's answer is predicted to come soonest, in seconds.
 
-The cost of a worker is the work that must be done before this request's first token: the prompt tokens queued there and
-not cached, those of this prompt that it does not hold, and, where another worker's cache has more of it, what pulling
-that costs instead of computing it. A prefix that every worker holds (a shared system prompt) lowers all costs alike, so
-only the overlap *in excess of the pool's* attracts, and only as far as the owner is not busier by more than it saves.
-Naive longest-prefix routing sends a whole trace with one system prompt to a single worker; this does not.
+For a worker that computes the prompt, the time to the first token is
+
+    max(wait for those before it, wait for room to decode) + pulling a prefix + computing the rest
+
+where a prefix is pulled from whoever holds the longest one if that is quicker than computing it. What a worker's steps
+cost it has fitted itself (`baton.costs`); what moving KV costs, the router has (`Prices`). A decode worker that
+computes a prompt does so between the steps of the sequences that it decodes, so it takes longer, and they do. Handing
+over costs what the computing did not hide. Then the answer's further tokens take as long as the decode worker's steps
+will be, and a worker whose steps would break the objective comes after all others.
+
+A prefix that every worker holds (a shared system prompt) makes all of them quicker alike, so only the overlap *in
+excess of the pool's* attracts, and only as far as the owner is not busier by more than it saves: then somebody else
+pulls it, and a hot prefix spreads. Naive longest-prefix routing sends a whole trace with one system prompt to a single
+worker; this does not.
 
 A prompt that is computed away from its owner, pulled or not, takes room in a second cache, which later prompts miss.
 That costs this request nothing, so it is an extra, for each token that the chosen worker lacks and another one holds.
-Equal costs are broken by rendezvous hashing of the prompt's first blocks, so that a session stays where it began even
-when nobody's cache is known.
+Equal costs are broken by rendezvous hashing of the prompt's first blocks, so that a session stays near where it began
+even when nobody's cache is known.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
+import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 
 from baton.cluster import Role
-from baton.config import RouterConfig
+from baton.costs import ITL_TARGET, LEAST_SHARE, PRIOR, StepCosts
 
 SESSION_BLOCKS = 2
 """Leading blocks that tell sessions apart: the first alone is often a shared system prompt."""
+EQUAL_SHARE = 0.01
+"""Costs that differ by less than this share are equal: predictions are no better."""
+
+LARGE_POOL = 128
+"""Workers from which on not all of them are looked at closely."""
+SHORTLIST = 16
+"""Then so many that hold the longest prefixes, and as many with the least to do."""
+BREACH = 10.0
+"""A second of a step above the objective, in seconds."""
 
 
 class Mode(StrEnum):
@@ -37,41 +58,103 @@ class Mode(StrEnum):
 class Prompt:
     num_tokens: int
     block_keys: tuple[bytes, ...]
+    num_expected_tokens: int = 128
+    """Of the answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
     """A worker that could take the request, as the router sees it now."""
 
     worker_id: str
     role: Role
-    queued_tokens: int
-    """Prompt tokens that it has to compute for others first."""
-    active_tokens: int
-    """Prompt tokens of the sequences it decodes, or will."""
-    num_cached_tokens: int
+    num_cached_tokens: int = 0
     """Leading prompt tokens it is believed to hold."""
+    wait_s: float = 0.0
+    """Computing the prompts that come before this one, were the worker to do nothing else."""
+    recent_s: float = 0.0
+    """What it has computed lately."""
+    num_decoding: int = 0
+    num_kv_tokens: int = 0
+    """Context of the sequences that it decodes, or will."""
+    room_tokens: int = 10**9
+    """KV that fits without waiting for others to finish; cached prefixes make room."""
+    freed_tokens_per_s: float = math.inf
+    """KV that finished sequences give back."""
+    costs: StepCosts = PRIOR
+    chunk_tokens: int = 2048
+    """Prompt tokens in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a request's answer is held against."""
+
+    ttft_s: float = math.inf
+    itl_s: float = math.inf
+    """Mean time between tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What things cost, in prompt tokens to compute."""
+    """What counts besides the seconds of this request's own answer."""
 
-    load: float
-    """A prompt token that is queued."""
-    active: float
-    """A prompt token of a sequence that is decoded beside the computing."""
-    pull: float
-    """A token that is pulled."""
-    affinity: float
-    """A token that another worker holds and this one will hold as well: it takes the room of another."""
-
-    @classmethod
-    def of(cls, config: RouterConfig) -> Weights:
-        return cls(config.load_weight, config.active_weight, config.pull_weight, config.affinity_weight)
+    affinity: float = 1.0
+    """Of computing a token, for each token that another worker holds and this one will hold as well."""
+    interference: float = 0.02
+    """Of the time that computing a prompt takes, for each sequence that is decoded beside it."""
 
 
-DEFAULT_WEIGHTS = Weights.of(RouterConfig())
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What moving KV takes: seconds, and seconds a token."""
+
+    pull_s: float = 2e-3
+    pull_s_per_token: float = 5e-6
+    exposed_s: float = 2e-3
+    """Of a hand-over, what comes after the first token."""
+    exposed_s_per_token: float = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds of one request on the workers chosen."""
+
+    wait_s: float
+    """Prompts before this one."""
+    room_s: float
+    """Until the decode worker has room."""
+    pull_s: float
+    compute_s: float
+    exposed_s: float
+    """Of the hand-over, what comes after the first token."""
+    step_s: float
+    """Between two tokens."""
+
+    @property
+    def ttft_s(self) -> float:
+        return max(self.wait_s, self.room_s) + self.pull_s + self.compute_s
+
+
+@dataclass(slots=True)
+class Terms:
+    """One request on one candidate, in seconds; see `Prediction`."""
+
+    worker_id: str
+    role: Role
+    num_cached_tokens: int
+    recent_s: float
+    wait_s: float
+    num_pulled: int
+    pull_s: float
+    compute_s: float
+    first_s: float
+    """To the first token if this one computes the prompt, and what else that is to cost."""
+    room_s: float = 0.0
+    exposed_s: float = 0.0
+    step_s: float = 0.0
+    answer_s: float = 0.0
+    """The further tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +166,17 @@ class Placement:
     """Worker from which the one that computes the prompt pulls a prefix first; empty: nobody."""
     source_tokens: int = 0
     """Leading prompt tokens that the source is believed to hold."""
+    prediction: Prediction = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    considered: tuple[Terms, ...] = field(default=(), compare=False, repr=False)
+    """All candidates, with what speaks for and against each."""
+
+    @property
+    def computes(self) -> str:
+        """The worker that computes the prompt."""
+        return self.prefill_worker or self.decode_worker
+
+
+NO_OBJECTIVE, DEFAULT_WEIGHTS, DEFAULT_PRICES = Objective(), Weights(), Prices()
 
 
 def place(
@@ -90,68 +184,174 @@ def place(
     candidates: Sequence[Candidate],
     mode: str = "auto",
     *,
+    objective: Objective = NO_OBJECTIVE,
     weights: Weights = DEFAULT_WEIGHTS,
-    aggregate_below_tokens: int = 0,
+    prices: Prices = DEFAULT_PRICES,
     pull_above_tokens: int = 64,
     not_from: Collection[str] = (),
 ) -> Placement | None:
     """Chooses the workers of a request, and the source of its prefix.
 
     Args:
-        mode: "split", "aggregated", or "auto": aggregated when there is no prefill worker, or when the decode worker
-            has fewer than `aggregate_below_tokens` prompt tokens to compute (handing over costs more than that). What
-            it would pull counts as computed only where the prefill worker would have to pull as well: then one
-            transfer replaces two. A prefix that the prefill worker holds itself is handed over after the first token,
-            and pulling the same tokens would delay that token.
-        pull_above_tokens: the source is whoever holds the longest prefix, where that is at least so many tokens (1 or
-            more) longer than that of the worker which computes; of several, the one with the least to do.
+        mode: "split", "aggregated", or "auto": whichever is predicted to be quicker.
+        pull_above_tokens: a prefix is pulled only if it is at least so many tokens (1 or more) longer than that of the
+            worker which computes.
         not_from: workers that are no source.
 
     Returns:
         None when no candidate fits the mode.
     """
-    session = b"".join(prompt.block_keys[:SESSION_BLOCKS])
-    sources = [c for c in candidates if c.worker_id not in not_from]
-    longest = max((c.num_cached_tokens for c in sources), default=0)
-    owner = min(
-        (c for c in sources if c.num_cached_tokens == longest),
-        key=lambda c: (c.queued_tokens + c.active_tokens, _tie_break(session, c)),
-        default=None,
-    )
-
-    def source_for(computes: Candidate) -> Candidate | None:
-        """Never `computes` itself, which does not hold more than it holds."""
-        return owner if longest >= computes.num_cached_tokens + pull_above_tokens else None
-
-    def to_first_token(candidate: Candidate) -> float:
-        """Of a worker that computes the prompt."""
-        lacks = max(0, longest - candidate.num_cached_tokens)
-        pulls = lacks if source_for(candidate) else 0
-        computes = prompt.num_tokens - candidate.num_cached_tokens - pulls
-        return weights.load * candidate.queued_tokens + computes + weights.pull * pulls + weights.affinity * lacks
-
-    def cheapest(role: Role, cost: Callable[[Candidate], float]) -> Candidate | None:
-        pool = [c for c in candidates if c.role is role]
-        return min(pool, key=lambda c: (cost(c), _tie_break(session, c)), default=None)
-
-    prefill = cheapest(Role.PREFILL, to_first_token)
-    both = cheapest(Role.DECODE, lambda c: to_first_token(c) + weights.active * c.active_tokens)
-    decode = cheapest(Role.DECODE, lambda c: c.queued_tokens + c.active_tokens - c.num_cached_tokens)
-    if both is None or decode is None or (prefill is None and mode == Mode.SPLIT):
+    if len(candidates) > LARGE_POOL:
+        candidates = _shortlist(candidates)
+    costs = _Costs(prompt, candidates, objective, weights, prices, pull_above_tokens, not_from)
+    decodes = [costs.on_decode(c) for c in candidates if c.role is Role.DECODE]
+    prefills = [costs.on_prefill(c) for c in candidates if c.role is Role.PREFILL] if mode != Mode.AGGREGATED else []
+    if not decodes or (mode == Mode.SPLIT and not prefills):
         return None
-    to_both = source_for(both)
-    to_prefill = source_for(prefill) if prefill is not None else None
-    num_held = longest if to_both and to_prefill else both.num_cached_tokens
-    is_short = prompt.num_tokens - num_held < aggregate_below_tokens
-    if prefill is None or mode == Mode.AGGREGATED or (mode == "auto" and is_short):
-        return Placement(Mode.AGGREGATED, both.worker_id, "", *_named(to_both))
-    return Placement(Mode.SPLIT, decode.worker_id, prefill.worker_id, *_named(to_prefill))
+    considered = (*prefills, *decodes)
+    if prefills:
+        prefill = costs.least(prefills, lambda terms: terms.first_s)
+        decode = costs.least(decodes, lambda terms: terms.room_s + terms.exposed_s + terms.answer_s)
+        split_s = max(prefill.first_s, decode.room_s + prefill.first_s - prefill.wait_s)
+        split_s += decode.exposed_s + decode.answer_s
+        if mode == Mode.SPLIT:
+            return costs.placement(Mode.SPLIT, prefill, decode, considered)
+    both = costs.least(decodes, lambda terms: terms.first_s + terms.answer_s)
+    # At equal costs the pools keep to their roles: the next ones to decode will not have this prompt beside them.
+    if prefills and split_s <= both.first_s + both.answer_s + weights.interference * both.compute_s:
+        return costs.placement(Mode.SPLIT, prefill, decode, considered)
+    return costs.placement(Mode.AGGREGATED, both, both, considered)
 
 
-def _named(source: Candidate | None) -> tuple[str, int]:
-    return (source.worker_id, source.num_cached_tokens) if source else ("", 0)
+def _shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of each role those that hold the longest prefixes, and those with the least to do.
+
+    Among workers that hold equally much, the cost rises with what they have to do, so nobody else could be chosen (but
+    for workers that differ in speed).
+    """
+    chosen: dict[str, Candidate] = {}
+    for role in Role:
+        pool = [candidate for candidate in candidates if candidate.role is role]
+        holding = [candidate for candidate in pool if candidate.num_cached_tokens]
+        picked = heapq.nlargest(SHORTLIST, holding, key=attrgetter("num_cached_tokens"))
+        picked += heapq.nsmallest(SHORTLIST, pool, key=attrgetter("wait_s"))
+        if role is Role.DECODE:
+            picked += heapq.nsmallest(SHORTLIST, pool, key=attrgetter("num_kv_tokens"))
+        chosen |= {candidate.worker_id: candidate for candidate in picked}
+    return list(chosen.values())
 
 
-def _tie_break(session: bytes, candidate: Candidate) -> bytes:
-    """Rendezvous (highest random weight) hashing, Thaler and Ravishankar 1998."""
-    return hashlib.blake2b(session + candidate.worker_id.encode(), digest_size=8).digest()
+class _Costs:
+    """Of one request on each candidate. The loops over candidates are here: plain arithmetic, since there may be
+    thousands."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        candidates: Sequence[Candidate],
+        objective: Objective,
+        weights: Weights,
+        prices: Prices,
+        pull_above_tokens: int,
+        not_from: Collection[str],
+    ) -> None:
+        self._prompt = prompt
+        self._itl_s = objective.itl_s
+        self._weights = weights
+        self._prices = prices
+        self._pull_above = pull_above_tokens
+        self._session = b"".join(prompt.block_keys[:SESSION_BLOCKS])
+        sources = [c for c in candidates if c.num_cached_tokens and c.worker_id not in not_from]
+        self._longest = longest = max((c.num_cached_tokens for c in sources), default=0)
+        self._owner = min(
+            (c for c in sources if c.num_cached_tokens == longest),
+            key=lambda c: (c.wait_s, c.num_kv_tokens, self._tie_break(c.worker_id)),
+            default=None,
+        )
+
+    def on_prefill(self, candidate: Candidate) -> Terms:
+        costs, prices, held = candidate.costs, self._prices, candidate.num_cached_tokens
+        missing = self._longest - held
+        num_pulled, pull_s, extra_s = 0, 0.0, 0.0
+        if missing > 0:
+            extra_s = self._weights.affinity * missing * costs.s_per_token
+            if missing >= self._pull_above:
+                s_per_token = costs.s_per_token + costs.s_per_pair * (held + self._longest) / 2
+                pull_s = prices.pull_s + prices.pull_s_per_token * missing
+                if pull_s < s_per_token * missing:
+                    num_pulled = missing
+                else:
+                    pull_s = 0.0
+        compute_s = costs.prefill_s(self._prompt.num_tokens, held + num_pulled, candidate.chunk_tokens)
+        wait_s = candidate.wait_s
+        first_s = wait_s + pull_s + compute_s + extra_s
+        return Terms(
+            candidate.worker_id,
+            candidate.role,
+            held,
+            candidate.recent_s,
+            wait_s,
+            num_pulled,
+            pull_s,
+            compute_s,
+            first_s,
+        )
+
+    def on_decode(self, candidate: Candidate) -> Terms:
+        terms = self.on_prefill(candidate)
+        costs, prompt, num_decoding = candidate.costs, self._prompt, candidate.num_decoding
+        num_missing = prompt.num_tokens - candidate.num_cached_tokens
+        lacking = num_missing + prompt.num_expected_tokens - candidate.room_tokens
+        if lacking > 0:
+            terms.room_s = lacking / max(candidate.freed_tokens_per_s, 1.0)
+        decoding_s = costs.decoding_s(num_decoding, candidate.num_kv_tokens)
+        if num_decoding:
+            # Prompts share steps with sequences that decode, in chunks that keep these within their objective.
+            between_s = costs.s_overhead + decoding_s
+            chunk_s = costs.s_per_token * candidate.chunk_tokens
+            chunk_s = min(chunk_s, max(ITL_TARGET * self._itl_s - between_s, chunk_s / LEAST_SHARE))
+            stretch = 1.0 + between_s / chunk_s if chunk_s > 0 else 1.0
+            alone_s, extra_s = terms.compute_s, terms.first_s - terms.wait_s - terms.compute_s
+            terms.wait_s *= stretch
+            terms.compute_s *= stretch
+            terms.first_s = extra_s + terms.compute_s + self._weights.interference * num_decoding * alone_s
+        else:
+            terms.first_s -= terms.wait_s
+        terms.first_s += max(terms.wait_s, terms.room_s)
+        terms.exposed_s = self._prices.exposed_s + self._prices.exposed_s_per_token * num_missing
+        terms.step_s = step_s = costs.step_s(num_decoding + 1, 0, 1, prompt.num_tokens) + decoding_s
+        # Steps above the objective are of no use to anybody.
+        breach_s = step_s - self._itl_s
+        terms.answer_s = prompt.num_expected_tokens * (step_s + BREACH * breach_s if breach_s > 0 else step_s)
+        return terms
+
+    def least(self, pool: Sequence[Terms], cost: Callable[[Terms], float]) -> Terms:
+        """The cheapest. Of those that are equally cheap, the session's own two are looked at, and the one that has
+        computed less lately is taken (the power of two choices: Mitzenmacher, 2001)."""
+        costs = [cost(terms) for terms in pool]
+        limit = min(costs) * (1 + EQUAL_SHARE)
+        equal = [terms for terms, value in zip(pool, costs, strict=True) if value <= limit]
+        if len(equal) == 1:
+            return equal[0]
+        equal.sort(key=lambda terms: self._tie_break(terms.worker_id))
+        return min(equal[:2], key=lambda terms: terms.recent_s)
+
+    def placement(self, mode: Mode, computes: Terms, decodes: Terms, considered: tuple[Terms, ...]) -> Placement:
+        prediction = Prediction(
+            computes.wait_s,
+            decodes.room_s,
+            computes.pull_s,
+            computes.compute_s,
+            decodes.exposed_s if mode is Mode.SPLIT else 0.0,
+            decodes.step_s,
+        )
+        prefill_worker = computes.worker_id if mode is Mode.SPLIT else ""
+        source, num_tokens = "", 0
+        if computes.num_pulled:
+            assert self._owner is not None
+            source, num_tokens = self._owner.worker_id, self._longest
+        return Placement(mode, decodes.worker_id, prefill_worker, source, num_tokens, prediction, considered)
+
+    def _tie_break(self, worker_id: str) -> bytes:
+        """Rendezvous (highest random weight) hashing, Thaler and Ravishankar 1998."""
+        return hashlib.blake2b(self._session + worker_id.encode(), digest_size=8).digest()

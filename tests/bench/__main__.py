@@ -14,9 +14,9 @@ from rich.console import Console
 from tests.bench.report import Report, as_json, show
 from tests.bench.stats import OtherWork, machine
 
-BENCHMARKS = ("engine", "handover", "handover_links", "router", "wire_dtypes")
-ON_REQUEST = ("transfer_engines",)
-"""Need other environments; run with --only."""
+BENCHMARKS = ("engine", "handover", "handover_links", "overload", "placement", "router", "wire_dtypes")
+ON_REQUEST = ("simulator", "transfer_engines")
+"""Need a machine that nobody else uses, or other environments; run with --only."""
 ON_A_GPU = ("nccl",)
 """Left out where there is none."""
 

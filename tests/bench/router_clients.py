@@ -6,13 +6,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any, Protocol
 
 import grpc
+from opentelemetry.context import Context
 
+from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.messages import FirstToken, NewTokens, SequenceSpec, Ticket
 from baton.rpc.server import CHANNEL_OPTIONS
-from baton.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from router.worker_calls import WorkerCalls
 
 OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
@@ -31,28 +36,35 @@ def _channel(address: str) -> grpc.aio.Channel:
 
 class Direct:
     def __init__(self, address: str, split: bool) -> None:
-        self._channel = _channel(address)
-        self._decode: Any = worker_pb2_grpc.DecodeWorkerStub(self._channel)
-        self._prefill: Any = worker_pb2_grpc.PrefillWorkerStub(self._channel)
+        info = WorkerInfo("worker", Role.DECODE, address, 0, "", 0, "", "", 16, 8192)
+        self._worker = Worker(info, WorkerLoad(WorkerState.READY))
+        self._calls = WorkerCalls()
         self._split = split
 
     async def ask(self, prompt: str, token_ids: list[int], num_tokens: int, gap_us: int) -> int:
-        spec = worker_pb2.SequenceSpec(
-            request_id="r", token_ids=token_ids, num_prompt_tokens=len(token_ids), max_tokens=num_tokens, seed=gap_us
-        )
-        call = self._decode.Decode(worker_pb2.DecodeRequest(sequence=spec, await_kv=self._split))
+        length = len(token_ids)
+        spec = SequenceSpec("r", 0, tuple(token_ids), length, num_tokens, 0.0, 0, 1.0, 0.0, gap_us, (), False, b"")
         count = 0
-        if self._split:
-            ticket = (await call.read()).ticket
-            prefill = self._prefill.Prefill(worker_pb2.PrefillRequest(sequence=spec, ticket=ticket))
-            count += (await prefill.read()).HasField("first_token")
-            await prefill.read()
-        while (message := await call.read()) is not grpc.aio.EOF:
-            count += len(message.new_tokens.token_ids)
+        async with contextlib.AsyncExitStack() as stack:
+            decode = await stack.enter_async_context(
+                self._calls.decode(self._worker, spec, await_kv=self._split, trace=Context())
+            )
+            if self._split:
+                ticket = await decode.read()
+                assert isinstance(ticket, Ticket)
+                prefill = await stack.enter_async_context(
+                    self._calls.prefill(self._worker, spec, ticket, source=None, trace=Context())
+                )
+                count += isinstance(await prefill.read(), FirstToken)
+                await prefill.read()
+            while count < num_tokens:
+                message = await decode.read()
+                assert isinstance(message, NewTokens)
+                count += len(message.token_ids)
         return count
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._calls.close()
 
 
 class Grpc:

@@ -10,15 +10,28 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import uvloop
+from opentelemetry.context import Context
 
 from baton.blocks import content_id
 from baton.cluster import Role, WorkerInfo, WorkerLoad, WorkerState
+from baton.messages import (
+    DecodeRequest,
+    Event,
+    FirstToken,
+    HandedOver,
+    KvLayout,
+    NewTokens,
+    PrefillRequest,
+    Ticket,
+)
 from baton.rpc import RpcServer
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.rpc.calls import CallServicer
+from baton.sampling import FinishReason
+from baton.v1 import worker_pb2_grpc
 from kvstore.index import Connection
 from kvstore.leases import LeaseKeeper, RedisLeases
 from tests.bench.peer import serve
@@ -32,10 +45,10 @@ class _Answers:
 
     def __init__(self, token_ids: list[int]) -> None:
         self.first_token = token_ids[0]
-        self._messages = [_tokens(token_id, "") for token_id in token_ids]
-        self._last = [_tokens(token_id, "length") for token_id in token_ids]
+        self._messages = [NewTokens((token_id,), None) for token_id in token_ids]
+        self._last = [NewTokens((token_id,), FinishReason.LENGTH) for token_id in token_ids]
 
-    async def stream(self, first: int, num_tokens: int, gap_us: int) -> AsyncIterator[worker_pb2.DecodeResponse]:
+    async def stream(self, first: int, num_tokens: int, gap_us: int) -> AsyncGenerator[NewTokens]:
         loop, gap_s = asyncio.get_running_loop(), gap_us / 1e6
         for index in range(first, num_tokens):
             if gap_us:
@@ -44,55 +57,39 @@ class _Answers:
             yield self._messages[index] if index < num_tokens - 1 else self._last[index]
 
 
-def _tokens(token_id: int, finish_reason: str) -> worker_pb2.DecodeResponse:
-    return worker_pb2.DecodeResponse(new_tokens=worker_pb2.NewTokens(token_ids=[token_id], finish_reason=finish_reason))
-
-
-class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
-    def __init__(self, answers: _Answers, handed_over: dict[str, asyncio.Event]) -> None:
+class _Worker:
+    def __init__(self, answers: _Answers) -> None:
         self._answers = answers
-        self._handed_over = handed_over
+        self._handed_over: dict[str, asyncio.Event] = {}
         self._num_transfers = 0
 
-    async def Decode(  # noqa: N802 - the generated name
-        self, request: worker_pb2.DecodeRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.DecodeResponse]:
+    async def decode(self, request: DecodeRequest, trace: Context) -> AsyncGenerator[Event]:
         spec = request.sequence
         if request.await_kv:
             self._num_transfers += 1
             transfer_id = f"{self._num_transfers}"
             arrived = self._handed_over[transfer_id] = asyncio.Event()
-            yield worker_pb2.DecodeResponse(
-                ticket=worker_pb2.Ticket(transfer_id=transfer_id, num_tokens=len(spec.token_ids))
-            )
+            yield Ticket(transfer_id, 1, "decode-0", "", "", len(spec.token_ids), 0, "bench", KvLayout(16, 1, ()))
             await arrived.wait()
         async for message in self._answers.stream(int(request.await_kv), spec.max_tokens, spec.seed):
             yield message
 
-
-class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
-    def __init__(self, answers: _Answers, handed_over: dict[str, asyncio.Event]) -> None:
-        self._answers = answers
-        self._handed_over = handed_over
-
-    async def Prefill(  # noqa: N802
-        self, request: worker_pb2.PrefillRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
-        finish_reason = "length" if request.sequence.max_tokens == 1 else ""
-        first_token = worker_pb2.FirstToken(token_id=self._answers.first_token, finish_reason=finish_reason)
-        yield worker_pb2.PrefillResponse(first_token=first_token)
+    async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[Event]:
+        assert request.ticket is not None
+        finish_reason = FinishReason.LENGTH if request.sequence.max_tokens == 1 else None
+        yield FirstToken(self._answers.first_token, finish_reason, 0, 0.0, 0.0)
         self._handed_over.pop(request.ticket.transfer_id).set()
-        yield worker_pb2.PrefillResponse(handed_over=worker_pb2.HandedOver(num_bytes=1, num_chunks=1))
+        yield HandedOver(1, 1, 0.0, 0.0)
 
 
 async def _main() -> None:
-    rpc = RpcServer(("baton.v1.PrefillWorker", "baton.v1.DecodeWorker"))
+    rpc = RpcServer(("baton.v1.WorkerCalls",))
     tasks: list[asyncio.Task[None]] = []
 
     async def start(redis_url: str, revision: str, token_ids: list[int]) -> dict[str, Any]:
-        answers, handed_over = _Answers(token_ids), dict[str, asyncio.Event]()
-        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(_Decode(answers, handed_over), rpc.server)
-        worker_pb2_grpc.add_PrefillWorkerServicer_to_server(_Prefill(answers, handed_over), rpc.server)
+        worker = _Worker(_Answers(token_ids))
+        servicer = CallServicer(prefill=worker.prefill, decode=worker.decode)
+        worker_pb2_grpc.add_WorkerCallsServicer_to_server(servicer, rpc.server)
         address = f"{HOST}:{rpc.bind(HOST, 0)}"
         await rpc.start()
         tasks.extend(asyncio.create_task(_hold_lease(role, redis_url, revision, address)) for role in Role)

@@ -283,6 +283,16 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
         ("/v1/completions", {**COMPLETION, "stream": None, "model": None, "logprobs": None, "audio": None}, 200),
         ("/v1/chat/completions", {**CHAT, "verbosity": None, "logprobs": False, "tools": None, "user": "me"}, 200),
         ("/v1/chat/completions", {**CHAT, "skip_special_tokens": True, "frequency_penalty": 0.0}, 200),
+        ("/v1/completions", {**COMPLETION, "priority": -3, "slo": {"ttft_ms": 9000, "itl_ms": 500.5}}, 200),
+        ("/v1/chat/completions", {**CHAT, "priority": 0, "slo": {}}, 200),
+        ("/v1/chat/completions", {**CHAT, "slo": None}, 200),
+        ("/v1/completions", {**COMPLETION, "priority": 1}, 400),
+        ("/v1/completions", {**COMPLETION, "priority": 2**40}, 400),
+        ("/v1/completions", {**COMPLETION, "priority": -(2**40)}, 400),
+        ("/v1/completions", {**COMPLETION, "priority": "urgent"}, 400),
+        ("/v1/completions", {**COMPLETION, "slo": {"ttft_ms": 0}}, 400),
+        ("/v1/completions", {**COMPLETION, "slo": {"itl_ms": -1}}, 400),
+        ("/v1/completions", {**COMPLETION, "slo": {"ttft": 10}}, 400),
         ("/v1/completions", {**COMPLETION, "logprobs": 0}, 501),
         ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 501),
         ("/v1/chat/completions", {**CHAT, "stream_options": {"continuous_usage_stats": True}}, 501),
@@ -366,6 +376,12 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "n": ({"text": "a", "sampling": {"n": 1000}}, "sampling.n"),
     "empty stop": ({"text": "a", "sampling": {"stop": [""]}}, "stop"),
     "stop id": ({"text": "a", "sampling": {"stop_token_ids": [99999]}}, "stop_token_ids"),
+    "priority": ({"text": "a", "priority": 1}, "priority must be at most 0"),
+    "no time": ({"text": "a", "slo": inference_pb2.ServiceLevelObjective(ttft_ms=0)}, "slo.ttft_ms must be a positive"),
+    "nan": (
+        {"text": "a", "slo": inference_pb2.ServiceLevelObjective(itl_ms=float("nan"))},
+        "slo.itl_ms must be a posi",
+    ),
 }
 
 
@@ -384,8 +400,6 @@ def test_bad_requests_are_refused_with_a_sentence(arithmetic_cluster: Cluster, n
         ({"sampling": {"logprobs": 1}}, "logprobs"),
         ({"sampling": {"frequency_penalty": 0.5}}, "frequency_penalty"),
         ({"sampling": {"logit_bias": {1: 2.0}}}, "logit_bias"),
-        ({"priority": 3}, "priority"),
-        ({"slo": inference_pb2.ServiceLevelObjective(ttft_ms=10)}, "slo"),
         ({"resume_from": {0: 3}}, "resume_from"),
     ],
 )
@@ -468,6 +482,11 @@ def test_one_trace_per_request(arithmetic_cluster: Cluster, trace_receiver: tupl
         assert time.monotonic() < deadline, sorted({(service, span.name) for service, span in receiver.spans})
         time.sleep(0.2)
     assert len(roots) == 1
+    predicted = {a.key: a.value.double_value for a in roots[0].attributes if a.key.startswith("baton.predicted.")}
+    names = ("wait_s", "room_s", "pull_s", "compute_s", "exposed_s", "step_s", "ttft_s")
+    assert set(predicted) == {f"baton.predicted.{name}" for name in names}
+    assert predicted["baton.predicted.compute_s"] > 0
+    assert predicted["baton.predicted.ttft_s"] >= predicted["baton.predicted.compute_s"]
     children = [span for _, span in trace if span.name != roots[0].name]
     assert all(span.parent_span_id == roots[0].span_id for span in children)
     assert all(span.end_time_unix_nano >= span.start_time_unix_nano for _, span in trace)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,20 +16,35 @@ import psutil
 import pytest
 from opentelemetry.context import Context
 
-from baton import wire
 from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import RouterConfig
 from baton.engine.arithmetic import expected_tokens
 from baton.errors import BatonError, Overloaded, TransferCorrupted, TransferError, WorkerFailed
-from baton.messages import FirstToken, HandedOver, KvLayout, NewTokens, PrefixSource, SequenceSpec, Ticket
+from baton.messages import (
+    DecodeRequest,
+    Event,
+    FirstToken,
+    HandedOver,
+    KvLayout,
+    NewTokens,
+    PrefillRequest,
+    PrefixSource,
+    SequenceSpec,
+    Ticket,
+)
 from baton.rpc import RpcServer
+from baton.rpc.calls import CallServicer
 from baton.sampling import FinishReason
 from baton.telemetry.instruments import Instruments
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2_grpc
 from kvstore.index import Mirror
+from router.admission import Claim
+from router.decisions import DecisionLog
 from router.dispatch import ChoiceRecord, Dispatcher
 from router.hints import HintBook
+from router.placement import NO_OBJECTIVE, Weights
 from router.pools import PoolView
+from router.tenants import DEFAULT_TENANT
 from router.worker_calls import WorkerCalls
 from tests.integration.cluster import Answer, Cluster, request, running_cluster
 from tests.integration.test_plumbing import held_by, metric, prompt_of, sampling, soon
@@ -69,9 +85,9 @@ class Conversation:
         return answer
 
 
-@pytest.fixture(scope="module", params=["split", "auto"])
-def cluster(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Cluster]:
-    with running_cluster("--prefill", "2", "--decode", "2", router_mode=request.param, **ARITHMETIC) as running:
+@pytest.fixture(scope="module")
+def cluster(model_dir: Path) -> Iterator[Cluster]:
+    with running_cluster("--prefill", "2", "--decode", "2", router_mode="split", **ARITHMETIC) as running:
         yield running
 
 
@@ -106,16 +122,29 @@ def test_the_source_dies_just_before_the_next_turn(cluster: Cluster) -> None:
     cluster.wait_until_idle()
 
 
+def test_left_to_itself_the_next_turn_goes_where_the_conversation_is(model_dir: Path) -> None:
+    """Split or not: it is computed where the most of it is, or what is missing there comes over."""
+    with running_cluster("--prefill", "2", "--decode", "2", **ARITHMETIC) as cluster:
+        for seed in (120, 140, 160):
+            conversation = Conversation(seed)
+            conversation.first_turn(cluster)
+            assert conversation.second_turn(cluster).usage.cached_tokens == conversation.num_held
+            cluster.wait_until_idle()
+
+
 PULL_TIMEOUT_S = 60.0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def slow_cluster(model_dir: Path) -> Iterator[Cluster]:
-    """Two workers that compute what they decode, and 3 s for each chunk that travels.
+    """Two workers that compute what they decode, and 3 s for each chunk that travels, of which the router learns with
+    the first pull.
 
-    What a worker decodes weighs as much as a queue there, so that a long stream makes it busy.
+    A conversation stays with its owner, but for one reason: nobody computes a prompt beside a sequence that it decodes
+    if somebody else can.
     """
-    settings = {"router_mode": "aggregated", "router_active_weight": "1", **ARITHMETIC}
+    busy = json.dumps({"default": {"affinity_weight": 1e5, "interference_weight": 1e12}})
+    settings = {"router_mode": "aggregated", "router_slo_classes": busy, **ARITHMETIC}
     slow = {"faults": "link_delay_ms=3000", "transfer_pull_timeout_s": str(PULL_TIMEOUT_S)}
     with running_cluster("--prefill", "0", "--decode", "2", **settings, **slow) as running:
         yield running
@@ -127,6 +156,7 @@ class Busy:
     def __init__(self, cluster: Cluster, conversation: Conversation) -> None:
         self._prompt = conversation.so_far + prompt_of(7, 800)
         self._num_tokens = 6000
+        assert len(self._prompt) + self._num_tokens <= 8192, "the model's context"
         self._messages = cluster.inference.Generate(
             request(token_ids=self._prompt, sampling=sampling(self._num_tokens)), timeout=240
         )
@@ -141,8 +171,9 @@ class Busy:
 
 def test_a_busy_owner_is_a_source_of_its_peers(slow_cluster: Cluster) -> None:
     """Decode worker to decode worker: the whole prefix comes over."""
-    conversation = Conversation(300)
+    conversation = Conversation(300, num_prompt=1000)
     owner = conversation.first_turn(slow_cluster).timing.decode_worker
+    slow_cluster.wait_until_idle()
     busy = Busy(slow_cluster, conversation)
     second = conversation.second_turn(slow_cluster)
     assert busy.finish().timing.decode_worker == owner
@@ -154,8 +185,9 @@ def test_a_busy_owner_is_a_source_of_its_peers(slow_cluster: Cluster) -> None:
 def test_the_source_dies_while_it_sends(slow_cluster: Cluster) -> None:
     """The prompt is computed after all, in the same attempt; the owner's own stream goes on elsewhere."""
     cluster = slow_cluster
-    conversation = Conversation(400)
+    conversation = Conversation(400, num_prompt=1000)
     owner = cluster.worker(conversation.first_turn(cluster).timing.decode_worker)
+    cluster.wait_until_idle()
     busy = Busy(cluster, conversation)
     (other,) = [worker for worker in cluster.client.status()["workers"] if worker["id"] != owner["id"]]
     failures = metric(cluster, "baton_kv_pull_failures_total")
@@ -244,27 +276,22 @@ def test_a_pulled_prefix_gives_the_tokens_of_generate(split_cluster: Cluster, re
 
 
 @dataclass(slots=True)
-class Workers(worker_pb2_grpc.DecodeWorkerServicer, worker_pb2_grpc.PrefillWorkerServicer):
+class Workers:
     """Workers behind one address: the first call fails with `failure`, in split mode the first hand-over."""
 
     failure: BatonError
     sources: list[PrefixSource | None] = field(default_factory=list)
 
-    async def Decode(  # noqa: N802 - the generated name
-        self, request: worker_pb2.DecodeRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.DecodeResponse]:
-        spec, await_kv, source = wire.decode_request_from_pb(request)
-        if await_kv:
-            yield wire.decode_response(_ticket(spec))
+    async def decode(self, request: DecodeRequest, trace: Context) -> AsyncGenerator[Event]:
+        if request.await_kv:
+            yield _ticket(request.sequence)
             await asyncio.Event().wait()
-        self._count(source)
-        yield wire.decode_response(NewTokens((5,), FinishReason.LENGTH))
+        self._count(request.source)
+        yield NewTokens((5,), FinishReason.LENGTH)
 
-    async def Prefill(  # noqa: N802 - the generated name
-        self, request: worker_pb2.PrefillRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
-        self._count(wire.prefill_request_from_pb(request)[2])
-        yield wire.prefill_response(FirstToken(5, FinishReason.LENGTH, 0, 0.0, 0.0))
+    async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[Event]:
+        self._count(request.source)
+        yield FirstToken(5, FinishReason.LENGTH, 0, 0.0, 0.0)
 
     def _count(self, source: PrefixSource | None) -> None:
         self.sources.append(source)
@@ -273,7 +300,7 @@ class Workers(worker_pb2_grpc.DecodeWorkerServicer, worker_pb2_grpc.PrefillWorke
 
 
 @dataclass(slots=True)
-class LateReport(worker_pb2_grpc.DecodeWorkerServicer, worker_pb2_grpc.PrefillWorkerServicer):
+class LateReport:
     """The one reports on the hand-over only after the other has sent its last token, which waits until the client has
     seen the token before.
     """
@@ -281,45 +308,34 @@ class LateReport(worker_pb2_grpc.DecodeWorkerServicer, worker_pb2_grpc.PrefillWo
     seen: asyncio.Event = field(default_factory=asyncio.Event)
     all_sent: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def Decode(  # noqa: N802 - the generated name
-        self, request: worker_pb2.DecodeRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.DecodeResponse]:
-        yield wire.decode_response(_ticket(wire.decode_request_from_pb(request)[0]))
-        yield wire.decode_response(NewTokens((6,), None))
+    async def decode(self, request: DecodeRequest, trace: Context) -> AsyncGenerator[Event]:
+        yield _ticket(request.sequence)
+        yield NewTokens((6,), None)
         await self.seen.wait()
-        yield wire.decode_response(NewTokens((7,), FinishReason.LENGTH))
+        yield NewTokens((7,), FinishReason.LENGTH)
         self.all_sent.set()
 
-    async def Prefill(  # noqa: N802 - the generated name
-        self, request: worker_pb2.PrefillRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
-        yield wire.prefill_response(FirstToken(5, None, 0, 0.0, 0.0))
+    async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[Event]:
+        yield FirstToken(5, None, 0, 0.0, 0.0)
         await self.all_sent.wait()
-        yield wire.prefill_response(HandedOver(10, 1, 0.5, 0.25))
+        yield HandedOver(10, 1, 0.5, 0.25)
 
 
 @dataclass(slots=True)
-class Found(worker_pb2_grpc.DecodeWorkerServicer, worker_pb2_grpc.PrefillWorkerServicer):
+class Found:
     """Whoever computes the prompt says how much of it was cached in the end, and how much of that it pulled."""
 
     num_cached: int
     num_pulled: int
 
-    async def Decode(  # noqa: N802 - the generated name
-        self, request: worker_pb2.DecodeRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.DecodeResponse]:
-        spec, await_kv, _ = wire.decode_request_from_pb(request)
-        if await_kv:
-            yield wire.decode_response(_ticket(spec))
+    async def decode(self, request: DecodeRequest, trace: Context) -> AsyncGenerator[Event]:
+        if request.await_kv:
+            yield _ticket(request.sequence)
             await asyncio.Event().wait()
-        yield wire.decode_response(
-            NewTokens((5,), FinishReason.LENGTH, self.num_cached, num_pulled_tokens=self.num_pulled)
-        )
+        yield NewTokens((5,), FinishReason.LENGTH, self.num_cached, num_pulled_tokens=self.num_pulled)
 
-    async def Prefill(  # noqa: N802 - the generated name
-        self, request: worker_pb2.PrefillRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
-        yield wire.prefill_response(FirstToken(5, FinishReason.LENGTH, self.num_cached, 0.0, 0.0, self.num_pulled))
+    async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[Event]:
+        yield FirstToken(5, FinishReason.LENGTH, self.num_cached, 0.0, 0.0, self.num_pulled)
 
 
 @contextlib.asynccontextmanager
@@ -327,25 +343,26 @@ async def dispatcher(
     workers: Workers | LateReport | Found, names: dict[str, Role], held: dict[str, int], mode: str
 ) -> AsyncIterator[tuple[Dispatcher, str]]:
     """A real dispatcher of workers that are not; and their address."""
-    rpc = RpcServer(("baton.v1.DecodeWorker", "baton.v1.PrefillWorker"))
-    worker_pb2_grpc.add_DecodeWorkerServicer_to_server(workers, rpc.server)
-    worker_pb2_grpc.add_PrefillWorkerServicer_to_server(workers, rpc.server)
+    rpc = RpcServer(("baton.v1.WorkerCalls",))
+    servicer = CallServicer(prefill=workers.prefill, decode=workers.decode)
+    worker_pb2_grpc.add_WorkerCallsServicer_to_server(servicer, rpc.server)
     address = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
     await rpc.start()
     pools = PoolView(lambda keys: held, time.monotonic)
     await pools.update([_worker(name, address, role) for name, role in names.items()])
     calls = WorkerCalls()
-    instruments = Instruments("router", lambda: ClusterStatus({}, (), (), "", True, ()))
+    instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
     try:
         hints = HintBook(Mirror(), instruments)
-        yield Dispatcher(pools, calls, hints, RouterConfig(mode=mode, worker_wait_s=1), instruments), address
+        config = RouterConfig(mode=mode, worker_wait_s=1)
+        yield Dispatcher(pools, calls, hints, DecisionLog(), config, instruments), address
     finally:
         await calls.close()
         await rpc.stop(0)
-        instruments.shutdown()
 
 
 SPEC = SequenceSpec("r", 0, tuple(range(400)), 400, 1, 0.0, 0, 1.0, 0.0, 0, (), False, b"seed")
+CLAIM = Claim(DEFAULT_TENANT, 0, "default", NO_OBJECTIVE, Weights(), arrived_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +378,7 @@ async def test_a_failed_attempts_source_is_not_named_again(failure: BatonError, 
     workers = Workers(failure)
     names = {"a": Role.DECODE, "b": Role.DECODE, "owner": Role.PREFILL, "next": Role.PREFILL}
     async with dispatcher(workers, names, {"owner": 20, "next": 10}, "aggregated") as (dispatch, address):
-        tokens = [message.token_ids async for message in dispatch.run(SPEC, ChoiceRecord(), Context())]
+        tokens = [message.token_ids async for message in dispatch.run(SPEC, CLAIM, ChoiceRecord(), Context())]
     assert tokens == [(5,)]
     held = {"owner": 320, "next": 160}
     assert workers.sources == [PrefixSource(name, address, held[name]) for name in expected]
@@ -381,7 +398,7 @@ async def test_who_did_not_answer_in_a_hand_over_is_left_at_once(
     """The prefill worker says so: the decode worker's own stream, which hangs, may tell seconds later."""
     workers, record = Workers(failure), ChoiceRecord()
     async with dispatcher(workers, names, {"d0": 4}, "split") as (dispatch, _):
-        tokens = [message.token_ids async for message in dispatch.run(SPEC, record, Context())]
+        tokens = [message.token_ids async for message in dispatch.run(SPEC, CLAIM, record, Context())]
     assert tokens == [(5,)]
     assert (record.retries, record.decode_worker == "d0") == (1, stays)
 
@@ -393,7 +410,7 @@ async def test_a_report_on_the_hand_over_that_comes_late_is_booked_and_holds_up_
         asyncio.timeout(20),
         dispatcher(workers, {"p0": Role.PREFILL, "d0": Role.DECODE}, {}, "split") as (dispatch, _),
     ):
-        async for message in dispatch.run(SPEC, record, Context()):
+        async for message in dispatch.run(SPEC, CLAIM, record, Context()):
             tokens += message.token_ids
             if tokens == [5, 6]:
                 workers.seen.set()
@@ -414,7 +431,7 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
     names = {"p": Role.PREFILL, "d": Role.DECODE}
     async with dispatcher(Found(num_cached, num_pulled), names, held, mode) as (dispatch, _):
         record = ChoiceRecord()
-        assert [message.token_ids async for message in dispatch.run(SPEC, record, Context())] == [(5,)]
+        assert [message.token_ids async for message in dispatch.run(SPEC, CLAIM, record, Context())] == [(5,)]
         counted = dispatch._instruments.exposition().decode()
     assert (record.mode, record.source) == (mode, "d" if mode == "split" else "p")
     assert ("baton_index_stale_hints_total 1.0" in counted) == bool(num_stale)

@@ -132,7 +132,7 @@ def test_spoiled_blocks_are_detected_and_recomputed(
     chosen = [prompt for prompt in prompts if 16 <= len(prompt) <= 600]
     # Long prompts have more chunks than the faults let pass: their decode worker computes them in the end.
     faults = "corrupt_chunk=7,drop_chunk=11,swap_blocks=13"
-    with running_cluster(router_aggregate_below_tokens="0", faults=faults) as cluster:
+    with running_cluster(faults=faults) as cluster:
         answers = [greedy(cluster, prompt) for prompt in chosen]
         metrics = urllib.request.urlopen(f"http://{cluster.http}/metrics").read().decode()
         cluster.wait_until_idle()

@@ -11,6 +11,7 @@ import pytest
 
 from baton.errors import ConfigError
 from deploy.simulate.command import Options, scenario_of
+from deploy.simulate.trace_shape import TraceOptions
 
 ARGUMENTS = ("--decode", "3", "--blocks", "400", "--policy", "baton", "--policy", "greedy_4", "--jobs", "1")
 
@@ -58,7 +59,7 @@ def test_the_table_fits_a_terminal_and_the_workers_may_be_split(trace: Path) -> 
     assert "30 requests, 2 prefill and 3 decode workers" in done.stderr.replace("\n", " ")
 
 
-OPTIONS = Options(None, 0, 8, 5000, "llama-3-8b@h200", (), 1.0, 0, 5000.0, 100.0, 0, 1)
+OPTIONS = Options(TraceOptions(None), 0, 8, 5000, "llama-3-8b@h200", None, 0, (), 5000.0, 100.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +69,8 @@ OPTIONS = Options(None, 0, 8, 5000, "llama-3-8b@h200", (), 1.0, 0, 5000.0, 100.0
         ({"decode": 0}, "a pool needs a worker that decodes, got 0 prefill and 0 decode"),
         ({"blocks": 10}, "tokens; a worker's blocks hold 5120"),
         ({"ttft_ms": 0.0}, "--ttft-ms must be more than 0"),
-        ({"speed": 0.0}, "a trace's speed must be more than 0"),
-        ({"trace": Path("nowhere.jsonl")}, "cannot read the trace nowhere.jsonl"),
+        ({"costs": Path("nowhere.json")}, "cannot read the costs nowhere.json"),
+        ({"trace": TraceOptions(Path("nowhere.jsonl"))}, "cannot read the trace nowhere.jsonl"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_in_a_sentence(changes: dict[str, object], sentence: str) -> None:

@@ -26,8 +26,8 @@ from baton.engine.runner import Fence, LayerDone, ignore_layer
 from baton.engine.scheduler import Batch
 from baton.engine.sequence import Purpose
 from baton.errors import BatonError, TransferCorrupted, TransferError, TransferRefused, TransferTimeout, WorkerFailed
-from baton.messages import FirstToken, HandedOver, NewTokens, Ticket
-from decode_worker.service import DecodeServicer
+from baton.messages import FirstToken, HandedOver, NewTokens, PrefillRequest, Ticket
+from decode_worker.service import DecodeService
 from kvstore.transfer.faults import parse_faults
 from kvstore.transfer.header import VOID, Header, unpack
 from kvstore.transfer.layout import layout_of, rank_spec
@@ -36,7 +36,7 @@ from kvstore.transfer.plan import Chunk
 from kvstore.transfer.receiver import Arrival
 from kvstore.transfer.rows import Rows
 from kvstore.transfer.sender import KvSender, Transfer
-from prefill_worker.service import PrefillServicer
+from prefill_worker.service import PrefillService
 from tests.integration.transfer_peers import (
     CONFIG,
     HOST,
@@ -951,10 +951,12 @@ async def test_an_answer_says_how_much_was_pulled_for_it(link: str) -> None:
         other = [token + 1 for token in PROMPT]
         await there.generate(make_spec(PROMPT))
         await there.generate(make_spec(other))
-        prefill, decode = PrefillServicer("here", here.loop, here.kv), DecodeServicer("here", here.loop, here.kv)
+        prefill, decode = PrefillService("here", here.loop, here.kv), DecodeService("here", here.loop, here.kv)
         source = there.source(48)
         for expected in ((48, 48), (96, 0)):
-            async with contextlib.aclosing(prefill._prefill(make_spec(PROMPT), None, source, Context())) as events:
+            async with contextlib.aclosing(
+                prefill.prefill(PrefillRequest(make_spec(PROMPT), None, source), Context())
+            ) as events:
                 first = await anext(events)
             assert isinstance(first, FirstToken)
             assert (first.num_cached_tokens, first.num_pulled_tokens) == expected
@@ -1067,11 +1069,11 @@ async def test_the_services_hand_over_layer_by_layer_while_the_prompt_is_compute
     ):
         spec = make_spec(PROMPT, num_tokens=6)
         cache = decode.runner.cache.groups[0]
-        answers = DecodeServicer("decode", decode.loop, decode.kv)._after_hand_over(spec)
+        answers = DecodeService("decode", decode.loop, decode.kv)._after_hand_over(spec)
         ticket = await anext(answers)
         assert isinstance(ticket, Ticket)
         answering = asyncio.ensure_future(anext(answers))
-        events = PrefillServicer("prefill", prefill.loop, prefill.kv)._prefill(spec, ticket, None, Context())
+        events = PrefillService("prefill", prefill.loop, prefill.kv).prefill(PrefillRequest(spec, ticket), Context())
         first = asyncio.ensure_future(anext(events))
         assert await eventually(lambda: bool(prefill.loop._watchers))
         for step, layer in itertools.product(range(2), range(5)):  # 100 tokens in steps of 64

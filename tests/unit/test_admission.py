@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, ModelNotFound, Overloaded
 from baton.sampling import SamplingParams
@@ -16,6 +19,8 @@ from router.admission import (
     sampling_params,
     with_max_tokens,
 )
+from router.admission.limiter import CROWDED
+from router.tenants import Tenant
 
 FACTS = ModelFacts("tiny", 500, 100, SamplingParams(temperature=0.2, top_p=0.9, stop_token_ids=(7,)))
 
@@ -121,6 +126,111 @@ def test_a_request_id_is_unique_while_it_is_in_flight() -> None:
             pass
     with limiter.slot("a", 1):
         pass
+
+
+A, B, HEAVY = Tenant("a"), Tenant("b"), Tenant("heavy", weight=3.0)
+
+
+class InFlight:
+    """Requests that take slots of a limiter and keep them until they leave."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self.limiter = Limiter(max_in_flight)
+        self.open: list[tuple[Tenant, contextlib.ExitStack]] = []
+
+    def let_in(self, tenant: Tenant, num_requests: int = 100) -> int:
+        """How many of so many requests are let in."""
+        for num in range(num_requests):
+            stack = contextlib.ExitStack()
+            try:
+                stack.enter_context(self.limiter.slot(f"r{len(self.open)}-{id(stack)}", 1, tenant))
+            except Overloaded:
+                return num
+            self.open.append((tenant, stack))
+        return num_requests
+
+    def leave(self, tenant: Tenant, num_requests: int) -> None:
+        for request in [each for each in self.open if each[0] == tenant][:num_requests]:
+            self.open.remove(request)
+            request[1].close()
+
+
+def test_a_tenant_that_is_alone_may_take_everything() -> None:
+    assert InFlight(10).let_in(A) == 10
+
+
+def test_near_the_limit_each_tenant_gets_its_share() -> None:
+    in_flight = InFlight(20)
+    assert in_flight.let_in(B, 1) == 1
+    assert in_flight.let_in(A) == CROWDED * 20 - 1, "up to there anybody takes what is free"
+    assert in_flight.let_in(B) == 4, "the rest is kept for who has less than its half"
+    assert in_flight.limiter.num_in_flight == 20
+
+
+def test_what_becomes_free_goes_to_who_has_less_than_its_share() -> None:
+    in_flight = InFlight(20)
+    assert (in_flight.let_in(B, 1), in_flight.let_in(A, 19)) == (1, 15)
+    assert in_flight.let_in(B, 4) == 4
+    for _ in range(5):
+        in_flight.leave(A, 1)
+        assert (in_flight.let_in(A), in_flight.let_in(B)) == (0, 1)
+    in_flight.leave(A, 1)
+    assert (in_flight.let_in(B), in_flight.let_in(A)) == (0, 1), "each has its half"
+
+
+def test_shares_go_by_weight_among_those_that_are_served() -> None:
+    in_flight = InFlight(20)
+    assert (in_flight.let_in(A, 8), in_flight.let_in(HEAVY, 8)) == (8, 8)
+    assert in_flight.let_in(A) == 0, "more than a quarter"
+    assert in_flight.let_in(HEAVY) == 4, "less than three quarters"
+    in_flight.leave(A, 8)
+    assert in_flight.let_in(HEAVY) == 8, "nobody else is there now"
+
+
+def test_a_tenant_is_told_how_many_are_its_own() -> None:
+    in_flight = InFlight(5)
+    in_flight.let_in(A, 3)
+    in_flight.let_in(B, 1)
+    with pytest.raises(Overloaded, match="4 of at most 5 answers are being generated, 3 of them yours"):
+        in_flight.limiter.slot("r", 1, A).__enter__()
+    with pytest.raises(Overloaded, match="4 of at most 5 answers are being generated, 0 of them yours"):
+        in_flight.limiter.slot("r", 2, HEAVY).__enter__()
+
+
+def test_nobody_has_more_choices_than_there_are_slots() -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling\.n must be at most 4 here; lower it") as refusal:
+        Limiter(4).slot("r", 5).__enter__()
+    assert refusal.value.param == "n"
+
+
+def test_a_request_id_is_one_tenants_own() -> None:
+    limiter = Limiter(10)
+    with limiter.slot("r", 1, A), limiter.slot("r", 1, B):
+        with pytest.raises(InvalidRequest, match="request_id 'r' is in flight"), limiter.slot("r", 1, B):
+            pass
+        assert limiter.num_in_flight == 2
+    with limiter.slot("r", 1, A):
+        pass
+
+
+ARRIVALS = st.lists(st.tuples(st.sampled_from([A, B, HEAVY]), st.booleans(), st.integers(1, 4)), max_size=60)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ARRIVALS)
+def test_the_limit_holds_and_the_books_return_to_empty(arrivals: list[tuple[Tenant, bool, int]]) -> None:
+    in_flight = InFlight(12)
+    for tenant, is_leaving, num in arrivals:
+        if is_leaving:
+            in_flight.leave(tenant, num)
+        else:
+            in_flight.let_in(tenant, num)
+        assert in_flight.limiter.num_in_flight == len(in_flight.open) <= 12
+    for tenant in (A, B, HEAVY):
+        in_flight.leave(tenant, 12)
+    assert in_flight.limiter.num_in_flight == 0
+    assert not in_flight.limiter._by_tenant
+    assert not in_flight.limiter._request_ids
 
 
 def test_a_slot_is_free_again_after_an_error() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from baton.config import (
     Config,
     EngineConfig,
     RouterConfig,
+    SloClassConfig,
     TransferConfig,
     load,
     process_config,
@@ -44,6 +46,8 @@ def another(name: str, value: Any) -> Any:
             )
         case tuple():
             return ("gloo",)
+        case dict():
+            return {key: dataclasses.replace(item, ttft_ms=item.ttft_ms + 16) for key, item in value.items()}
         case _:
             return value + 16
 
@@ -78,9 +82,14 @@ def test_nothing_given_gives_the_defaults() -> None:
 def test_every_setting_can_come_from_the_environment_and_from_a_file(section: str, name: str, tmp_path: Path) -> None:
     default = getattr(getattr(Config(), section), name)
     wanted = another(name, default)
-    text = ",".join(wanted) if isinstance(wanted, tuple) else str(wanted)
+    plain, text = wanted, str(wanted)
+    if isinstance(wanted, tuple):
+        text = ",".join(wanted)
+    if isinstance(wanted, dict):
+        plain = {key: dataclasses.asdict(item) for key, item in wanted.items()}
+        text = json.dumps(plain)
     from_environment = load(environ={f"BATON_{section}_{name}".upper(): text})
-    from_file = from_yaml(tmp_path, json.dumps({section: {name: wanted}}))
+    from_file = from_yaml(tmp_path, json.dumps({section: {name: plain}}))
     assert from_environment == from_file
     got = getattr(getattr(from_file, section), name)
     assert got == wanted
@@ -113,7 +122,7 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
     ("text", "sentence"),
     [
         ("enginee: {}", "unknown setting enginee; known here: cluster, engine, faults"),
-        ("engine: {blocksize: 16}", "unknown setting engine.blocksize; known here: block_size, "),
+        ("engine: {blocksize: 16}", "unknown setting engine.blocksize; known here: .*block_size, "),
         ("1: {}\nx: {}", "unknown setting 1; known here"),
         ("engine: 5", "engine must be a section of settings"),
         ("- engine", "must hold sections such as 'engine:'"),
@@ -135,6 +144,27 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
         ("engine: {max_num_seqs: 0}", "engine.max_num_seqs must be at least 1, got 0"),
         ("router: {max_attempts: 0}", "router.max_attempts must be at least 1, got 0"),
         ("router: {pull_above_tokens: 0}", "router.pull_above_tokens must be at least 1, got 0"),
+        ("router: {expected_output_floor: 0}", "router.expected_output_floor must be at least 1, got 0"),
+        ("router: {expected_output_default: 0}", "router.expected_output_default must be at least 1, got 0"),
+        ("router: {slo_classes: 5}", "router.slo_classes must be a mapping, got 5"),
+        ("router: {slo_classes: }", "router.slo_classes must be a mapping, got None"),
+        ("router: {slo_classes: [default]}", "router.slo_classes must be a mapping, got "),
+        ("router: {slo_classes: {}}", "router.slo_classes must have a class 'default'"),
+        ("router: {slo_classes: {fast: {}}}", "router.slo_classes must have a class 'default'"),
+        ("router: {slo_classes: {default: 5}}", "router.slo_classes.default must be a section of settings"),
+        (
+            "router: {slo_classes: {default: {ttft: 5}}}",
+            "unknown setting router.slo_classes.default.ttft; known here: ",
+        ),
+        (
+            "router: {slo_classes: {default: {ttft_ms: soon}}}",
+            "router.slo_classes.default.ttft_ms must be of type float, got 'soon'",
+        ),
+        ("router: {slo_classes: {default: {ttft_ms: 0}}}", "an objective must be more than 0, got ttft_ms 0.0"),
+        ("router: {slo_classes: {default: {itl_ms: .nan}}}", "an objective must be more than 0, got itl_ms nan"),
+        ("router: {slo_classes: {default: {affinity_weight: -1}}}", "affinity_weight must be at least 0, got -1.0"),
+        ("router: {slo_classes: {default: {affinity_weight: .inf}}}", "affinity_weight must be at least 0, got inf"),
+        ("router: {slo_classes: {default: {interference_weight: .nan}}}", "interference_weight must be at least 0"),
         ("transfer: {window: 0}", "transfer.window must be at least 1, got 0"),
         ("engine: {", "cannot read the configuration"),
     ],
@@ -142,6 +172,61 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
 def test_a_wrong_file_is_refused_with_the_place(text: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         from_yaml(tmp_path, text)
+
+
+SLO_CLASSES = """
+router:
+  slo_classes:
+    default: {itl_ms: 100}
+    interactive: {ttft_ms: 500, itl_ms: 50, affinity_weight: 0.5}
+    7: {ttft_ms: .inf, interference_weight: 0}
+"""
+
+
+def test_slo_classes_come_from_a_file_and_what_they_leave_out_has_defaults(tmp_path: Path) -> None:
+    router = from_yaml(tmp_path, SLO_CLASSES).router
+    assert router.slo_classes == {
+        "default": SloClassConfig(itl_ms=100.0),
+        "interactive": SloClassConfig(500.0, 50.0, affinity_weight=0.5),
+        "7": SloClassConfig(ttft_ms=math.inf, interference_weight=0.0),
+    }
+    assert isinstance(router.slo_classes["default"].itl_ms, float)
+    assert router.slo_class("") == router.slo_class("default") == SloClassConfig(itl_ms=100.0)
+    assert router.slo_class("interactive").ttft_ms == 500
+    with pytest.raises(
+        ConfigError, match=r"no SLO class is called 'x'; router.slo_classes has default, interactive, 7"
+    ):
+        router.slo_class("x")
+
+
+def test_slo_classes_in_the_environment_take_the_place_of_the_files(tmp_path: Path) -> None:
+    text = json.dumps({"default": {}, "batch": {"ttft_ms": "60000", "itl_ms": 2000}})
+    router = from_yaml(tmp_path, SLO_CLASSES, BATON_ROUTER_SLO_CLASSES=text).router
+    assert router.slo_classes == {"default": SloClassConfig(), "batch": SloClassConfig(60_000.0, 2000.0)}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("default: {}", "router.slo_classes must be JSON in the environment"),
+        ("", "router.slo_classes must be JSON in the environment"),
+        ("[]", r"router.slo_classes must be a mapping, got \[\]"),
+        ("null", "router.slo_classes must be a mapping, got None"),
+        ('{"default": []}', "router.slo_classes.default must be a section of settings"),
+        ('{"default": {"itl_ms": null}}', "router.slo_classes.default.itl_ms must be of type float, got None"),
+        ('{"default": {"slo": 1}}', "unknown setting router.slo_classes.default.slo"),
+    ],
+)
+def test_wrong_slo_classes_in_the_environment_are_refused_with_the_place(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load(environ={"BATON_ROUTER_SLO_CLASSES": text})
+
+
+def test_a_child_takes_its_parents_slo_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = from_yaml(tmp_path, SLO_CLASSES)
+    monkeypatch.setenv("BATON_CONFIG_JSON", parent.to_json())
+    assert process_config() == parent
+    assert process_config().router.slo_class("7").ttft_ms == math.inf
 
 
 def test_a_wrong_file_is_refused_in_the_same_words_when_the_environment_adds_to_it(tmp_path: Path) -> None:
@@ -177,6 +262,8 @@ def test_constructing_a_section_validates_it_too() -> None:
         lambda: EngineConfig(block_size=17),
         lambda: RouterConfig(mode="x"),
         lambda: TransferConfig(checksum="x"),
+        lambda: SloClassConfig(ttft_ms=-1.0),
+        lambda: RouterConfig(slo_classes={}),
     ):
         with pytest.raises(ConfigError):
             make()

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.blocks import block_keys
+from baton.costs import PRIOR, StepCosts
 from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
 from baton.engine.block_pool import Removed, Stored
 from baton.engine.engine import Admitted, Engine, Generated, Output, Reserved
 from baton.engine.kv_cache import KVCache
 from baton.engine.scheduler import Batch, SchedulerLimits
 from baton.engine.sequence import Purpose, Sequence, Status
+from baton.engine.step_fit import StepSize
 from baton.errors import InvalidRequest
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
@@ -992,6 +996,42 @@ def test_load_counts_what_is_left_to_compute() -> None:
     assert load.blocks.in_use == 4
 
 
+def test_a_step_has_a_size() -> None:
+    engine = make_engine(max_num_batched_tokens=40)
+    engine.add(make_spec(numbers(1, 20), name="decodes"), Purpose.GENERATE, 0.0)
+    step(engine)
+    engine.add(make_spec(numbers(2, 60), name="prompt"), Purpose.GENERATE, 0.0)
+    step(engine)
+    engine.add(make_spec(numbers(3, 1), name="short"), Purpose.GENERATE, 0.0)
+    batch, _ = engine.schedule(0.0)
+    assert [(part.start, part.num_tokens) for part in batch] == [(21, 1), (39, 21), (0, 1)]
+    num_pairs = sum(range(40, 61))  # a token attends to itself and to those before it
+    assert StepSize.of(batch) == StepSize(23, pytest.approx(num_pairs + 1, abs=25), 1, 22)  # type: ignore[arg-type]
+    assert StepSize.of(()) == StepSize()
+
+
+def test_an_engine_learns_what_its_steps_cost_and_plans_with_it() -> None:
+    """Steps take what some worker's would; after a few of them the engine predicts those that it has not seen."""
+    truth = StepCosts(
+        s_overhead=0.02, s_per_token=0.001, s_per_pair=0.0, s_weights=0.03, s_per_sequence=0.002, s_per_kv_token=0.0
+    )
+    engine = make_engine(num_blocks=256, max_num_batched_tokens=128)
+    assert engine.load().costs == engine.scheduler.costs == PRIOR
+    for number, num_tokens in enumerate((100, 70, 125, 40, 90, 60, 110, 80)):
+        engine.add(make_spec(numbers(number, num_tokens), 30 + 5 * number, name=str(number)), Purpose.GENERATE, 0.0)
+        for _ in range(4):
+            batch, _ = engine.schedule(0.0)
+            size = StepSize.of(batch)
+            engine.learn(size, truth.step_s(size.num_new, size.num_pairs, size.num_decoding, size.num_kv_tokens))
+            engine.commit(batch, engine.runner.execute(batch), 0.0)
+    learned = engine.load().costs
+    assert learned is engine.scheduler.costs
+    for num_decoding in (2, 5):
+        for num_new in (num_decoding, 64, 120):
+            expected = truth.step_s(num_new, 0, num_decoding, 0)
+            assert learned.step_s(num_new, 0, num_decoding, 0) == pytest.approx(expected, rel=0.15)
+
+
 def test_check_sees_a_leak() -> None:
     engine = make_engine()
     assert engine.pool.allocate(1) is not None
@@ -1057,13 +1097,28 @@ class EngineMachine(RuleBasedStateMachine):
         parts=st.lists(st.integers(0, 1), min_size=1, max_size=4),
         tail=st.integers(0, 15),
         max_tokens=st.integers(1, 40),
+        priority=st.integers(-1, 1),
+        ttft_s=st.sampled_from([1.0, 30.0, math.inf]),
+        itl_s=st.sampled_from([0.001, 1.0, math.inf]),
+        num_expected_tokens=st.sampled_from([0, 5, 100]),
     )
-    def add(self, purpose: Purpose, parts: list[int], tail: int, max_tokens: int) -> None:
+    def add(
+        self,
+        purpose: Purpose,
+        parts: list[int],
+        tail: int,
+        max_tokens: int,
+        priority: int,
+        ttft_s: float,
+        itl_s: float,
+        num_expected_tokens: int,
+    ) -> None:
         """Prompts are made of few different parts, so that they share prefixes."""
         prompt = self.prompt(parts) + numbers(2, tail)
         if len(prompt) >= self.engine.runner.max_model_len:
             return
         spec = make_spec(prompt, max_tokens, name=next(self.names))
+        spec = replace(spec, priority=priority, ttft_s=ttft_s, itl_s=itl_s, num_expected_tokens=num_expected_tokens)
         self.now += 1
         self.alive[self.engine.add(spec, purpose, self.now)] = []
 
@@ -1078,6 +1133,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     def commit(self) -> None:
         assert self.batch is not None
+        self.engine.learn(StepSize.of(self.batch), 0.01 * len(self.batch))
         self.take(self.engine.commit(self.batch, self.engine.runner.execute(self.batch), self.now))
         self.batch = None
 

@@ -5,6 +5,7 @@ import contextlib
 import random
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -379,6 +380,50 @@ async def test_a_failed_step_ends_its_batch_and_nothing_else(caplog: pytest.LogC
         assert is_empty(loop.engine)
         assert loop.self_check == "ok"
     assert "a step failed" in caplog.text
+
+
+async def test_steps_are_timed_and_learned_from() -> None:
+    """A step sleeps for 20 ms; what it took is told with the load."""
+    runner = ArithmeticRunner(64, num_layers=4, layer_s=0.005)
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        for number in range(3):
+            spec = make_spec(numbers(number, 30 + number), 10, name=str(number))
+            async with loop.sequence(spec, Purpose.GENERATE) as handle:
+                await read_all(handle)
+        costs = loop.engine.load().costs
+        assert 0.02 <= costs.step_s(1, 0, 1, 30) < 0.1
+        assert 0.02 <= costs.step_s(30, 450, 0, 0) < 0.1
+
+
+async def test_nothing_is_learned_from_a_step_that_fails() -> None:
+    async with running(EngineLoop(engine_of(FailingRunner({0})), 64)) as loop:
+        before = loop.engine.load().costs
+        async with loop.sequence(make_spec(numbers(1, 40)), Purpose.GENERATE) as handle:
+            with pytest.raises(WorkerFailed):
+                await handle.next()
+        assert loop.engine.load().costs == before
+
+
+async def test_who_is_due_first_is_computed_first_whenever_it_came() -> None:
+    runner = GatedRunner()
+    async with (
+        running(EngineLoop(engine_of(runner), 64)) as loop,
+        loop.sequence(make_spec(numbers(1, 64), 1, name="runs"), Purpose.GENERATE),
+    ):
+        await runner.wait_started()
+        patient, urgent = (
+            replace(make_spec(numbers(2 + number, 64), 1, name=str(number)), ttft_s=ttft_s)
+            for number, ttft_s in enumerate((900.0, 600.0))
+        )
+        async with (
+            loop.sequence(patient, Purpose.GENERATE) as waits,
+            loop.sequence(urgent, Purpose.GENERATE) as overtakes,
+        ):
+            for _ in range(3):
+                runner.allowed.release()
+            assert isinstance(await overtakes.next(), Generated)
+            assert waits.take_ready() == []
+            assert isinstance(await waits.next(), Generated)
 
 
 async def test_a_failed_step_spares_who_was_not_in_it() -> None:

@@ -41,6 +41,7 @@ def test_statuses_exist(cls: type[BatonError]) -> None:
     is_clients_fault = grpc.StatusCode[cls.status] in (
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAUTHENTICATED,
     )
     assert is_clients_fault == (cls.http < 500)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -27,7 +26,7 @@ class Router:
 
     def __init__(self) -> None:
         self.mirror = Mirror()
-        self.instruments = Instruments("router", lambda: ClusterStatus({}, (), (), "", True, ()))
+        self.instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
         self.hints = HintBook(self.mirror, self.instruments)
         self.mirror.apply(BlockEvent("w", 1, 1, Op.STORED, PROMPT.block_keys))
 
@@ -47,10 +46,8 @@ class Router:
 
 
 @pytest.fixture
-def router() -> Iterator[Router]:
-    router = Router()
-    yield router
-    router.instruments.shutdown()
+def router() -> Router:
+    return Router()
 
 
 def test_a_worker_that_held_less_is_counted_and_no_longer_believed(router: Router) -> None:

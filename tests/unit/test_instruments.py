@@ -16,11 +16,8 @@ def exposed() -> dict[str, dict[str, float]]:
     info = WorkerInfo("d0", Role.DECODE, "h:1", 1, "node", 1, "content", "wire", 16, 8192)
     worker = Worker(info, WorkerLoad(WorkerState.READY, transfers=COUNTS))
     status = ClusterStatus({}, (worker,), (), "", True, (), {"d0": 77})
-    instruments = Instruments("router-0", lambda: status)
-    try:
-        lines = instruments.exposition().decode().splitlines()
-    finally:
-        instruments.shutdown()
+    instruments = Instruments(lambda: status)
+    lines = instruments.exposition().decode().splitlines()
     found: dict[str, dict[str, float]] = {}
     for line in lines:
         if line.startswith(("baton_kv_", "baton_mirror_blocks")) and not line.startswith("baton_kv_blocks"):
@@ -61,4 +58,23 @@ def test_an_instrument_means_one_thing() -> None:
         "baton_kv_staging_slots_in_use": {"": c.slots_in_use},
         "baton_kv_unsent_bytes": {"": c.unsent_bytes},
         "baton_mirror_blocks": {"": 77},
+    }
+
+
+def test_objectives_and_predictions_have_instruments() -> None:
+    instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
+    instruments.requests_slo.add(1, {"model": "m", "slo_class": "interactive", "outcome": "met"})
+    instruments.tokens_slo_met.add(30, {"model": "m"})
+    instruments.shed.add(2, {"tenant": "acme"})
+    instruments.prediction_error.record(0.15, {"of": "ttft"})
+    lines = instruments.exposition().decode().splitlines()
+    names = ("baton_requests_slo", "baton_tokens_slo_met", "baton_admission_shed", "baton_placement_prediction_error")
+    found = {line for line in lines if line.startswith(names) and "_created" not in line}
+    assert found >= {
+        'baton_requests_slo_total{model="m",outcome="met",slo_class="interactive"} 1.0',
+        'baton_tokens_slo_met_total{model="m"} 30.0',
+        'baton_admission_shed_total{tenant="acme"} 2.0',
+        'baton_placement_prediction_error_bucket{le="0.1",of="ttft"} 0.0',
+        'baton_placement_prediction_error_bucket{le="0.2",of="ttft"} 1.0',
+        'baton_placement_prediction_error_count{of="ttft"} 1.0',
     }

@@ -7,10 +7,14 @@ from dataclasses import replace
 import pytest
 
 from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
-from router.placement import Prompt
+from baton.costs import StepCosts
+from router.placement import Candidate, Job, Prompt, Turn
 from router.pools import SUSPICION_S, PoolView
 
-NO_BLOCKS = BlockCounts()
+COSTS = StepCosts(0.0, 1e-3, 0.0, 0.0, 0.0, 0.0)
+"""A token takes a millisecond."""
+BLOCKS = BlockCounts(total=100, free=100)
+NORMAL: Turn = (0, False)
 PROMPT = Prompt(100, (b"k0", b"k1", b"k2", b"k3", b"k4", b"k5"))
 
 
@@ -29,10 +33,17 @@ def worker(
     state: WorkerState = WorkerState.READY,
     queued_tokens: int = 0,
     block_size: int = 16,
-    blocks: BlockCounts = NO_BLOCKS,
+    blocks: BlockCounts = BLOCKS,
+    running: int = 0,
+    max_model_len: int = 8192,
 ) -> Worker:
-    info = WorkerInfo(worker_id, role, "h:1", 1, "node", epoch, "content", "wire", block_size, 8192)
-    return Worker(info, WorkerLoad(state, queued_tokens=queued_tokens, blocks=blocks))
+    info = WorkerInfo(worker_id, role, "h:1", 1, "node", epoch, "content", "wire", block_size, max_model_len)
+    return Worker(info, WorkerLoad(state, running, queued_tokens=queued_tokens, blocks=blocks, costs=COSTS))
+
+
+def job(num_tokens: int, turn: Turn = NORMAL) -> Job:
+    """A prompt of which each token takes a millisecond."""
+    return Job(turn, num_tokens * COSTS.s_per_token, num_tokens, 0)
 
 
 def view(held: dict[str, int] | None = None) -> tuple[PoolView, Clock]:
@@ -41,17 +52,23 @@ def view(held: dict[str, int] | None = None) -> tuple[PoolView, Clock]:
 
 
 def ids(pools: PoolView, excluded: tuple[str, ...] = ()) -> list[str]:
-    return [candidate.worker_id for candidate in pools.candidates(PROMPT, excluded)]
+    return [candidate.worker_id for candidate in pools.candidates(PROMPT, NORMAL, excluded)]
 
 
-def load_of(pools: PoolView, worker_id: str) -> int:
-    (load,) = [c.queued_tokens for c in pools.candidates(PROMPT) if c.worker_id == worker_id]
-    return load
+def candidate(pools: PoolView, worker_id: str, turn: Turn = NORMAL) -> Candidate:
+    (found,) = [c for c in pools.candidates(PROMPT, turn) if c.worker_id == worker_id]
+    return found
 
 
-def active_on(pools: PoolView, worker_id: str) -> int:
-    (active,) = [c.active_tokens for c in pools.candidates(PROMPT) if c.worker_id == worker_id]
-    return active
+def load_of(pools: PoolView, worker_id: str, turn: Turn = NORMAL) -> int:
+    """Tokens that are computed before those of a newcomer."""
+    wait_s = candidate(pools, worker_id, turn).wait_s
+    assert wait_s == pools.wait_s(pools.get(worker_id), turn)
+    return round(wait_s / COSTS.s_per_token)
+
+
+def decoded_on(pools: PoolView, worker_id: str) -> int:
+    return candidate(pools, worker_id).num_kv_tokens
 
 
 async def test_only_ready_workers_that_are_not_excluded_are_candidates() -> None:
@@ -108,65 +125,118 @@ async def test_a_new_incarnation_of_a_suspect_is_trusted() -> None:
 
 async def test_load_is_what_it_was_sent_or_what_it_says_whichever_is_more() -> None:
     pools, _ = view()
-    await pools.update([worker("a", queued_tokens=50)])
+    await pools.update([worker("a", queued_tokens=50), worker("b")])
     assert load_of(pools, "a") == 50
-    with pools.computing(pools.get("a"), 40):
+    with pools.computing(pools.get("a"), job(40)):
+        await pools.update([worker("a", queued_tokens=50), worker("b")])
         assert load_of(pools, "a") == 50
-        with pools.computing(pools.get("a"), 30):
-            assert load_of(pools, "a") == 70
-            await pools.update([worker("a", queued_tokens=10)])
+        with pools.computing(pools.get("a"), job(30)):
+            await pools.update([worker("a", queued_tokens=10), worker("b")])
             assert load_of(pools, "a") == 70, "the booking outlives a renewal of the lease"
         assert load_of(pools, "a") == 40
+        assert load_of(pools, "b") == 0
+    assert load_of(pools, "a") == 0
+    await pools.update([worker("a", queued_tokens=10), worker("b")])
     assert load_of(pools, "a") == 10
+
+
+async def test_a_wait_is_told_by_turn_and_gets_shorter_while_the_worker_computes() -> None:
+    pools, clock = view()
+    await pools.update([worker("a")])
+    with pools.computing(pools.get("a"), job(400)), pools.computing(pools.get("a"), job(100, (-1, False))):
+        assert load_of(pools, "a") == 500
+        assert load_of(pools, "a", (-1, False)) == 100
+        assert load_of(pools, "a", (-2, False)) == 0
+        clock.now += 0.15
+        assert load_of(pools, "a") == 350
 
 
 async def test_what_a_worker_decodes_is_what_it_was_sent_or_the_blocks_that_it_uses() -> None:
     pools, _ = view()
     blocks = BlockCounts(total=10, free=6, cached=1, in_use=3)
-    await pools.update([worker("d", role=Role.DECODE, blocks=blocks), worker("p", role=Role.PREFILL, blocks=blocks)])
-    assert (active_on(pools, "d"), active_on(pools, "p")) == (48, 0)
-    with pools.decoding(pools.get("d"), 40), pools.decoding(pools.get("d"), 30):
-        assert (active_on(pools, "d"), load_of(pools, "d")) == (70, 0)
-        with pools.computing(pools.get("d"), 5):
-            assert (active_on(pools, "d"), load_of(pools, "d")) == (70, 5)
-    assert active_on(pools, "d") == 48
+    await pools.update(
+        [worker(name, role=role, blocks=blocks, running=1) for name, role in (("d", Role.DECODE), ("p", Role.PREFILL))]
+    )
+    assert (decoded_on(pools, "d"), decoded_on(pools, "p")) == (48, 0)
+    with pools.decoding(pools.get("d"), job(40)), pools.decoding(pools.get("d"), job(30)):
+        assert (decoded_on(pools, "d"), load_of(pools, "d")) == (70, 0)
+        assert candidate(pools, "d").num_decoding == 2
+        with pools.computing(pools.get("d"), job(5)):
+            assert (decoded_on(pools, "d"), load_of(pools, "d")) == (70, 5)
+    assert decoded_on(pools, "d") == 48
+    assert candidate(pools, "d").num_decoding == 1
+
+
+async def test_a_sequence_that_has_left_tells_how_long_they_stay() -> None:
+    pools, clock = view()
+    await pools.update([worker("a"), worker("b")])
+    with pools.decoding(pools.get("a"), job(40)):
+        before = candidate(pools, "a").freed_tokens_per_s
+        with pools.decoding(pools.get("b"), job(30)):
+            clock.now += 100.0
+        await pools.update([worker("a"), worker("b")])
+        assert candidate(pools, "a").freed_tokens_per_s < before, "on whichever worker it was"
 
 
 async def test_bookings_end_with_the_incarnation_they_were_made_on() -> None:
     pools, _ = view()
     await pools.update([worker("a")])
     with contextlib.ExitStack() as later:
-        with pools.computing(pools.get("a"), 40):
+        with pools.computing(pools.get("a"), job(40)), pools.decoding(pools.get("a"), job(40)):
             await pools.update([worker("a", epoch=2)])
-            assert load_of(pools, "a") == 0
-            later.enter_context(pools.computing(pools.get("a"), 5))
-        assert load_of(pools, "a") == 5, "the end of the old booking takes nothing from the new incarnation"
-    assert load_of(pools, "a") == 0
-    with pools.computing(pools.get("a"), 40):
+            assert (load_of(pools, "a"), decoded_on(pools, "a")) == (0, 0)
+            later.enter_context(pools.computing(pools.get("a"), job(5)))
+            later.enter_context(pools.decoding(pools.get("a"), job(5)))
+        seen = load_of(pools, "a"), decoded_on(pools, "a")
+        assert seen == (5, 5), "the end of the old bookings takes nothing from the new incarnation"
+    assert (load_of(pools, "a"), decoded_on(pools, "a")) == (0, 0)
+
+
+async def test_a_lease_that_was_missing_once_changes_nothing() -> None:
+    pools, _ = view()
+    await pools.update([worker("a")])
+    with pools.computing(pools.get("a"), job(40)), pools.decoding(pools.get("a"), job(40)):
         await pools.update([])
-        await pools.update([worker("a", epoch=2)])
-        assert load_of(pools, "a") == 40, "a lease that was missing once changes nothing"
-    assert load_of(pools, "a") == 0
+        await pools.update([worker("a")])
+        assert (load_of(pools, "a"), decoded_on(pools, "a")) == (40, 40)
+    assert (load_of(pools, "a"), decoded_on(pools, "a")) == (0, 0)
+
+
+async def test_a_job_may_be_sent_to_a_worker_that_has_just_gone() -> None:
+    pools, _ = view()
+    await pools.update([worker("a")])
+    gone = pools.get("a")
+    await pools.update([])
+    with pools.decoding(gone, job(40)), pools.computing(gone, job(40)):
+        assert pools.candidates(PROMPT, NORMAL) == []
+
+
+async def test_the_longest_sequence_is_what_every_worker_can_hold() -> None:
+    pools, _ = view()
+    assert pools.max_model_len() is None
+    await pools.update([worker("a", max_model_len=4096), worker("b", max_model_len=2048), worker("c")])
+    assert pools.max_model_len() == 2048
 
 
 async def test_a_booking_ends_with_an_error_too() -> None:
     pools, _ = view()
     await pools.update([worker("a")])
-    with pytest.raises(RuntimeError), pools.computing(pools.get("a"), 40):
+    a = pools.get("a")
+    with pytest.raises(RuntimeError), pools.decoding(a, job(40)), pools.computing(a, job(40)):
         raise RuntimeError
-    assert load_of(pools, "a") == 0
+    assert (load_of(pools, "a"), decoded_on(pools, "a")) == (0, 0)
 
 
 async def test_cached_tokens_are_counted_in_the_workers_blocks_and_capped() -> None:
     pools, _ = view({"a": 2, "b": 4, "gone": 6})
     await pools.update([worker("a"), worker("b", block_size=32), worker("c")])
-    assert {c.worker_id: c.num_cached_tokens for c in pools.candidates(PROMPT)} == {"a": 32, "b": 100, "c": 0}
+    assert {c.worker_id: c.num_cached_tokens for c in pools.candidates(PROMPT, NORMAL)} == {"a": 32, "b": 100, "c": 0}
 
 
 async def test_the_lookup_is_asked_for_the_prompts_keys() -> None:
     asked = []
     pools = PoolView(lambda keys: asked.append(keys) or {}, Clock())  # type: ignore[func-returns-value]
-    pools.candidates(PROMPT)
+    pools.candidates(PROMPT, NORMAL)
     assert asked == [PROMPT.block_keys]
 
 

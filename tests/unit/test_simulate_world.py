@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,21 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config import RouterConfig
+from baton.costs import StepCosts
 from deploy.simulate.costs import GPUS, MODELS, CostModel, roofline
 from deploy.simulate.policy import Decision, WorkerView
 from deploy.simulate.production import Production
-from deploy.simulate.report import Objective, quantiles, result_of
+from deploy.simulate.report import quantiles, result_of
 from deploy.simulate.trace import Trace, TraceRequest
 from deploy.simulate.worker import SimulatedWorker, WorkerShape
 from deploy.simulate.world import Served, World
+from router.placement import Objective, Prices
 
 torch.set_num_threads(1)
 
 BLOCK = 16
-COSTS = CostModel(
-    s_overhead=1.0, s_per_token=0.1, s_per_pair=0.0, s_weights=0.0, s_per_kv_token=0.0,
-    transfer_latency_s=0.25, transfer_s_per_token=0.125,
-)  # fmt: skip
+STEPS = StepCosts(
+    s_overhead=1.0, s_per_token=0.1, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+)
+COSTS = CostModel(STEPS, transfer_latency_s=0.25, transfer_s_per_token=0.125)
 """A step takes 1 s and 0.1 s a token."""
 
 
@@ -33,23 +37,30 @@ def shape(num_blocks: int = 64, batch: int = 64, seqs: int = 8) -> WorkerShape:
 
 
 class Fixed:
-    """Always the same decision."""
+    """Its decisions in order, the last one again and again."""
 
     name = "fixed"
 
-    def __init__(self, *decisions: Decision) -> None:
+    def __init__(self, *decisions: Decision | None) -> None:
         self._decisions = decisions
         self._count = 0
         self.seen: list[tuple[list[WorkerView], list[WorkerView]]] = []
+        self.told: list[tuple[str, TraceRequest, float]] = []
 
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
-    ) -> Decision:
+    ) -> Decision | None:
         assert now_s == request.arrival_s
         self.seen.append((list(prefill), list(decode)))
         decision = self._decisions[min(self._count, len(self._decisions) - 1)]
         self._count += 1
         return decision
+
+    def computed(self, request: TraceRequest, now_s: float) -> None:
+        self.told.append(("computed", request, now_s))
+
+    def finished(self, request: TraceRequest, now_s: float) -> None:
+        self.told.append(("finished", request, now_s))
 
 
 def request(arrival_s: float, num_tokens: int, num_output: int, first_block: int = 0) -> TraceRequest:
@@ -186,7 +197,22 @@ class Anything:
         computes = self._draws.draw(st.sampled_from([*prefill, decode[decodes - len(prefill)]])).index
         others = [view for view in (*prefill, *decode) if view.index != computes and view.num_cached_tokens]
         source = self._draws.draw(st.none() | st.sampled_from(others)) if others else None
-        return Decision(computes, decodes, source.index if source else None, source.num_cached_tokens if source else 0)
+        objectives = st.sampled_from([0.5, 3.0, 60.0, math.inf])
+        return Decision(
+            computes,
+            decodes,
+            source.index if source else None,
+            source.num_cached_tokens if source else 0,
+            self._draws.draw(objectives),
+            self._draws.draw(objectives),
+            self._draws.draw(st.integers(0, 50)),
+        )
+
+    def computed(self, request: TraceRequest, now_s: float) -> None:
+        pass
+
+    def finished(self, request: TraceRequest, now_s: float) -> None:
+        pass
 
 
 @settings(deadline=None, max_examples=60)
@@ -233,15 +259,17 @@ def test_leaps_change_no_time(requests: Trace) -> None:
 
 def test_a_roofline_is_two_operations_a_parameter_and_one_read_of_the_weights() -> None:
     costs = roofline(MODELS["llama-3-8b"], GPUS["h200"])
+    steps = costs.steps
     assert costs.tokens_per_s == pytest.approx(989e12 * 0.5 / (2 * 8.03e9))
-    assert costs.s_weights == pytest.approx(8.03e9 * 2 / (4.8e12 * 0.7))
+    assert steps.s_weights == pytest.approx(8.03e9 * 2 / (4.8e12 * 0.7))
     assert MODELS["llama-3-8b"].kv_bytes_per_token == 131_072
-    assert costs.step_s(1, 0, 0) == pytest.approx(0.5e-3 + costs.s_weights), "one token is a read of the weights"
-    assert costs.step_s(8192, 0, 0) == pytest.approx(0.5e-3 + 8192 * costs.s_per_token), "many are arithmetic"
+    assert steps.s_per_kv_token == pytest.approx(131_072 / (4.8e12 * 0.7)), "the KV of what decodes is read"
+    assert steps.step_s(1, 0, 1, 0) == pytest.approx(0.5e-3 + steps.s_weights), "one token is a read of the weights"
+    assert steps.step_s(8192, 0, 0, 0) == pytest.approx(0.5e-3 + 8192 * steps.s_per_token), "many are arithmetic"
     two = roofline(MODELS["llama-3-8b"], GPUS["h200"], 2)
-    assert two.s_per_token == pytest.approx(costs.s_per_token / 2)
-    assert costs.prefill_s(4096, 0, 2048) == pytest.approx(
-        sum(costs.step_s(2048, 2048 * (2 * start + 2048) // 2, 0) for start in (0, 2048)), rel=1e-9
+    assert two.steps.s_per_token == pytest.approx(steps.s_per_token / 2)
+    assert steps.prefill_s(4096, 0, 2048) == pytest.approx(
+        sum(steps.step_s(2048, 2048 * (2 * start + 2048) // 2, 0, 0) for start in (0, 2048)), rel=1e-9
     )
 
 
@@ -251,13 +279,139 @@ def test_quantiles_are_of_everything_that_occurred() -> None:
     assert quantiles([]) == (0.0, 0.0, 0.0)
 
 
+# Refusals and objectives
+
+
+def test_the_placer_is_told_of_first_and_last_tokens() -> None:
+    placer, requests = Fixed(Decision(0, 1)), trace(request(0.0, 40, 3))
+    _, (served,) = run(requests, placer, prefill=1, decode=1)
+    assert placer.told == [
+        ("computed", requests.requests[0], served.first_token_s),
+        ("finished", requests.requests[0], served.finished_s),
+    ]
+
+
+def test_who_is_refused_never_reaches_a_worker_and_counts_in_goodputs_denominator_alone() -> None:
+    requests = trace(request(0.0, 48, 3), request(5.0, 90, 7), request(50.0, 58, 1), request(60.0, 80, 2))
+    placer = Fixed(HERE, None, HERE, None)
+    world, served = run(requests, placer)
+    assert [one.is_refused for one in served] == [False, True, False, True]
+    assert [one.request for one in served] == list(requests.requests), "in order of arrival"
+    assert served[1].ttft_s == served[1].finished_s == math.inf
+    assert world.workers[0].computed_tokens == 48 + 10, "the second prompt begins as the first one"
+    assert [told for told, *_ in placer.told] == ["computed", "finished"] * 2
+    result = result_of("fixed", world, served, Objective(6.0, 2.0))
+    let_in = [served[0], served[2]]
+    alone = result_of("fixed", world, let_in, Objective(6.0, 2.0))
+    assert (result.num_requests, result.num_refused, alone.num_refused) == (4, 2, 0)
+    assert (result.good_share, alone.good_share) == (0.5, 1.0)
+    assert result.goodput_per_s == pytest.approx(2 / 60)
+    others = ("hit_rate", "imbalance", "ttft_s", "itl_s", "busy_share", "num_preemptions")
+    assert [getattr(result, name) for name in others] == [getattr(alone, name) for name in others]
+
+
+def test_deadlines_reach_the_engine() -> None:
+    """The prompts arrive while a step runs; the last one's first token is due first."""
+    requests = trace(request(0.0, 60, 1), request(1.0, 60, 1, 20), request(2.0, 60, 1, 40))
+    easy, urgent = replace(HERE, ttft_s=90.0), replace(HERE, ttft_s=20.0)
+    _, served = run(requests, Fixed(easy, easy, urgent))
+    assert [one.first_token_s for one in served] == pytest.approx([7.0, 21.0, 14.4])
+    _, served = run(requests, Fixed(HERE))
+    assert [one.first_token_s for one in served] == pytest.approx([7.0, 14.4, 21.0])
+
+
+def test_itl_objectives_reach_the_engine() -> None:
+    """A prompt of 60 tokens, in one step with the sequence that decodes, takes 7.1 s; the least chunk is of 7."""
+    requests = trace(request(0.0, 40, 30), request(10.0, 60, 1, 20))
+
+    def slowest(decision: Decision) -> float:
+        _, (first, second) = run(requests, Fixed(decision))
+        assert second.finished_s < math.inf
+        return max(interval for interval, _ in first.intervals)
+
+    assert slowest(HERE) == pytest.approx(1 + 0.1 + 6.0)
+    assert slowest(replace(HERE, itl_s=1.3)) == pytest.approx(1 + 0.1 + 0.7)
+
+
+def test_the_expected_answer_reaches_the_engine() -> None:
+    """40 tokens, and room for 16 or 48 more, or as many as the worker's settings say: 32."""
+    requests = trace(request(0.0, 40, 60), request(1.0, 16, 1, 20))
+    for expected, num_blocks in ((16, 4), (48, 6), (0, 5)):
+        placer = Fixed(replace(HERE, num_expected_tokens=expected))
+        run(requests, placer)
+        assert placer.seen[1][1][0].used_blocks == num_blocks
+
+
+def test_workers_learn_in_the_arena_what_their_steps_cost() -> None:
+    world, _ = run(trace(*(request(30.0 * n, 20 + 7 * n, 3, 20 * n) for n in range(8))), Fixed(HERE))
+    learned = world.workers[0].engine.scheduler.costs
+    for num_new in (10, 30, 60):
+        assert learned.step_s(num_new, 0, 0, 0) == pytest.approx(STEPS.step_s(num_new, 0, 0, 0), rel=0.1)
+
+
+# The router's own placement and admission
+
+HIDDEN = StepCosts(
+    s_overhead=0.0, s_per_token=0.1, s_per_pair=0.0, s_weights=1.0, s_per_sequence=0.0, s_per_kv_token=0.0
+)
+"""Up to ten sequences decode in the time of one."""
+FREE = Prices(0.0, 0.0, 0.0, 0.0)
+
+
+def view(index: int, num_cached_tokens: int = 0) -> WorkerView:
+    return WorkerView(index, num_cached_tokens, 0, 0, 0, 0, 0, 10_000, 10.0, HIDDEN, block_tokens=BLOCK)
+
+
+def placed(production: Production, num: int, prefill: list[WorkerView], decode: list[WorkerView]) -> list[Decision]:
+    found = [production.place(request(0.0, 80, 5), prefill, decode, 0.0) for _ in range(num)]
+    return [decision for decision in found if decision is not None]
+
+
 def test_the_routers_own_placement_decides_with_its_settings() -> None:
-    busy = WorkerView(3, 0, 500, 500, 2, 1, 10, 64, 10.0)
-    owner = WorkerView(4, 64, 900, 900, 3, 1, 10, 64, 10.0)
-    idle = WorkerView(5, 0, 0, 0, 0, 0, 0, 64, 10.0)
-    asked = request(0.0, 80, 5)
-    config = RouterConfig(pull_above_tokens=64)
-    assert Production(config).place(asked, [], [busy, owner, idle], 0.0) == Decision(5, 5, 4, 64)
-    never = RouterConfig(pull_above_tokens=65)
-    assert Production(never).place(asked, [], [busy, owner, idle], 0.0) == Decision(5, 5)
-    assert Production(never).place(asked, [idle], [busy, owner], 0.0) == Decision(5, 3)
+    """64 of the prompt's 80 tokens are somewhere: 1.6 s there, and elsewhere 8 s or a pull."""
+    pool = [view(3), view(4, num_cached_tokens=64), view(5)]
+    decisions = placed(Production(RouterConfig(pull_above_tokens=64), Objective(), FREE), 9, [], pool)
+    assert decisions[0] == Decision(4, 4, num_expected_tokens=256)
+    elsewhere = [decision for decision in decisions if decision.computes != 4]
+    assert {(decision.source, decision.source_tokens) for decision in elsewhere} == {(4, 64)}
+    never = placed(Production(RouterConfig(pull_above_tokens=65), Objective(), FREE), 20, [], pool)
+    assert {decision.source for decision in never} == {None}
+    assert {decision.computes for decision in never} == {3, 4, 5}
+    split = placed(Production(RouterConfig(mode="split"), Objective(4.0, 2.0), FREE), 1, [pool[0]], pool[1:])
+    assert [(decision.computes, decision.ttft_s, decision.itl_s) for decision in split] == [(3, 4.0, 2.0)]
+
+
+def test_the_routers_own_admission_refuses_who_would_be_late_until_there_is_room() -> None:
+    """Prompts of 8 s each, and 20 s to the first token: a third one waits 16 s at its arrival, too long."""
+    production = Production(RouterConfig(), Objective(20.0, math.inf), FREE)
+    asked = [request(0.0, 80, 5) for _ in range(4)]
+    first, second, third = (production.place(one, [], [view(0)], 0.0) for one in asked[:3])
+    assert first is not None
+    assert (second is None, third is None) == (False, True)
+    production.computed(asked[0], 8.0)
+    production.finished(asked[0], 9.0)
+    assert production.place(asked[3], [], [view(0)], 9.0) is not None
+
+
+def test_predictions_that_err_refuse_more_or_fewer() -> None:
+    def num_let_in(error: float) -> int:
+        return len(placed(Production(RouterConfig(), Objective(30.0, math.inf), FREE, error), 40, [], [view(0)]))
+
+    assert num_let_in(2.0) < num_let_in(1.0) < num_let_in(0.5)
+
+
+def test_under_overload_the_routers_own_admission_serves_those_whom_it_lets_in_on_time() -> None:
+    """Three prompts of a second and more for each that a worker can compute: whoever is let in, is on time."""
+    requests = trace(*(request(1.0 + 0.7 * n, 60, 3, 10 * n) for n in range(120)))
+    objective = Objective(15.0, math.inf)
+    costs = CostModel(replace(HIDDEN, s_weights=0.1), 0.01, 0.0)
+    production = Production(RouterConfig(expected_output_floor=3, expected_output_default=3), objective, FREE)
+    world = World(requests, production, shape(num_blocks=512, batch=64), costs, decode=2)
+    served = world.run()
+    result = result_of("baton", world, served, objective)
+    assert 10 < result.num_refused < 110
+    let_in = [one for one in served if not one.is_refused]
+    num_late = sum(one.ttft_s > objective.ttft_s for one in let_in)
+    assert num_late <= 0.1 * len(let_in)
+    without = World(requests, Fixed(Decision(0, 0), Decision(1, 1)), shape(num_blocks=512, batch=64), costs, decode=2)
+    assert result.good_share > 1.5 * result_of("fixed", without, without.run(), objective).good_share

@@ -26,9 +26,10 @@ from baton.cluster import (
     WorkerLoad,
     WorkerState,
 )
+from baton.costs import StepCosts
 from baton.errors import InvalidRequest, Unsupported
 from baton.sampling import FinishReason, SamplingParams
-from baton.v1 import inference_pb2, kv_pb2, worker_pb2
+from baton.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 SCALARS: dict[int, st.SearchStrategy[Any]] = {
@@ -48,7 +49,8 @@ def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     if field.name == "finish_reason":
         return st.none() | st.sampled_from(FinishReason)
     if field.message_type is not None:  # the dataclass has the message's name
-        values = messages_of(getattr(m, field.message_type.name), field.message_type)
+        name = field.message_type.name
+        values = messages_of(getattr(m, name, None) or getattr(api, name), field.message_type)
     else:
         values = SCALARS[field.type]
     if field.is_repeated:
@@ -87,14 +89,16 @@ def test_ticket(ticket: m.Ticket) -> None:
     assert wire.ticket_from_pb(through_bytes(wire.ticket_to_pb(ticket))) == ticket
 
 
-@given(SPECS, st.none() | TICKETS, st.booleans(), st.none() | SOURCES)
-def test_requests_to_workers(
-    spec: m.SequenceSpec, ticket: m.Ticket | None, await_kv: bool, source: m.PrefixSource | None
-) -> None:
-    to_prefill = through_bytes(wire.prefill_request(spec, ticket, source))
-    assert wire.prefill_request_from_pb(to_prefill) == (spec, ticket, source)
-    to_decode = through_bytes(wire.decode_request(spec, await_kv, source))
-    assert wire.decode_request_from_pb(to_decode) == (spec, await_kv, source)
+PREFILLS = st.builds(m.PrefillRequest, SPECS, st.none() | TICKETS, st.none() | SOURCES)
+DECODES = st.builds(m.DecodeRequest, SPECS, st.booleans(), st.none() | SOURCES)
+CALL_IDS = st.integers(0, 2**64 - 1)
+STARTS = st.builds(m.Start, CALL_IDS, PREFILLS | DECODES, st.dictionaries(TEXT, TEXT, max_size=3))
+
+
+@given(st.lists(STARTS | st.builds(m.Cancel, CALL_IDS), max_size=4))
+def test_commands_to_workers(commands: list[m.Start | m.Cancel]) -> None:
+    written = [wire.start(c) if isinstance(c, m.Start) else wire.cancel(c) for c in commands]
+    assert wire.commands(through_bytes(wire.serve_request(written))) == commands
 
 
 @given(messages_of(m.Pull, kv_pb2.PullRequest.DESCRIPTOR))
@@ -102,17 +106,26 @@ def test_pull(pull: m.Pull) -> None:
     assert wire.pull_from_pb(through_bytes(wire.pull_to_pb(pull))) == pull
 
 
-@given(
-    messages_of(m.FirstToken, worker_pb2.FirstToken.DESCRIPTOR)
-    | messages_of(m.HandedOver, worker_pb2.HandedOver.DESCRIPTOR)
-)
-def test_answers_of_prefill_workers(event: m.FirstToken | m.HandedOver) -> None:
-    assert wire.prefill_event(through_bytes(wire.prefill_response(event))) == event
+EVENTS = st.one_of([messages_of(cls, getattr(worker_pb2, cls.__name__).DESCRIPTOR) for cls in typing.get_args(m.Event)])
 
 
-@given(TICKETS | messages_of(m.NewTokens, worker_pb2.NewTokens.DESCRIPTOR))
-def test_answers_of_decode_workers(event: m.Ticket | m.NewTokens) -> None:
-    assert wire.decode_event(through_bytes(wire.decode_response(event))) == event
+@given(st.lists(st.tuples(CALL_IDS, EVENTS), max_size=6))
+def test_events_of_workers(events: list[tuple[int, m.Event]]) -> None:
+    assert wire.events(through_bytes(wire.serve_response(events))) == events
+
+
+def test_every_kind_of_event_and_command_is_covered() -> None:
+    kinds = {field.message_type.name for field in worker_pb2.Event.DESCRIPTOR.oneofs[0].fields if field.message_type}
+    assert kinds == {cls.__name__ for cls in typing.get_args(m.Event)}
+    kinds = {field.message_type.name for field in worker_pb2.Command.DESCRIPTOR.oneofs[0].fields if field.message_type}
+    assert kinds == {"PrefillRequest", "DecodeRequest", "Cancel"}
+
+
+def test_kinds_of_a_newer_version_are_told_from_the_others() -> None:
+    """So that a call fails, where it would wait for ever."""
+    command = worker_pb2.ServeRequest(commands=[worker_pb2.Command(call_id=3)])
+    assert wire.commands(command) == [m.Start(3, None, {})]
+    assert wire.events(worker_pb2.ServeResponse(events=[worker_pb2.Event(call_id=3)])) == [(3, None)]
 
 
 @pytest.mark.parametrize("cls", FROM_SENDER)
@@ -161,7 +174,21 @@ PROMPTS = st.one_of(
 )
 
 
-@given(st.builds(api.GenerateRequest, PROMPTS, TEXT, TEXT, SAMPLINGS, st.booleans()))
+OBJECTIVES = st.none() | st.floats(allow_nan=False)
+GENERATE_REQUESTS = st.builds(
+    api.GenerateRequest,
+    PROMPTS,
+    TEXT,
+    TEXT,
+    SAMPLINGS,
+    st.booleans(),
+    priority=SCALARS[FieldDescriptor.TYPE_INT32],
+    ttft_ms=OBJECTIVES,
+    itl_ms=OBJECTIVES,
+)
+
+
+@given(GENERATE_REQUESTS)
 def test_generate_request(request: api.GenerateRequest) -> None:
     assert wire.generate_request_from_pb(through_bytes(wire.generate_request(request))) == request
 
@@ -189,6 +216,20 @@ def test_what_is_set_to_zero_is_set() -> None:
     sampling = wire.generate_request_from_pb(through_bytes(message)).sampling
     assert sampling == {"temperature": 0.0, "top_k": 0, "seed": 0, "ignore_eos": False}
     assert wire.generate_request_from_pb(inference_pb2.GenerateRequest(text="x")).sampling == {}
+
+
+def test_an_objective_of_zero_is_one_and_none_is_the_classs() -> None:
+    message = inference_pb2.GenerateRequest(text="x", slo=inference_pb2.ServiceLevelObjective(itl_ms=0), priority=-3)
+    request = wire.generate_request_from_pb(through_bytes(message))
+    assert (request.ttft_ms, request.itl_ms, request.priority) == (None, 0.0, -3)
+    without = wire.generate_request_from_pb(inference_pb2.GenerateRequest(text="x"))
+    assert (without.ttft_ms, without.itl_ms, without.priority) == (None, None, 0)
+
+
+def test_a_workers_sequence_has_no_objective_unless_it_is_told_one() -> None:
+    spec = m.SequenceSpec("r", 0, (1,), 1, 1, 0.0, 0, 1.0, 0.0, 0, (), False, b"seed")
+    received = wire.sequence_from_pb(through_bytes(wire.sequence_to_pb(spec)))
+    assert (received.ttft_s, received.itl_s) == (float("inf"), float("inf"))
 
 
 EXAMPLES: dict[int, Any] = {
@@ -234,7 +275,7 @@ def test_sampling_fields_refused_today() -> None:
 def test_every_request_field_is_taken_or_refused_by_name(name: str) -> None:
     message = inference_pb2.GenerateRequest(text="x")
     set_field(message, inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name[name])
-    if name in ("request_id", "model", "text", "chat", "token_ids", "sampling", "stream_options"):
+    if name != "resume_from":
         wire.generate_request_from_pb(message)
         return
     with pytest.raises(Unsupported, match=f"{name} is not supported yet; leave it unset") as refusal:
@@ -271,6 +312,14 @@ def test_a_request_without_input_is_refused() -> None:
         wire.tokenize_request_from_pb(inference_pb2.TokenizeRequest())
 
 
+@pytest.mark.parametrize(("objectives", "has_slo"), [({}, False), ({"ttft_ms": 5.0}, True), ({"itl_ms": 7.0}, True)])
+def test_a_request_without_objectives_has_no_slo(objectives: dict[str, Any], has_slo: bool) -> None:
+    message = wire.generate_request(api.GenerateRequest(api.Text("x"), **objectives))
+    assert message.HasField("slo") is has_slo
+    back = wire.generate_request_from_pb(through_bytes(message))
+    assert (back.ttft_ms, back.itl_ms) == (objectives.get("ttft_ms"), objectives.get("itl_ms"))
+
+
 def test_tokenize() -> None:
     request = inference_pb2.TokenizeRequest(model="m", text="hello")
     assert wire.tokenize_request_from_pb(request) == ("m", api.Text("hello"))
@@ -287,12 +336,13 @@ def test_list_models() -> None:
 
 
 def status(num_workers: int) -> ClusterStatus:
-    info = WorkerInfo("decode-0", Role.DECODE, "127.0.0.1:5", 77, "node", 2**40, "content", "wire", 16, 8192)
+    info = WorkerInfo("decode-0", Role.DECODE, "127.0.0.1:5", 77, "node", 2**40, "content", "wire", 16, 8192, 128)
     transfers = TransferCounts(
         sent_committed=2, received_committed=3, received_failed=1, pulled_tokens=2**40, open_pairs=4, slots_in_use=5,
         unsent_bytes=2**33,
     )  # fmt: skip
-    load = WorkerLoad(WorkerState.READY, 0, 3, 100, BlockCounts(10, 4, 5, 1), "ok", transfers)
+    costs = StepCosts(0.5, 0.25, 0.0, 2.0, 3.0, 4.0)
+    load = WorkerLoad(WorkerState.READY, 0, 3, 100, BlockCounts(10, 4, 5, 1), "ok", transfers, costs=costs)
     return ClusterStatus(
         {"decode": PoolStatus(2, 1), "prefill": PoolStatus(0, 0)},
         (Worker(info, load),) * num_workers,
@@ -327,6 +377,17 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                     "failed": 1,
                     "pulled_tokens": 2**40,
                 },
+                "costs": {
+                    "s_overhead": 0.5,
+                    "s_per_token": 0.25,
+                    "s_per_pair": 0.0,
+                    "s_weights": 2.0,
+                    "s_per_sequence": 3.0,
+                    "s_per_kv_token": 4.0,
+                },
+                "block_size": 16,
+                "chunk_tokens": 128,
+                "preemptions": 0,
             }
         ],
         "routers": [{"id": "router-0", "pid": 5, "grpc": "h:1", "http": "h:2", "mirror_lag_s": 0.0}],
@@ -337,6 +398,15 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
 
 def test_status_of_an_empty_cluster() -> None:
     assert wire.status_as_json(wire.status_response(status(0)))["workers"] == []
+
+
+EXPLANATIONS = messages_of(api.Explanation, admin_pb2.Decision.DESCRIPTOR)
+
+
+@given(st.lists(EXPLANATIONS, max_size=3))
+def test_explanations(explanations: list[api.Explanation]) -> None:
+    """Infinite objectives too: a class may have none."""
+    assert wire.explanations(through_bytes(wire.explain_response(explanations))) == explanations
 
 
 def test_pools_and_workers_are_those_of_the_status() -> None:

@@ -1,0 +1,78 @@
+"""What a step of an engine takes, in seconds: the model with which workers plan, routers predict and the arena counts.
+
+A step computes T new tokens, each of which attends to those before it, and reads the KV of what its sequences hold:
+
+    s_overhead + max(s_weights, s_per_token * T + s_per_pair * pairs) + s_per_sequence * B + s_per_kv_token * context
+
+where B sequences decode over `context` tokens. The weights are read while the matrices are multiplied, so the longer of
+the two counts (the roofline of Williams, Waterman and Patterson, 2009); attention of sequences that decode is bound by
+reading their KV, and comes on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ITL_TARGET = 0.9
+"""Steps are planned for this share of the objective of who decodes: predictions err."""
+LEAST_SHARE = 8
+"""Prompts get at least one in so many of a step's tokens, or a batch that breaks its objective would starve them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """One worker's."""
+
+    s_overhead: float
+    s_per_token: float
+    s_per_pair: float
+    s_weights: float
+    s_per_sequence: float
+    s_per_kv_token: float
+
+    def step_s(self, num_new: int, num_pairs: int, num_decoding: int, num_kv_tokens: int) -> float:
+        """One step.
+
+        Args:
+            num_new: tokens to compute, one for each sequence that decodes.
+            num_pairs: for each token of a prompt the tokens that it attends to, summed.
+            num_decoding: sequences that decode.
+            num_kv_tokens: their context, summed.
+        """
+        computing_s = self.s_per_token * num_new + self.s_per_pair * num_pairs
+        return self.s_overhead + max(self.s_weights, computing_s) + self.decoding_s(num_decoding, num_kv_tokens)
+
+    def decoding_s(self, num_decoding: int, num_kv_tokens: int) -> float:
+        """What the sequences that decode add to a step."""
+        return self.s_per_sequence * num_decoding + self.s_per_kv_token * num_kv_tokens
+
+    def prefill_s(self, num_tokens: int, num_cached_tokens: int, chunk_tokens: int) -> float:
+        """A prompt alone on an idle worker, in chunks."""
+        num_new = num_tokens - num_cached_tokens
+        if num_new <= 0:
+            return 0.0
+        num_steps = -(-num_new // chunk_tokens)
+        num_pairs = num_new * (num_cached_tokens + num_tokens) // 2
+        computing_s = self.s_per_token * num_new + self.s_per_pair * num_pairs
+        return num_steps * self.s_overhead + max(computing_s, num_steps * self.s_weights)
+
+    def computing_room_s(self, step_s: float, num_decoding: int, num_kv_tokens: int) -> float:
+        """How long prompts may compute in a step that is to take `step_s`. What hides behind the weights is free."""
+        room_s = step_s - self.s_overhead - self.decoding_s(num_decoding, num_kv_tokens)
+        return max(room_s, self.s_weights) - self.s_per_token * num_decoding
+
+    def tokens_within(self, computing_s: float, num_context_tokens: int, at_most: int) -> int:
+        """Tokens of a prompt, after `num_context_tokens` of it, that compute in the time given."""
+        s_per_token = self.s_per_token + self.s_per_pair * (num_context_tokens + at_most / 2)
+        return min(at_most, max(0, int(computing_s / s_per_token))) if s_per_token > 0 else at_most
+
+
+PRIOR = StepCosts(
+    s_overhead=5e-4,
+    s_per_token=1e-4,
+    s_per_pair=2e-9,
+    s_weights=1e-2,
+    s_per_sequence=1e-4,
+    s_per_kv_token=2e-8,
+)
+"""Before anything was measured: a model of tens of billions of parameters on a server's GPUs."""

@@ -1,0 +1,131 @@
+"""The worker's end of the one stream that a router has to it; `router.worker_calls` is the other end.
+
+    router ──> worker    start 7, start 8      start 9       cancel 8
+    router <── worker    7: tokens, 8: tokens      7: tokens, 8: tokens, 9: tokens      7: tokens, 7: ended, 9: tokens
+
+A frame holds what was ready when it was written, so the tokens of an engine's step travel together. One gRPC call a
+choice, and one message a token, cost the router more than all else that it does for them.
+
+Each call is a task here, and nothing that one of them does holds up another: what it has to say goes into an outbox
+without bounds. That holds tokens, which are small, and no more of them than were asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import grpc
+from opentelemetry.context import Context
+
+from baton import wire
+from baton.errors import BatonError, Unsupported
+from baton.messages import Cancel, DecodeRequest, Ended, Event, PrefillRequest, Start
+from baton.rpc.errors import to_failed
+from baton.telemetry import tracing
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+MAX_FRAME_EVENTS = 4096
+T = TypeVar("T")
+Prefill = Callable[[PrefillRequest, Context], AsyncGenerator[Event]]
+Decode = Callable[[DecodeRequest, Context], AsyncGenerator[Event]]
+
+logger = logging.getLogger(__name__)
+
+
+class Outbox(Generic[T]):
+    """What waits to be written to a stream, in order."""
+
+    def __init__(self) -> None:
+        self._items: list[T] = []
+        self._ready = asyncio.Event()
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        self._ready.set()
+
+    async def take(self, most: int) -> list[T]:
+        """All that is there, once anything is, but no more than `most`."""
+        await self._ready.wait()
+        taken, self._items = self._items[:most], self._items[most:]
+        if not self._items:
+            self._ready.clear()
+        return taken
+
+
+class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
+    """Runs the calls of any number of routers.
+
+    Args:
+        prefill, decode: the events of one call; None: this worker does not do that. Closing the generator cancels the
+            call and frees what it holds. Typed errors reach the router as they are.
+    """
+
+    def __init__(self, *, prefill: Prefill | None = None, decode: Decode | None = None) -> None:
+        self._prefill = prefill
+        self._decode = decode
+
+    async def Serve(  # type: ignore[override]  # noqa: N802 - the generated name; it writes, where it could yield
+        self, requests: AsyncIterator[worker_pb2.ServeRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Until the router leaves, or is gone: then this is cancelled, and so are its calls."""
+        outbox = Outbox[tuple[int, Event]]()
+        writing = asyncio.create_task(_write(context, outbox))
+        calls: dict[int, asyncio.Task[None]] = {}
+        try:
+            async for frame in requests:
+                for command in wire.commands(frame):
+                    if isinstance(command, Cancel):
+                        _cancel(calls.get(command.call_id))
+                    else:
+                        call = calls[command.call_id] = asyncio.create_task(self._run(command, outbox))
+                        call.add_done_callback(partial(_forget, calls, command.call_id))
+        finally:
+            writing.cancel()
+            for call in calls.values():
+                _cancel(call)
+            await asyncio.wait((writing, *calls.values()))
+
+    async def _run(self, start: Start, outbox: Outbox[tuple[int, Event]]) -> None:
+        call_id = start.call_id
+        try:
+            async with contextlib.aclosing(self._events(start)) as events:
+                async for event in events:
+                    outbox.put((call_id, event))
+            outbox.put((call_id, Ended()))
+        except BatonError as error:
+            outbox.put((call_id, to_failed(error)))
+        except asyncio.CancelledError:
+            outbox.put((call_id, Ended()))
+            raise
+        except Exception:  # a defect of ours: the log gets the traceback, the router a sentence
+            logger.exception("a call failed unexpectedly")
+            outbox.put((call_id, to_failed(BatonError("internal error; the worker's log says more"))))
+
+    def _events(self, start: Start) -> AsyncGenerator[Event]:
+        trace = tracing.from_metadata(start.trace.items())
+        match start.request:
+            case PrefillRequest() as request if self._prefill is not None:
+                return self._prefill(request, trace)
+            case DecodeRequest() as request if self._decode is not None:
+                return self._decode(request, trace)
+        raise Unsupported("this worker does not serve such calls")
+
+
+def _forget(calls: dict[int, asyncio.Task[None]], call_id: int, call: asyncio.Task[None]) -> None:
+    del calls[call_id]
+
+
+def _cancel(call: asyncio.Task[None] | None) -> None:
+    """Once only: a second time would break into the call's cleaning up."""
+    if call is not None and not call.cancelling():
+        call.cancel()
+
+
+async def _write(context: grpc.aio.ServicerContext[Any, Any], outbox: Outbox[tuple[int, Event]]) -> None:
+    while True:
+        await context.write(wire.serve_response(await outbox.take(MAX_FRAME_EVENTS)))

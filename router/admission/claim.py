@@ -1,0 +1,57 @@
+"""What a request claims: whose it is, how urgent, and what its answer is held against."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from baton.api import GenerateRequest
+from baton.config import DEFAULT_CLASS, RouterConfig
+from baton.errors import InvalidRequest
+from router.placement import Objective, Weights
+from router.tenants import Tenant
+
+LEAST_PRIORITY = -1000
+CUSTOM_CLASS = "custom"
+"""Of requests that set an objective of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    tenant: Tenant
+    priority: int
+    slo_class: str
+    objective: Objective
+    weights: Weights
+    arrived_s: float
+    """On the monotonic clock."""
+
+
+def claim_of(request: GenerateRequest, tenant: Tenant, config: RouterConfig, arrived_s: float) -> Claim:
+    """Raises InvalidRequest for an objective that is not a positive number, or a priority that is not the tenant's."""
+    if request.priority < LEAST_PRIORITY:
+        raise InvalidRequest(
+            f"priority must be at least {LEAST_PRIORITY}, got {request.priority}; raise it", "priority"
+        )
+    if request.priority > tenant.max_priority:
+        raise InvalidRequest(
+            f"priority must be at most {tenant.max_priority} for {tenant.id!r}, got {request.priority}; lower it, or "
+            "have the operator raise the tenant's max_priority",
+            "priority",
+        )
+    for name, value in (("ttft_ms", request.ttft_ms), ("itl_ms", request.itl_ms)):
+        if value is not None and not 0 < value < math.inf:
+            raise InvalidRequest(f"slo.{name} must be a positive number of milliseconds, got {value}", f"slo.{name}")
+    slo = config.slo_class(tenant.slo_class)
+    is_custom = request.ttft_ms is not None or request.itl_ms is not None
+    return Claim(
+        tenant,
+        request.priority,
+        CUSTOM_CLASS if is_custom else tenant.slo_class or DEFAULT_CLASS,
+        Objective(
+            (slo.ttft_ms if request.ttft_ms is None else request.ttft_ms) / 1e3,
+            (slo.itl_ms if request.itl_ms is None else request.itl_ms) / 1e3,
+        ),
+        Weights(slo.affinity_weight, slo.interference_weight),
+        arrived_s,
+    )

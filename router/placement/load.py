@@ -1,0 +1,164 @@
+"""What a worker has to do, as one router knows it: what it sent there itself, at once, and what the worker reports.
+
+Other routers' work shows in the report alone, so loads are the greater of the two. Time is an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from baton.cluster import Role, Worker
+from router.placement.policy import Candidate
+
+UNLIMITED_TOKENS = 10**9
+RESIDENCE_S = 10.0
+"""How long a sequence holds its KV on a decode worker, before any has been seen to end."""
+RECENT_S = 300.0
+"""Time constant of what a worker has computed lately."""
+SMOOTHING = 0.05
+"""Weight of the newest such duration in the moving average."""
+
+Turn = tuple[int, bool]
+"""Least first: (-priority, whether the deadline is out of reach). Workers compute prompts in this order."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A choice on its way through the workers."""
+
+    turn: Turn
+    compute_s: float
+    """Predicted, on the worker that computes its prompt."""
+    num_prompt_tokens: int
+    num_expected_tokens: int
+    queued_at: LoadBook | None = None
+    """Set until its prompt is computed."""
+    decoding_at: LoadBook | None = None
+    """Set until it is done."""
+    began_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Residence:
+    """How long sequences hold their KV, on average."""
+
+    mean_s: float = RESIDENCE_S
+
+    def observe(self, seconds: float) -> None:
+        self.mean_s += SMOOTHING * (seconds - self.mean_s)
+
+
+@dataclass(slots=True)
+class LoadBook:
+    """One incarnation of a worker. `candidate` is kept as it is now, but for what depends on the request."""
+
+    candidate: Candidate
+    block_size: int
+    residence: Residence
+    _queue_s: dict[Turn, float] = field(default_factory=dict)
+    _jobs: dict[Job, None] = field(default_factory=dict)
+    """Those queued, eldest first."""
+    _since_s: float = 0.0
+    """When the eldest began, as far as is known."""
+    _others_s: float = 0.0
+    """Prompts queued there that others sent."""
+    _recent_at_s: float = 0.0
+    """When `candidate.recent_s` was worked out."""
+    _num_decoding: int = 0
+    _num_kv_tokens: int = 0
+    _num_reserved_tokens: int = 0
+    _reported: Worker | None = None
+
+    @classmethod
+    def of(cls, worker: Worker, residence: Residence) -> LoadBook:
+        book = cls(Candidate(worker.info.id, worker.info.role), worker.info.block_size, residence)
+        book.report(worker)
+        return book
+
+    def report(self, worker: Worker) -> None:
+        """What the worker says of itself."""
+        self._reported = worker
+        candidate, load = self.candidate, worker.load
+        candidate.costs, candidate.chunk_tokens = load.costs, worker.info.chunk_tokens
+        self._others_s = max(0.0, load.queued_tokens * load.costs.s_per_token - sum(self._queue_s.values()))
+        self._refresh()
+
+    def seen(self, turn: Turn, num_cached_tokens: int, now: float) -> Candidate:
+        """The worker as a request of this turn finds it. Valid until the next call."""
+        candidate = self.candidate
+        candidate.num_cached_tokens = num_cached_tokens
+        if now - self._recent_at_s > RECENT_S / 20:
+            self._note_recent(0.0, now)
+        candidate.wait_s = self.wait_s(turn, now) if self._jobs or self._others_s else 0.0
+        return candidate
+
+    def wait_s(self, turn: Turn, now: float) -> float:
+        """Computing the prompts whose turn is not after `turn`."""
+        wait_s = self._others_s
+        for other, seconds in self._queue_s.items():
+            if other <= turn:
+                wait_s += seconds
+        if self._jobs and (eldest := next(iter(self._jobs))).turn <= turn:
+            wait_s -= min(now - self._since_s, eldest.compute_s)
+        return max(0.0, wait_s)
+
+    @property
+    def is_busy(self) -> bool:
+        """A job of this router is there."""
+        return bool(self._jobs or self._num_decoding)
+
+    def queue(self, job: Job, now: float) -> None:
+        """A prompt has been sent there to be computed."""
+        if not self._jobs:
+            self._since_s = now
+        self._jobs[job] = None
+        self._queue_s[job.turn] = self._queue_s.get(job.turn, 0.0) + job.compute_s
+        job.queued_at = self
+        self._note_recent(job.compute_s, now)
+
+    def computed(self, job: Job, now: float) -> None:
+        """It is computed, or has left; idempotent."""
+        if job.queued_at is self:
+            job.queued_at = None
+            del self._jobs[job]
+            self._since_s = now
+            self._queue_s[job.turn] -= job.compute_s
+            if not any(other.turn == job.turn for other in self._jobs):
+                del self._queue_s[job.turn]
+
+    def decode(self, job: Job, now: float) -> None:
+        """A sequence has been sent there to be decoded."""
+        job.decoding_at, job.began_s = self, now
+        self._book(job, 1)
+
+    def finished(self, job: Job, now: float) -> None:
+        """It is done, or has left; idempotent."""
+        if job.decoding_at is self:
+            job.decoding_at = None
+            self.residence.observe(now - job.began_s)
+            self._book(job, -1)
+
+    def _note_recent(self, compute_s: float, now: float) -> None:
+        faded = math.exp((self._recent_at_s - now) / RECENT_S)
+        self.candidate.recent_s = self.candidate.recent_s * faded + compute_s
+        self._recent_at_s = now
+
+    def _book(self, job: Job, sign: int) -> None:
+        self._num_decoding += sign
+        self._num_kv_tokens += sign * job.num_prompt_tokens
+        self._num_reserved_tokens += sign * (job.num_prompt_tokens + job.num_expected_tokens)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self.candidate.role is not Role.DECODE or self._reported is None:
+            return
+        candidate, load = self.candidate, self._reported.load
+        num_in_use = load.blocks.in_use * self.block_size
+        candidate.num_decoding = max(self._num_decoding, load.running)
+        candidate.num_kv_tokens = max(self._num_kv_tokens, num_in_use if load.running else 0)
+        held = max(self._num_reserved_tokens, num_in_use)
+        # Who holds nothing takes whatever fits at all; who reports no blocks has not said.
+        is_known = held and load.blocks.total
+        candidate.room_tokens = load.blocks.total * self.block_size - held if is_known else UNLIMITED_TOKENS
+        candidate.freed_tokens_per_s = held / max(self.residence.mean_s, 1e-3)

@@ -1,0 +1,152 @@
+"""Twice the load that the cluster can bear: who is served in time, who is told so, and who is starved.
+
+The real local cluster (one prefill and one decode worker, the small model) first shows its capacity: closed-loop
+clients of one tenant, no objective. Then requests of the same kind arrive at random (Poisson) at twice that rate, nine
+in ten of one tenant, one in ten of another of the same weight, with an objective for the first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import grpc
+import yaml
+
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from tests.bench.report import Report, Table
+from tests.integration.cluster import Cluster, running_cluster
+
+NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 256, 24
+NUM_CLIENTS = 8
+"""Of the closed loop: enough to keep both workers busy."""
+OVERLOAD = 2.0
+SMALL_SHARE = 0.1
+TTFT_S = 6.0
+ITL_S = 1.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    tenant: str
+    due_s: float
+    answered_s: float = 0.0
+    """From when it was due to the first token or the refusal."""
+    first_token_s: float = float("inf")
+    itl_s: float = 0.0
+    was_refused: bool = False
+    error: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return not self.error and not self.was_refused and self.first_token_s <= TTFT_S and self.itl_s <= ITL_S
+
+
+@dataclass(slots=True)
+class Run:
+    lasted_s: float
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def count(self, counts: Callable[[Outcome], bool]) -> int:
+        return sum(map(counts, self.outcomes))
+
+
+def run(quick: bool) -> Report:
+    closed_s, open_s = (15.0, 30.0) if quick else (40.0, 90.0)
+    with TemporaryDirectory() as folder:
+        tenants = Path(folder) / "tenants.yaml"
+        hashes = {name: {"key_sha256": [hashlib.sha256(name.encode()).hexdigest()]} for name in ("large", "small")}
+        tenants.write_text(yaml.safe_dump(hashes))
+        with running_cluster("--prefill", "1", "--decode", "1", router_tenants_file=str(tenants)) as cluster:
+            rng = random.Random(5)
+            asyncio.run(_closed(cluster, rng, 8.0))  # the workers learn what their steps take
+            capacity = asyncio.run(_closed(cluster, rng, closed_s))
+            overload = asyncio.run(_open(cluster, rng, open_s, OVERLOAD * _rate(capacity)))
+            preemptions = sum(w["preemptions"] for w in cluster.client.status()["workers"])
+    return Report("overload", [_table(capacity, overload, preemptions)])
+
+
+def _rate(run: Run) -> float:
+    return run.count(lambda o: not o.error) / run.lasted_s
+
+
+def _table(capacity: Run, overload: Run, preemptions: int) -> Table:
+    good, late = overload.count(lambda o: o.is_good), max(o.answered_s for o in overload.outcomes)
+    table = Table(
+        f"Overload: {NUM_PROMPT_TOKENS} prompt and {NUM_OUTPUT_TOKENS} answer tokens, {OVERLOAD:g} times the capacity",
+        ("", "value"),
+        note=f"Objective: first token within {TTFT_S:g} s, {ITL_S:g} s between tokens. Goodput counts from the first "
+        "arrival to the last answer.",
+    )
+    rows: list[tuple[str, str]] = [
+        ("capacity, requests/s", f"{_rate(capacity):.2f}"),
+        ("offered, requests/s", f"{len(overload.outcomes) / overload.lasted_s:.2f}"),
+        ("good, requests/s", f"{good / overload.lasted_s:.2f}"),
+        ("good, of the capacity", f"{good / overload.lasted_s / _rate(capacity):.2f}"),
+        ("refused", f"{overload.count(lambda o: o.was_refused)} of {len(overload.outcomes)}"),
+        ("failed otherwise", f"{overload.count(lambda o: bool(o.error))}"),
+        ("served, objective missed", f"{overload.count(lambda o: not (o.error or o.was_refused or o.is_good))}"),
+        ("longest wait for a token or a refusal, s", f"{late:.1f}"),
+        ("preemptions", f"{preemptions}"),
+    ]
+    for tenant in ("large", "small"):
+        asked = overload.count(lambda o, tenant=tenant: o.tenant == tenant)  # type: ignore[misc]
+        served = overload.count(lambda o, tenant=tenant: o.tenant == tenant and o.is_good)  # type: ignore[misc]
+        rows.append((f"{tenant} tenant: good of asked", f"{served} of {asked}"))
+    table.rows += rows
+    return table
+
+
+async def _closed(cluster: Cluster, rng: random.Random, seconds: float) -> Run:
+    """Clients that each send one request after the other."""
+    async with grpc.aio.insecure_channel(cluster.grpc) as channel:
+        began_s = time.monotonic()
+        outcomes: list[Outcome] = []
+
+        async def client() -> None:
+            while time.monotonic() - began_s < seconds:
+                outcome = Outcome("large", time.monotonic())
+                await _ask(channel, rng, outcome, has_objective=False)
+                outcomes.append(outcome)
+
+        await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
+        return Run(time.monotonic() - began_s, outcomes)
+
+
+async def _open(cluster: Cluster, rng: random.Random, seconds: float, rate: float) -> Run:
+    """Requests that arrive whatever becomes of the others."""
+    async with grpc.aio.insecure_channel(cluster.grpc) as channel, asyncio.TaskGroup() as tasks:
+        began_s = due_s = time.monotonic()
+        outcomes: list[Outcome] = []
+        while (due_s := due_s + rng.expovariate(rate)) < began_s + seconds:
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            outcomes.append(Outcome("small" if rng.random() < SMALL_SHARE else "large", due_s))
+            tasks.create_task(_ask(channel, rng, outcomes[-1], has_objective=True))
+    return Run(time.monotonic() - began_s, outcomes)
+
+
+async def _ask(channel: grpc.aio.Channel, rng: random.Random, outcome: Outcome, *, has_objective: bool) -> None:
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=[rng.randrange(1000, 40_000) for _ in range(NUM_PROMPT_TOKENS)]),
+        sampling=inference_pb2.SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, temperature=0.0),
+        slo=inference_pb2.ServiceLevelObjective(ttft_ms=(TTFT_S if has_objective else 600.0) * 1e3, itl_ms=ITL_S * 1e3),
+    )
+    stub, last_s = inference_pb2_grpc.InferenceStub(channel), 0.0
+    metadata = (("authorization", f"Bearer {outcome.tenant}"),)
+    try:
+        async for response in stub.Generate(request, metadata=metadata):
+            if response.token_ids:
+                last_s = time.monotonic() - outcome.due_s
+                outcome.first_token_s = min(outcome.first_token_s, last_s)
+                outcome.answered_s = outcome.first_token_s
+        outcome.itl_s = (last_s - outcome.first_token_s) / (NUM_OUTPUT_TOKENS - 1)
+    except grpc.aio.AioRpcError as error:
+        outcome.answered_s = outcome.answered_s or time.monotonic() - outcome.due_s
+        outcome.was_refused = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        outcome.error = "" if outcome.was_refused else f"{error.code().name}: {error.details()}"

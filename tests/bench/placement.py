@@ -1,0 +1,141 @@
+"""The router's own cost of a decision, as workers and cached blocks grow: no network, no engine.
+
+A decision is what the dispatcher does for a request before it calls a worker: look its block keys up in the mirror, see
+every worker as it is now, weigh them, and ask admission. Beside it stand hashing the keys, which comes before, and how
+fast the mirror takes events.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import uvloop
+
+from baton.blocks import block_keys
+from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from kvstore.index import Mirror
+from kvstore.index.events import BlockEvent, Op
+from router.admission import Entry, Gate
+from router.placement import Job, Objective, Prompt, place
+from router.pools import PoolView
+from router.tenants import DEFAULT_TENANT
+from tests.bench.report import Report, Table
+from tests.bench.stats import spread
+
+BLOCK = 16
+EVENT_KEYS = 64
+CACHED_BLOCKS = 1_000
+"""Of each worker."""
+CASES = ((8, 256), (64, 256), (64, 1000), (256, 256), (1024, 1000), (4096, 1000))
+"""Workers, and blocks of the prompt."""
+OBJECTIVE = Objective(5.0, 0.1)
+
+
+def run(quick: bool) -> Report:
+    return uvloop.run(_measure(3 if quick else 7, 50 if quick else 200))
+
+
+async def _measure(num_rounds: int, num_decisions: int) -> Report:
+    rng = random.Random(7)
+    decisions = Table(
+        f"Placement: microseconds a decision, p50 of {num_decisions}, {num_rounds} rounds",
+        ("workers, blocks of prompt", "look-up", "decision", "hashing the keys"),
+        note=f"Half prefill, half decode, queues and batches of random length; {CACHED_BLOCKS} cached blocks a worker; "
+        "the first block is everybody's, half of the prompt one worker's.",
+    )
+    for num_workers, num_blocks in CASES:
+        rows = await _decisions(rng, num_workers, num_blocks, num_rounds, num_decisions)
+        decisions.rows.append((f"{num_workers:,}, {num_blocks:,}", *map(spread, rows)))
+    return Report("placement", [decisions, _events(rng, num_rounds)])
+
+
+async def _decisions(
+    rng: random.Random, num_workers: int, num_blocks: int, num_rounds: int, num_decisions: int
+) -> tuple[list[float], ...]:
+    """Microseconds of a look-up, a decision, and hashing the keys, by round."""
+    tokens = [rng.randrange(32_000) for _ in range(num_blocks * BLOCK)]
+    prompt = Prompt(len(tokens), tuple(block_keys(b"bench", tokens, BLOCK)))
+    mirror, pools = await _cluster(rng, num_workers, prompt.block_keys)
+    gate = Gate()
+
+    def decide() -> None:
+        entry = Entry(DEFAULT_TENANT, 0, OBJECTIVE.ttft_s)
+        placement = place(prompt, pools.candidates(prompt, (0, False)), objective=OBJECTIVE)
+        assert placement is not None
+        entry.is_placed(placement)
+        gate.admit(entry, placement.prediction)
+        gate.left(entry)
+
+    work: tuple[tuple[Callable[[], object], int], ...] = (
+        (lambda: mirror.lookup(prompt.block_keys), num_decisions),
+        (decide, num_decisions),
+        (lambda: block_keys(b"bench", tokens, BLOCK), num_decisions // 10),
+    )
+    return tuple([_p50_us(what, times) for _ in range(num_rounds)] for what, times in work)
+
+
+async def _cluster(rng: random.Random, num_workers: int, keys: tuple[bytes, ...]) -> tuple[Mirror, PoolView]:
+    mirror = Mirror()
+    pools = PoolView(mirror.lookup, time.monotonic)
+    workers = [_worker(rng, index) for index in range(num_workers)]
+    common = [rng.randbytes(16) for _ in range(CACHED_BLOCKS)]  # one dict of keys for all: memory, not time, is spared
+    for index, worker in enumerate(workers):
+        held = keys[: len(keys) // 2] if index == num_workers // 3 else keys[:1]
+        _store(mirror, worker.info.id, [*held, *common])
+    await pools.update(workers)
+    for worker in workers:
+        for _ in range(rng.randrange(4)):
+            job = Job((0, False), rng.random(), 4000, 256)
+            pools.computing(worker, job).__enter__()
+            if worker.info.role is Role.DECODE:
+                pools.decoding(worker, job).__enter__()
+    return mirror, pools
+
+
+def _worker(rng: random.Random, index: int) -> Worker:
+    role = Role.DECODE if index % 2 else Role.PREFILL
+    info = WorkerInfo(f"{role}-{index}", role, "h:1", 1, "node", 1, "content", "wire", BLOCK, 10**6, 2048)
+    load = WorkerLoad(WorkerState.READY, blocks=BlockCounts(total=100_000, free=100_000))
+    return Worker(info, replace(load, running=rng.randrange(8)))
+
+
+def _store(mirror: Mirror, worker_id: str, keys: list[bytes], op: Op = Op.STORED, seq: int = 0) -> int:
+    for start in range(0, len(keys), EVENT_KEYS):
+        seq += 1
+        mirror.apply(BlockEvent(worker_id, 1, seq, op, tuple(keys[start : start + EVENT_KEYS])))
+    return seq
+
+
+def _events(rng: random.Random, num_rounds: int) -> Table:
+    table = Table(
+        f"Mirror: million block events a second, {num_rounds} rounds",
+        ("", "M/s"),
+        note=f"{EVENT_KEYS} blocks an event, 8 workers. New: blocks nobody had; shared: that another worker has; "
+        "removed: of those that nobody else has.",
+    )
+    rates: dict[str, list[float]] = {"new": [], "shared": [], "removed": []}
+    for _ in range(num_rounds):
+        mirror = Mirror()
+        keys = [rng.randbytes(16) for _ in range(100_000)]
+        for name, worker, op, seq in (
+            ("new", "w0", Op.STORED, 0),
+            ("shared", "w1", Op.STORED, 0),
+            ("removed", "w1", Op.REMOVED, -(-len(keys) // EVENT_KEYS)),
+        ):
+            began_s = time.perf_counter()
+            _store(mirror, worker, keys, op, seq)
+            rates[name].append(len(keys) / (time.perf_counter() - began_s) / 1e6)
+    table.rows += [(name, spread(values)) for name, values in rates.items()]
+    return table
+
+
+def _p50_us(work: Callable[[], object], times: int) -> float:
+    taken = []
+    for _ in range(max(times, 5)):
+        began_s = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began_s)
+    return sorted(taken)[len(taken) // 2] * 1e6

@@ -1,0 +1,537 @@
+"""Who is let in when a worker is busy, who has to go, and how a request's placement is explained. Real processes.
+
+The slow cluster's workers take a millisecond a token (asleep), so that queues last seconds and their lengths are known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import http.client
+import json
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import uvloop
+
+from baton.cluster import Role
+from baton.config import Config, RouterConfig, SloClassConfig, TransferConfig
+from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
+from baton.engine.runner import LayerDone, ignore_layer
+from baton.engine.scheduler import Batch
+from baton.v1 import inference_pb2
+from tests.chaos.fleet import RUNNING, Fleet, running_fleet
+from tests.integration.cluster import Cluster, request
+from tests.integration.conftest import TraceReceiver
+from tests.integration.test_operator_errors import baton
+from tests.integration.test_plumbing import metric, prompt_of, sampling, soon
+
+S_PER_TOKEN = 1e-3
+CHUNK = 64
+TENANTS = """
+large: {{key_sha256: [{large}]}}
+small: {{key_sha256: [{small}]}}
+urgent: {{key_sha256: [{urgent}], max_priority: 5}}
+brisk: {{key_sha256: [{brisk}], slo_class: interactive}}
+"""
+KEYS = {name: f"key-of-{name}" for name in ("large", "small", "urgent", "brisk")}
+_PROCESSES = multiprocessing.get_context("forkserver")
+
+
+class SlowRunner(ArithmeticRunner):
+    """Each step takes as long as its tokens: what a worker of a larger model would."""
+
+    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+        time.sleep(S_PER_TOKEN * sum(part.num_tokens for part in batch))
+        return super().execute(batch, layer_done)
+
+
+def run_slow_worker(role: Role, worker_id: str, config_json: str) -> None:
+    """The worker's process."""
+    uvloop.run(_serve(Role(role), worker_id, Config.from_json(config_json)))
+
+
+async def _serve(role: Role, worker_id: str, config: Config) -> None:
+    torch.set_num_threads(1)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    runner = SlowRunner(config.engine.num_blocks, max_num_seqs=config.engine.max_num_seqs)
+    async with RUNNING[role](config, worker_id, "127.0.0.1", runner) as (_, ended):
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            ended.result()
+
+
+class SlowCluster:
+    """Workers of which one computes all prompts, and their router."""
+
+    def __init__(self, fleet: Fleet, roles: list[Role]) -> None:
+        self._fleet = fleet
+        self._seeds = iter(range(10_000, 20_000))
+        config = fleet._config
+        config = replace(config, engine=replace(config.engine, max_num_batched_tokens=CHUNK))
+        for role in roles:
+            process = _PROCESSES.Process(
+                target=run_slow_worker, args=(role, f"slow-{role}", config.to_json()), daemon=True
+            )
+            process.start()
+            fleet.workers[f"slow-{role}"] = process
+        fleet.wait_for(*fleet.workers)
+        self.grpc = fleet.routers[0]._address
+        self.http = fleet.routers[0]._metrics_url.removeprefix("http://").removesuffix("/metrics")
+
+    def fresh(self, num_tokens: int) -> list[int]:
+        """A prompt that no cache holds a block of."""
+        return prompt_of(next(self._seeds), num_tokens)
+
+    def ask(self, num_tokens: int, tenant: str = "large", **fields: Any) -> Asked:
+        return Asked(self, tenant, self.fresh(num_tokens), fields)
+
+    def metric(self, name: str, *labels: str) -> float:
+        samples = self._fleet.routers[0].metrics()
+        return sum(
+            value
+            for sample, value in samples
+            if sample.partition("{")[0] == name and all(label in sample for label in labels)
+        )
+
+    def post(self, body: dict[str, Any], tenant: str = "large") -> tuple[int, dict[str, Any], http.client.HTTPMessage]:
+        connection = http.client.HTTPConnection(self.http, timeout=60)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEYS[tenant]}"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        connection.close()
+        return response.status, answer, response.msg
+
+    def rest(self) -> None:
+        """Until nothing is left anywhere, and the router believes so: its leases are half a second old at most."""
+        deadline = time.monotonic() + 60
+        while True:
+            workers = self._fleet.client.status()["workers"]
+            if not any(w["running"] or w["waiting"] or w["blocks"]["in_use"] for w in workers):
+                break
+            assert time.monotonic() < deadline, workers
+            time.sleep(0.05)
+        time.sleep(1.0)
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request that is answered in a thread of its own. Seconds since it was sent; infinite: never."""
+
+    cluster: SlowCluster
+    tenant: str
+    prompt: list[int]
+    fields: dict[str, Any]
+    tokens: list[int] = field(default_factory=list)
+    first_s: float = float("inf")
+    ended_s: float = float("inf")
+    first_at: float = float("inf")
+    """When, on the monotonic clock."""
+    error: grpc.RpcError | None = None
+    timing: Any = None
+    _thread: threading.Thread = field(init=False)
+    _call: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = {"sampling": sampling(4), **self.fields}
+        if "slo" in settings:
+            settings["slo"] = inference_pb2.ServiceLevelObjective(**settings["slo"])
+        metadata = (("authorization", f"Bearer {KEYS[self.tenant]}"),)
+        began_s = time.monotonic()
+        message = request(token_ids=self.prompt, **settings)
+        self._call = self.cluster._fleet.inference.Generate(message, timeout=120, metadata=metadata)
+        self._thread = threading.Thread(target=self._read, args=(began_s,))
+        self._thread.start()
+
+    def _read(self, began_s: float) -> None:
+        try:
+            for message in self._call:
+                self.first_at = min(self.first_at, time.monotonic())
+                self.first_s = self.first_at - began_s
+                self.tokens += message.token_ids
+                self.timing = message.timing
+        except grpc.RpcError as error:
+            self.error = error
+        self.ended_s = time.monotonic() - began_s
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def wait(self) -> Asked:
+        self._thread.join(120)
+        assert self.is_over
+        return self
+
+    def served(self) -> Asked:
+        """To its end, with the right tokens."""
+        self.wait()
+        assert self.error is None, self.error
+        assert self.tokens == expected_tokens(self.prompt, len(self.tokens))
+        assert self.timing.retries == 0
+        return self
+
+    def refused(self) -> float:
+        """What it was told: in how many seconds to come back."""
+        self.wait()
+        assert self.error is not None, "it was served"
+        assert self.error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, self.error
+        assert self.tokens == []
+        trailers: Any = self.error.trailing_metadata() or ()
+        return float(dict(trailers)["retry-after"])
+
+    @property
+    def details(self) -> str:
+        return (self.error and self.error.details()) or ""
+
+
+@pytest.fixture(scope="module", params=["aggregated", "split"])
+def slow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowCluster]:
+    tenants = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
+    tenants.write_text(TENANTS.format(**{name: hashlib.sha256(key.encode()).hexdigest() for name, key in KEYS.items()}))
+    router = RouterConfig(
+        mode=request.param,
+        tenants_file=str(tenants),
+        slo_classes={"default": SloClassConfig(), "interactive": SloClassConfig(ttft_ms=2000.0)},
+    )
+    roles = [Role.DECODE] if request.param == "aggregated" else [Role.PREFILL, Role.DECODE]
+    _PROCESSES.set_forkserver_preload(["tests.chaos.fleet", __name__])
+    with running_fleet(TransferConfig(), router) as fleet:
+        cluster = SlowCluster(fleet, roles)
+        for num_tokens in (100, 400, 50, 200, 300, 150):  # from which workers learn what their steps take
+            cluster.ask(num_tokens, sampling=sampling(8)).served()
+        cluster.rest()
+        yield cluster
+
+
+@contextlib.contextmanager
+def queue(slow: SlowCluster, num: int, num_tokens: int, tenant: str = "large", **fields: Any) -> Iterator[list[Asked]]:
+    """The block is entered with `num` prompts queued, of which the first is being computed. It ends with an idle
+    cluster."""
+    slow.rest()
+    queued = []
+    for _ in range(num):
+        queued.append(slow.ask(num_tokens, tenant, **fields))
+        time.sleep(0.05)
+    try:
+        yield queued
+    finally:
+        for asked in queued:
+            asked.cancel()
+            asked.wait()
+        slow.rest()
+
+
+def test_whoever_would_come_too_late_is_refused_at_once_and_told_when_to_come_back(slow: SlowCluster) -> None:
+    """3 s of prompts are before it, and it has 1.5 s."""
+    with queue(slow, 3, 1000) as before:
+        rejected = slow.metric("baton_requests_slo_total", 'outcome="rejected"', 'slo_class="custom"')
+        asked = slow.ask(200, slo={"ttft_ms": 1500})
+        retry_after_s = asked.refused()
+        assert asked.ended_s < 2.0, "at once"
+        assert 0.7 < retry_after_s < 6, "about 1.7 s too late; more where the machine is busy and steps take longer"
+        assert "later than the objective of 1.5 s allows; try again later" in asked.details
+        assert not any(one.is_over for one in before), "nobody has to go for one of the same tenant"
+        body = {"prompt": slow.fresh(200), "max_tokens": 4, "slo": {"ttft_ms": 1500}}
+        for stream in (False, True):
+            status, answer, headers = slow.post({**body, "stream": stream})
+            assert status == 429
+            assert answer["error"]["type"] == "rate_limit_error"
+            assert answer["error"]["code"] == "Overloaded"
+            assert 1 <= int(headers["Retry-After"]) <= 6
+        assert slow.metric("baton_requests_slo_total", 'outcome="rejected"', 'slo_class="custom"') == rejected + 3
+        assert slow.ask(200, slo={"ttft_ms": 20_000}).served(), "one that can wait is let in"
+        assert not [one for one in before if one.error]
+
+
+def test_the_time_that_was_named_is_when_there_is_room(slow: SlowCluster) -> None:
+    with queue(slow, 4, 800) as before:
+        time.sleep(slow.ask(200, slo={"ttft_ms": 1500}).refused() + 0.7)
+        slow.ask(200, slo={"ttft_ms": 1500}).served()
+        assert not before[-1].is_over, "not only when all is done"
+
+
+def test_a_tenants_class_is_what_its_requests_are_held_against(slow: SlowCluster) -> None:
+    """The others' class allows 30 s, this one 2 s; the request says nothing. Priorities do not enter into it."""
+    with queue(slow, 4, 1000, tenant="brisk", slo={"ttft_ms": 25_000}):
+        asked = slow.ask(100, "brisk")
+        asked.refused()
+        assert "the objective of 2.0 s" in asked.details
+        slow.ask(100, "brisk", slo={"ttft_ms": 25_000}).served()
+    assert slow.metric("baton_requests_slo_total", 'slo_class="interactive"', 'outcome="rejected"') >= 1
+
+
+def test_a_higher_priority_goes_before_who_waits_and_costs_nobody_its_place(slow: SlowCluster) -> None:
+    with queue(slow, 3, 800) as before:
+        urgent = slow.ask(200, "urgent", priority=5, slo={"ttft_ms": 1500}).served()
+        assert not any(one.is_over for one in before[1:])
+        assert all(one.served() for one in before)
+        assert all(urgent.first_at < one.first_at for one in before[1:])
+
+
+def test_who_is_held_up_for_too_long_by_what_came_later_is_told(slow: SlowCluster) -> None:
+    """It was let in, and would have been in time, if nobody more urgent had come."""
+    with queue(slow, 1, 400, request_id="held-up", slo={"ttft_ms": 1000}) as (held_up,):
+        urgent = [slow.ask(800, "urgent", priority=5) for _ in range(5)]
+        held_up.refused()
+        assert "no first token within 2.0 s; try again later" in held_up.details
+        assert not urgent[-1].is_over
+        assert held_up.ended_s == pytest.approx(2.0, abs=0.7)
+        (told,) = explain(slow.grpc, "held-up")
+        assert told["outcome"] == "refused: no first token within 2.0 s"
+        assert all(one.served() for one in urgent)
+
+
+def test_a_small_tenant_is_served_while_a_large_one_floods(slow: SlowCluster) -> None:
+    """The large one's newest requests make way, as many as it takes, and are told at once."""
+    slow.rest()
+    shed = slow.metric("baton_admission_shed_total", 'tenant="large"')
+    with queue(slow, 8, 800) as flood:
+        small = slow.ask(200, "small", slo={"ttft_ms": 4000})
+        time.sleep(1.0)
+        gone = [one for one in flood if one.error]
+        assert gone, "told at once"
+        assert flood[0] not in gone
+        for one in gone:
+            assert one.refused() > 0
+            assert "had to make way" in one.details
+        assert gone == flood[-len(gone) :], "the newest"
+        assert small.served().first_s < 4
+        assert slow.metric("baton_admission_shed_total", 'tenant="large"') == shed + len(gone)
+        assert 1 <= len(gone) < 8
+        kept = [one for one in flood if one not in gone]
+        assert all(one.served() for one in kept)
+
+
+def test_a_tenant_within_its_share_is_not_shed(slow: SlowCluster) -> None:
+    """Both have as much in the queue: the newcomer is the one that would be over."""
+    with queue(slow, 2, 900, tenant="small") as first, queue_more(slow, 2, 900, tenant="large") as second:
+        slow.ask(900, "large", slo={"ttft_ms": 2000}).refused()
+        assert not any(one.error for one in (*first, *second))
+
+
+@contextlib.contextmanager
+def queue_more(slow: SlowCluster, num: int, num_tokens: int, tenant: str, **fields: Any) -> Iterator[list[Asked]]:
+    """Behind those that are queued already."""
+    queued = [slow.ask(num_tokens, tenant, **fields) for _ in range(num)]
+    time.sleep(0.2)
+    try:
+        yield queued
+    finally:
+        for asked in queued:
+            asked.cancel()
+            asked.wait()
+
+
+def test_a_prompt_that_cannot_meet_its_objective_is_served_when_nobody_waits(slow: SlowCluster) -> None:
+    """A second of computing, and 0.4 s to the first token."""
+    slow.rest()
+    labels = 'outcome="ttft_missed"', 'slo_class="custom"'
+    missed, tokens = slow.metric("baton_requests_slo_total", *labels), slow.metric("baton_tokens_slo_met_total")
+    assert slow.ask(1000, slo={"ttft_ms": 400}).served().first_s > 0.9
+    assert slow.metric("baton_requests_slo_total", *labels) == missed + 1
+    assert slow.metric("baton_tokens_slo_met_total") == tokens, "its tokens are no goodput"
+
+
+def test_a_prompt_that_cannot_meet_its_objective_waits_for_all_others_but_not_for_ever(slow: SlowCluster) -> None:
+    with queue(slow, 3, 800):
+        asked = slow.ask(1000, slo={"ttft_ms": 400})
+        asked.refused()
+        assert asked.ended_s < 2.0
+    with queue(slow, 1, 600) as before:
+        hopeless = slow.ask(1200, slo={"ttft_ms": 600})
+        time.sleep(0.1)
+        other = slow.ask(300, slo={"ttft_ms": 3000})
+        last_s = hopeless.served().first_at
+        assert max(before[0].served().first_at, other.served().first_at) < last_s
+
+
+def test_who_is_let_in_and_meets_its_objective_counts_once_with_its_tokens(slow: SlowCluster) -> None:
+    slow.rest()
+    met = 'outcome="met"', 'slo_class="custom"'
+    before = slow.metric("baton_requests_slo_total", *met), slow.metric("baton_tokens_slo_met_total")
+    all_before = slow.metric("baton_requests_slo_total")
+    slow.ask(100, slo={"ttft_ms": 5000, "itl_ms": 1000}, sampling=sampling(7)).served()
+    after = slow.metric("baton_requests_slo_total", *met), slow.metric("baton_tokens_slo_met_total")
+    assert after == (before[0] + 1, before[1] + 7)
+    missed = slow.metric("baton_requests_slo_total", 'outcome="itl_missed"')
+    slow.ask(100, slo={"ttft_ms": 5000, "itl_ms": 0.01}, sampling=sampling(7)).served()
+    assert slow.metric("baton_requests_slo_total", 'outcome="itl_missed"') == missed + 1
+    assert slow.metric("baton_tokens_slo_met_total") == after[1]
+    cancelled = slow.metric("baton_requests_slo_total", 'outcome="cancelled"')
+    leaver = slow.ask(1000)
+    time.sleep(0.3)
+    leaver.cancel()
+    leaver.wait()
+    soon(lambda: slow.metric("baton_requests_slo_total", 'outcome="cancelled"') == cancelled + 1)
+    assert slow.metric("baton_requests_slo_total") == all_before + 3, "each request once"
+    slow.rest()
+
+
+def test_predictions_are_near_the_truth_and_their_errors_are_counted(slow: SlowCluster) -> None:
+    slow.rest()
+    errors = {of: slow.metric("baton_placement_prediction_error_count", f'of="{of}"') for of in ("ttft", "compute")}
+    asked = slow.ask(700, request_id="near-700").served()
+    for of, before in errors.items():
+        assert slow.metric("baton_placement_prediction_error_count", f'of="{of}"') == before + 1
+    (told,) = explain(slow.grpc, "near-700")
+    assert told["measured_ttft_s"] == pytest.approx(asked.first_s, abs=0.3)
+    assert told["predicted_ttft_s"] == pytest.approx(0.7, rel=0.6)
+
+
+def test_the_room_for_an_answer_is_what_answers_have_had(slow: SlowCluster) -> None:
+    """They may have 300 tokens, and have ended by a stop token after three: room is taken for the floor of 64."""
+    slow.rest()
+    for number in range(20):
+        prompt = slow.fresh(20)
+        stop = expected_tokens(prompt, 3)[-1]
+        settings = {"temperature": 0, "max_tokens": 300, "stop_token_ids": [stop]}
+        asked = Asked(slow, "brisk", prompt, {"sampling": settings, "request_id": f"history-{number}"})
+        assert len(asked.served().tokens) <= 3
+    (first,), (last,) = explain(slow.grpc, "history-0"), explain(slow.grpc, "history-19")
+    assert last["num_expected_tokens"] == 64 <= first["num_expected_tokens"]
+    assert (last["tenant"], last["slo_class"], last["ttft_objective_s"]) == ("brisk", "interactive", 2.0)
+    slow.rest()
+
+
+def test_a_refusal_is_explained(slow: SlowCluster) -> None:
+    with queue(slow, 3, 800):
+        slow.ask(200, slo={"ttft_ms": 1000}, request_id="late-1").refused()
+        (told,) = explain(slow.grpc, "late-1")
+        assert told["outcome"].startswith("refused: the first token would come ")
+        assert (told["measured_ttft_s"], told["priority"], told["tenant"]) == (0.0, 0, "large")
+        assert told["slo_class"] == "custom"
+        assert told["predicted_ttft_s"] > 1.0
+
+
+def test_who_had_to_make_way_is_explained_so_and_tenants_may_use_the_same_id(slow: SlowCluster) -> None:
+    with queue(slow, 1, 800), queue_more(slow, 1, 3000, "large", request_id="mine") as (shed,):
+        small = slow.ask(300, "small", request_id="mine", slo={"ttft_ms": 2800})
+        shed.refused()
+        by_tenant = {told["tenant"]: told["outcome"] for told in explain(slow.grpc, "mine")}
+        assert by_tenant == {
+            "large": "refused: the request had to make way for tenants with less in the queue",
+            "small": "let in",
+        }
+        small.served()
+
+
+def explain(address: str, request_id: str) -> list[dict[str, Any]]:
+    result = baton("status", "--explain", request_id, "--address", address, "--json")
+    assert result.returncode == 0, result.stderr
+    explanations: list[dict[str, Any]] = json.loads(result.stdout)
+    return explanations
+
+
+# -- a cluster as `baton up` starts it ---------------------------------------------------------------------------------
+
+
+def test_the_command_line_explains_where_a_request_went(arithmetic_cluster: Cluster) -> None:
+    name = f"why-{time.time_ns()}"
+    prompt = prompt_of(600, 300)
+    answer = arithmetic_cluster.generate(request_id=name, token_ids=prompt, sampling=sampling(8))
+    timing = answer.timing
+    (told,) = explain(arithmetic_cluster.grpc, name)
+    assert (told["request_id"], told["choice_index"], told["mode"], told["outcome"]) == (name, 0, "split", "let in")
+    assert (told["prefill_worker"], told["decode_worker"]) == (timing.prefill_worker, timing.decode_worker)
+    assert (told["tenant"], told["slo_class"], told["priority"]) == ("default", "default", 0)
+    assert (told["ttft_objective_s"], told["itl_objective_s"]) == (30.0, 1.0)
+    assert (told["num_prompt_tokens"], told["num_expected_tokens"]) == (300, 8)
+    assert 0 < told["predicted_ttft_s"] < 5
+    assert 0 < told["measured_ttft_s"] <= timing.ttft_s
+    assert {option["worker_id"]: option["role"] for option in told["options"]} == {
+        "prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode",
+    }  # fmt: skip
+    costs = [option["cost_s"] for option in told["options"]]
+    assert costs == sorted(costs), "the quickest first"
+    shown = baton("status", "--explain", name, "--address", arithmetic_cluster.grpc)
+    assert shown.returncode == 0, shown.stderr
+    assert f"{name}/0: split on {timing.prefill_worker} -> {timing.decode_worker}; let in" in shown.stdout
+    predicted, measured = told["predicted_ttft_s"], told["measured_ttft_s"]
+    assert f"first token: predicted {predicted:.3f} s, measured {measured:.3f} s" in shown.stdout
+    rows = {line.split()[0] for line in shown.stdout.splitlines()}
+    assert rows >= {"worker", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+
+
+def test_every_choice_is_explained(arithmetic_cluster: Cluster) -> None:
+    name = f"choices-{time.time_ns()}"
+    arithmetic_cluster.generate(request_id=name, token_ids=prompt_of(601, 40), sampling=sampling(3, n=3))
+    assert sorted(told["choice_index"] for told in explain(arithmetic_cluster.grpc, name)) == [0, 1, 2]
+
+
+def test_an_unknown_request_is_told_in_a_sentence(arithmetic_cluster: Cluster) -> None:
+    for more in ((), ("--json",)):
+        result = baton("status", "--explain", "never-asked", "--address", arithmetic_cluster.grpc, *more)
+        assert result.returncode == 1
+        assert result.stdout == ""
+        assert "error: the router does not know a request 'never-asked'; it keeps the latest" in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_a_span_tells_what_was_predicted(
+    arithmetic_cluster: Cluster, trace_receiver: tuple[TraceReceiver, str]
+) -> None:
+    name = f"predicted-{time.time_ns()}"
+    arithmetic_cluster.generate(request_id=name, token_ids=prompt_of(602, 200), sampling=sampling(4))
+    (told,) = explain(arithmetic_cluster.grpc, name)
+    receiver = trace_receiver[0]
+
+    def spans() -> list[dict[str, Any]]:
+        found = [{a.key: a.value for a in span.attributes} for _, span in receiver.spans]
+        return [each for each in found if each.get("gen_ai.response.id", None) and name in str(each)]
+
+    soon(lambda: bool(spans()))
+    (attributes,) = spans()
+    predicted = {
+        key.removeprefix("baton.predicted."): value.double_value
+        for key, value in attributes.items()
+        if key.startswith("baton.predicted.")
+    }
+    assert set(predicted) == {"wait_s", "room_s", "pull_s", "compute_s", "exposed_s", "step_s", "ttft_s"}
+    assert predicted["ttft_s"] == pytest.approx(told["predicted_ttft_s"])
+    (chosen,) = [option for option in told["options"] if option["worker_id"] == told["prefill_worker"]]
+    assert predicted["compute_s"] == pytest.approx(chosen["compute_s"])
+    assert attributes["baton.slo"].string_value == "met"
+
+
+def test_the_metrics_classify_requests_by_their_objectives(arithmetic_cluster: Cluster) -> None:
+    labels = 'slo_class="default"', 'outcome="met"', 'model="smollm2-135m-instruct"'
+    names = "baton_requests_slo_total", "baton_tokens_slo_met_total", "baton_placement_prediction_error_count"
+    before = [metric(arithmetic_cluster, name) for name in names]
+    met = metric(arithmetic_cluster, names[0], *labels)
+    arithmetic_cluster.generate(token_ids=prompt_of(603, 64), sampling=sampling(5, n=2))
+    assert [metric(arithmetic_cluster, name) for name in names] == [before[0] + 1, before[1] + 10, before[2] + 4]
+    assert metric(arithmetic_cluster, names[0], *labels) == met + 1
+    with pytest.raises(grpc.RpcError):
+        arithmetic_cluster.generate(token_ids=prompt_of(603, 64), sampling={"max_tokens": 0})
+    assert metric(arithmetic_cluster, names[0]) == before[0] + 1, "an invalid request is in no class"
+
+
+def test_the_room_for_an_answer_shrinks_to_what_answers_have_had_whatever_ended_them(
+    arithmetic_cluster: Cluster, model_dir: Path
+) -> None:
+    """By a stop token here; the slow cluster's tests have several tenants."""
+    prompt = prompt_of(604, 30)
+    stop = expected_tokens(prompt, 5)[-1]
+    settings = {"temperature": 0, "max_tokens": 700, "stop_token_ids": [stop]}
+    for number in range(20):
+        name = f"short-{number}-{time.time_ns()}"
+        arithmetic_cluster.generate(request_id=name, token_ids=prompt, sampling=settings)
+    (told,) = explain(arithmetic_cluster.grpc, name)
+    assert 64 <= told["num_expected_tokens"] < 256

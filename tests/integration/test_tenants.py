@@ -1,0 +1,181 @@
+"""Tenants of a running cluster: who is let in, through both doors, and that their caches are apart."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.engine.arithmetic import expected_tokens
+from tests.integration.cluster import Answer, Cluster, request, running_cluster
+from tests.integration.test_operator_errors import baton, refused
+from tests.integration.test_plumbing import metric, prompt_of, sampling
+
+TENANTS = """
+alone: {{key_sha256: [{alone}]}}
+team: {{key_sha256: [{team}]}}
+team-batch: {{key_sha256: [{batch}], cache_scope: team}}
+"""
+KEYS = {name: f"key-of-{name}" for name in ("alone", "team", "batch")}
+
+
+@pytest.fixture(scope="module")
+def cluster(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    path = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
+    path.write_text(TENANTS.format(**{name: hashlib.sha256(key.encode()).hexdigest() for name, key in KEYS.items()}))
+    with running_cluster(
+        engine_runner="arithmetic", engine_num_blocks="512", router_mode="split", router_tenants_file=str(path)
+    ) as cluster:
+        yield cluster
+
+
+def ask(cluster: Cluster, key: str | None, prompt: list[int]) -> Answer:
+    metadata = None if key is None else (("authorization", f"Bearer {key}"),)
+    message = request(token_ids=prompt, sampling=sampling(4))
+    return Answer(list(cluster.inference.Generate(message, timeout=120, metadata=metadata)))
+
+
+def ask_http(
+    cluster: Cluster, path: str, body: object, **headers: str
+) -> tuple[int, dict[str, Any], http.client.HTTPMessage]:
+    connection = http.client.HTTPConnection(cluster.http, timeout=60)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request("POST" if data != b"null" else "GET", path, data, {"Content-Type": "application/json", **names})
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    return response.status, answer, response.msg
+
+
+def completion(prompt: list[int]) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("key", [None, "nobody", "", "KEY-OF-ALONE"])
+def test_a_call_without_a_tenants_key_is_refused_and_nothing_placed(cluster: Cluster, key: str | None) -> None:
+    before = metric(cluster, "baton_placements_total"), metric(cluster, "baton_requests_total")
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(cluster, key, prompt_of(1, 64))
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "API key" in (caught.value.details() or "")
+    assert (metric(cluster, "baton_placements_total"), metric(cluster, "baton_requests_total")) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", completion([1, 2, 3])),
+        ("/v1/completions", {**completion([1, 2, 3]), "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
+        ("/v1/chat/completions", b"{"),
+        ("/v1/completions", b" " * (9 * 2**20)),
+        ("/v1/models", None),
+        ("/v1/models/smollm2-135m-instruct", None),
+        ("/v1/none", None),
+        ("/tokenize", {"prompt": "hi"}),
+        ("/detokenize", {"tokens": [1]}),
+    ],
+)
+def test_an_http_request_without_a_tenants_key_gets_openais_401(cluster: Cluster, path: str, body: object) -> None:
+    before = metric(cluster, "baton_placements_total")
+    wrong: list[dict[str, str]] = [{}, {"Authorization": "Bearer nobody"}, {"Authorization": "Basic dTpw"}]
+    for headers in wrong:
+        status, answer, got = ask_http(cluster, path, body, **headers)
+        assert status == 401
+        assert set(answer) == {"error"}
+        assert "API key" in answer["error"].pop("message")
+        assert answer["error"] == {"type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
+        assert got["WWW-Authenticate"] == "Bearer"
+    assert metric(cluster, "baton_placements_total") == before
+
+
+def test_a_tenant_is_served_through_both_doors(cluster: Cluster) -> None:
+    prompt = prompt_of(2, 64)
+    assert ask(cluster, KEYS["alone"], prompt).token_ids == expected_tokens(prompt, 4)
+    for headers in ({"Authorization": f"Bearer {KEYS['alone']}"}, {"x_api_key": KEYS["alone"]}):
+        for path, body in (
+            ("/v1/completions", completion(prompt)),
+            ("/v1/models", None),
+            ("/tokenize", {"prompt": "hi"}),
+            ("/detokenize", {"tokens": [1]}),
+        ):
+            status, answer, _ = ask_http(cluster, path, body, **headers)
+            assert status == 200, answer
+
+
+def test_the_openai_package_authenticates(cluster: Cluster) -> None:
+    url = f"http://{cluster.http}/v1"
+    with openai.OpenAI(base_url=url, api_key=KEYS["team"]) as client:
+        assert client.completions.create(model="", prompt="hi", max_tokens=2).usage is not None
+        stream = client.completions.create(model="", prompt="hi", max_tokens=2, stream=True)
+        assert list(stream)[-1].choices[0].finish_reason
+    with openai.OpenAI(base_url=url, api_key="none") as client, pytest.raises(openai.AuthenticationError) as caught:
+        client.completions.create(model="", prompt="hi", max_tokens=2)
+    assert caught.value.code == "invalid_api_key"
+
+
+def test_tenants_hit_each_others_prefixes_only_where_they_share_a_scope(cluster: Cluster) -> None:
+    prompt = prompt_of(3, 160)
+    answers = [ask(cluster, KEYS[name], prompt) for name in ("team", "alone", "batch", "team", "alone")]
+    assert [answer.usage.cached_tokens for answer in answers] == [0, 0, 144, 144, 144]
+    assert all(answer.token_ids == expected_tokens(prompt, 4) for answer in answers)
+
+
+def test_tenants_caches_are_apart_over_http(cluster: Cluster) -> None:
+    prompt = prompt_of(4, 160)
+    cached = []
+    for name in ("alone", "team", "batch", "alone"):
+        _, answer, _ = ask_http(cluster, "/v1/completions", completion(prompt), x_api_key=KEYS[name])
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 0, 144, 144]
+
+
+def test_probes_scrapers_and_status_need_no_key(cluster: Cluster) -> None:
+    for path in ("/healthz", "/readyz", "/metrics"):
+        with urllib.request.urlopen(f"http://{cluster.http}{path}", timeout=30) as answer:
+            assert answer.status == 200
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        checked = health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Inference"), timeout=30)
+    assert checked.status == health_pb2.HealthCheckResponse.SERVING
+    assert cluster.client.status()["pools"]
+    buf = Path(sys.executable).parent / "buf"
+    listed = subprocess.run(
+        [buf, "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--list-methods", f"http://{cluster.grpc}"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "baton.v1.Inference/Generate" in listed.stdout, listed.stderr
+
+
+def test_baton_generate_sends_a_key(cluster: Cluster) -> None:
+    command = ("generate", "hello", "--max-tokens", "3", "--json")
+    for result in (
+        baton(*command, BATON_ADDRESS=cluster.grpc, BATON_API_KEY=KEYS["alone"]),
+        baton(*command, "--api-key", KEYS["alone"], BATON_ADDRESS=cluster.grpc, BATON_API_KEY="nobody"),
+    ):
+        assert result.returncode == 0, result.stderr
+        assert json.loads(result.stdout)["usage"]["completion_tokens"] == 3
+    refused(baton(*command, BATON_ADDRESS=cluster.grpc), "send the header 'Authorization: Bearer KEY'")
+    refused(baton(*command, "--api-key", "nobody", BATON_ADDRESS=cluster.grpc), "not one of this cluster's tenants")
+    refused(baton(*command, "--api-key", "ключ", BATON_ADDRESS=cluster.grpc), "printable ASCII")
+
+
+def test_a_bad_tenants_file_stops_the_cluster_from_starting(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_text("acme: {key_sha256: [abc]}")
+    for name, sentence in (("tenants.yaml", "tenant 'acme': key_sha256 must be"), ("none", "cannot read the tenants'")):
+        result = baton("up", BATON_ROUTER_TENANTS_FILE=str(tmp_path / name))
+        refused(result, sentence)
+        assert sentence in result.stderr.splitlines()[-1], "told by this process, not by a router that it has started"
