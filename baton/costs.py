@@ -46,6 +46,16 @@ class StepCosts:
         """What the sequences that decode add to a step."""
         return self.s_per_sequence * num_decoding + self.s_per_kv_token * num_kv_tokens
 
+    def decode_step_s(self, num_decoding: int, num_kv_tokens: int) -> float:
+        """A step in which all sequences decode."""
+        computing_s = self.s_per_token * num_decoding
+        return (
+            self.s_overhead
+            + (max(self.s_weights, computing_s))
+            + self.s_per_sequence * num_decoding
+            + self.s_per_kv_token * num_kv_tokens
+        )
+
     def prefill_s(self, num_tokens: int, num_cached_tokens: int, chunk_tokens: int) -> float:
         """A prompt alone on an idle worker, in chunks."""
         num_new = num_tokens - num_cached_tokens

@@ -27,6 +27,8 @@ class PoolView:
         self._workers: dict[str, Worker] = {}
         self._books: dict[tuple[str, int], LoadBook] = {}
         """By worker and epoch: an incarnation's jobs are none of the next one's."""
+        self._ready: list[LoadBook] = []
+        """Of the workers that take traffic."""
         self._residence = Residence()
         self._suspects: dict[tuple[str, int], float] = {}
         self._changed = asyncio.Condition()
@@ -49,6 +51,11 @@ class PoolView:
             incarnation = worker.info.id, worker.info.epoch
             book = self._books[incarnation] = known.get(incarnation) or LoadBook.of(worker, self._residence)
             book.report(worker)
+        self._ready = [
+            self._books[worker.info.id, worker.info.epoch]
+            for worker in self._workers.values()
+            if worker.load.state is WorkerState.READY
+        ]
         now = self._clock()
         self._suspects = {who: until for who, until in self._suspects.items() if until > now}
         async with self._changed:
@@ -68,12 +75,8 @@ class PoolView:
         self._suspects[worker.info.id, worker.info.epoch] = self._clock() + SUSPICION_S
 
     def is_trusted(self, worker: Worker) -> bool:
-        return self._is_trusted(worker, self._clock())
-
-    def _is_trusted(self, worker: Worker, now: float) -> bool:
-        if worker.load.state is not WorkerState.READY:
-            return False
-        return not self._suspects or self._suspects.get((worker.info.id, worker.info.epoch), 0.0) <= now
+        until = self._suspects.get((worker.info.id, worker.info.epoch), 0.0)
+        return worker.load.state is WorkerState.READY and until <= self._clock()
 
     def is_ready(self, role: Role) -> bool:
         return any(w.info.role is role and self.is_trusted(w) for w in self.workers)
@@ -86,13 +89,15 @@ class PoolView:
         """
         held = self._lookup(prompt.block_keys)
         now = self._clock()
-        found = []
-        for worker_id, worker in self._workers.items():
-            if worker_id not in excluded and self._is_trusted(worker, now):
-                num_blocks = held.get(worker_id, 0)
-                num_cached_tokens = min(num_blocks * worker.info.block_size, prompt.num_tokens) if num_blocks else 0
-                found.append(self._books[worker_id, worker.info.epoch].seen(turn, num_cached_tokens, now))
-        return found
+        ready = self._ready
+        if excluded or self._suspects:
+            ready = [
+                book
+                for book in ready
+                if book.worker_id not in excluded and self._suspects.get(book.incarnation, 0.0) <= now
+            ]
+        num_tokens = prompt.num_tokens
+        return [book.seen(turn, min(held.get(book.worker_id, 0) * book.block_size, num_tokens), now) for book in ready]
 
     def wait_s(self, worker: Worker, turn: Turn) -> float:
         """Computing the prompts whose turn is not after `turn`."""

@@ -14,7 +14,7 @@ No clock, no queue of its own: prompts wait on the workers, which compute them i
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from baton.errors import Overloaded
@@ -60,6 +60,7 @@ class Gate:
         self._queues: dict[str, dict[Entry, None]] = {}
         self._shares: defaultdict[str, float] = defaultdict(float)
         """Seconds of computing that each tenant has queued, by its weight."""
+        self._num_entries: Counter[str] = Counter()
 
     def admit(self, entry: Entry, prediction: Prediction) -> list[Entry]:
         """Lets an entry in that is placed.
@@ -84,6 +85,7 @@ class Gate:
             self.left(victim)
         self._queues.setdefault(entry.worker_id, {})[entry] = None
         self._shares[entry.tenant.id] += entry.compute_s / entry.tenant.weight
+        self._num_entries[entry.tenant.id] += 1
         return victims
 
     def left(self, entry: Entry) -> None:
@@ -92,8 +94,9 @@ class Gate:
         if entry in queue:
             del queue[entry]
             self._shares[entry.tenant.id] -= entry.compute_s / entry.tenant.weight
-            if not any(other.tenant.id == entry.tenant.id for q in self._queues.values() for other in q):
-                del self._shares[entry.tenant.id]
+            self._num_entries[entry.tenant.id] -= 1
+            if not self._num_entries[entry.tenant.id]:
+                del self._shares[entry.tenant.id], self._num_entries[entry.tenant.id]
 
     def _late_s(self, entry: Entry, prediction: Prediction) -> float:
         """By how much waiting makes it late; 0 or less: it does not."""

@@ -53,8 +53,10 @@ class Residence:
 class LoadBook:
     """One incarnation of a worker. `candidate` is kept as it is now, but for what depends on the request."""
 
-    candidate: Candidate
+    worker_id: str
+    epoch: int
     block_size: int
+    candidate: Candidate
     residence: Residence
     _queue_s: dict[Turn, float] = field(default_factory=dict)
     _jobs: dict[Job, None] = field(default_factory=dict)
@@ -64,7 +66,8 @@ class LoadBook:
     _others_s: float = 0.0
     """Prompts queued there that others sent."""
     _recent_at_s: float = 0.0
-    """When `candidate.recent_s` was worked out."""
+    """When `candidate.recent_s` was worked out, and until when that is good enough."""
+    _recent_until_s: float = 0.0
     _num_decoding: int = 0
     _num_kv_tokens: int = 0
     _num_reserved_tokens: int = 0
@@ -72,9 +75,14 @@ class LoadBook:
 
     @classmethod
     def of(cls, worker: Worker, residence: Residence) -> LoadBook:
-        book = cls(Candidate(worker.info.id, worker.info.role), worker.info.block_size, residence)
+        info = worker.info
+        book = cls(info.id, info.epoch, info.block_size, Candidate(info.id, info.role), residence)
         book.report(worker)
         return book
+
+    @property
+    def incarnation(self) -> tuple[str, int]:
+        return self.worker_id, self.epoch
 
     def report(self, worker: Worker) -> None:
         """What the worker says of itself."""
@@ -88,7 +96,7 @@ class LoadBook:
         """The worker as a request of this turn finds it. Valid until the next call."""
         candidate = self.candidate
         candidate.num_cached_tokens = num_cached_tokens
-        if now - self._recent_at_s > RECENT_S / 20:
+        if now > self._recent_until_s:
             self._note_recent(0.0, now)
         candidate.wait_s = self.wait_s(turn, now) if self._jobs or self._others_s else 0.0
         return candidate
@@ -142,7 +150,7 @@ class LoadBook:
     def _note_recent(self, compute_s: float, now: float) -> None:
         faded = math.exp((self._recent_at_s - now) / RECENT_S)
         self.candidate.recent_s = self.candidate.recent_s * faded + compute_s
-        self._recent_at_s = now
+        self._recent_at_s, self._recent_until_s = now, now + RECENT_S / 20
 
     def _book(self, job: Job, sign: int) -> None:
         self._num_decoding += sign

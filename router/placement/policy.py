@@ -23,13 +23,13 @@ even when nobody's cache is known.
 
 from __future__ import annotations
 
-import hashlib
-import heapq
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
+
+import xxhash
 
 from baton.cluster import Role
 from baton.costs import ITL_TARGET, LEAST_SHARE, PRIOR, StepCosts
@@ -39,9 +39,9 @@ SESSION_BLOCKS = 2
 EQUAL_SHARE = 0.01
 """Costs that differ by less than this share are equal: predictions are no better."""
 
-LARGE_POOL = 128
+LARGE_POOL = 32
 """Workers from which on not all of them are looked at closely."""
-SHORTLIST = 16
+SHORTLIST = 8
 """Then so many that hold the longest prefixes, and as many with the least to do."""
 BREACH = 10.0
 """A second of a step above the objective, in seconds."""
@@ -204,8 +204,8 @@ def place(
     if len(candidates) > LARGE_POOL:
         candidates = _shortlist(candidates)
     costs = _Costs(prompt, candidates, objective, weights, prices, pull_above_tokens, not_from)
-    decodes = [costs.on_decode(c) for c in candidates if c.role is Role.DECODE]
-    prefills = [costs.on_prefill(c) for c in candidates if c.role is Role.PREFILL] if mode != Mode.AGGREGATED else []
+    decodes = costs.on_decode([c for c in candidates if c.role is Role.DECODE])
+    prefills = costs.on_prefill([c for c in candidates if c.role is Role.PREFILL]) if mode != Mode.AGGREGATED else []
     if not decodes or (mode == Mode.SPLIT and not prefills):
         return None
     considered = (*prefills, *decodes)
@@ -223,6 +223,9 @@ def place(
     return costs.placement(Mode.AGGREGATED, both, both, considered)
 
 
+NUM_CACHED_TOKENS, WAIT_S, NUM_KV_TOKENS = map(attrgetter, ("num_cached_tokens", "wait_s", "num_kv_tokens"))
+
+
 def _shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Of each role those that hold the longest prefixes, and those with the least to do.
 
@@ -232,18 +235,16 @@ def _shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
     chosen: dict[str, Candidate] = {}
     for role in Role:
         pool = [candidate for candidate in candidates if candidate.role is role]
-        holding = [candidate for candidate in pool if candidate.num_cached_tokens]
-        picked = heapq.nlargest(SHORTLIST, holding, key=attrgetter("num_cached_tokens"))
-        picked += heapq.nsmallest(SHORTLIST, pool, key=attrgetter("wait_s"))
+        picked = sorted(pool, key=NUM_CACHED_TOKENS)[-SHORTLIST:] + sorted(pool, key=WAIT_S)[:SHORTLIST]
         if role is Role.DECODE:
-            picked += heapq.nsmallest(SHORTLIST, pool, key=attrgetter("num_kv_tokens"))
+            picked += sorted(pool, key=NUM_KV_TOKENS)[:SHORTLIST]
         chosen |= {candidate.worker_id: candidate for candidate in picked}
     return list(chosen.values())
 
 
 class _Costs:
-    """Of one request on each candidate. The loops over candidates are here: plain arithmetic, since there may be
-    thousands."""
+    """Of one request on each candidate. The loops over candidates are here: plain arithmetic on local names, since this
+    is done for every request and every worker."""
 
     def __init__(
         self,
@@ -259,71 +260,61 @@ class _Costs:
         self._itl_s = objective.itl_s
         self._weights = weights
         self._prices = prices
+        self._pull = prices.pull_s, prices.pull_s_per_token
         self._pull_above = pull_above_tokens
-        self._session = b"".join(prompt.block_keys[:SESSION_BLOCKS])
-        sources = [c for c in candidates if c.num_cached_tokens and c.worker_id not in not_from]
-        self._longest = longest = max((c.num_cached_tokens for c in sources), default=0)
-        self._owner = min(
-            (c for c in sources if c.num_cached_tokens == longest),
-            key=lambda c: (c.wait_s, c.num_kv_tokens, self._tie_break(c.worker_id)),
-            default=None,
-        )
+        self._session = xxhash.xxh64_intdigest(b"".join(prompt.block_keys[:SESSION_BLOCKS]))
+        self._sources = [c for c in candidates if c.num_cached_tokens and c.worker_id not in not_from]
+        self._longest = max((c.num_cached_tokens for c in self._sources), default=0)
 
-    def on_prefill(self, candidate: Candidate) -> Terms:
-        costs, prices, held = candidate.costs, self._prices, candidate.num_cached_tokens
-        missing = self._longest - held
-        num_pulled, pull_s, extra_s = 0, 0.0, 0.0
-        if missing > 0:
-            extra_s = self._weights.affinity * missing * costs.s_per_token
-            if missing >= self._pull_above:
-                s_per_token = costs.s_per_token + costs.s_per_pair * (held + self._longest) / 2
-                pull_s = prices.pull_s + prices.pull_s_per_token * missing
-                if pull_s < s_per_token * missing:
-                    num_pulled = missing
-                else:
-                    pull_s = 0.0
-        compute_s = costs.prefill_s(self._prompt.num_tokens, held + num_pulled, candidate.chunk_tokens)
-        wait_s = candidate.wait_s
-        first_s = wait_s + pull_s + compute_s + extra_s
-        return Terms(
-            candidate.worker_id,
-            candidate.role,
-            held,
-            candidate.recent_s,
-            wait_s,
-            num_pulled,
-            pull_s,
-            compute_s,
-            first_s,
-        )
+    def on_prefill(self, pool: Sequence[Candidate]) -> list[Terms]:
+        """Until the first token, were it computed on a worker that does nothing else."""
+        num_tokens, longest, pull_above = self._prompt.num_tokens, self._longest, self._pull_above
+        affinity, pull_s_at_least, pull_s_per_token = self._weights.affinity, *self._pull
+        found = []
+        for c in pool:
+            costs, held, wait_s = c.costs, c.num_cached_tokens, c.wait_s
+            num_pulled, pull_s, extra_s, missing = 0, 0.0, 0.0, longest - held
+            if missing > 0:
+                extra_s = affinity * missing * costs.s_per_token
+                if missing >= pull_above:
+                    compute_s_per_token = costs.s_per_token + costs.s_per_pair * (held + longest) / 2
+                    pull_s = pull_s_at_least + pull_s_per_token * missing
+                    if pull_s < compute_s_per_token * missing:
+                        num_pulled = missing
+                    else:
+                        pull_s = 0.0
+            compute_s = costs.prefill_s(num_tokens, held + num_pulled, c.chunk_tokens)
+            first_s = wait_s + pull_s + compute_s + extra_s
+            found.append(Terms(c.worker_id, c.role, held, c.recent_s, wait_s, num_pulled, pull_s, compute_s, first_s))
+        return found
 
-    def on_decode(self, candidate: Candidate) -> Terms:
-        terms = self.on_prefill(candidate)
-        costs, prompt, num_decoding = candidate.costs, self._prompt, candidate.num_decoding
-        num_missing = prompt.num_tokens - candidate.num_cached_tokens
-        lacking = num_missing + prompt.num_expected_tokens - candidate.room_tokens
-        if lacking > 0:
-            terms.room_s = lacking / max(candidate.freed_tokens_per_s, 1.0)
-        decoding_s = costs.decoding_s(num_decoding, candidate.num_kv_tokens)
-        if num_decoding:
-            # Prompts share steps with sequences that decode, in chunks that keep these within their objective.
-            between_s = costs.s_overhead + decoding_s
-            chunk_s = costs.s_per_token * candidate.chunk_tokens
-            chunk_s = min(chunk_s, max(ITL_TARGET * self._itl_s - between_s, chunk_s / LEAST_SHARE))
-            stretch = 1.0 + between_s / chunk_s if chunk_s > 0 else 1.0
+    def on_decode(self, pool: Sequence[Candidate]) -> list[Terms]:
+        """Both: until the first token, were it computed on a worker that decodes as well, and what comes after."""
+        prompt, prices, interference, itl_s = self._prompt, self._prices, self._weights.interference, self._itl_s
+        num_tokens, num_expected = prompt.num_tokens, prompt.num_expected_tokens
+        found = self.on_prefill(pool)
+        for c, terms in zip(pool, found, strict=True):
+            costs, num_decoding, num_missing = c.costs, c.num_decoding, num_tokens - c.num_cached_tokens
+            lacking = num_missing + num_expected - c.room_tokens
+            if lacking > 0:
+                terms.room_s = lacking / max(c.freed_tokens_per_s, 1.0)
             alone_s, extra_s = terms.compute_s, terms.first_s - terms.wait_s - terms.compute_s
-            terms.wait_s *= stretch
-            terms.compute_s *= stretch
-            terms.first_s = extra_s + terms.compute_s + self._weights.interference * num_decoding * alone_s
-        else:
-            terms.first_s -= terms.wait_s
-        terms.first_s += max(terms.wait_s, terms.room_s)
-        terms.exposed_s = self._prices.exposed_s + self._prices.exposed_s_per_token * num_missing
-        terms.step_s = step_s = costs.step_s(num_decoding + 1, 0, 1, prompt.num_tokens) + decoding_s
-        # Steps above the objective are of no use to anybody.
-        breach_s = step_s - self._itl_s
-        terms.answer_s = prompt.num_expected_tokens * (step_s + BREACH * breach_s if breach_s > 0 else step_s)
-        return terms
+            if num_decoding:
+                # Prompts share steps with sequences that decode, in chunks that keep these within their objective.
+                between_s = costs.s_overhead + costs.decoding_s(num_decoding, c.num_kv_tokens)
+                chunk_s = costs.s_per_token * c.chunk_tokens
+                chunk_s = min(chunk_s, max(ITL_TARGET * itl_s - between_s, chunk_s / LEAST_SHARE))
+                stretch = 1.0 + between_s / chunk_s if chunk_s > 0 else 1.0
+                terms.wait_s *= stretch
+                terms.compute_s *= stretch
+                extra_s += interference * num_decoding * alone_s
+            terms.first_s = max(terms.wait_s, terms.room_s) + terms.compute_s + extra_s
+            terms.exposed_s = prices.exposed_s + prices.exposed_s_per_token * num_missing
+            terms.step_s = step_s = costs.decode_step_s(num_decoding + 1, c.num_kv_tokens + num_tokens)
+            # Steps above the objective are of no use to anybody.
+            breach_s = step_s - itl_s
+            terms.answer_s = num_expected * (step_s + BREACH * breach_s if breach_s > 0 else step_s)
+        return found
 
     def least(self, pool: Sequence[Terms], cost: Callable[[Terms], float]) -> Terms:
         """The cheapest. Of those that are equally cheap, the session's own two are looked at, and the one that has
@@ -348,10 +339,16 @@ class _Costs:
         prefill_worker = computes.worker_id if mode is Mode.SPLIT else ""
         source, num_tokens = "", 0
         if computes.num_pulled:
-            assert self._owner is not None
-            source, num_tokens = self._owner.worker_id, self._longest
+            source, num_tokens = self._owner().worker_id, self._longest
         return Placement(mode, decodes.worker_id, prefill_worker, source, num_tokens, prediction, considered)
 
-    def _tie_break(self, worker_id: str) -> bytes:
+    def _owner(self) -> Candidate:
+        """Of those that hold the longest prefix, the one with the least to do."""
+        owners = [c for c in self._sources if c.num_cached_tokens == self._longest]
+        least = min((c.wait_s, c.num_kv_tokens) for c in owners)
+        idle = [c for c in owners if (c.wait_s, c.num_kv_tokens) == least]
+        return min(idle, key=lambda c: self._tie_break(c.worker_id))
+
+    def _tie_break(self, worker_id: str) -> int:
         """Rendezvous (highest random weight) hashing, Thaler and Ravishankar 1998."""
-        return hashlib.blake2b(self._session + worker_id.encode(), digest_size=8).digest()
+        return xxhash.xxh64_intdigest(worker_id.encode(), self._session)
