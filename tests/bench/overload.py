@@ -56,50 +56,72 @@ class Run:
     def count(self, counts: Callable[[Outcome], bool]) -> int:
         return sum(map(counts, self.outcomes))
 
+    @property
+    def served_per_s(self) -> float:
+        return self.count(lambda o: not (o.error or o.was_refused)) / self.lasted_s
+
+    @property
+    def good_per_s(self) -> float:
+        return self.count(lambda o: o.is_good) / self.lasted_s
+
+    @property
+    def longest_wait_s(self) -> float:
+        """For a first token or a refusal."""
+        return max(outcome.answered_s for outcome in self.outcomes)
+
+    def of(self, tenant: str) -> Run:
+        return Run(self.lasted_s, [outcome for outcome in self.outcomes if outcome.tenant == tenant])
+
 
 def run(quick: bool) -> Report:
-    closed_s, open_s = (15.0, 30.0) if quick else (40.0, 90.0)
+    capacity, overload, preemptions = measure(*((15.0, 30.0) if quick else (40.0, 90.0)))
+    return Report("overload", [_table(capacity, overload, preemptions)])
+
+
+def measure(closed_s: float, open_s: float, **settings: str) -> tuple[Run, Run, int]:
+    """The capacity, the overload, and how often a sequence was preempted.
+
+    Args:
+        settings: of the cluster.
+    """
     with TemporaryDirectory() as folder:
         tenants = Path(folder) / "tenants.yaml"
         hashes = {name: {"key_sha256": [hashlib.sha256(name.encode()).hexdigest()]} for name in ("large", "small")}
         tenants.write_text(yaml.safe_dump(hashes))
-        with running_cluster("--prefill", "1", "--decode", "1", router_tenants_file=str(tenants)) as cluster:
+        with running_cluster(
+            "--prefill", "1", "--decode", "1", router_tenants_file=str(tenants), **settings
+        ) as cluster:
             rng = random.Random(5)
-            asyncio.run(_closed(cluster, rng, 8.0))  # the workers learn what their steps take
+            asyncio.run(_closed(cluster, rng, min(8.0, closed_s / 2)))  # the workers learn what their steps take
             capacity = asyncio.run(_closed(cluster, rng, closed_s))
-            overload = asyncio.run(_open(cluster, rng, open_s, OVERLOAD * _rate(capacity)))
-            preemptions = sum(w["preemptions"] for w in cluster.client.status()["workers"])
-    return Report("overload", [_table(capacity, overload, preemptions)])
-
-
-def _rate(run: Run) -> float:
-    return run.count(lambda o: not o.error) / run.lasted_s
+            overload = asyncio.run(_open(cluster, rng, open_s, OVERLOAD * capacity.served_per_s))
+            preemptions = sum(w["preemptions"] for w in cluster.wait_until_idle()["workers"])
+    return capacity, overload, preemptions
 
 
 def _table(capacity: Run, overload: Run, preemptions: int) -> Table:
-    good, late = overload.count(lambda o: o.is_good), max(o.answered_s for o in overload.outcomes)
     table = Table(
         f"Overload: {NUM_PROMPT_TOKENS} prompt and {NUM_OUTPUT_TOKENS} answer tokens, {OVERLOAD:g} times the capacity",
         ("", "value"),
         note=f"Objective: first token within {TTFT_S:g} s, {ITL_S:g} s between tokens. Goodput counts from the first "
         "arrival to the last answer.",
     )
-    rows: list[tuple[str, str]] = [
-        ("capacity, requests/s", f"{_rate(capacity):.2f}"),
+    table.rows += [
+        ("capacity, requests/s", f"{capacity.served_per_s:.2f}"),
         ("offered, requests/s", f"{len(overload.outcomes) / overload.lasted_s:.2f}"),
-        ("good, requests/s", f"{good / overload.lasted_s:.2f}"),
-        ("good, of the capacity", f"{good / overload.lasted_s / _rate(capacity):.2f}"),
+        ("good, requests/s", f"{overload.good_per_s:.2f}"),
+        ("good, of the capacity", f"{overload.good_per_s / capacity.served_per_s:.2f}"),
         ("refused", f"{overload.count(lambda o: o.was_refused)} of {len(overload.outcomes)}"),
         ("failed otherwise", f"{overload.count(lambda o: bool(o.error))}"),
         ("served, objective missed", f"{overload.count(lambda o: not (o.error or o.was_refused or o.is_good))}"),
-        ("longest wait for a token or a refusal, s", f"{late:.1f}"),
+        ("longest wait for a token or a refusal, s", f"{overload.longest_wait_s:.1f}"),
         ("preemptions", f"{preemptions}"),
     ]
     for tenant in ("large", "small"):
-        asked = overload.count(lambda o, tenant=tenant: o.tenant == tenant)  # type: ignore[misc]
-        served = overload.count(lambda o, tenant=tenant: o.tenant == tenant and o.is_good)  # type: ignore[misc]
-        rows.append((f"{tenant} tenant: good of asked", f"{served} of {asked}"))
-    table.rows += rows
+        run = overload.of(tenant)
+        table.rows.append(
+            (f"{tenant} tenant: good of asked", f"{run.count(lambda o: o.is_good)} of {len(run.outcomes)}")
+        )
     return table
 
 

@@ -1,0 +1,25 @@
+"""Twice what the cluster can bear.
+
+The arithmetic engine sleeps as long as computing would take, so that the machine's own load says little;
+`tests/bench/overload.py` does the same with the real model.
+"""
+
+from __future__ import annotations
+
+from router.admission import PATIENCE
+from tests.bench.overload import TTFT_S, measure
+
+SLOW = {"engine_runner": "arithmetic", "engine_arithmetic_token_ms": "2", "engine_arithmetic_step_ms": "10"}
+
+
+def test_twice_the_load_costs_nobody_what_it_has() -> None:
+    capacity, overload, preemptions = measure(10.0, 20.0, **SLOW)
+    assert preemptions == 0, "room to decode was there before the prompts were computed"
+    assert [o.error for o in overload.outcomes if o.error] == [], "a refusal is the only failure"
+    assert overload.count(lambda o: o.was_refused) > 0, "else this was no overload"
+    assert overload.longest_wait_s < PATIENCE * TTFT_S + 1.0, "everybody is answered"
+    assert overload.good_per_s > 0.8 * capacity.served_per_s, "work is not thrown away"
+    small, large = overload.of("small"), overload.of("large")
+    share_of_small = small.count(lambda o: o.is_good) / len(small.outcomes)
+    share_of_large = large.count(lambda o: o.is_good) / len(large.outcomes)
+    assert share_of_small >= min(0.9, share_of_large), "nobody is starved"
