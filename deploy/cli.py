@@ -305,6 +305,10 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Of whatever is random.")] = 0,
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0: one a core.")] = 0,
     plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write pictures (PNG) there.")] = None,
+    tell_all: Annotated[
+        bool, typer.Option("--tell-all", help="Workers know the objectives under the other policies too.")
+    ] = False,
+    error: Annotated[float, typer.Option(help="This router takes steps to cost so many times the truth.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace through this router's placement and through those of others, in virtual time.
@@ -335,6 +339,8 @@ def simulate(
         tuple(load or ()),
         tuple(pools or ()),
         plot,
+        tell_all,
+        error,
     )
     run(options, as_json, console)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -53,10 +53,15 @@ class Options:
     """Instead of `prefill` and `decode`, each "P:D"."""
     plot: Path | None = None
     """Folder."""
+    tells_all: bool = False
+    error: float = 1.0
+    """See `Scenario`."""
 
     def settings(self) -> list[Setting]:
         """Every load on all pools. Raises ConfigError."""
         pools = [pools_of(text) for text in self.pools] or [(self.prefill, self.decode)]
+        if not self.error > 0:
+            raise ConfigError(f"--error must be more than 0, got {self.error}")
         for load in self.loads:
             if not load > 0:
                 raise ConfigError(f"--load must be more than 0, got {load}")
@@ -74,7 +79,7 @@ def run(options: Options, as_json: bool, log: Console) -> None:
         print("policies:", *POLICIES)  # noqa: T201
         return
     settings = options.settings()
-    scenario = scenario_of(options)
+    scenario = replace(scenario_of(options), tells_all=options.tells_all, error=options.error)
     policies = options.policies or POLICIES
     log.print(
         f"{scenario.trace.name}: {len(scenario.trace.requests)} requests, prefill:decode workers "
@@ -164,6 +169,8 @@ def _document(options: Options, scenario: Scenario, ceiling: float, cells: list[
         "profile": None if options.costs else options.profile,
         "costs": scenario.costs.as_dict(),
         "blocks": scenario.shape.num_blocks,
+        "tell_all": options.tells_all,
+        "error": options.error,
         "objective": {"ttft_ms": options.ttft_ms, "itl_ms": options.itl_ms},
         "policies": [cell.as_dict() for cell in cells],
     }

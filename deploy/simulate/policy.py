@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from baton.costs import PRIOR, StepCosts
+from router.placement import NO_OBJECTIVE, Objective
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,10 +95,15 @@ class Placer(Protocol):
 
 
 class TwoLegs:
-    """A policy of the field: it knows of no pulling, and splits every request of a split pool."""
+    """A policy of the field: it knows of no pulling, and splits every request of a split pool.
 
-    def __init__(self, policy: Policy) -> None:
+    Args:
+        told: what the workers are told of every request; the routers of the field tell nothing.
+    """
+
+    def __init__(self, policy: Policy, told: Objective = NO_OBJECTIVE) -> None:
         self._policy = policy
+        self._told = told
         self.name = policy.name
 
     def place(
@@ -105,9 +111,12 @@ class TwoLegs:
     ) -> Decision:
         if not prefill:
             worker = self._policy.choose(request, decode)
-            return Decision(worker, worker)
+            return self._decision(worker, worker)
         decodes = self._policy.choose_decode(request, decode)
-        return Decision(self._policy.choose(request, prefill), decodes)
+        return self._decision(self._policy.choose(request, prefill), decodes)
+
+    def _decision(self, computes: int, decodes: int) -> Decision:
+        return Decision(computes, decodes, ttft_s=self._told.ttft_s, itl_s=self._told.itl_s)
 
     def computed(self, request: TraceRequest, now_s: float) -> None:
         pass

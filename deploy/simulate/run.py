@@ -17,7 +17,7 @@ from deploy.simulate.policy import TwoLegs
 from deploy.simulate.production import Production
 from deploy.simulate.report import Result, result_of
 from deploy.simulate.world import World
-from router.placement import Objective, Prices
+from router.placement import NO_OBJECTIVE, Objective, Prices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +44,8 @@ class Scenario:
     seed: int = 0
     error: float = 1.0
     """The router's predictions of what steps take are so many times the truth."""
+    tells_all: bool = False
+    """The workers know the objectives under every policy, not only under this router's."""
     router: RouterConfig = field(default_factory=RouterConfig)
     knows_lengths: bool = False
     """Requests ask for exactly as many tokens as they get, as those of `baton bench` do, and the router knows it."""
@@ -101,4 +103,5 @@ def _placer(policy: str, scenario: Scenario) -> Placer:
         return Production(
             scenario.router, scenario.objective, prices, scenario.error, knows_lengths=scenario.knows_lengths
         )
-    return TwoLegs(BASELINES[policy](scenario.seed, scenario.shape.block_tokens))
+    told = scenario.objective if scenario.tells_all else NO_OBJECTIVE
+    return TwoLegs(BASELINES[policy](scenario.seed, scenario.shape.block_tokens), told)

@@ -40,7 +40,8 @@ def test_policies_are_compared_on_a_trace(trace: Path) -> None:
     first = baton(str(trace), *ARGUMENTS, "--json")
     assert first.returncode == 0, first.stderr
     report = json.loads(first.stdout)
-    assert (report["trace"], report["num_requests"], report["decode"]) == ("talk", 60, 3)
+    assert (report["trace"], report["num_requests"]) == ("talk", 60)
+    assert {(result["prefill"], result["decode"], result["load"]) for result in report["policies"]} == {(0, 3, 1.0)}
     by_name = {result["policy"]: result for result in report["policies"]}
     assert list(by_name) == ["baton", "greedy_4"]
     for result in by_name.values():
@@ -56,7 +57,45 @@ def test_the_table_fits_a_terminal_and_the_workers_may_be_split(trace: Path) -> 
     rows = [line.split() for line in done.stdout.splitlines()]
     assert {row[0] for row in rows} >= {"policy", "baton", "greedy_4"}
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "30 requests, 2 prefill and 3 decode workers" in done.stderr.replace("\n", " ")
+    assert "30 requests, prefill:decode workers 2:3" in done.stderr.replace("\n", " ")
+
+
+def test_a_grid_of_loads_and_pools_in_a_table_and_in_pictures(trace: Path, tmp_path: Path) -> None:
+    grid = ("--pools", "0:3", "--pools", "1:2", "--load", "1", "--load", "4", "--plot", str(tmp_path / "pictures"))
+    done = baton(str(trace), *ARGUMENTS, *grid)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    cells = [tuple(row[:3]) for row in rows if len(row) > 2 and row[1] in ("baton", "greedy_4")]
+    wanted = [(x, policy, pools) for x in "14" for policy in ("baton", "greedy_4") for pools in ("0:3", "1:2")]
+    assert sorted(cells) == wanted
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    pictures = sorted((tmp_path / "pictures").iterdir())
+    assert [picture.name for picture in pictures] == ["cache.png", "goodput.png", "ttft.png"]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_what_the_workers_are_told_is_what_sets_policies_apart(trace: Path) -> None:
+    """One worker, long prompts, a tight objective between tokens: who is told of it computes in smaller chunks."""
+
+    def itl_p99(*more: str) -> float:
+        arguments = ("--decode", "1", "--blocks", "400", "--policy", "least_load", "--itl-ms", "30", "--load", "20")
+        report = json.loads(baton(str(trace), *arguments, *more, "--json").stdout)
+        value: float = report["policies"][0]["itl_s"][2]
+        return value
+
+    assert itl_p99("--tell-all") < 0.5 * itl_p99()
+
+
+def test_wrong_grids_are_refused_in_a_sentence(trace: Path) -> None:
+    for arguments, sentence in (
+        (("--pools", "8"), "--pools takes PREFILL:DECODE"),
+        (("--pools", "1:0"), "--pools takes PREFILL:DECODE"),
+        (("--load", "0"), "--load must be more than 0"),
+        (("--error", "0"), "--error must be more than 0"),
+    ):
+        done = baton(str(trace), *arguments)
+        assert done.returncode == 1, done
+        assert sentence in done.stderr.replace("\n", " ")
 
 
 OPTIONS = Options(TraceOptions(None), 0, 8, 5000, "llama-3-8b@h200", None, 0, (), 5000.0, 100.0, 1)
