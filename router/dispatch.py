@@ -1,7 +1,7 @@
 """Serves one choice on the workers: place, reserve, prefill, hand over, decode; and again when a worker fails.
 
     split         Decode(await_kv) --> ticket --> Prefill(ticket) --> first token --> KV handed over --> further tokens
-                  `----- the open stream is the reservation ------------------------------------------------ ... ---'
+                  `----- the open call is the reservation -------------------------------------------------- ... ---'
     aggregated    Decode --> all tokens
 
 Whoever computes the prompt may be told a source: a worker with a longer prefix of it, from which it pulls first.
@@ -155,13 +155,15 @@ class Dispatcher:
             NoWorker, WorkerFailed, TransferError: the choice could not be served within `max_attempts` placements.
         """
         expected = self._history.expect(claim.tenant.id, spec.max_tokens, spec.ignore_eos)
-        spec = replace(spec, priority=claim.priority, itl_s=claim.objective.itl_s, num_expected_tokens=expected)
         lessons = _Lessons()
         for attempt in range(self._config.max_attempts):
             current = replace(
                 spec,
                 token_ids=spec.token_ids + tuple(record.emitted),
                 attempt=attempt,
+                priority=claim.priority,
+                itl_s=claim.objective.itl_s,
+                num_expected_tokens=expected,
                 ttft_s=max(0.0, claim.arrived_s + claim.objective.ttft_s - time.monotonic()),
             )
             mode = self._config.mode

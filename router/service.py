@@ -123,10 +123,12 @@ class RouterService:
                 settle.begin(request_id, params, len(prompt_ids), records)
                 spec = self._sequence_spec(request_id, prompt_ids, params, tenant)
                 choices = [
-                    self._choice(replace(spec, choice_index=index), claim, params, record, settle.trace)
+                    self._choice(
+                        replace(spec, choice_index=index) if index else spec, claim, params, record, settle.trace
+                    )
                     for index, record in enumerate(records)
                 ]
-                async with contextlib.aclosing(merged(choices)) as chunks:
+                async with contextlib.aclosing(choices[0] if len(choices) == 1 else merged(choices)) as chunks:
                     async for chunk in chunks:
                         yield settle.book(replace(chunk, text="") if request.skip_text else chunk)
             self._limiter.record(time.monotonic() - settle.arrived_s)
@@ -212,11 +214,6 @@ class RouterService:
 
 async def merged(choices: list[AsyncGenerator[GenerateChunk]]) -> AsyncGenerator[GenerateChunk]:
     """The chunks of all choices as they come. The first failure ends all of them."""
-    if len(choices) == 1:
-        async with contextlib.aclosing(choices[0]) as chunks:
-            async for chunk in chunks:
-                yield chunk
-        return
     queue: asyncio.Queue[GenerateChunk | Exception | None] = asyncio.Queue(maxsize=len(choices))
 
     async def pump(choice: AsyncGenerator[GenerateChunk]) -> None:

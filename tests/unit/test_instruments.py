@@ -78,3 +78,20 @@ def test_objectives_and_predictions_have_instruments() -> None:
         'baton_placement_prediction_error_bucket{le="0.2",of="ttft"} 1.0',
         'baton_placement_prediction_error_count{of="ttft"} 1.0',
     }
+
+
+def test_a_bucket_holds_its_bound_and_every_row_has_every_label() -> None:
+    instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
+    for value in (0.01, 0.011, 100.0):
+        instruments.request_duration.record(value, {"gen_ai.operation.name": "chat"})
+    instruments.request_duration.record(0.5, {"error.type": "Overloaded", "gen_ai.operation.name": "chat"})
+    found = instruments.exposition().decode().splitlines()
+    name, chat = "gen_ai_server_request_duration_seconds", 'error_type="",gen_ai_operation_name="chat"'
+    assert f"# TYPE {name} histogram" in found
+    assert f'{name}_bucket{{{chat},le="0.01"}} 1.0' in found
+    assert f'{name}_bucket{{{chat},le="0.02"}} 2.0' in found
+    assert f'{name}_bucket{{{chat},le="81.92"}} 2.0' in found
+    assert f'{name}_bucket{{{chat},le="+Inf"}} 3.0' in found
+    assert f"{name}_sum{{{chat}}} 100.021" in found
+    assert f'{name}_count{{error_type="Overloaded",gen_ai_operation_name="chat"}} 1.0' in found
+    assert not any("baton_retries" in line for line in found), "nothing was booked"

@@ -31,7 +31,7 @@ from baton.messages import (
 from baton.rpc import RpcServer, channel
 from baton.rpc.calls import CallServicer
 from baton.sampling import FinishReason
-from baton.v1 import worker_pb2_grpc
+from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
 
 pytestmark = pytest.mark.asyncio
@@ -79,10 +79,14 @@ class Engine:
             self.freed.append(name)
 
 
+def serving(engine: Engine, port: int = 0) -> contextlib.AbstractAsyncContextManager[tuple[RpcServer, int]]:
+    return served(CallServicer(decode=engine.decode), port)
+
+
 @contextlib.asynccontextmanager
-async def serving(engine: Engine, port: int = 0) -> AsyncIterator[tuple[RpcServer, int]]:
+async def served(servicer: worker_pb2_grpc.WorkerCallsServicer, port: int = 0) -> AsyncIterator[tuple[RpcServer, int]]:
     rpc = RpcServer(("baton.v1.WorkerCalls",))
-    worker_pb2_grpc.add_WorkerCallsServicer_to_server(CallServicer(decode=engine.decode), rpc.server)
+    worker_pb2_grpc.add_WorkerCallsServicer_to_server(servicer, rpc.server)
     port = rpc.bind("127.0.0.1", port)
     await rpc.start()
     try:
@@ -204,30 +208,54 @@ async def test_what_comes_of_a_call_after_it_was_left_is_dropped() -> None:
                     late: list[tuple[int, Event]] = [(1, tokens_of("1", 1)), (1, Failed("WorkerFailed", "late"))]
                     await context.write(wire.serve_response([*late, (1, Ended()), (2, tokens_of("2", 0))]))
 
-    rpc = RpcServer(("baton.v1.WorkerCalls",))
-    worker_pb2_grpc.add_WorkerCallsServicer_to_server(Late(), rpc.server)
-    worker = worker_at(rpc.bind("127.0.0.1", 0))
-    await rpc.start()
-    async with router() as calls:
-        async with calls.decode(worker, spec("1"), await_kv=False, trace=Context()) as first:
+    async with served(Late()) as (_, port), router() as calls:
+        async with calls.decode(worker_at(port), spec("1"), await_kv=False, trace=Context()) as first:
             assert await read(first) == tokens_of("1", 0)
-        async with calls.decode(worker, spec("2"), await_kv=False, trace=Context()) as second:
+        async with calls.decode(worker_at(port), spec("2"), await_kv=False, trace=Context()) as second:
             assert await read(second) == tokens_of("2", 0)
     assert [type(command) for command in received[:3]] == [Start, Cancel, Start]
-    await rpc.stop(0)
+
+
+async def test_an_event_of_a_newer_version_fails_its_call() -> None:
+    class Newer(worker_pb2_grpc.WorkerCallsServicer):
+        async def Serve(self, requests: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+            async for _ in requests:
+                await context.write(worker_pb2.ServeResponse(events=[worker_pb2.Event(call_id=1)]))
+
+    async with served(Newer()) as (_, port), router() as calls:
+        stream = calls.decode(worker_at(port), spec("1"), await_kv=False, trace=Context())
+        failure = await failure_of(stream.read())
+    assert (type(failure.error), "newer version" in str(failure)) == (WorkerFailed, True)
 
 
 async def test_a_call_that_has_ended_is_not_cancelled() -> None:
     """The last tokens and the end come in one frame, so that a served call costs the router one message."""
-    engine = Engine()
-    async with joined(engine) as call, call("2") as other:
-        async with call("1") as stream:
-            engine.say("1", NewTokens((7,), FinishReason.LENGTH), None)
-            assert await read(stream) == NewTokens((7,), FinishReason.LENGTH)
-            assert await failure_of(stream.read()), "and nothing more"
-        engine.say("2", tokens_of("2", 0))
-        await read(other)
-        assert list(engine.freed) == ["1"]
+    engine, received = Engine(), list[Start | Cancel]()
+
+    class Recording(CallServicer):
+        async def Serve(self, requests: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+            async def recorded() -> AsyncIterator[worker_pb2.ServeRequest]:
+                async for frame in requests:
+                    received.extend(wire.commands(frame))
+                    yield frame
+
+            await super().Serve(recorded(), context)
+
+    async with served(Recording(decode=engine.decode)) as (_, port), router() as calls:
+        for name in "12":
+            async with calls.decode(worker_at(port), spec(name), await_kv=False, trace=Context()) as stream:
+                engine.say(name, NewTokens((7,), FinishReason.LENGTH), None)
+                assert await read(stream) == NewTokens((7,), FinishReason.LENGTH)
+        assert "ended the call early" in str(await failure_of(stream.read())), "and nothing more comes"
+        async with calls.decode(worker_at(port), spec("3"), await_kv=False, trace=Context()):
+            await soon(lambda: engine.held)
+        await soon(lambda: len(engine.freed) == 3)
+    assert [(type(command), command.call_id) for command in received] == [
+        (Start, 1),
+        (Start, 2),
+        (Start, 3),
+        (Cancel, 3),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -298,16 +326,19 @@ async def test_the_end_of_the_stream_fails_all_its_calls_at_once_and_the_next_ca
 
 
 async def test_a_router_that_goes_away_frees_all_its_calls_and_no_other_routers() -> None:
+    """Both count their calls from one."""
     engine = Engine()
     async with serving(engine) as (_, port), router() as staying:
-        other = staying.decode(worker_at(port), spec("9"), await_kv=False, trace=Context())
+        others = [staying.decode(worker_at(port), spec(name), await_kv=False, trace=Context()) for name in "789"]
+        await soon(lambda: len(engine.held) == 3)
         async with router() as leaving:
-            for name in "123":
+            for name in "12":
                 leaving.decode(worker_at(port), spec(name), await_kv=False, trace=Context())
-            await soon(lambda: len(engine.held) == 4)
-        await soon(lambda: engine.held == {"9"})
-        engine.say("9", tokens_of("9", 0))
-        assert await read(other) == tokens_of("9", 0)
+            await soon(lambda: len(engine.held) == 5)
+        await soon(lambda: sorted(engine.freed) == ["1", "2"])
+        for name, other in zip("789", others, strict=True):
+            engine.say(name, tokens_of(name, 0))
+            assert await read(other) == tokens_of(name, 0)
 
 
 async def test_nothing_breaks_into_the_cleaning_up_of_a_call_that_was_left(caplog: pytest.LogCaptureFixture) -> None:
