@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from baton.api import Chat, GenerateChunk, GenerateRequest, Usage
@@ -44,9 +44,9 @@ def app_of(service: Service) -> Any:
     return create_app(stand_in, tenants, lambda: "", lambda: b"")
 
 
-async def post(service: Service, body: bytes, content_type: str | None = "application/json") -> httpx.Response:
+async def post(service: Service, body: bytes, content_type: str | None = "application/json") -> httpx2.Response:
     headers = {"content-type": content_type} if content_type else {}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app_of(service)), base_url="http://baton") as client:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app_of(service)), base_url="http://baton") as client:
         return await client.post("/v1/chat/completions", content=body, headers=headers)
 
 
