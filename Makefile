@@ -6,7 +6,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progre
 STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract
 # What these hold against the clock, another test beside them would hold up. The others wait most of their time.
-ALONE := tests/chaos $(addprefix tests/integration/, test_admission.py test_overload.py test_transfer_processes.py)
+ALONE := tests/chaos $(addprefix tests/integration/, test_admission.py test_overload.py test_prefix_pull.py \
+	test_transfer_processes.py)
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: serve test chaos check proto bench clean install

@@ -188,7 +188,7 @@ class IndexConfig:
 class SloClassConfig:
     """What the requests of one class are held against, and how their placement weighs."""
 
-    ttft_ms: float = 30_000.0
+    ttft_ms: float = 60_000.0
     """Objective: time to first token. A request that is predicted to miss it because others come first is refused."""
     itl_ms: float = 1_000.0
     """Objective: mean time between tokens. Workers compute no more of other prompts in a step than keeps it."""
