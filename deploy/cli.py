@@ -56,8 +56,8 @@ ItlMs = Annotated[float, typer.Option(help="Objective: mean time between tokens 
 
 @app.command()
 def up(
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers.  [default: 1]")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers.  [default: 1]")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers.", show_default="1")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers.", show_default="1")] = None,
     model: Annotated[
         str | None, typer.Option(help="A hub id, a local folder, or smollm2-135m-instruct (the default).")
     ] = None,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 import time
 
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from baton.engine.arithmetic import expected_tokens
-from tests.chaos.fleet import Fleet, running_fleet
+from tests.chaos.fleet import Clients, Fleet, running_fleet
 from tests.integration.cluster import is_idle, request
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "20"))
@@ -19,7 +18,7 @@ PERIOD_S = 2.0
 NUM_CLIENTS = 6
 
 
-class Load:
+class Load(Clients):
     """Clients that ask one request after the other, and check every token."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -27,19 +26,7 @@ class Load:
         self.num_retries = 0
         self.failures: list[str] = []
         self._fleet = fleet
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(NUM_CLIENTS)]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120)
-            assert not thread.is_alive(), "a request hangs"
+        super().__init__(self._ask, NUM_CLIENTS)
 
     def _ask(self, number: int) -> None:
         rng = random.Random(number)

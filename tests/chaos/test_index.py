@@ -21,7 +21,7 @@ import redis
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from baton.engine.arithmetic import expected_tokens
-from tests.chaos.fleet import FENCED, Fleet, RouterProcess, running_fleet
+from tests.chaos.fleet import FENCED, Clients, Fleet, RouterProcess, running_fleet
 from tests.integration.cluster import is_idle, request
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "0"))
@@ -71,7 +71,7 @@ class Tally:
         return f"{self.num_stale} stale of {self.num_hits} hits ({self.stale_share:.2%})"
 
 
-class Load:
+class Load(Clients):
     """Clients that go on with their conversations, each turn at another router, and check every token."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -79,8 +79,7 @@ class Load:
         self._fleet = fleet
         self._done = Tally()
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._talk, args=(number,)) for number in range(NUM_CLIENTS)]
+        super().__init__(self._talk, NUM_CLIENTS)
 
     def tally(self) -> Tally:
         samples = [sample for router in self._fleet.routers for sample in router.metrics()]
@@ -89,17 +88,6 @@ class Load:
         done.num_stale = _sum(samples, "baton_index_stale_hints_total")
         done.num_placements = _sum(samples, "baton_placements_total")
         return done
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120)
-            assert not thread.is_alive(), "a request hangs"
 
     def _talk(self, number: int) -> None:
         rng = random.Random(number)
