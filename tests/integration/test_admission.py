@@ -451,7 +451,7 @@ def test_the_command_line_explains_where_a_request_went(arithmetic_cluster: Clus
     assert (told["request_id"], told["choice_index"], told["mode"], told["outcome"]) == (name, 0, "split", "let in")
     assert (told["prefill_worker"], told["decode_worker"]) == (timing.prefill_worker, timing.decode_worker)
     assert (told["tenant"], told["slo_class"], told["priority"]) == ("default", "default", 0)
-    assert (told["ttft_objective_s"], told["itl_objective_s"]) == (30.0, 1.0)
+    assert (told["ttft_objective_s"], told["itl_objective_s"]) == (60.0, 1.0)
     assert (told["num_prompt_tokens"], told["num_expected_tokens"]) == (300, 8)
     assert 0 < told["predicted_ttft_s"] < 5
     assert 0 < told["measured_ttft_s"] <= timing.ttft_s
