@@ -120,6 +120,10 @@ class WorkerLoad:
     """Sequences that had to give their blocks back and were computed again, since the worker started."""
     costs: StepCosts = PRIOR
     """What the engine's steps take, fitted from those that it has done."""
+    busy_s: float = 0.0
+    """Spent in steps, since the worker started."""
+    computed_tokens: int = 0
+    """In those steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,20 @@ class RouterInfo:
     grpc: str
     http: str
     mirror_lag_s: float
+    met: int = 0
+    """Requests since the router started that met their objectives."""
+    missed: int = 0
+    """Those that were let in, and came too late or failed."""
+    rejected: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerInfo:
+    """The process that keeps the pools as they should be."""
+
+    pid: int
+    address: str
+    """host:port of its `Admin` service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,5 +179,7 @@ class ClusterStatus:
     redis_address: str
     redis_ok: bool
     models: tuple[ServedModel, ...]
+    controller: ControllerInfo | None = None
+    """None: none is known."""
     mirrored_blocks: dict[str, int] = field(default_factory=dict)
     """By worker: how many blocks the router that answers believes it to hold."""

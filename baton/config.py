@@ -264,6 +264,17 @@ class ClusterConfig:
     http_port: int = 8000
     cache_dir: str = ""
     """Converted models. Empty: the user's cache folder, `baton/`."""
+    routers: int = 1
+    """Router processes that `baton up` runs behind one address. They share nothing but Redis."""
+    ray_address: str = ""
+    """host:port of a Ray cluster to join, whose nodes take as many workers as they have of the resource `baton_worker`.
+    Empty: `baton up` starts one of this machine alone."""
+    state_file: str = ""
+    """Where the controller keeps the desired pool sizes, so that they outlive it. Empty: for the life of `baton up`."""
+    gpus_per_worker: float = 0.0
+    """0: one, or an equal share where the pools start with more workers than there are GPUs."""
+    drain_timeout_s: float = 30.0
+    """How long a worker that leaves may take to hand over what it does. What is left then is computed again."""
     start_timeout_s: float = 180.0
     stop_timeout_s: float = 20.0
 

@@ -8,6 +8,9 @@
     ├── Overloaded                 RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
+    ├── WorkerDraining             UNAVAILABLE          503   a worker takes no new work; another may serve
+    ├── NoController               UNAVAILABLE          503   nobody is there who could change the pools
+    ├── Conflict                   FAILED_PRECONDITION  409   an order that does not fit what runs; the reason is told
     ├── TransferError              ABORTED              503   KV did not arrive; the prompt is recomputed elsewhere
     │   ├── TransferCancelled      ABORTED              503   nothing failed: whoever wanted it does not any more
     │   ├── TransferRefused        FAILED_PRECONDITION  503   the two sides do not fit, and the message says why
@@ -84,6 +87,21 @@ class NoWorker(BatonError):
 class WorkerFailed(BatonError):
     status = "UNAVAILABLE"
     http = 503
+
+
+class WorkerDraining(BatonError):
+    status = "UNAVAILABLE"
+    http = 503
+
+
+class NoController(BatonError):
+    status = "UNAVAILABLE"
+    http = 503
+
+
+class Conflict(BatonError):
+    status = "FAILED_PRECONDITION"
+    http = 409
 
 
 class TransferError(BatonError):

@@ -1,7 +1,8 @@
 """What processes say to each other, as plain values. `baton.wire` turns them into protobuf and back.
 
-Router -> worker: `PrefillRequest`, answered by `FirstToken` and `HandedOver`, and `DecodeRequest`, answered by `Ticket`
-and `NewTokens`; all in one stream of `Start` and `Cancel` one way and of `Event` the other way. Worker <-> worker: the
+Router -> worker: `PrefillRequest`, answered by `FirstToken` and `HandedOver`; `DecodeRequest`, answered by `Ticket` and
+`NewTokens`; `FetchRequest`, answered by `Fetched`; all in one stream of `Start` and `Cancel` one way and of `Event` the
+other way. Worker <-> worker: the
 messages of one KV session, `FromSender` and `FromReceiver`, and `Pull`.
 """
 
@@ -162,13 +163,32 @@ class DecodeRequest:
     source: PrefixSource | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FetchRequest:
+    """The worker pulls a prefix of the sequence, which will come here, into its cache."""
+
+    sequence: SequenceSpec
+    source: PrefixSource
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    num_tokens: int
+    """Those that came; 0: nothing did, for whatever reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """The worker leaves its role: the choice should go on elsewhere. It is served here until the call is cancelled."""
+
+
 # The stream of a router and a worker. A call is one choice on that worker; its id is one of that stream.
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     call_id: int
-    request: PrefillRequest | DecodeRequest | None
+    request: PrefillRequest | DecodeRequest | FetchRequest | None
     """None: a kind that this version does not know."""
     trace: Mapping[str, str]
     """W3C trace context, by header."""
@@ -193,7 +213,7 @@ class Ended:
     """The call's last event: nothing more comes, and nothing is held any more."""
 
 
-Event = FirstToken | HandedOver | Ticket | NewTokens | Failed | Ended
+Event = FirstToken | HandedOver | Ticket | NewTokens | Fetched | Migrate | Failed | Ended
 
 
 # The KV session. Every message about a transfer names its generation, so that one about a past reservation is dropped.

@@ -94,6 +94,11 @@ def start(start: m.Start) -> worker_pb2.Command:
                 source=_to_pb(source, worker_pb2.PrefixSource) if source else None,
             )
             return worker_pb2.Command(call_id=start.call_id, decode=decode, trace=start.trace)
+        case m.FetchRequest(sequence, source):
+            fetch = worker_pb2.FetchRequest(
+                sequence=sequence_to_pb(sequence), source=_to_pb(source, worker_pb2.PrefixSource)
+            )
+            return worker_pb2.Command(call_id=start.call_id, fetch=fetch, trace=start.trace)
         case None:
             raise AssertionError("a router knows what it asks for")
 
@@ -111,7 +116,7 @@ def commands(message: worker_pb2.ServeRequest) -> list[m.Start | m.Cancel]:
 
 
 def _command(message: worker_pb2.Command) -> m.Start | m.Cancel:
-    request: m.PrefillRequest | m.DecodeRequest | None = None
+    request: m.PrefillRequest | m.DecodeRequest | m.FetchRequest | None = None
     match message.WhichOneof("command"):
         case "cancel":
             return m.Cancel(message.call_id)
@@ -122,6 +127,9 @@ def _command(message: worker_pb2.Command) -> m.Start | m.Cancel:
         case "decode":
             decode = message.decode
             request = m.DecodeRequest(sequence_from_pb(decode.sequence), decode.await_kv, _source_from_pb(decode))
+        case "fetch":
+            fetch = message.fetch
+            request = m.FetchRequest(sequence_from_pb(fetch.sequence), _from_pb(fetch.source, m.PrefixSource))
     return m.Start(message.call_id, request, dict(message.trace))
 
 
@@ -133,6 +141,8 @@ _EVENTS: dict[type[Any], tuple[str, type[Any]]] = {
     m.FirstToken: ("first_token", worker_pb2.FirstToken),
     m.HandedOver: ("handed_over", worker_pb2.HandedOver),
     m.Ticket: ("ticket", worker_pb2.Ticket),
+    m.Fetched: ("fetched", worker_pb2.Fetched),
+    m.Migrate: ("migrate", worker_pb2.Migrate),
     m.Failed: ("failed", worker_pb2.Failed),
     m.Ended: ("ended", worker_pb2.Ended),
 }
@@ -357,6 +367,7 @@ def status_response(status: ClusterStatus) -> admin_pb2.GetStatusResponse:
         routers=[_to_pb(router, admin_pb2.Router) for router in status.routers],
         redis=admin_pb2.Redis(address=status.redis_address, ok=status.redis_ok),
         models=[_to_pb(model, admin_pb2.ServedModel) for model in status.models],
+        controller=_to_pb(status.controller, admin_pb2.Controller) if status.controller else None,
     )
 
 
@@ -387,9 +398,12 @@ def status_as_json(message: admin_pb2.GetStatusResponse) -> dict[str, Any]:
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     for worker in result["workers"]:
-        for name in ("epoch", "preemptions"):
+        for name in ("epoch", "preemptions", "computed_tokens", "queued_tokens"):
             worker[name] = int(worker[name])  # protobuf's JSON writes 64-bit numbers as strings
         worker["transfers"] = {name: int(number) for name, number in worker["transfers"].items()}
+    for router in result["routers"]:
+        for name in ("met", "missed", "rejected"):
+            router[name] = int(router[name])
     return result
 
 
@@ -418,6 +432,9 @@ def _worker(worker: Worker) -> admin_pb2.Worker:
         block_size=info.block_size,
         chunk_tokens=info.chunk_tokens,
         preemptions=load.preemptions,
+        busy_s=load.busy_s,
+        computed_tokens=load.computed_tokens,
+        queued_tokens=load.queued_tokens,
     )
 
 

@@ -1,38 +1,40 @@
-"""A worker as a Ray actor: one process, one engine, its own gRPC server."""
+"""A Ray actor that keeps one worker's process: Ray says where it runs, and that it ends with its node.
+
+The process is not the actor's own, because Ray has its own ideas of SIGTERM, which has to drain a worker.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
-from typing import TYPE_CHECKING, Any
+import subprocess
+import sys
+from typing import Any
 
-from baton.cluster import Role
 from baton.config import Config
-from baton.errors import ConfigError
-from baton.telemetry import logs, tracing
+from baton.errors import WorkerFailed
+from baton.messages import Failed
+from baton.rpc.errors import from_failed
+from deploy.processes import die_with_parent
 from kvstore.transfer.nccl_env import nccl_environment
 
-if TYPE_CHECKING:
-    from baton.engine.runner import Runner  # torch comes with it, and only the worker's own process needs that
-
-ARITHMETIC_LAYERS = 2
 RESOURCE = "baton_worker"
 """Both roles ask for the same Ray resource, so that a role flip changes nothing for Ray."""
 
 
 class WorkerActor:
-    """The methods run on the actor's own event loop."""
+    """The methods run on the actor's own event loop. `start` comes first, and may be called again."""
 
     def __init__(self, role: str, worker_id: str, host: str, config_json: str) -> None:
-        self._role = Role(role)
+        self._role = role
         self._worker_id = worker_id
         self._host = host
-        self._config = Config.from_json(config_json)
-        self._resources = contextlib.AsyncExitStack()
-        self._ended: asyncio.Task[None] | None = None
-        logs.configure(self._config.telemetry.log_level)
-        self._tracer = tracing.configure(f"baton-{role}", worker_id, self._config.telemetry)
+        self._config_json = config_json
+        self._started: asyncio.Task[dict[str, Any]] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: asyncio.Task[int] | None = None
 
     async def start(self) -> dict[str, Any]:
         """Loads the model, joins the cluster and takes traffic.
@@ -42,28 +44,50 @@ class WorkerActor:
 
         Raises:
             ModelLoadError, ConfigError: this worker cannot run as configured.
+            WorkerFailed: it ended before it was ready.
         """
-        runner = await asyncio.to_thread(build_runner, self._config)
-        # Each role is a package of its own; the actor is where they meet.
-        if self._role is Role.PREFILL:
-            from prefill_worker.worker import running
-        else:
-            from decode_worker.worker import running
-        member, self._ended = await self._resources.enter_async_context(
-            running(self._config, self._worker_id, self._host, runner)
-        )
-        return {"pid": os.getpid(), "address": member.info.address}
+        if self._started is None:
+            self._started = asyncio.create_task(self._start())
+        return await asyncio.shield(self._started)
 
     async def ended(self) -> None:
-        """Returns only by an exception: the worker is no longer part of the cluster."""
-        assert self._ended is not None, "start first"
-        await asyncio.shield(self._ended)
+        """Returns only by WorkerFailed: the process has ended."""
+        await self.start()
+        assert self._ended is not None
+        status = await asyncio.shield(self._ended)
+        raise WorkerFailed(f"{self._worker_id} ended with status {status}")
 
     async def stop(self) -> None:
-        """Leaves the cluster and frees everything but the process."""
-        await self._resources.aclose()
-        if self._tracer is not None:
-            await asyncio.to_thread(self._tracer.shutdown)
+        """Has the worker leave the cluster, and waits until its process has ended."""
+        if self._process is not None and self._ended is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            await asyncio.shield(self._ended)
+
+    async def _start(self) -> dict[str, Any]:
+        reading, writing = os.pipe()
+        with os.fdopen(reading) as told:
+            process = self._process = self._spawn(writing)
+            os.close(writing)
+            self._ended = asyncio.create_task(asyncio.to_thread(process.wait))
+            line = await asyncio.to_thread(told.readline)
+        if not line:
+            raise WorkerFailed(f"{self._worker_id} ended before it was ready; its log says why")
+        values: dict[str, Any] = json.loads(line)
+        if "kind" in values:
+            raise from_failed(Failed(**values), self._worker_id)
+        return values
+
+    def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
+        """From the event loop's thread, which lives as long as the actor: the process dies with it."""
+        environment = {**os.environ, **worker_environment(Config.from_json(self._config_json))}
+        command = [sys.executable, "-m", "deploy.worker", self._role, self._worker_id, self._host]
+        return subprocess.Popen(
+            [*command, "--ready-fd", str(ready_fd)],
+            env={**environment, "BATON_CONFIG_JSON": self._config_json},
+            pass_fds=[ready_fd],
+            preexec_fn=die_with_parent(),
+        )
 
 
 def worker_environment(config: Config) -> dict[str, str]:
@@ -77,26 +101,3 @@ def worker_environment(config: Config) -> dict[str, str]:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         **nccl_environment(),
     }
-
-
-def build_runner(config: Config) -> Runner:
-    """The model that `engine.runner` names. Takes seconds."""
-    if config.engine.runner == "arithmetic":
-        from baton.engine.arithmetic import ArithmeticRunner
-
-        num_blocks = config.engine.num_blocks or 4096
-        max_model_len = config.engine.max_model_len or 8192
-        return ArithmeticRunner(
-            num_blocks,
-            config.engine.block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=config.engine.max_num_seqs,
-            num_layers=ARITHMETIC_LAYERS,
-            layer_s=config.engine.arithmetic_step_ms / 1e3 / ARITHMETIC_LAYERS,
-            token_s=config.engine.arithmetic_token_ms / 1e3,
-        )
-    if config.engine.runner == "transformers":
-        from baton.engine.transformers_runner import TransformersRunner
-
-        return TransformersRunner(config.model, config.engine)
-    raise ConfigError(f"engine.runner must be transformers or arithmetic, got {config.engine.runner!r}")

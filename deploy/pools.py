@@ -13,7 +13,7 @@ from baton.blocks import content_id
 from baton.cluster import Role
 from baton.config import Config
 from baton.errors import BatonError, ConfigError, StoreUnavailable
-from deploy.actors import RESOURCE, WorkerActor, worker_environment
+from deploy.actors import RESOURCE, WorkerActor
 from kvstore.index import Connection
 from kvstore.leases import RedisLeases
 
@@ -68,7 +68,6 @@ class Pools:
             "num_gpus": min(1.0, num_gpus / num_workers) if num_gpus and config.model.device != "cpu" else 0,
             "resources": {RESOURCE: 1},
             "max_restarts": 0,  # we bring workers back ourselves, and know when
-            "runtime_env": {"env_vars": worker_environment(config)},
         }
 
     async def start(self) -> None:

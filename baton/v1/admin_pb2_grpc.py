@@ -100,19 +100,24 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ScalePool(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Sets how many workers a pool should have. Answers at once; `ListPools` tells how many there are.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Takes a worker out: its work goes to others, then its process ends, and another one takes its place. Answers once it
+        takes no new work.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetWorkerRole(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Moves a worker to the other pool, with its cache; both pools' desired sizes follow. Answers once it is done. A worker
+        that cannot be freed in time keeps its role.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

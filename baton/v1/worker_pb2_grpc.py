@@ -96,3 +96,125 @@ class WorkerCalls:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class WorkerControlStub:
+    """Orders to one worker, from the controller.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Drain = channel.unary_unary(
+                '/baton.v1.WorkerControl/Drain',
+                request_serializer=baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/baton.v1.WorkerControl/SetRole',
+                request_serializer=baton_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
+
+
+class WorkerControlServicer:
+    """Orders to one worker, from the controller.
+    """
+
+    def Drain(self, request, context):
+        """The worker takes no new work and has its calls taken elsewhere. Answers once none is left, or the time is up; it
+        stays as it is until its process is ended. Doing it again waits again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """First as Drain; then it takes the other role's work, with the same cache. When calls are left as the time is up, or
+        anything else fails, it goes on in its old role, and the answer is an error. Nothing happens where it has the role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WorkerControlServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.WorkerControl', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.WorkerControl', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class WorkerControl:
+    """Orders to one worker, from the controller.
+    """
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerControl/Drain',
+            baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerControl/SetRole',
+            baton_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

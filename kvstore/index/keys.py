@@ -10,6 +10,7 @@ kv:{ns}:epoch:<wid>        the highest epoch ever given out (kept for a day)
 kv:{ns}:workers            SET of worker ids, so nobody scans the keyspace
 kv:{ns}:router:<id>        JSON                         PX lease
 kv:{ns}:routers            SET of router ids
+kv:{ns}:controller         JSON                         PX lease
 kv:{ns}:desired            HASH pool -> size
 """
 
@@ -26,6 +27,7 @@ class Keys:
         self.workers = self._prefix + "workers"
         self.routers = self._prefix + "routers"
         self.desired = self._prefix + "desired"
+        self.controller = self._prefix + "controller"
 
     def lease(self, worker_id: str) -> str:
         return f"{self._prefix}lease:{worker_id}"

@@ -15,7 +15,7 @@ from kvstore.index.protocol import READ_EVENTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from baton.cluster import RouterInfo, Worker
+    from baton.cluster import ControllerInfo, RouterInfo, Worker
 
 
 @dataclass(slots=True)
@@ -47,6 +47,7 @@ class MemoryStore:
         self.blocks: dict[tuple[str, int], Blocks] = {}
         self.routers: dict[str, tuple[float, RouterInfo]] = {}
         self.desired: dict[str, int] = {}
+        self.controller: tuple[float, ControllerInfo] | None = None
 
     def lease(self, worker_id: str) -> Lease | None:
         """The lease, if it is alive."""

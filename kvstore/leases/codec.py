@@ -1,4 +1,4 @@
-"""Workers and routers as JSON. Unknown fields are skipped: a newer release may run beside this one."""
+"""Workers, routers and the controller as JSON. Unknown fields are skipped: a newer release may run beside this one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from baton.cluster import BlockCounts, Role, RouterInfo, TransferCounts, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import (
+    BlockCounts,
+    ControllerInfo,
+    Role,
+    RouterInfo,
+    TransferCounts,
+    Worker,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
 from baton.costs import PRIOR, StepCosts
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-def encode(value: WorkerInfo | WorkerLoad | RouterInfo) -> str:
+def encode(value: WorkerInfo | WorkerLoad | RouterInfo | ControllerInfo) -> str:
     return json.dumps(dataclasses.asdict(value), separators=(",", ":"))
 
 
@@ -30,6 +40,10 @@ def decode_worker(info: bytes, load: bytes) -> Worker:
 
 def decode_router(info: bytes) -> RouterInfo:
     return RouterInfo(**_fields(RouterInfo, json.loads(info)))
+
+
+def decode_controller(info: bytes) -> ControllerInfo:
+    return ControllerInfo(**_fields(ControllerInfo, json.loads(info)))
 
 
 def _fields(cls: type[DataclassInstance], values: dict[str, Any]) -> dict[str, Any]:

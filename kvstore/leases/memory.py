@@ -11,7 +11,7 @@ from kvstore.index.memory import Lease, MemoryStore
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from baton.cluster import RouterInfo, WorkerInfo, WorkerLoad
+    from baton.cluster import ControllerInfo, RouterInfo, WorkerInfo, WorkerLoad
 
 
 class MemoryLeases:
@@ -61,6 +61,14 @@ class MemoryLeases:
     async def list_routers(self) -> list[RouterInfo]:
         now = self._store.clock()
         return [info for _, (expires_at, info) in sorted(self._store.routers.items()) if expires_at > now]
+
+    async def announce_controller(self, info: ControllerInfo) -> None:
+        self._store.controller = (self._store.clock() + self._lease_s, info)
+
+    async def get_controller(self) -> ControllerInfo | None:
+        if self._store.controller is None or self._store.controller[0] <= self._store.clock():
+            return None
+        return self._store.controller[1]
 
     async def set_desired(self, sizes: Mapping[str, int]) -> None:
         self._store.desired.update(sizes)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from baton.cluster import RouterInfo, Worker, WorkerInfo, WorkerLoad
+    from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
 
 
 class LeaseStore(Protocol):
@@ -52,6 +52,12 @@ class LeaseStore(Protocol):
 
     async def list_routers(self) -> list[RouterInfo]:
         """The live routers, by id."""
+
+    async def announce_controller(self, info: ControllerInfo) -> None:
+        """Names the controller for the length of a lease."""
+
+    async def get_controller(self) -> ControllerInfo | None:
+        """None: no controller is alive."""
 
     async def set_desired(self, sizes: Mapping[str, int]) -> None:
         """A copy of the desired pool sizes. Their owner writes it again when `boot` has changed."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from baton.errors import Fenced
 from kvstore.index.connection import Connection, Script
 from kvstore.index.keys import Keys
-from kvstore.leases.codec import decode_router, decode_worker, encode
+from kvstore.leases.codec import decode_controller, decode_router, decode_worker, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from baton.cluster import RouterInfo, Worker, WorkerInfo, WorkerLoad
+    from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
 
 ACQUIRE = Script("kvstore.leases", "acquire.lua")
 RENEW = Script("kvstore.leases", "renew.lua")
@@ -96,6 +96,13 @@ class RedisLeases:
             if info is None:
                 await self._connection.run(PRUNE, [self._keys.router(router_id), self._keys.routers], router_id)
         return [decode_router(info) for info in found if info is not None]
+
+    async def announce_controller(self, info: ControllerInfo) -> None:
+        await self._connection.call("SET", self._keys.controller, encode(info), "PX", self._lease_ms)
+
+    async def get_controller(self) -> ControllerInfo | None:
+        found = await self._connection.call("GET", self._keys.controller)
+        return decode_controller(found) if found else None
 
     async def set_desired(self, sizes: Mapping[str, int]) -> None:
         if sizes:

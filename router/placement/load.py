@@ -88,6 +88,7 @@ class LoadBook:
         """What the worker says of itself."""
         self._reported = worker
         candidate, load = self.candidate, worker.load
+        candidate.role = worker.info.role  # it may change, and what was booked stays booked
         candidate.costs, candidate.chunk_tokens = load.costs, worker.info.chunk_tokens
         self._others_s = max(0.0, load.queued_tokens * load.costs.s_per_token - sum(self._queue_s.values()))
         self._refresh()

@@ -30,8 +30,6 @@ import psutil
 import torch
 import uvloop
 
-import decode_worker.worker
-import prefill_worker.worker
 from baton.cluster import Role
 from baton.config import (
     ClusterConfig,
@@ -50,12 +48,10 @@ from deploy.client import Client
 from deploy.models import cache_dir, resolve
 from deploy.processes import die_with_parent
 from deploy.redis import EmbeddedRedis
+from deploy.worker import FENCED, running
 from tests.integration.cluster import free_port
 
-RUNNING = {Role.PREFILL: prefill_worker.worker.running, Role.DECODE: decode_worker.worker.running}
 START_TIMEOUT_S = 60.0
-FENCED = 75
-"""Exit status of a worker whose name belongs to a newer incarnation."""
 _PROCESSES = multiprocessing.get_context("forkserver")
 
 
@@ -297,7 +293,7 @@ async def _serve(role: Role, worker_id: str, config: Config) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     runner = ArithmeticRunner(config.engine.num_blocks, max_num_seqs=config.engine.max_num_seqs)
-    async with RUNNING[role](config, worker_id, "127.0.0.1", runner) as (_, ended):
+    async with running(config, role, worker_id, "127.0.0.1", runner) as (_, ended):
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():

@@ -21,7 +21,8 @@ import redis
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from baton.engine.arithmetic import expected_tokens
-from tests.chaos.fleet import FENCED, Clients, Fleet, RouterProcess, running_fleet
+from deploy.worker import FENCED
+from tests.chaos.fleet import Clients, Fleet, RouterProcess, running_fleet
 from tests.integration.cluster import is_idle, request
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "0"))

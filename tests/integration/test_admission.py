@@ -30,7 +30,8 @@ from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
 from baton.engine.runner import LayerDone, ignore_layer
 from baton.engine.scheduler import Batch
 from baton.v1 import inference_pb2
-from tests.chaos.fleet import RUNNING, Fleet, running_fleet
+from deploy.worker import running
+from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Cluster, request
 from tests.integration.conftest import TraceReceiver
 from tests.integration.test_operator_errors import baton
@@ -66,7 +67,7 @@ async def _serve(role: Role, worker_id: str, config: Config) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     runner = SlowRunner(config.engine.num_blocks, max_num_seqs=config.engine.max_num_seqs)
-    async with RUNNING[role](config, worker_id, "127.0.0.1", runner) as (_, ended):
+    async with running(config, role, worker_id, "127.0.0.1", runner) as (_, ended):
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():

@@ -15,7 +15,7 @@ def exposed() -> dict[str, dict[str, float]]:
     """By metric and labels, of one worker whose labels are left out."""
     info = WorkerInfo("d0", Role.DECODE, "h:1", 1, "node", 1, "content", "wire", 16, 8192)
     worker = Worker(info, WorkerLoad(WorkerState.READY, transfers=COUNTS))
-    status = ClusterStatus({}, (worker,), (), "", True, (), {"d0": 77})
+    status = ClusterStatus({}, (worker,), (), "", True, (), mirrored_blocks={"d0": 77})
     instruments = Instruments(lambda: status)
     lines = instruments.exposition().decode().splitlines()
     found: dict[str, dict[str, float]] = {}

@@ -1,0 +1,142 @@
+"""A worker's process: one engine, which serves both roles; its role tells routers what to ask of it.
+
+    python -m deploy.worker ROLE ID HOST [--ready-fd N]        the configuration comes in BATON_CONFIG_JSON
+
+Ray's actors keep one each (`deploy.actors`); so could anything else that starts processes. Once it is ready, or cannot
+be, it says so in one line of JSON on the descriptor: `{"pid": ..., "address": ...}` or `{"kind": ..., "message": ...}`,
+an error of Baton's tree.
+
+SIGTERM drains it: what it does goes to others, then it leaves the cluster and ends. A second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator
+
+import uvloop
+
+from baton.cluster import Role
+from baton.config import Config, process_config
+from baton.engine.runner import Runner
+from baton.errors import BatonError, ConfigError, Fenced
+from baton.rpc import RpcServer
+from baton.rpc.calls import CallServicer
+from baton.rpc.errors import to_failed
+from baton.telemetry import logs, tracing
+from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
+from decode_worker.service import DecodeService
+from kvstore.member import Member
+from prefill_worker.service import PrefillService
+
+ARITHMETIC_LAYERS = 2
+FENCED = 75
+"""Exit status of a worker whose name belongs to a newer incarnation."""
+SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.KvControl")
+
+
+@contextlib.asynccontextmanager
+async def running(
+    config: Config, role: Role, worker_id: str, host: str, runner: Runner
+) -> AsyncGenerator[tuple[Member, asyncio.Task[None]]]:
+    """A worker that takes traffic while the block is entered. Yields the member, and what `Member.joined` does."""
+    member = Member(role, worker_id, host, config, runner)
+    rpc = RpcServer(SERVICE_NAMES)
+    prefill = PrefillService(worker_id, member.loop, member.kv)
+    decode = DecodeService(worker_id, member.loop, member.kv)
+    calls = CallServicer(prefill=prefill.prefill, decode=decode.decode)
+    worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)
+    kv_pb2_grpc.add_KvControlServicer_to_server(member.kv, rpc.server)
+    port = rpc.bind(host, 0)
+    async with member.joined(rpc, port) as ended:
+        yield member, ended
+
+
+def build_runner(config: Config) -> Runner:
+    """The model that `engine.runner` names. Takes seconds.
+
+    Raises:
+        ModelLoadError, ConfigError: it cannot run as configured.
+    """
+    if config.engine.runner == "arithmetic":
+        from baton.engine.arithmetic import ArithmeticRunner
+
+        num_blocks = config.engine.num_blocks or 4096
+        max_model_len = config.engine.max_model_len or 8192
+        return ArithmeticRunner(
+            num_blocks,
+            config.engine.block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=config.engine.max_num_seqs,
+            num_layers=ARITHMETIC_LAYERS,
+            layer_s=config.engine.arithmetic_step_ms / 1e3 / ARITHMETIC_LAYERS,
+            token_s=config.engine.arithmetic_token_ms / 1e3,
+        )
+    if config.engine.runner == "transformers":
+        from baton.engine.transformers_runner import TransformersRunner
+
+        return TransformersRunner(config.model, config.engine)
+    raise ConfigError(f"engine.runner must be transformers or arithmetic, got {config.engine.runner!r}")
+
+
+async def serve(config: Config, role: Role, worker_id: str, host: str, ready_fd: int | None) -> None:
+    """Until SIGTERM.
+
+    Raises:
+        Fenced: a newer incarnation has this worker's name.
+    """
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    tracer = tracing.configure(f"baton-{role}", worker_id, config.telemetry)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                runner = await asyncio.to_thread(build_runner, config)
+                member, ended = await stack.enter_async_context(running(config, role, worker_id, host, runner))
+            except BatonError as error:
+                _tell(ready_fd, dataclasses.asdict(to_failed(error)))
+                raise
+            _tell(ready_fd, {"pid": os.getpid(), "address": member.info.address})
+            stopped = asyncio.create_task(stop.wait())
+            stack.callback(stopped.cancel)
+            await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                ended.result()
+    finally:
+        if tracer is not None:
+            await asyncio.to_thread(tracer.shutdown)
+
+
+def _tell(ready_fd: int | None, values: dict[str, object]) -> None:
+    if ready_fd is not None:
+        with os.fdopen(ready_fd, "w") as told:
+            told.write(json.dumps(values) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m deploy.worker", description=__doc__.split("\n")[0])
+    parser.add_argument("role", choices=[role.value for role in Role])
+    parser.add_argument("id")
+    parser.add_argument("host", help="the address on which routers and other workers reach it")
+    parser.add_argument("--ready-fd", type=int, help="inherited descriptor on which it says that it is ready")
+    args = parser.parse_args()
+    config = process_config()
+    logs.configure(config.telemetry.log_level)
+    try:
+        uvloop.run(serve(config, Role(args.role), args.id, args.host, args.ready_fd))
+    except* Fenced as fenced:
+        print(fenced.exceptions[0], file=sys.stderr)  # noqa: T201
+        sys.exit(FENCED)
+    except* BatonError as errors:
+        sys.exit(str(errors.exceptions[0]))
+
+
+if __name__ == "__main__":
+    main()
