@@ -10,7 +10,7 @@
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
     ├── WorkerDraining             UNAVAILABLE          503   a worker takes no new work; another may serve
     ├── NoController               UNAVAILABLE          503   nobody is there who could change the pools
-    ├── Conflict                   FAILED_PRECONDITION  409   an order that does not fit what runs; the reason is told
+    ├── Conflict                   FAILED_PRECONDITION  503   an order that does not fit what runs; the reason is told
     ├── TransferError              ABORTED              503   KV did not arrive; the prompt is recomputed elsewhere
     │   ├── TransferCancelled      ABORTED              503   nothing failed: whoever wanted it does not any more
     │   ├── TransferRefused        FAILED_PRECONDITION  503   the two sides do not fit, and the message says why
@@ -101,7 +101,7 @@ class NoController(BatonError):
 
 class Conflict(BatonError):
     status = "FAILED_PRECONDITION"
-    http = 409
+    http = 503
 
 
 class TransferError(BatonError):

@@ -213,6 +213,8 @@ class Ended:
     """The call's last event: nothing more comes, and nothing is held any more."""
 
 
+Decoding = Ticket | NewTokens | Migrate
+"""What the call of a choice that decodes on a worker may answer."""
 Event = FirstToken | HandedOver | Ticket | NewTokens | Fetched | Migrate | Failed | Ended
 
 

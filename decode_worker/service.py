@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from opentelemetry.context import Context
 
 from baton.engine.engine import Generated, Reserved
 from baton.engine.loop import EngineLoop, SequenceHandle
 from baton.engine.sequence import Purpose, Sequence
-from baton.messages import DecodeRequest, NewTokens, PrefixSource, SequenceSpec, Ticket
+from baton.errors import WorkerDraining
+from baton.messages import DecodeRequest, Fetched, FetchRequest, NewTokens, PrefixSource, SequenceSpec, Ticket
 from baton.sampling import FinishReason
 from baton.telemetry import tracing
 from kvstore.transfer.endpoint import KvEndpoint
 
 
 class DecodeService:
-    def __init__(self, worker_id: str, loop: EngineLoop, kv: KvEndpoint) -> None:
+    """Args:
+    is_draining: whether the worker leaves this role.
+    """
+
+    def __init__(
+        self, worker_id: str, loop: EngineLoop, kv: KvEndpoint, is_draining: Callable[[], bool] = lambda: False
+    ) -> None:
         self._worker_id = worker_id
         self._loop = loop
         self._kv = kv
+        self._is_draining = is_draining
 
     async def decode(self, request: DecodeRequest, trace: Context) -> AsyncGenerator[Ticket | NewTokens]:
-        """Serves one call, for as long as the generator is open."""
+        """Serves one call, for as long as the generator is open.
+
+        Raises:
+            WorkerDraining: the worker takes no new work.
+        """
+        self._require_staying()
         spec = request.sequence
         span = tracing.start_span("decode", trace, {"baton.worker": self._worker_id})
         try:
@@ -37,6 +50,15 @@ class DecodeService:
                     yield event
         finally:
             span.end()
+
+    async def fetch(self, request: FetchRequest, trace: Context) -> AsyncGenerator[Fetched]:
+        """Pulls a prefix of a sequence that will come here, so that little is missing when it does."""
+        self._require_staying()
+        yield Fetched(await self._kv.fetch_prefix(request.sequence, request.source, time.monotonic(), trace))
+
+    def _require_staying(self) -> None:
+        if self._is_draining():
+            raise WorkerDraining(f"{self._worker_id} takes no new work")
 
     async def _aggregated(
         self, spec: SequenceSpec, source: PrefixSource | None, trace: Context

@@ -6,7 +6,8 @@ Ray's actors keep one each (`deploy.actors`); so could anything else that starts
 be, it says so in one line of JSON on the descriptor: `{"pid": ..., "address": ...}` or `{"kind": ..., "message": ...}`,
 an error of Baton's tree.
 
-SIGTERM drains it: what it does goes to others, then it leaves the cluster and ends. A second one ends it at once.
+SIGTERM drains it: what it does goes to others, for `cluster.drain_timeout_s` at most, then it leaves the cluster and
+ends. A second one ends it at once.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
 
 import uvloop
 
-from baton.cluster import Role
+from baton.cluster import Role, WorkerState
 from baton.config import Config, process_config
 from baton.engine.runner import Runner
 from baton.errors import BatonError, ConfigError, Fenced
@@ -33,6 +35,7 @@ from baton.rpc.errors import to_failed
 from baton.telemetry import logs, tracing
 from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
 from decode_worker.service import DecodeService
+from deploy.worker_control import WorkerControl
 from kvstore.member import Member
 from prefill_worker.service import PrefillService
 
@@ -45,18 +48,20 @@ SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.KvC
 @contextlib.asynccontextmanager
 async def running(
     config: Config, role: Role, worker_id: str, host: str, runner: Runner
-) -> AsyncGenerator[tuple[Member, asyncio.Task[None]]]:
-    """A worker that takes traffic while the block is entered. Yields the member, and what `Member.joined` does."""
+) -> AsyncGenerator[tuple[WorkerControl, asyncio.Task[None]]]:
+    """A worker that takes traffic while the block is entered. Yields its control, and what `Member.joined` does."""
     member = Member(role, worker_id, host, config, runner)
     rpc = RpcServer(SERVICE_NAMES)
     prefill = PrefillService(worker_id, member.loop, member.kv)
-    decode = DecodeService(worker_id, member.loop, member.kv)
-    calls = CallServicer(prefill=prefill.prefill, decode=decode.decode)
+    decode = DecodeService(worker_id, member.loop, member.kv, lambda: member.state is WorkerState.DRAINING)
+    calls = CallServicer(prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch)
+    control = WorkerControl(member, calls)
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)
+    worker_pb2_grpc.add_WorkerControlServicer_to_server(control, rpc.server)
     kv_pb2_grpc.add_KvControlServicer_to_server(member.kv, rpc.server)
     port = rpc.bind(host, 0)
     async with member.joined(rpc, port) as ended:
-        yield member, ended
+        yield control, ended
 
 
 def build_runner(config: Config) -> Runner:
@@ -86,32 +91,49 @@ def build_runner(config: Config) -> Runner:
     raise ConfigError(f"engine.runner must be transformers or arithmetic, got {config.engine.runner!r}")
 
 
-async def serve(config: Config, role: Role, worker_id: str, host: str, ready_fd: int | None) -> None:
-    """Until SIGTERM.
+async def serve(
+    config: Config,
+    role: Role,
+    worker_id: str,
+    host: str,
+    ready_fd: int | None = None,
+    build: Callable[[Config], Runner] = build_runner,
+) -> None:
+    """Until SIGTERM, and until it is drained then.
 
     Raises:
         Fenced: a newer incarnation has this worker's name.
     """
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: (stop_now if stop.is_set() else stop).set())
     tracer = tracing.configure(f"baton-{role}", worker_id, config.telemetry)
     try:
         async with contextlib.AsyncExitStack() as stack:
             try:
-                runner = await asyncio.to_thread(build_runner, config)
-                member, ended = await stack.enter_async_context(running(config, role, worker_id, host, runner))
+                runner = await asyncio.to_thread(build, config)
+                control, ended = await stack.enter_async_context(running(config, role, worker_id, host, runner))
             except BatonError as error:
                 _tell(ready_fd, dataclasses.asdict(to_failed(error)))
                 raise
-            _tell(ready_fd, {"pid": os.getpid(), "address": member.info.address})
-            stopped = asyncio.create_task(stop.wait())
-            stack.callback(stopped.cancel)
-            await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                ended.result()
+            _tell(ready_fd, {"pid": os.getpid(), "address": control.member.info.address})
+            await _first(ended, stop.wait())
+            await _first(ended, stop_now.wait(), control.drain(config.cluster.drain_timeout_s))
     finally:
         if tracer is not None:
             await asyncio.to_thread(tracer.shutdown)
+
+
+async def _first(ended: asyncio.Task[None], *others: Coroutine[Any, Any, object]) -> None:
+    """Until one of them is done. Raises the error with which the worker ended, if it did."""
+    tasks = [asyncio.create_task(other) for other in others]
+    try:
+        await asyncio.wait((ended, *tasks), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if ended.done():
+        ended.result()
 
 
 def _tell(ready_fd: int | None, values: dict[str, object]) -> None:

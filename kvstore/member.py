@@ -1,6 +1,6 @@
 """A worker as a member of the cluster: an engine whose lease and cached blocks others can see.
 
-Both roles are members; they differ in the gRPC service they add.
+Both roles are members, and any member may change its role: it only tells routers what to ask.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Member:
     """One worker process's engine, gRPC server, lease and index publisher."""
 
     def __init__(self, role: Role, worker_id: str, host: str, config: Config, runner: Runner) -> None:
-        self.role = role
         self.worker_id = worker_id
         self.host = host
         self.config = config
@@ -59,6 +58,7 @@ class Member:
         self.kv = KvEndpoint(worker_id, self.incarnation, self.loop, compat, transfer, host, faults)
         self._keeper: LeaseKeeper | None = None
         self._publisher: IndexPublisher | None = None
+        self._role = role
         self._state = WorkerState.STARTING
         self._info: WorkerInfo | None = None
 
@@ -66,6 +66,23 @@ class Member:
     def info(self) -> WorkerInfo:
         assert self._info is not None, "the member has not joined yet"
         return self._info
+
+    @property
+    def role(self) -> Role:
+        return self._role
+
+    @property
+    def state(self) -> WorkerState:
+        return self._state
+
+    def become(self, state: WorkerState, role: Role | None = None) -> None:
+        """Tells the others, at once, that this worker is in another state, and perhaps role, from now on."""
+        self._state = state
+        if role is not None:
+            self._role = role
+            self._info = replace(self.info, role=role)
+        if self._keeper is not None:
+            self._keeper.renew_soon()
 
     @contextlib.asynccontextmanager
     async def joined(self, rpc: RpcServer, port: int) -> AsyncGenerator[asyncio.Task[None]]:
@@ -98,7 +115,7 @@ class Member:
             spec = self.runner.cache.spec
             self._info = WorkerInfo(
                 id=self.worker_id,
-                role=self.role,
+                role=self._role,
                 address=f"{self.host}:{port}",
                 pid=os.getpid(),
                 node=socket.gethostname(),
@@ -157,6 +174,8 @@ class Member:
             blocks=load.blocks,
             preemptions=load.preemptions,
             costs=load.costs,
+            busy_s=load.busy_s,
+            computed_tokens=load.computed_tokens,
             self_check=self.loop.self_check,
             transfers=self.kv.counts(),
         )

@@ -10,17 +10,23 @@ A choice is placed before it is let in: admission needs to know when its first t
 is a deadline for that token; when it has passed, or when the choice has to make way, the client is told at once.
 
 A failure before the last token places the choice again, with the tokens emitted so far as part of its prompt. Tokens
-are drawn by position, so the stream goes on as if nothing had happened.
+are drawn by position, so the stream goes on as if nothing had happened. What survived of its KV, on whatever worker, is
+found by placement as any prefix is.
+
+A worker that leaves asks for its choices to be moved. While the tokens go on, the next worker pulls the KV; then the
+choice is placed once more, split, with the leaving worker as the one that prefills: its cache has all but the last few
+tokens, and what the next worker has not pulled yet is handed over as ever.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -28,8 +34,10 @@ from typing import Any, TypeVar
 from opentelemetry.context import Context
 
 from baton.blocks import GRANULE, block_keys
+from baton.cluster import Worker
 from baton.config import RouterConfig
 from baton.errors import (
+    BatonError,
     InvalidRequest,
     NoWorker,
     Overloaded,
@@ -37,9 +45,10 @@ from baton.errors import (
     TransferCorrupted,
     TransferError,
     TransferRefused,
+    WorkerDraining,
     WorkerFailed,
 )
-from baton.messages import FirstToken, HandedOver, NewTokens, PrefixSource, SequenceSpec, Ticket
+from baton.messages import Decoding, FirstToken, HandedOver, Migrate, NewTokens, PrefixSource, SequenceSpec, Ticket
 from baton.telemetry.instruments import Instruments
 from router.admission import PATIENCE, AnswerHistory, Claim, Entry, Gate
 from router.decisions import Decision, DecisionLog
@@ -54,6 +63,8 @@ HAND_OVER_REPORT_S = 1.0
 that worker hangs."""
 MAX_FAILED_TRANSFERS = 2
 """Failed hand-overs of a choice before the decode worker computes the prompt itself."""
+MOVE_RETRY_S = 1.0
+"""A choice that has to move and finds no worker with room looks again after so long, or when the pools change."""
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -93,8 +104,10 @@ class _Lessons:
     """The other side of failed hand-overs: it may be gone, and its own stream not broken yet. Only for want of another
     is it tried again."""
     num_failed_transfers: int = 0
+    failures: list[str] = field(default_factory=list)
 
     def learn(self, failure: WorkerCallError, record: ChoiceRecord) -> None:
+        self.failures.append(f"{failure.worker.info.id}: {failure.error}")
         if isinstance(failure.error, Overloaded):
             self.refused.add(failure.worker.info.id)  # before anything was pulled: nothing speaks against the source
             return
@@ -119,6 +132,22 @@ class _Attempt:
     entry: Entry
     record: ChoiceRecord
     trace: Context
+
+
+class _Leaving(Exception):
+    """A worker asks for a choice to be moved, in the middle of what was waited for."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker.info.id)
+        self.worker = worker
+
+
+class _Moved(Exception):
+    """A choice goes on elsewhere; all is prepared."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(placement.decode_worker)
+        self.placement = placement
 
 
 class Dispatcher:
@@ -152,11 +181,12 @@ class Dispatcher:
 
         Raises:
             Overloaded: its first token would come too late, or did not come in time.
-            NoWorker, WorkerFailed, TransferError: the choice could not be served within `max_attempts` placements.
+            NoWorker, WorkerFailed, TransferError: `max_attempts` placements failed, and how.
         """
         expected = self._history.expect(claim.tenant.id, spec.max_tokens, spec.ignore_eos)
         lessons = _Lessons()
-        for attempt in range(self._config.max_attempts):
+        move: Placement | None = None
+        for attempt in itertools.count():
             current = replace(
                 spec,
                 token_ids=spec.token_ids + tuple(record.emitted),
@@ -170,17 +200,29 @@ class Dispatcher:
             if mode == "auto" and lessons.num_failed_transfers >= MAX_FAILED_TRANSFERS:
                 mode = Mode.AGGREGATED  # slower perhaps, but nothing has to travel
             try:
-                async with contextlib.aclosing(self._attempt(current, claim, mode, lessons, record, trace)) as messages:
+                serve = self._attempt(current, claim, mode, lessons, move, record, trace)
+                async with contextlib.aclosing(serve) as messages:
                     async for message in messages:
                         record.emitted += message.token_ids
                         yield message
                 return
+            except _Moved as moved:
+                move = moved.placement
+            except _Leaving as leaving:
+                move = None
+                self._pools.leaves(leaving.worker)
             except WorkerCallError as failure:
-                if isinstance(failure.error, InvalidRequest) or attempt == self._config.max_attempts - 1:
+                move = None
+                if isinstance(failure.error, InvalidRequest):
                     raise failure.error from failure
+                if isinstance(failure.error, WorkerDraining):
+                    self._pools.leaves(failure.worker)
+                    continue
                 if isinstance(failure.error, WorkerFailed):
                     self._pools.suspect(failure.worker)
                 lessons.learn(failure, record)
+                if len(lessons.failures) == self._config.max_attempts:
+                    raise _given_up(failure.error, lessons.failures) from failure
                 record.retries += 1
                 self._instruments.retries.add(1, {"error": type(failure.error).__name__})
                 logger.warning(
@@ -192,14 +234,22 @@ class Dispatcher:
         self._history.observe(claim.tenant.id, len(record.emitted))
 
     async def _attempt(
-        self, spec: SequenceSpec, claim: Claim, mode: str, lessons: _Lessons, record: ChoiceRecord, trace: Context
+        self,
+        spec: SequenceSpec,
+        claim: Claim,
+        mode: str,
+        lessons: _Lessons,
+        move: Placement | None,
+        record: ChoiceRecord,
+        trace: Context,
     ) -> AsyncGenerator[NewTokens]:
         record.began_s = time.monotonic()
-        block_size = next((worker.info.block_size for worker in self._pools.workers), GRANULE)
-        keys = tuple(block_keys(spec.cache_seed, spec.token_ids, block_size))
-        prompt = Prompt(len(spec.token_ids), keys, spec.num_expected_tokens)
+        prompt = self._prompt(spec)
         entry = Entry(claim.tenant, claim.priority, spec.ttft_s)
-        placement, hint = await self._place(spec, claim, prompt, mode, lessons)
+        if move is None:
+            placement, hint = await self._place(spec, claim, prompt, mode, lessons)
+        else:
+            placement, hint = move, self._hints.note(spec, prompt, self._pools.get(move.computes), 0)
         entry.is_placed(placement)
         if spec.attempt == 0:
             prediction = self._predicted(entry, placement)
@@ -257,17 +307,9 @@ class Dispatcher:
             The placement, and what was believed of the worker that computes the prompt.
         """
         deadline = time.monotonic() + self._config.worker_wait_s
-        turn = (-claim.priority, False)
-        decide = partial(
-            place,
-            objective=claim.objective,
-            weights=claim.weights,
-            prices=self._prices.prices,
-            pull_above_tokens=self._config.pull_above_tokens,
-            not_from=lessons.not_from,
-        )
+        decide = self._decider(claim, lessons.not_from)
         while True:
-            candidates = self._pools.candidates(prompt, turn, lessons.refused)
+            candidates = self._pools.candidates(prompt, (-claim.priority, False), lessons.refused)
             undoubted = [c for c in candidates if c.worker_id not in lessons.doubted]
             placement = decide(prompt, undoubted, mode) or decide(prompt, candidates, mode)
             if placement is not None:
@@ -280,6 +322,21 @@ class Dispatcher:
                     f"no worker became ready within {self._config.worker_wait_s:g} s; `baton status` shows the pools"
                 )
             await self._pools.wait_for_change(deadline - time.monotonic())
+
+    def _prompt(self, spec: SequenceSpec) -> Prompt:
+        block_size = next((worker.info.block_size for worker in self._pools.workers), GRANULE)
+        keys = tuple(block_keys(spec.cache_seed, spec.token_ids, block_size))
+        return Prompt(len(spec.token_ids), keys, spec.num_expected_tokens)
+
+    def _decider(self, claim: Claim, not_from: Collection[str] = ()) -> Callable[..., Placement | None]:
+        return partial(
+            place,
+            objective=claim.objective,
+            weights=claim.weights,
+            prices=self._prices.prices,
+            pull_above_tokens=self._config.pull_above_tokens,
+            not_from=not_from,
+        )
 
     async def _aggregated(self, attempt: _Attempt) -> AsyncGenerator[NewTokens]:
         spec, job, trace = attempt.spec, attempt.job, attempt.trace
@@ -295,9 +352,14 @@ class Dispatcher:
                 queued.close()
                 self._book_prefill(attempt, message)
                 yield message
-                while message.finish_reason is None:
-                    message = await _read_tokens(stream)
-                    yield message
+                try:
+                    while message.finish_reason is None:
+                        message = await _read_tokens(stream)
+                        yield message
+                except _Leaving:
+                    async with contextlib.aclosing(self._moving(attempt, stream)) as messages:
+                        async for message in messages:
+                            yield message
 
     async def _split(self, attempt: _Attempt) -> AsyncGenerator[NewTokens]:
         spec, job, trace = attempt.spec, attempt.job, attempt.trace
@@ -314,6 +376,8 @@ class Dispatcher:
             )
             async with self._patient(attempt):
                 ticket = await decode.read()
+                if isinstance(ticket, Migrate):
+                    raise _Leaving(decode_worker)
                 assert isinstance(ticket, Ticket)
                 prefill = await stack.enter_async_context(
                     self._calls.prefill(prefill_worker, spec, ticket, source=source, trace=trace)
@@ -337,12 +401,69 @@ class Dispatcher:
                 _cancelled_at_exit(asyncio.create_task(self._book_hand_over(prefill, ticket, attempt.record)))
             )
             message = await _first_after_hand_over(handing_over, reading)
-            while message.finish_reason is None:
-                yield message
-                message = await _read_tokens(decode)
+            try:
+                while message.finish_reason is None:
+                    yield message
+                    message = await _read_tokens(decode)
+            except _Leaving:
+                async with contextlib.aclosing(self._moving(attempt, decode)) as messages:
+                    async for message in messages:
+                        yield message
+                return
             # The KV has arrived; a prefill worker that dies or stalls before it says so hurts nobody.
             await asyncio.wait((handing_over,), timeout=HAND_OVER_REPORT_S)
             yield message
+
+    async def _moving(self, attempt: _Attempt, stream: WorkerStream[Decoding]) -> AsyncGenerator[NewTokens]:
+        """The tokens that come from a worker that leaves, while another one gets ready; perhaps to the last of them.
+
+        Raises:
+            _Moved: it is ready.
+        """
+        async with _cancelled_at_exit(asyncio.create_task(self._prepare_move(attempt, stream.worker))) as preparing:
+            while not preparing.done():
+                async with _cancelled_at_exit(asyncio.create_task(_read_tokens(stream))) as reading:
+                    await asyncio.wait((preparing, reading), return_when=asyncio.FIRST_COMPLETED)
+                    if not reading.done():
+                        break
+                    try:
+                        message = reading.result()
+                    except _Leaving:
+                        continue  # it has been told so again
+                yield message
+                if message.finish_reason is not None:
+                    return
+            raise _Moved(preparing.result())
+
+    async def _prepare_move(self, attempt: _Attempt, leaving: Worker) -> Placement:
+        """Finds a worker with room, however long that takes, and has it pull the KV there is so far."""
+        claim, record, first = attempt.claim, attempt.record, attempt.spec
+        self._pools.leaves(leaving)
+        decide = self._decider(claim)
+        failed: set[str] = set()
+        while True:
+            prompt_ids = first.token_ids[: first.num_prompt_tokens]
+            spec = replace(first, token_ids=prompt_ids + tuple(record.emitted))
+            prompt = self._prompt(spec)
+            candidates = self._pools.candidates(prompt, (-claim.priority, False), {*failed, leaving.info.id})
+            placement = decide(prompt, candidates, Mode.AGGREGATED)
+            if placement is None or placement.prediction.room_s > 0:
+                failed.clear()
+                await self._pools.wait_for_change(MOVE_RETRY_S)
+                continue
+            worker = self._pools.get(placement.decode_worker)
+            source = PrefixSource(leaving.info.id, leaving.info.address, len(spec.token_ids))
+            job = Job(attempt.entry.turn, 0.0, prompt.num_tokens, prompt.num_expected_tokens)
+            try:
+                with self._pools.decoding(worker, job):
+                    async with self._calls.fetch(worker, spec, source, trace=attempt.trace) as fetching:
+                        await fetching.read()
+            except WorkerCallError as failure:
+                logger.warning("%s does not move to %s: %s", spec.sequence_id, worker.info.id, failure.error)
+                failed.add(worker.info.id)
+                continue
+            self._instruments.migrations.add(1)
+            return replace(placement, mode=Mode.SPLIT, prefill_worker=leaving.info.id, source="", source_tokens=0)
 
     @contextlib.asynccontextmanager
     async def _patient(self, attempt: _Attempt) -> AsyncGenerator[None]:
@@ -429,8 +550,18 @@ async def _first_after_hand_over(handing_over: asyncio.Task[None], reading: asyn
     return await reading
 
 
-async def _read_tokens(stream: WorkerStream[Ticket | NewTokens]) -> NewTokens:
+def _given_up(error: BatonError, failures: list[str]) -> BatonError:
+    """The last failure's kind, with all that happened."""
+    if len(failures) == 1 or isinstance(error, Overloaded):
+        return error
+    return type(error)(f"{len(failures)} placements failed: {'; '.join(failures)}")
+
+
+async def _read_tokens(stream: WorkerStream[Decoding]) -> NewTokens:
+    """Raises _Leaving when the worker asks for the choice to be moved; its tokens come on."""
     message = await stream.read()
+    if isinstance(message, Migrate):
+        raise _Leaving(stream.worker)
     assert isinstance(message, NewTokens)
     return message
 

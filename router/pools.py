@@ -11,6 +11,8 @@ from router.placement import Candidate, Job, LoadBook, Prompt, Residence, Turn
 
 SUSPICION_S = 10.0
 """A worker whose stream broke is passed over for so long, unless it comes back as a new incarnation."""
+LEAVING_S = 3.0
+"""A worker that has said on a stream that it leaves its role is not asked for so long; by then its lease says so."""
 
 
 class PoolView:
@@ -31,6 +33,7 @@ class PoolView:
         """Of the workers that take traffic."""
         self._residence = Residence()
         self._suspects: dict[tuple[str, int], float] = {}
+        self._leaving: dict[tuple[str, int, Role], float] = {}
         self._changed = asyncio.Condition()
 
     @property
@@ -58,6 +61,7 @@ class PoolView:
         ]
         now = self._clock()
         self._suspects = {who: until for who, until in self._suspects.items() if until > now}
+        self._leaving = {who: until for who, until in self._leaving.items() if until > now}
         async with self._changed:
             self._changed.notify_all()
 
@@ -74,9 +78,20 @@ class PoolView:
         """Passes this incarnation over for a while: its stream broke, though its lease may still live."""
         self._suspects[worker.info.id, worker.info.epoch] = self._clock() + SUSPICION_S
 
+    def leaves(self, worker: Worker) -> None:
+        """It takes no new work in its role; its lease may not say so yet."""
+        info = worker.info
+        self._leaving[info.id, info.epoch, info.role] = self._clock() + LEAVING_S
+
     def is_trusted(self, worker: Worker) -> bool:
-        until = self._suspects.get((worker.info.id, worker.info.epoch), 0.0)
-        return worker.load.state is WorkerState.READY and until <= self._clock()
+        return worker.load.state is WorkerState.READY and self._is_trusted(worker.info.id, worker.info.epoch)
+
+    def _is_trusted(self, worker_id: str, epoch: int) -> bool:
+        now = self._clock()
+        if self._suspects.get((worker_id, epoch), 0.0) > now:
+            return False
+        role = self._workers[worker_id].info.role
+        return self._leaving.get((worker_id, epoch, role), 0.0) <= now
 
     def is_ready(self, role: Role) -> bool:
         return any(w.info.role is role and self.is_trusted(w) for w in self.workers)
@@ -90,11 +105,11 @@ class PoolView:
         held = self._lookup(prompt.block_keys)
         now = self._clock()
         ready = self._ready
-        if excluded or self._suspects:
+        if excluded or self._suspects or self._leaving:
             ready = [
                 book
                 for book in ready
-                if book.worker_id not in excluded and self._suspects.get(book.incarnation, 0.0) <= now
+                if book.worker_id not in excluded and self._is_trusted(book.worker_id, book.epoch)
             ]
         num_tokens = prompt.num_tokens
         return [book.seen(turn, min(held.get(book.worker_id, 0) * book.block_size, num_tokens), now) for book in ready]

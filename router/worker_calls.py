@@ -22,11 +22,13 @@ from baton.cluster import Worker
 from baton.errors import BatonError, WorkerFailed
 from baton.messages import (
     DecodeRequest,
+    Decoding,
     Ended,
     Failed,
+    Fetched,
+    FetchRequest,
     FirstToken,
     HandedOver,
-    NewTokens,
     PrefillRequest,
     PrefixSource,
     SequenceSpec,
@@ -113,7 +115,9 @@ class _Link:
         self._writing = asyncio.create_task(self._write())
         self._reading = asyncio.create_task(self._read())
 
-    def start(self, worker: Worker, request: PrefillRequest | DecodeRequest, trace: Context) -> WorkerStream[Any]:
+    def start(
+        self, worker: Worker, request: PrefillRequest | DecodeRequest | FetchRequest, trace: Context
+    ) -> WorkerStream[Any]:
         call_id = next(self._call_ids)
         start = messages.Start(call_id, request, dict(tracing.to_metadata(trace)))
         self._outbox.put(wire.start(start))
@@ -182,13 +186,18 @@ class WorkerCalls:
         await_kv: bool,
         source: PrefixSource | None = None,
         trace: Context,
-    ) -> WorkerStream[Ticket | NewTokens]:
+    ) -> WorkerStream[Decoding]:
         return self._link(worker).start(worker, DecodeRequest(spec, await_kv, source), trace)
 
     def prefill(
         self, worker: Worker, spec: SequenceSpec, ticket: Ticket, *, source: PrefixSource | None, trace: Context
     ) -> WorkerStream[FirstToken | HandedOver]:
         return self._link(worker).start(worker, PrefillRequest(spec, ticket, source), trace)
+
+    def fetch(
+        self, worker: Worker, spec: SequenceSpec, source: PrefixSource, *, trace: Context
+    ) -> WorkerStream[Fetched]:
+        return self._link(worker).start(worker, FetchRequest(spec, source), trace)
 
     async def forget_past_incarnations(self, workers: Collection[Worker]) -> None:
         """Closes the channels of workers that are listed at another address now; their calls have failed anyway."""

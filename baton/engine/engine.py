@@ -68,6 +68,9 @@ class EngineLoad:
     """Since the start."""
     costs: StepCosts
     """As the steps so far have shown."""
+    busy_s: float
+    """Spent in steps, since the start; and the tokens computed in them."""
+    computed_tokens: int
 
 
 class Engine:
@@ -76,6 +79,8 @@ class Engine:
         self.pool = BlockPool(runner.cache.num_blocks)
         self.scheduler = Scheduler(self.pool, limits)
         self._fit = StepFit()
+        self._busy_s = 0.0
+        self._num_computed_tokens = 0
         self._sequences: set[Sequence] = set()
         self._pins: Counter[int] = Counter()
 
@@ -188,6 +193,8 @@ class Engine:
 
     def learn(self, size: StepSize, took_s: float) -> None:
         """A step of this size has taken so long."""
+        self._busy_s += took_s
+        self._num_computed_tokens += size.num_new
         self._fit.observe(size, took_s)
         self.scheduler.costs = self._fit.costs
 
@@ -226,6 +233,8 @@ class Engine:
             blocks=self.pool.counts(),
             preemptions=self.scheduler.num_preemptions,
             costs=self._fit.costs,
+            busy_s=self._busy_s,
+            computed_tokens=self._num_computed_tokens,
         )
 
     def take_block_events(self) -> list[Stored | Removed]:

@@ -16,7 +16,7 @@ from baton.engine.runner import Fence, LayerDone
 from baton.engine.scheduler import Batch
 from baton.engine.sequence import Purpose, Sequence
 from baton.engine.step_fit import StepSize
-from baton.errors import Overloaded, WorkerFailed
+from baton.errors import BatonError, Overloaded, WorkerFailed
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
 
@@ -48,7 +48,7 @@ class EngineLoop:
         self.max_waiting = max_waiting
         self._on_block_events = on_block_events
         self._on_idle = on_idle
-        self._outputs: dict[Sequence, asyncio.Queue[Output | WorkerFailed]] = {}
+        self._outputs: dict[Sequence, asyncio.Queue[Output | BatonError]] = {}
         self._watchers: dict[Sequence, tuple[Progress, ...]] = {}
         """Changed on the event loop and read by the engine's thread: values are replaced, never changed in place."""
         self._num_layers = engine.runner.cache.spec.num_layers
@@ -113,6 +113,12 @@ class EngineLoop:
             self._watchers.pop(sequence, None)
             self.engine.end(sequence)
             self._wake.set()
+
+    def hand_back(self, reason: BatonError) -> None:
+        """Raises `reason` where sequences are waited for that hold nothing yet and have not begun."""
+        for sequence in self.engine.scheduler.waiting:
+            if not sequence.was_admitted and sequence in self._outputs:
+                self._outputs[sequence].put_nowait(reason)
 
     def insert(self, sequence: Sequence, first_token: int) -> FinishReason | None:
         """See `Engine.insert`."""
@@ -184,7 +190,7 @@ class EngineLoop:
 class SequenceHandle:
     """A sequence's outputs, in order."""
 
-    def __init__(self, loop: EngineLoop, sequence: Sequence, queue: asyncio.Queue[Output | WorkerFailed]) -> None:
+    def __init__(self, loop: EngineLoop, sequence: Sequence, queue: asyncio.Queue[Output | BatonError]) -> None:
         self.loop = loop
         self.sequence = sequence
         self._queue = queue
@@ -194,9 +200,10 @@ class SequenceHandle:
 
         Raises:
             WorkerFailed: the step that would have made it failed.
+            BatonError: it was handed back (`EngineLoop.hand_back`).
         """
         output = await self._queue.get()
-        if isinstance(output, WorkerFailed):
+        if isinstance(output, BatonError):
             raise output
         return output
 
@@ -219,7 +226,7 @@ class SequenceHandle:
         ready: list[Output] = []
         while not self._queue.empty():
             output = self._queue.get_nowait()
-            if isinstance(output, WorkerFailed):
+            if isinstance(output, BatonError):
                 self._queue.put_nowait(output)  # the last one there is; `next` raises it
                 break
             ready.append(output)

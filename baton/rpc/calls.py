@@ -24,7 +24,7 @@ from opentelemetry.context import Context
 
 from baton import wire
 from baton.errors import BatonError, Unsupported
-from baton.messages import Cancel, DecodeRequest, Ended, Event, PrefillRequest, Start
+from baton.messages import Cancel, DecodeRequest, Ended, Event, FetchRequest, Migrate, PrefillRequest, Start
 from baton.rpc.errors import to_failed
 from baton.telemetry import tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -33,6 +33,7 @@ MAX_FRAME_EVENTS = 4096
 T = TypeVar("T")
 Prefill = Callable[[PrefillRequest, Context], AsyncGenerator[Event]]
 Decode = Callable[[DecodeRequest, Context], AsyncGenerator[Event]]
+Fetch = Callable[[FetchRequest, Context], AsyncGenerator[Event]]
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +62,27 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
     """Runs the calls of any number of routers.
 
     Args:
-        prefill, decode: the events of one call; None: this worker does not do that. Closing the generator cancels the
-            call and frees what it holds. Typed errors reach the router as they are.
+        prefill, decode, fetch: the events of one call; None: this worker does not do that. Closing the generator
+            cancels the call and frees what it holds. Typed errors reach the router as they are.
     """
 
-    def __init__(self, *, prefill: Prefill | None = None, decode: Decode | None = None) -> None:
+    def __init__(
+        self, *, prefill: Prefill | None = None, decode: Decode | None = None, fetch: Fetch | None = None
+    ) -> None:
         self._prefill = prefill
         self._decode = decode
+        self._fetch = fetch
+        self._running: dict[asyncio.Task[None], tuple[Start, Outbox[tuple[int, Event]]]] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def migrate(self) -> None:
+        """Asks for every choice that decodes here, or will, to be taken elsewhere."""
+        for start, outbox in self._running.values():
+            if isinstance(start.request, DecodeRequest):
+                outbox.put((start.call_id, Migrate()))
 
     async def Serve(  # type: ignore[override]  # noqa: N802 - the generated name; it writes, where it could yield
         self, requests: AsyncIterator[worker_pb2.ServeRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -83,7 +98,8 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
                         _cancel(calls.get(command.call_id))
                     else:
                         call = calls[command.call_id] = asyncio.create_task(self._run(command, outbox))
-                        call.add_done_callback(partial(_forget, calls, command.call_id))
+                        self._running[call] = command, outbox
+                        call.add_done_callback(partial(self._forget, calls, command.call_id))
         finally:
             writing.cancel()
             for call in calls.values():
@@ -113,11 +129,12 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
                 return self._prefill(request, trace)
             case DecodeRequest() as request if self._decode is not None:
                 return self._decode(request, trace)
+            case FetchRequest() as request if self._fetch is not None:
+                return self._fetch(request, trace)
         raise Unsupported("this worker does not serve such calls")
 
-
-def _forget(calls: dict[int, asyncio.Task[None]], call_id: int, call: asyncio.Task[None]) -> None:
-    del calls[call_id]
+    def _forget(self, calls: dict[int, asyncio.Task[None]], call_id: int, call: asyncio.Task[None]) -> None:
+        del calls[call_id], self._running[call]
 
 
 def _cancel(call: asyncio.Task[None] | None) -> None:

@@ -165,6 +165,7 @@ class Instruments:
             "baton.requests", "Finished requests by outcome: ok, error, rejected, invalid or cancelled."
         )
         self.retries = counter("baton.retries", "Choices placed again, by the kind of failure before.")
+        self.migrations = counter("baton.migrations", "Choices moved from a worker that leaves, with their KV.")
         self.prompt_tokens = counter("baton.prompt_tokens", "Prompt tokens of requests served.")
         self.prefix_hit_tokens = counter(
             "baton.prefix_hit_tokens", "Prompt tokens found in a worker's prefix cache, or pulled into it."

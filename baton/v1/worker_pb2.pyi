@@ -329,7 +329,7 @@ Global___Ended: _TypeAlias = Ended  # noqa: Y015
 @_typing.final
 class Migrate(_message.Message):
     """The worker leaves its role: the choice should go on elsewhere. It is served here until the call is cancelled, and its
-    KV can be had from here. Said once.
+    KV can be had from here. May be said again.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

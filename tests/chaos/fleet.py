@@ -7,7 +7,6 @@ tests' own process, only the fork server forks: gRPC's pollers do not always sur
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import multiprocessing
@@ -35,6 +34,7 @@ from baton.config import (
     ClusterConfig,
     Config,
     EngineConfig,
+    FaultsConfig,
     IndexConfig,
     ModelConfig,
     RouterConfig,
@@ -42,23 +42,49 @@ from baton.config import (
     load,
 )
 from baton.engine.arithmetic import ArithmeticRunner
+from baton.engine.sampler import sample
+from baton.engine.scheduler import Scheduled
 from baton.errors import Fenced
+from baton.messages import SequenceSpec
 from baton.v1 import inference_pb2_grpc
 from deploy.client import Client
 from deploy.models import cache_dir, resolve
 from deploy.processes import die_with_parent
 from deploy.redis import EmbeddedRedis
-from deploy.worker import FENCED, running
+from deploy.worker import FENCED, serve
 from tests.integration.cluster import free_port
 
 START_TIMEOUT_S = 60.0
+NUM_LAYERS = 2
+VOCAB_SIZE = 49152
+"""Of the arithmetic model, as everywhere. Two to the power of 14 divides it, and each answer is a multiple of the one
+before by its position: after 16 tokens or so all further ones are 0."""
+PRIME_VOCAB_SIZE = 49139
+"""With this one they never are: for tests that would not see an exchanged or repeated token otherwise."""
 _PROCESSES = multiprocessing.get_context("forkserver")
+
+
+class DrawingRunner(ArithmeticRunner):
+    """Draws where a request has a `top_k`: one of the answer and the `top_k - 1` tokens after it, the likelier the
+    nearer. The draw is the product's own, by seed, choice and position."""
+
+    def _answer(self, part: Scheduled) -> int:
+        return drawn(super()._answer(part), part.sequence.spec, part.end, self.vocab_size)
+
+
+def drawn(answer: int, spec: SequenceSpec, position: int, vocab_size: int) -> int:
+    if spec.top_k < 2:
+        return answer
+    logits = -0.1 * torch.arange(spec.top_k)
+    (index,) = sample(logits[None], [spec], [position])
+    return (answer + index) % vocab_size
 
 
 class RouterProcess:
     """`connect` comes after all of them have been started.
 
     Attributes:
+        address: where it serves gRPC.
         client, inference: of this router.
     """
 
@@ -73,12 +99,12 @@ class RouterProcess:
             stderr=subprocess.STDOUT,
             preexec_fn=die_with_parent(),
         )
-        self._address = f"127.0.0.1:{config.cluster.grpc_port}"
+        self.address = f"127.0.0.1:{config.cluster.grpc_port}"
         self._metrics_url = f"http://127.0.0.1:{config.cluster.http_port}/metrics"
 
     def connect(self) -> None:
-        self.client = Client(self._address)
-        self._channel = grpc.insecure_channel(self._address)
+        self.client = Client(self.address)
+        self._channel = grpc.insecure_channel(self.address)
         self.inference = inference_pb2_grpc.InferenceStub(self._channel)
 
     @property
@@ -180,8 +206,9 @@ class Fleet:
     client, inference: of the first router.
     """
 
-    def __init__(self, config: Config, redis: RedisProcess, num_routers: int = 1) -> None:
-        self._config = config
+    def __init__(self, config: Config, redis: RedisProcess, num_routers: int = 1, vocab_size: int = VOCAB_SIZE) -> None:
+        self.config = config
+        self._vocab_size = vocab_size
         self._numbers = itertools.count()
         self.redis = redis
         self.workers: dict[str, multiprocessing.process.BaseProcess] = {}
@@ -210,7 +237,10 @@ class Fleet:
         """
         worker_id = worker_id or f"{role}-{next(self._numbers)}"
         process = _PROCESSES.Process(
-            target=run_worker, args=(role, worker_id, self._config.to_json()), name=worker_id, daemon=True
+            target=run_worker,
+            args=(role, worker_id, self.config.to_json(), self._vocab_size),
+            name=worker_id,
+            daemon=True,
         )
         process.start()
         self.workers[worker_id] = process
@@ -222,20 +252,22 @@ class Fleet:
         os.kill(pid, number)
 
     def remove(self, worker_id: str, number: signal.Signals) -> None:
-        """Ends a worker and reaps it."""
-        self.send(worker_id, number)
+        """Ends a worker, if it has not died already, and reaps it."""
+        with contextlib.suppress(ProcessLookupError):
+            self.send(worker_id, number)
         process = self.workers.pop(worker_id)
         process.join(30)
         assert not process.is_alive(), f"{worker_id} did not end"
 
     def wait_for(self, *worker_ids: str) -> None:
-        """Until every router knows that they are ready."""
+        """Until every router knows that they are ready: these processes, and not others of the same id before them."""
+        expected = {(worker_id, self.workers[worker_id].pid) for worker_id in worker_ids}
         deadline = time.monotonic() + START_TIMEOUT_S
         for router in self.routers:
             while True:
                 with contextlib.suppress(Exception):
-                    ready = {w["id"] for w in router.client.status()["workers"] if w["state"] == "ready"}
-                    if ready >= set(worker_ids):
+                    ready = {(w["id"], w["pid"]) for w in router.client.status()["workers"] if w["state"] == "ready"}
+                    if ready >= expected:
                         break
                 assert time.monotonic() < deadline, f"{worker_ids} did not become ready:\n{self.log}"
                 time.sleep(0.02)
@@ -255,19 +287,28 @@ def running_fleet(
     num_routers: int = 1,
     num_blocks: int = 2048,
     lease_s: float = 3.0,
+    step_ms: float = 0.0,
+    vocab_size: int = VOCAB_SIZE,
+    faults: str = "",
 ) -> Iterator[Fleet]:
-    """Redis and routers, and no worker yet. Leaving the block checks that no process is left."""
+    """Redis and routers, and no worker yet. Leaving the block checks that no process is left.
+
+    Args:
+        step_ms: what a step of a worker takes at least.
+        vocab_size: of the workers' model; see `PRIME_VOCAB_SIZE`.
+    """
     model = resolve(ModelConfig(), cache_dir(load().cluster))
     _PROCESSES.set_forkserver_preload([__name__])
     with contextlib.closing(RedisProcess()) as redis:
         config = Config(
             model=ModelConfig(path=str(model.path), served_name=model.served_name, revision=model.revision),
-            engine=EngineConfig(runner="arithmetic", num_blocks=num_blocks),
+            engine=EngineConfig(runner="arithmetic", num_blocks=num_blocks, arithmetic_step_ms=step_ms),
             transfer=transfer,
             index=IndexConfig(redis_url=redis.url, lease_s=lease_s, renew_s=0.3, poll_s=0.2),
             router=router,
+            faults=FaultsConfig(spec=faults),
         )
-        fleet = Fleet(config, redis, num_routers)
+        fleet = Fleet(config, redis, num_routers, vocab_size)
         try:
             yield fleet
             started = [psutil.Process(w.pid) for w in fleet.workers.values()]
@@ -280,21 +321,24 @@ def running_fleet(
         assert not alive, f"left behind: {alive}"
 
 
-def run_worker(role: Role, worker_id: str, config_json: str) -> None:
+def run_worker(role: Role, worker_id: str, config_json: str, vocab_size: int) -> None:
     """The worker's process."""
     try:
-        uvloop.run(_serve(Role(role), worker_id, Config.from_json(config_json)))
+        uvloop.run(_serve(Role(role), worker_id, Config.from_json(config_json), vocab_size))
     except* Fenced:
         sys.exit(FENCED)
 
 
-async def _serve(role: Role, worker_id: str, config: Config) -> None:
+async def _serve(role: Role, worker_id: str, config: Config, vocab_size: int) -> None:
     torch.set_num_threads(1)
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    runner = ArithmeticRunner(config.engine.num_blocks, max_num_seqs=config.engine.max_num_seqs)
-    async with running(config, role, worker_id, "127.0.0.1", runner) as (_, ended):
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if ended.done():
-            ended.result()
+
+    def build(config: Config) -> DrawingRunner:
+        return DrawingRunner(
+            config.engine.num_blocks,
+            vocab_size=vocab_size,
+            max_num_seqs=config.engine.max_num_seqs,
+            num_layers=NUM_LAYERS,
+            layer_s=config.engine.arithmetic_step_ms / 1e3 / NUM_LAYERS,
+        )
+
+    await serve(config, role, worker_id, "127.0.0.1", build=build)

@@ -16,6 +16,7 @@ from baton import messages as m
 from baton.cluster import (
     BlockCounts,
     ClusterStatus,
+    ControllerInfo,
     PoolStatus,
     Role,
     RouterInfo,
@@ -91,8 +92,9 @@ def test_ticket(ticket: m.Ticket) -> None:
 
 PREFILLS = st.builds(m.PrefillRequest, SPECS, st.none() | TICKETS, st.none() | SOURCES)
 DECODES = st.builds(m.DecodeRequest, SPECS, st.booleans(), st.none() | SOURCES)
+FETCHES = st.builds(m.FetchRequest, SPECS, SOURCES)
 CALL_IDS = st.integers(0, 2**64 - 1)
-STARTS = st.builds(m.Start, CALL_IDS, PREFILLS | DECODES, st.dictionaries(TEXT, TEXT, max_size=3))
+STARTS = st.builds(m.Start, CALL_IDS, PREFILLS | DECODES | FETCHES, st.dictionaries(TEXT, TEXT, max_size=3))
 
 
 @given(st.lists(STARTS | st.builds(m.Cancel, CALL_IDS), max_size=4))
@@ -118,7 +120,7 @@ def test_every_kind_of_event_and_command_is_covered() -> None:
     kinds = {field.message_type.name for field in worker_pb2.Event.DESCRIPTOR.oneofs[0].fields if field.message_type}
     assert kinds == {cls.__name__ for cls in typing.get_args(m.Event)}
     kinds = {field.message_type.name for field in worker_pb2.Command.DESCRIPTOR.oneofs[0].fields if field.message_type}
-    assert kinds == {"PrefillRequest", "DecodeRequest", "Cancel"}
+    assert kinds == {"PrefillRequest", "DecodeRequest", "FetchRequest", "Cancel"}
 
 
 def test_kinds_of_a_newer_version_are_told_from_the_others() -> None:
@@ -342,14 +344,15 @@ def status(num_workers: int) -> ClusterStatus:
         unsent_bytes=2**33,
     )  # fmt: skip
     costs = StepCosts(0.5, 0.25, 0.0, 2.0, 3.0, 4.0)
-    load = WorkerLoad(WorkerState.READY, 0, 3, 100, BlockCounts(10, 4, 5, 1), "ok", transfers, costs=costs)
+    load = WorkerLoad(WorkerState.READY, 0, 3, 100, BlockCounts(10, 4, 5, 1), "ok", transfers, 0, costs, 0.5, 2**33)
     return ClusterStatus(
         {"decode": PoolStatus(2, 1), "prefill": PoolStatus(0, 0)},
         (Worker(info, load),) * num_workers,
-        (RouterInfo("router-0", 5, "h:1", "h:2", 0.0),),
+        (RouterInfo("router-0", 5, "h:1", "h:2", 0.0, 7, 0, 1),),
         "redis://x",
         False,
         (ServedModel("m", "/m"),),
+        ControllerInfo(3, "h:3"),
     )
 
 
@@ -388,11 +391,26 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                 "block_size": 16,
                 "chunk_tokens": 128,
                 "preemptions": 0,
+                "busy_s": 0.5,
+                "computed_tokens": 2**33,
+                "queued_tokens": 100,
             }
         ],
-        "routers": [{"id": "router-0", "pid": 5, "grpc": "h:1", "http": "h:2", "mirror_lag_s": 0.0}],
+        "routers": [
+            {
+                "id": "router-0",
+                "pid": 5,
+                "grpc": "h:1",
+                "http": "h:2",
+                "mirror_lag_s": 0.0,
+                "met": 7,
+                "missed": 0,
+                "rejected": 1,
+            }
+        ],
         "redis": {"address": "redis://x", "ok": False},
         "models": [{"id": "m", "path": "/m"}],
+        "controller": {"pid": 3, "address": "h:3"},
     }
 
 

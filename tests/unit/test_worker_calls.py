@@ -19,6 +19,7 @@ from baton.errors import BatonError, InvalidRequest, Overloaded, TransferCorrupt
 from baton.messages import (
     Cancel,
     DecodeRequest,
+    Decoding,
     Ended,
     Event,
     Failed,
@@ -36,7 +37,7 @@ from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
 
 pytestmark = pytest.mark.asyncio
 TICKET = Ticket("t", 1, "d", "i", "h:1", 3, 0, "wire", KvLayout(16, 1, ()))
-Stream = WorkerStream[Ticket | NewTokens]
+Stream = WorkerStream[Decoding]
 
 
 def spec(name: str, max_tokens: int = 4) -> SequenceSpec:
@@ -122,7 +123,7 @@ async def soon(holds: Callable[[], Any]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def read(stream: Stream) -> Ticket | NewTokens:
+async def read(stream: Stream) -> Decoding:
     async with asyncio.timeout(10):
         return await stream.read()
 

@@ -1,0 +1,226 @@
+"""Workers that leave, or change their role, while they are busy: their choices go on elsewhere, KV and all."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
+from baton.engine.arithmetic import expected_tokens
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from tests.chaos.fleet import PRIME_VOCAB_SIZE, Fleet, running_fleet
+from tests.integration.cluster import is_idle, request
+
+STEP_MS = 10.0
+NUM_STREAMS = 16
+BLOCK_SIZE = 16
+
+
+@dataclass(slots=True)
+class Stream:
+    """A client's stream, read in a thread."""
+
+    prompt: list[int]
+    max_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    arrived_s: list[float] = field(default_factory=list)
+    retries: int = 0
+    decode_worker: str = ""
+
+    def read(self, fleet: Fleet) -> None:
+        message = request(token_ids=self.prompt, sampling={"max_tokens": self.max_tokens, "ignore_eos": True})
+        for part in fleet.inference.Generate(message, timeout=120):
+            now = time.monotonic()
+            self.tokens += part.token_ids
+            self.arrived_s += [now] * len(part.token_ids)
+            self.retries, self.decode_worker = part.timing.retries, part.timing.decode_worker
+
+    @property
+    def is_right(self) -> bool:
+        return self.tokens == expected_tokens(self.prompt, self.max_tokens, PRIME_VOCAB_SIZE)
+
+    def longest_gap_s(self) -> float:
+        return max(after - before for before, after in zip(self.arrived_s, self.arrived_s[1:], strict=False))
+
+
+class Streams:
+    """Streams that run while the block is entered; leaving it waits for their ends, and checks all of them."""
+
+    def __init__(self, fleet: Fleet, num_streams: int, max_tokens: int, num_prompt_tokens: int = 100) -> None:
+        rng = random.Random(3)
+        self.streams = [
+            Stream([rng.randrange(1, 40_000) for _ in range(num_prompt_tokens + i)], max_tokens)
+            for i in range(num_streams)
+        ]
+        self._fleet = fleet
+        self._threads = ThreadPoolExecutor(num_streams)
+        self._reading: list[Future[None]] = []
+
+    def wait_for_tokens(self, num_tokens: int) -> None:
+        """Until each has so many."""
+        deadline = time.monotonic() + 60
+        while any(len(stream.tokens) < num_tokens for stream in self.streams):
+            assert time.monotonic() < deadline, [len(stream.tokens) for stream in self.streams]
+            time.sleep(0.01)
+
+    def __enter__(self) -> Streams:
+        self._reading = [self._threads.submit(stream.read, self._fleet) for stream in self.streams]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._threads.shutdown(wait=True)
+        if kind is None:
+            for reading in self._reading:
+                reading.result()
+            assert all(stream.is_right for stream in self.streams)
+
+
+@contextlib.contextmanager
+def busy_fleet(mode: str = "split") -> Iterator[Fleet]:
+    """A prefill worker, and a decode worker that is the only one so far."""
+    router = RouterConfig(mode=mode, cache_secret="drain")
+    with running_fleet(TransferConfig(), router, step_ms=STEP_MS, vocab_size=PRIME_VOCAB_SIZE) as fleet:
+        fleet.wait_for(fleet.add(Role.PREFILL, "prefill-0"), fleet.add(Role.DECODE, "decode-0"))
+        yield fleet
+
+
+@contextlib.contextmanager
+def control(fleet: Fleet, worker_id: str) -> Iterator[worker_pb2_grpc.WorkerControlStub]:
+    address = next(w["address"] for w in fleet.client.status()["workers"] if w["id"] == worker_id)
+    with grpc.insecure_channel(address) as channel:
+        yield worker_pb2_grpc.WorkerControlStub(channel)
+
+
+def computed_tokens(fleet: Fleet) -> int:
+    return sum(worker["computed_tokens"] for worker in fleet.client.status()["workers"])
+
+
+def wait_until_idle(fleet: Fleet) -> None:
+    deadline = time.monotonic() + 20
+    while not all(is_idle(worker) for worker in fleet.client.status()["workers"]):
+        assert time.monotonic() < deadline, fleet.client.status()
+        time.sleep(0.1)
+    time.sleep(0.4)  # a renewal later the counters are there too
+
+
+@pytest.mark.parametrize("mode", ["split", "aggregated"])
+def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str) -> None:
+    max_tokens = 600
+    with busy_fleet(mode) as fleet:
+        with Streams(fleet, NUM_STREAMS, max_tokens) as streams:
+            streams.wait_for_tokens(80)
+            fleet.wait_for(fleet.add(Role.DECODE, "decode-1"))
+            with control(fleet, "decode-0") as worker:
+                began_s = time.monotonic()
+                left = worker.Drain(worker_pb2.DrainRequest(timeout_s=30)).num_left
+                took_s = time.monotonic() - began_s
+            fewest_left = max_tokens - max(len(stream.tokens) for stream in streams.streams)
+        wait_until_idle(fleet)
+        num_known = sum(len(stream.prompt) + max_tokens - 1 for stream in streams.streams)
+        gap_s = max(stream.longest_gap_s() for stream in streams.streams)
+        num_again = computed_tokens(fleet) - num_known
+        print(
+            f"{mode}: drained in {took_s:.2f} s, at least {fewest_left} tokens before the ends; "
+            f"{num_again} tokens computed again; longest gap {gap_s:.3f} s"
+        )
+        assert left == 0
+        assert fewest_left > 200, "they were to be moved in the middle"
+        assert {stream.decode_worker for stream in streams.streams} == {"decode-1"}
+        assert not any(stream.retries for stream in streams.streams)
+        assert num_again <= NUM_STREAMS * BLOCK_SIZE
+        assert took_s < fewest_left * STEP_MS / 1e3 / 2, "it waited for ends"
+
+
+def test_sigterm_drains() -> None:
+    with busy_fleet() as fleet:
+        with Streams(fleet, 4, 400) as streams:
+            streams.wait_for_tokens(40)
+            fleet.wait_for(fleet.add(Role.DECODE, "decode-1"))
+            fleet.remove("decode-0", signal.SIGTERM)
+            assert all(len(stream.tokens) < 300 for stream in streams.streams)
+        assert {(stream.decode_worker, stream.retries) for stream in streams.streams} == {("decode-1", 0)}
+
+
+def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun() -> None:
+    router = RouterConfig(mode="split", cache_secret="drain")
+    with running_fleet(TransferConfig(), router, step_ms=300, vocab_size=PRIME_VOCAB_SIZE) as fleet:
+        fleet.wait_for(fleet.add(Role.PREFILL, "prefill-0"), fleet.add(Role.DECODE, "decode-0"))
+        # Each is more than a step of the worker, so most of them wait for a while.
+        with Streams(fleet, 10, 2, num_prompt_tokens=500) as streams:
+            time.sleep(1.0)
+            fleet.wait_for(fleet.add(Role.PREFILL, "prefill-1"))
+            with control(fleet, "prefill-0") as worker:
+                assert worker.Drain(worker_pb2.DrainRequest(timeout_s=20)).num_left == 0
+        assert not any(stream.retries for stream in streams.streams)
+
+
+def test_roles_change_under_load_and_the_cache_stays() -> None:
+    with busy_fleet() as fleet:
+        fleet.wait_for(fleet.add(Role.DECODE, "decode-1"))
+        pids = {worker_id: process.pid for worker_id, process in fleet.workers.items()}
+        with Streams(fleet, 8, 600) as streams:
+            streams.wait_for_tokens(20)
+            for role in ("prefill", "decode", "prefill"):
+                with control(fleet, "decode-1") as worker:
+                    worker.SetRole(worker_pb2.SetRoleRequest(role=role, timeout_s=20))
+                soon(lambda: role_of(fleet, "decode-1") == (role, "ready"))  # noqa: B023 - at once
+                time.sleep(0.5)
+            fleet.remove("prefill-0", signal.SIGTERM)
+            asked = Stream(streams.streams[0].prompt + [5] * 20, 4)
+            # decode-1 is the only one that prefills now. It has decoded, or not, but nobody has forgotten anything.
+            asked.read(fleet)
+            assert asked.is_right
+        assert {worker_id: process.pid for worker_id, process in fleet.workers.items()}.items() <= pids.items()
+        assert not any(stream.retries for stream in streams.streams)
+
+
+def test_a_flipped_worker_keeps_its_prefixes() -> None:
+    prompt = list(range(1, 200))
+    with busy_fleet("aggregated") as fleet:
+        Stream(prompt, 2).read(fleet)  # decode-0 has computed it
+        fleet.wait_for(fleet.add(Role.DECODE, "decode-1"))
+        with control(fleet, "decode-0") as worker:
+            worker.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=20))
+            soon(lambda: role_of(fleet, "decode-0") == ("prefill", "ready"))
+        with control(fleet, "decode-0") as worker:
+            worker.SetRole(worker_pb2.SetRoleRequest(role="decode", timeout_s=20))
+        soon(lambda: role_of(fleet, "decode-0") == ("decode", "ready"))
+        answer = list(fleet.inference.Generate(request(token_ids=prompt, sampling={"max_tokens": 2}), timeout=30))[-1]
+        assert answer.usage.cached_tokens == 192
+        assert answer.timing.decode_worker == "decode-0"
+
+
+def test_a_worker_that_cannot_be_freed_keeps_its_role() -> None:
+    with busy_fleet() as fleet, Streams(fleet, 2, 900) as streams:
+        streams.wait_for_tokens(20)
+        with control(fleet, "decode-0") as worker:
+            with pytest.raises(grpc.RpcError, match="calls were still running on decode-0") as failed:
+                worker.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=0.3))
+            assert failed.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            soon(lambda: role_of(fleet, "decode-0") == ("decode", "ready"))
+            order = worker.SetRole.future(worker_pb2.SetRoleRequest(role="prefill", timeout_s=20))
+            soon(lambda: role_of(fleet, "decode-0") == ("decode", "draining"))
+            order.cancel()  # whoever gave the order has died
+            soon(lambda: role_of(fleet, "decode-0") == ("decode", "ready"))
+            with pytest.raises(grpc.RpcError, match="prefill or decode"):
+                worker.SetRole(worker_pb2.SetRoleRequest(role="router", timeout_s=1))
+
+
+def role_of(fleet: Fleet, worker_id: str) -> tuple[str, str]:
+    return next((w["role"], w["state"]) for w in fleet.client.status()["workers"] if w["id"] == worker_id)
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
