@@ -63,6 +63,9 @@ HAND_OVER_REPORT_S = 1.0
 that worker hangs."""
 MAX_FAILED_TRANSFERS = 2
 """Failed hand-overs of a choice before the decode worker computes the prompt itself."""
+PROGRESS_TOKENS = 16
+"""After so many tokens without a failure, a choice's failures count no more: a long answer may outlive many workers, but
+none that kills every worker it comes to."""
 MOVE_RETRY_S = 1.0
 """A choice that has to move and finds no worker with room looks again after so long, or when the pools change."""
 A = TypeVar("A")
@@ -105,8 +108,11 @@ class _Lessons:
     is it tried again."""
     num_failed_transfers: int = 0
     failures: list[str] = field(default_factory=list)
+    num_emitted: int = 0
+    """Tokens that the choice had at the last of them."""
 
     def learn(self, failure: WorkerCallError, record: ChoiceRecord) -> None:
+        self.num_emitted = len(record.emitted)
         self.failures.append(f"{failure.worker.info.id}: {failure.error}")
         if isinstance(failure.error, Overloaded):
             self.refused.add(failure.worker.info.id)  # before anything was pulled: nothing speaks against the source
@@ -181,7 +187,7 @@ class Dispatcher:
 
         Raises:
             Overloaded: its first token would come too late, or did not come in time.
-            NoWorker, WorkerFailed, TransferError: `max_attempts` placements failed, and how.
+            NoWorker, WorkerFailed, TransferError: `max_attempts` placements failed one after the other, and how.
         """
         expected = self._history.expect(claim.tenant.id, spec.max_tokens, spec.ignore_eos)
         lessons = _Lessons()
@@ -220,6 +226,8 @@ class Dispatcher:
                     continue
                 if isinstance(failure.error, WorkerFailed):
                     self._pools.suspect(failure.worker)
+                if len(record.emitted) - lessons.num_emitted >= PROGRESS_TOKENS:
+                    lessons = _Lessons()
                 lessons.learn(failure, record)
                 if len(lessons.failures) == self._config.max_attempts:
                     raise _given_up(failure.error, lessons.failures) from failure
@@ -326,7 +334,8 @@ class Dispatcher:
     def _prompt(self, spec: SequenceSpec) -> Prompt:
         block_size = next((worker.info.block_size for worker in self._pools.workers), GRANULE)
         keys = tuple(block_keys(spec.cache_seed, spec.token_ids, block_size))
-        return Prompt(len(spec.token_ids), keys, spec.num_expected_tokens)
+        num_emitted = len(spec.token_ids) - spec.num_prompt_tokens
+        return Prompt(len(spec.token_ids), keys, max(1, spec.num_expected_tokens - num_emitted))
 
     def _decider(self, claim: Claim, not_from: Collection[str] = ()) -> Callable[..., Placement | None]:
         return partial(
