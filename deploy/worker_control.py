@@ -32,13 +32,18 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
         self.member = member
         self._calls = calls
         self._changing = asyncio.Lock()
+        self._is_leaving = False
 
     async def drain(self, timeout_s: float) -> int:
-        """Returns once nothing is left to do here, or the time is up.
+        """For good. Returns once nothing is left to do here, or the time is up.
 
         Returns:
             Calls that are left.
         """
+        self._is_leaving = True
+        return await self._drain(timeout_s)
+
+    async def _drain(self, timeout_s: float) -> int:
         member = self.member
         member.become(WorkerState.DRAINING)
         member.loop.hand_back(WorkerDraining(f"{member.worker_id} takes no new work"))
@@ -57,20 +62,24 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
             if member.state is not WorkerState.READY:
                 raise Conflict(f"{member.worker_id} is {member.state}; only a worker that is ready can change its role")
             try:
-                num_left = await self.drain(timeout_s)
+                num_left = await self._drain(timeout_s)
                 if num_left:
                     raise Conflict(
                         f"{num_left} calls were still running on {member.worker_id} after {timeout_s:g} s; "
                         f"it stays a {member.role} worker"
                     )
             except BaseException:  # cancelled, too: whoever gave the order may be gone
-                member.become(WorkerState.READY)
+                self._stay(member.role)
                 raise
-            member.become(WorkerState.READY, role)
+            self._stay(role)
+
+    def _stay(self, role: Role) -> None:
+        """Takes work again, unless the worker has been told meanwhile to leave."""
+        self.member.become(WorkerState.DRAINING if self._is_leaving else WorkerState.READY, role)
 
     async def _until_free(self) -> None:
         while True:
-            if not self._calls.num_running and self.member.loop.engine.is_idle:
+            if not self._calls.num_running:  # who pulls from here is not waited for: it computes what does not come
                 return
             await asyncio.sleep(POLL_S)
 

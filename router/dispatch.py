@@ -64,8 +64,8 @@ that worker hangs."""
 MAX_FAILED_TRANSFERS = 2
 """Failed hand-overs of a choice before the decode worker computes the prompt itself."""
 PROGRESS_TOKENS = 16
-"""After so many tokens without a failure, a choice's failures count no more: a long answer may outlive many workers, but
-none that kills every worker it comes to."""
+"""After so many tokens without a failure, a choice's failures count no more: a long answer may outlive many workers.
+Whatever kills every worker it comes to does not get so far."""
 MOVE_RETRY_S = 1.0
 """A choice that has to move and finds no worker with room looks again after so long, or when the pools change."""
 A = TypeVar("A")
