@@ -5,6 +5,7 @@ gRPC (`baton.wire`) and HTTP (`router.http`) both turn their bytes into these.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,8 @@ class GenerateRequest:
     ttft_ms: float | None = None
     """The client's own objectives; None: those of its SLO class."""
     itl_ms: float | None = None
+    resume_from: Mapping[int, int] = field(default_factory=dict)
+    """Choice index -> tokens of it that the client has already, of a stream that broke; empty: a new request."""
 
 
 @dataclass(frozen=True, slots=True)

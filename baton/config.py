@@ -218,7 +218,7 @@ class RouterConfig:
     max_in_flight: int = 512
     """Choices being served before new requests are refused."""
     max_attempts: int = 4
-    """Placements of one choice before its client sees the failure."""
+    """Placements of one choice that may fail, with hardly a token between them, before its client sees the failure."""
     worker_wait_s: float = 30.0
     """How long an accepted request waits for a worker to become ready."""
     pull_above_tokens: int = 64
@@ -268,7 +268,8 @@ class ClusterConfig:
     """Router processes that `baton up` runs behind one address. They share nothing but Redis."""
     ray_address: str = ""
     """host:port of a Ray cluster to join, whose nodes take as many workers as they have of the resource `baton_worker`.
-    Empty: `baton up` starts one of this machine alone."""
+    One of them has to be this machine. The others need to reach `index.redis_url`, and to have the model at the same
+    path. Empty: `baton up` starts one of this machine alone."""
     state_file: str = ""
     """Where the controller keeps the desired pool sizes, so that they outlive it. Empty: for the life of `baton up`."""
     gpus_per_worker: float = 0.0
@@ -277,6 +278,55 @@ class ClusterConfig:
     """How long a worker that leaves may take to hand over what it does. What is left then is computed again."""
     start_timeout_s: float = 180.0
     stop_timeout_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscaleConfig:
+    """How the controller sizes the pools by itself. `baton autoscale --dry-run` tells what these settings would do."""
+
+    enabled: bool = False
+    dry_run: bool = False
+    """Decide and log, and order nothing."""
+    min_prefill: int = 1
+    min_decode: int = 1
+    max_prefill: int = 0
+    """0: as many as `max_workers` allows; the same for `max_decode`."""
+    max_decode: int = 0
+    max_workers: int = 0
+    """Of both pools together. 0: as many as there are, which change their roles and do not become more or fewer."""
+    window_s: float = 10.0
+    """What is measured is measured over so long, and then decided on."""
+    cool_down_s: float = 30.0
+    """Nothing is changed for so long after a change, and after the controller began. Measurements are smoothed over it,
+    too."""
+    scale_in_s: float = 300.0
+    """A worker is stopped when the pools could have done without it for so long."""
+    target_utilisation: float = 0.7
+    """Of a pool: of its time that prompts may take, or of the sequences and the KV with which it still keeps the
+    objectives. Above it, workers are moved or started; at 0.7 of it with a worker less, that worker is stopped."""
+    goodput_target: float = 0.95
+    """No worker is stopped while a smaller share of requests meets its objectives."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_prefill", "max_prefill", "max_decode", "max_workers"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"autoscale.{name} must be at least 0, got {getattr(self, name)}")
+        _require_at_least_one("autoscale", self, ("min_decode",))
+        for pool in ("prefill", "decode"):
+            least, most = getattr(self, f"min_{pool}"), getattr(self, f"max_{pool}")
+            if 0 < most < least:
+                raise ConfigError(f"autoscale.max_{pool} ({most}) must be at least autoscale.min_{pool} ({least})")
+        if 0 < self.max_workers < self.min_prefill + self.min_decode:
+            raise ConfigError(
+                f"autoscale.max_workers ({self.max_workers}) must be at least autoscale.min_prefill and "
+                f"autoscale.min_decode together ({self.min_prefill + self.min_decode})"
+            )
+        for name in ("window_s", "cool_down_s", "scale_in_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"autoscale.{name} must be more than 0, got {getattr(self, name)}")
+        for name in ("target_utilisation", "goodput_target"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"autoscale.{name} must be more than 0 and at most 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +358,7 @@ class Config:
     index: IndexConfig = field(default_factory=IndexConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
 

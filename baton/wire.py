@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from baton import api
 from baton import messages as m
-from baton.cluster import ClusterStatus, Worker
+from baton.cluster import ClusterStatus, PoolStatus, Worker
 from baton.costs import StepCosts
 from baton.errors import InvalidRequest, Unsupported
 from baton.sampling import FinishReason
@@ -259,8 +259,6 @@ def generate_request_from_pb(message: inference_pb2.GenerateRequest) -> api.Gene
         InvalidRequest: it has no input.
         Unsupported: it sets a field that is not built yet; the message names it.
     """
-    if message.resume_from:
-        raise Unsupported("resume_from is not supported yet; leave it unset", "resume_from")
     sampling: dict[str, Any] = {}
     params = message.sampling
     for name in _LATER_SAMPLING:
@@ -283,6 +281,7 @@ def generate_request_from_pb(message: inference_pb2.GenerateRequest) -> api.Gene
         priority=message.priority,
         ttft_ms=message.slo.ttft_ms if message.slo.HasField("ttft_ms") else None,
         itl_ms=message.slo.itl_ms if message.slo.HasField("itl_ms") else None,
+        resume_from=dict(message.resume_from),
     )
 
 
@@ -314,6 +313,7 @@ def generate_request(request: api.GenerateRequest) -> inference_pb2.GenerateRequ
         sampling=inference_pb2.SamplingParams(**request.sampling),
         stream_options=inference_pb2.StreamOptions(skip_text=request.skip_text),
         priority=request.priority,
+        resume_from=request.resume_from,
     )
     if request.ttft_ms is not None or request.itl_ms is not None:
         message.slo.MergeFrom(inference_pb2.ServiceLevelObjective(ttft_ms=request.ttft_ms, itl_ms=request.itl_ms))
@@ -377,6 +377,18 @@ def pools_response(status: ClusterStatus) -> admin_pb2.ListPoolsResponse:
 
 def workers_response(status: ClusterStatus) -> admin_pb2.ListWorkersResponse:
     return admin_pb2.ListWorkersResponse(workers=[_worker(worker) for worker in status.workers])
+
+
+def scale_response(pool: PoolStatus) -> admin_pb2.ScalePoolResponse:
+    return admin_pb2.ScalePoolResponse(pool=_to_pb(pool, admin_pb2.Pool))
+
+
+def drain_response(worker: Worker) -> admin_pb2.DrainWorkerResponse:
+    return admin_pb2.DrainWorkerResponse(worker=_worker(worker))
+
+
+def role_response(worker: Worker) -> admin_pb2.SetWorkerRoleResponse:
+    return admin_pb2.SetWorkerRoleResponse(worker=_worker(worker))
 
 
 def step_costs(message: admin_pb2.StepCosts) -> StepCosts:

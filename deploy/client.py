@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import time
+import uuid
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from baton import wire
 from baton.api import Explanation, GenerateChunk, GenerateRequest
-from baton.errors import BatonError, InvalidRequest, NoWorker
+from baton.errors import BatonError, InvalidRequest, NoWorker, Overloaded
 from baton.rpc import from_rpc_error
 from baton.rpc.errors import ERROR_KEY
 from baton.rpc.server import CHANNEL_OPTIONS
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 
 STATUS_TIMEOUT_S = 10.0
+ORDER_TIMEOUT_S = 30.0
+ROLE_TIMEOUT_S = 600.0
+"""The worker is freed first, for which it has the time that the cluster's settings say."""
+FIRST_TRIES = 3
+"""Attempts to reach a router at all, and at least one for each address."""
+TRIES = 10
+"""Attempts in a row without a new message, once a stream has begun."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+"""Between attempts; each is twice the one before."""
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -26,11 +39,16 @@ def metadata_of(api_key: str) -> Metadata:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
-def typed(error: grpc.RpcError, address: str) -> BatonError:
-    """The router's own error, or NoWorker when nobody answers at `address`."""
+def is_lost(error: grpc.RpcError) -> bool:
+    """Whether the connection is what failed, and not the request."""
     call: Any = error
     is_typed = any(key == ERROR_KEY for key, _ in call.trailing_metadata() or ())
-    if not is_typed and call.code() is grpc.StatusCode.UNAVAILABLE:
+    return not is_typed and call.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def typed(error: grpc.RpcError, address: str) -> BatonError:
+    """The router's own error, or NoWorker when nobody answers at `address`."""
+    if is_lost(error):
         return NoWorker(f"no router answers at {address}; start one with `baton up`, or name another with --address")
     return from_rpc_error(error, f"the router at {address}")
 
@@ -40,26 +58,66 @@ class Client:
 
     def __init__(self, address: str, api_key: str = "") -> None:
         """Args:
+        address: host:port, behind which there may be several routers; or several of them, separated by commas.
         api_key: the tenant's; empty: none is sent, which suffices where no tenants are configured.
         """
-        self._address = address
+        self._addresses = address.split(",")
         self._metadata = metadata_of(api_key)
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channels = [grpc.insecure_channel(each, options=CHANNEL_OPTIONS) for each in self._addresses]
+        self._turn = 0
+        """Whose turn it is among the addresses: the one that answered last."""
+
+    @property
+    def _address(self) -> str:
+        return self._addresses[self._turn % len(self._addresses)]
+
+    @property
+    def _channel(self) -> grpc.Channel:
+        return self._channels[self._turn % len(self._channels)]
 
     def generate(self, request: GenerateRequest) -> Iterator[GenerateChunk]:
-        stub = inference_pb2_grpc.InferenceStub(self._channel)
+        """One unbroken stream: when its connection is lost it is continued, by whichever router has room next.
+
+        A choice that had ended may be heard of once more, without tokens, in the message that carries the usage.
+        """
+        request = request if request.request_id else replace(request, request_id=f"req-{uuid.uuid4().hex}")
+        stream = _Stream(request)
+        turn, num_failures = self._turn, 0
+        while True:
+            address = self._addresses[turn % len(self._addresses)]
+            call = self._call(stream.rest, turn)
+            try:
+                for response in call:
+                    self._turn, num_failures = turn, 0
+                    if (chunk := stream.new(wire.generate_chunk(response))) is not None:
+                        yield chunk
+                return
+            except grpc.RpcError as error:
+                if stream.is_whole:
+                    return
+                num_failures += 1
+                tries = TRIES if stream.has_begun else max(FIRST_TRIES, len(self._addresses))
+                failure = typed(error, address)
+                pause_s = min(FIRST_PAUSE_S * 2 ** (num_failures - 1), LONGEST_PAUSE_S)
+                if stream.has_begun and isinstance(failure, Overloaded):
+                    pause_s = max(pause_s, failure.retry_after_s)  # a refusal now would be a lost stream
+                elif not is_lost(error):
+                    raise failure from None
+                if num_failures >= tries:
+                    raise failure from None
+                stream.breaks()
+                turn += 1
+            finally:
+                call.cancel()
+            time.sleep(pause_s)
+
+    def _call(self, request: GenerateRequest, turn: int) -> Any:
+        stub = inference_pb2_grpc.InferenceStub(self._channels[turn % len(self._channels)])
         try:
             message = wire.generate_request(request)
         except (ValueError, UnicodeError) as error:  # protobuf's own checks of ranges and of text
             raise InvalidRequest(f"the request cannot be sent: {error}") from error
-        call = stub.Generate(message, metadata=self._metadata)
-        try:
-            for response in call:
-                yield wire.generate_chunk(response)
-        except grpc.RpcError as error:
-            raise typed(error, self._address) from None
-        finally:
-            call.cancel()
+        return stub.Generate(message, metadata=self._metadata)
 
     def status(self) -> dict[str, Any]:
         """`baton status --json`."""
@@ -79,5 +137,58 @@ class Client:
         except grpc.RpcError as error:
             raise typed(error, self._address) from None
 
+    def scale(self, pool: str, num_workers: int) -> None:
+        """Orders a pool's size; `status` tells when it has it."""
+        stub = admin_pb2_grpc.AdminStub(self._channel)
+        try:
+            stub.ScalePool(admin_pb2.ScalePoolRequest(pool=pool, desired=num_workers), timeout=ORDER_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise typed(error, self._address) from None
+
+    def drain(self, worker_id: str) -> None:
+        """Orders a worker to leave; `status` tells when it is gone."""
+        stub = admin_pb2_grpc.AdminStub(self._channel)
+        try:
+            stub.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id=worker_id), timeout=ORDER_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise typed(error, self._address) from None
+
+    def set_role(self, worker_id: str, role: str) -> None:
+        """Returns once the worker has the role."""
+        stub = admin_pb2_grpc.AdminStub(self._channel)
+        try:
+            stub.SetWorkerRole(admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=role), timeout=ROLE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise typed(error, self._address) from None
+
     def close(self) -> None:
-        self._channel.close()
+        for each in self._channels:
+            each.close()
+
+
+class _Stream:
+    """What a client has of an answer, and what it asks for when the connection is lost."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request = request
+        self._num_tokens = Counter(request.resume_from)
+        self._ended: set[int] = set()
+        self.rest = request
+        """To be sent for what is missing."""
+        self.has_begun = False
+        self.is_whole = False
+
+    def breaks(self) -> None:
+        """The connection is lost. Choice 0 is always named: the router that was lost may still serve the request."""
+        self.rest = replace(self._request, resume_from={0: 0, **self._num_tokens})
+
+    def new(self, chunk: GenerateChunk) -> GenerateChunk | None:
+        """The chunk, unless it only says again that a choice has ended."""
+        self.has_begun = True
+        self.is_whole = chunk.usage is not None
+        self._num_tokens[chunk.choice_index] += len(chunk.token_ids)
+        if chunk.choice_index in self._ended and not self.is_whole:
+            return None
+        if chunk.finish_reason is not None:
+            self._ended.add(chunk.choice_index)
+        return chunk

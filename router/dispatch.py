@@ -262,7 +262,8 @@ class Dispatcher:
         if spec.attempt == 0:
             prediction = self._predicted(entry, placement)
             record.decision = self._decisions.note(spec, claim, placement, prediction)
-            self._let_in(entry, record.decision)
+            if not record.emitted:  # else another router has let it in
+                self._let_in(entry, record.decision)
         record.mode, record.source = placement.mode, placement.source
         record.prefill_worker, record.decode_worker = placement.prefill_worker, placement.decode_worker
         self._instruments.placements.add(

@@ -7,10 +7,11 @@ import logging
 import os
 import time
 
-from baton.cluster import ClusterStatus, PoolStatus, Role, RouterInfo, ServedModel, Worker, WorkerState
+from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, RouterInfo, ServedModel, Worker, WorkerState
 from baton.errors import StoreUnavailable
 from kvstore.index import MirrorFollower
 from kvstore.leases import LeaseStore
+from router.admission import SloCounts
 from router.pools import PoolView
 from router.worker_calls import WorkerCalls
 
@@ -21,7 +22,7 @@ class Registry:
     """Reads leases into `pools` while `run` runs, and announces this router.
 
     Args:
-        me: this router, with addresses; its mirror lag is filled in.
+        me: this router, with addresses; its mirror lag and `slo_counts` are filled in.
         redis_address: for people to read.
     """
 
@@ -32,6 +33,7 @@ class Registry:
         calls: WorkerCalls,
         follower: MirrorFollower,
         me: RouterInfo,
+        slo_counts: SloCounts,
         models: tuple[ServedModel, ...],
         redis_address: str,
         poll_s: float,
@@ -44,6 +46,7 @@ class Registry:
         self._is_stopping = False
         self._follower = follower
         self._me = me
+        self._slo_counts = slo_counts
         self._models = models
         self._redis_address = redis_address
         self._poll_s = poll_s
@@ -51,6 +54,7 @@ class Registry:
         self._needs_prefill = needs_prefill
         self._routers: tuple[RouterInfo, ...] = ()
         self._desired: dict[str, int] = {}
+        self._controller: ControllerInfo | None = None
         self._redis_ok = False
         self._boot = ""
         self._keep_until_s = 0.0
@@ -62,6 +66,7 @@ class Registry:
                 await self._leases.announce_router(self._myself())
                 self._routers = tuple(await self._leases.list_routers())
                 self._desired = await self._leases.get_desired()
+                self._controller = await self._leases.get_controller()
                 workers = await self._listed_workers()
             except StoreUnavailable as error:
                 if self._redis_ok:
@@ -94,8 +99,13 @@ class Registry:
             redis_address=self._redis_address,
             redis_ok=self._redis_ok,
             models=self._models,
+            controller=self._controller,
             mirrored_blocks=self._follower.mirror.workers(),
         )
+
+    def controller(self) -> ControllerInfo | None:
+        """The one that Redis named last; None: it names none."""
+        return self._controller
 
     def why_not_ready(self) -> str:
         """The reason why requests cannot be served now; empty when they can."""
@@ -112,5 +122,6 @@ class Registry:
         self._is_stopping = True
 
     def _myself(self) -> RouterInfo:
-        me = self._me
-        return RouterInfo(me.id, os.getpid(), me.grpc, me.http, round(self._follower.lag_s, 6))
+        me, counts = self._me, self._slo_counts
+        lag_s = round(self._follower.lag_s, 6)
+        return RouterInfo(me.id, os.getpid(), me.grpc, me.http, lag_s, counts.met, counts.missed, counts.rejected)

@@ -11,11 +11,12 @@ import grpc
 
 from baton import wire
 from baton.cluster import ClusterStatus
-from baton.errors import Unauthenticated, Unsupported
+from baton.errors import Unauthenticated
 from baton.telemetry import tracing
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import check_model
 from router.decisions import Decision, explained
+from router.orders import Controller
 from router.service import RouterService
 from router.tenants import Tenant, TenantBook, api_key_of
 
@@ -28,7 +29,8 @@ CALLER: ContextVar[Tenant] = ContextVar("caller")
 class Authentication(grpc.aio.ServerInterceptor):
     """Tells whose call of `Inference` it is, or refuses it before its message is parsed.
 
-    Health and reflection need no key, nor does `Admin` as long as it only tells what runs: none of it is a tenant's.
+    Health and reflection need no key, nor does `Admin`: it is the operator's, who keeps it from others by where the
+    router listens.
     """
 
     def __init__(self, tenants: TenantBook) -> None:
@@ -79,9 +81,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    def __init__(self, status: Callable[[], ClusterStatus], explain: Callable[[str], list[Decision]]) -> None:
+    """Tells what runs; passes orders on to the controller."""
+
+    def __init__(
+        self, status: Callable[[], ClusterStatus], explain: Callable[[str], list[Decision]], controller: Controller
+    ) -> None:
         self._status = status
         self._explain = explain
+        self._controller = controller
 
     async def GetStatus(  # noqa: N802
         self, request: admin_pb2.GetStatusRequest, context: Context
@@ -103,11 +110,17 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.ExplainResponse:
         return wire.explain_response([explained(decision) for decision in self._explain(request.request_id)])
 
-    async def ScalePool(self, request: admin_pb2.ScalePoolRequest, context: Context) -> NoReturn:  # noqa: N802
-        raise Unsupported("ScalePool is not supported yet; start the cluster with `baton up --prefill N --decode N`")
+    async def ScalePool(  # noqa: N802
+        self, request: admin_pb2.ScalePoolRequest, context: Context
+    ) -> admin_pb2.ScalePoolResponse:
+        return await self._controller.scale(request)
 
-    async def DrainWorker(self, request: admin_pb2.DrainWorkerRequest, context: Context) -> NoReturn:  # noqa: N802
-        raise Unsupported("DrainWorker is not supported yet")
+    async def DrainWorker(  # noqa: N802
+        self, request: admin_pb2.DrainWorkerRequest, context: Context
+    ) -> admin_pb2.DrainWorkerResponse:
+        return await self._controller.drain(request)
 
-    async def SetWorkerRole(self, request: admin_pb2.SetWorkerRoleRequest, context: Context) -> NoReturn:  # noqa: N802
-        raise Unsupported("SetWorkerRole is not supported yet")
+    async def SetWorkerRole(  # noqa: N802
+        self, request: admin_pb2.SetWorkerRoleRequest, context: Context
+    ) -> admin_pb2.SetWorkerRoleResponse:
+        return await self._controller.set_role(request)

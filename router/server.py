@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -22,12 +23,14 @@ from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
 from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
 from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex
-from kvstore.leases import RedisLeases
-from router.admission import Limiter, ModelFacts
+from kvstore.leases import RedisLeases, RedisRecords
+from router.admission import Limiter, ModelFacts, SloCounts
 from router.decisions import DecisionLog
 from router.dispatch import Dispatcher
 from router.hints import HintBook
 from router.http import create_app
+from router.journal import Journal
+from router.orders import Controller
 from router.pools import PoolView
 from router.registry import Registry
 from router.rpc import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
@@ -80,14 +83,15 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         blocks_ttl_s=config.index.blocks_ttl_s,
     )
     calls = WorkerCalls()
+    journal = Journal(RedisRecords(Connection(config.index.redis_url), content))
 
-    rpc = RpcServer(SERVICE_NAMES, [Authentication(tenants)])
+    shares_ports = config.cluster.routers > 1
+    rpc = RpcServer(SERVICE_NAMES, [Authentication(tenants)], shares_port=shares_ports)
     grpc_port = rpc.bind(config.cluster.host, config.cluster.grpc_port)
+    http_sockets = bound(config.cluster.host, config.cluster.http_port, shares_ports)
     http = _HttpServer(
         uvicorn.Config(
             app=None,  # type: ignore[arg-type]  # set below: the app needs what comes in between
-            host=config.cluster.host,
-            port=config.cluster.http_port,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=int(STOP_GRACE_S),
@@ -100,6 +104,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         f"{config.cluster.host}:{config.cluster.http_port}",
         0.0,
     )
+    slo_counts = SloCounts()
     models = (ServedModel(name, config.model.path),)
     registry = Registry(
         leases,
@@ -107,6 +112,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         calls,
         follower,
         me,
+        slo_counts,
         models,
         config.index.redis_url,
         config.index.poll_s,
@@ -123,12 +129,15 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         facts,
         Dispatcher(pools, calls, HintBook(mirror, instruments), decisions, config.router, instruments),
         Limiter(config.router.max_in_flight),
+        journal,
         instruments,
         config.router,
+        slo_counts,
         pools.max_model_len,
     )
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service), rpc.server)
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(registry.status, decisions.explain), rpc.server)
+    admin = AdminServicer(registry.status, decisions.explain, Controller(registry.controller))
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     http.config.app = create_app(service, tenants, registry.why_not_ready, instruments.exposition)
 
     try:
@@ -137,12 +146,14 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
             background = [
                 tasks.create_task(follower.run(), name="mirror"),
                 tasks.create_task(registry.run(), name="registry"),
+                tasks.create_task(journal.run(), name="journal"),
                 tasks.create_task(_report_health(rpc, registry, config.index.poll_s), name="health"),
             ]
-            serving = tasks.create_task(_serve_http(http, config), name="http")
+            serving = tasks.create_task(http.serve(http_sockets), name="http")
             await stop.wait()
             logger.info("router %s stops", config.router.id)
             registry.stop()
+            journal.stop()
             http.should_exit = True  # both doors close at once, and both give running requests the same time
             await asyncio.gather(rpc.stop(STOP_GRACE_S), serving)
             for task in background:
@@ -150,19 +161,36 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     finally:
         await rpc.stop(0)
         await calls.close()
+        await journal.close()
         await index.close()
         await leases.close()
         if tracer is not None:
             tracer.shutdown()
 
 
-async def _serve_http(http: _HttpServer, config: Config) -> None:
+def bound(host: str, port: int, shares_port: bool) -> list[socket.socket]:
+    """A socket for every address of `host`, not listening yet.
+
+    Raises:
+        ConfigError: the port is taken, or the host is not one of this machine's.
+    """
+    sockets: list[socket.socket] = []
     try:
-        await http.serve()
-    except SystemExit as error:  # uvicorn's way of saying that it could not bind
-        raise ConfigError(
-            f"cannot listen on {config.cluster.host}:{config.cluster.http_port}; is another program using the port?"
-        ) from error
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            sockets.append(opened := socket.socket(family, kind, protocol))
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shares_port:
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            opened.bind(address)
+    except OSError as error:
+        for opened in sockets:
+            opened.close()
+        raise ConfigError(f"cannot listen on {host}:{port}; is another program using the port?") from error
+    return sockets
 
 
 async def _report_health(rpc: RpcServer, registry: Registry, poll_s: float) -> None:

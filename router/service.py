@@ -9,17 +9,23 @@
 6. Settle. Usage, timing, metrics and the request's span, exactly once, however the request ended.
 
 Leaving the stream early, at any step, cancels the request everywhere: each step frees what it holds as it unwinds.
+
+A client whose stream broke sends the request again, to any router, with its id and `resume_from`. Before step 4, its
+choices then get the tokens that a router has noted of them (`router.journal`), if one has; what is missing is generated
+once more, and is the same, because a seed that no client has set comes from the request's id. In step 5, what the
+client has is written again to the same state of text, and not sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
+import hmac
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, StatusCode
@@ -27,29 +33,37 @@ from opentelemetry.trace import Span, StatusCode
 from baton.api import Chat, GenerateChunk, GenerateRequest, ModelCard, Prompt, Text, Timing, TokenIds, Usage
 from baton.blocks import cache_seed
 from baton.config import RouterConfig
-from baton.errors import InvalidRequest, Overloaded, Unsupported
+from baton.errors import Conflict, InvalidRequest, Overloaded, Unsupported
 from baton.messages import SequenceSpec
-from baton.sampling import SamplingParams
+from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
+from kvstore.leases import Noted, RecordKey
 from router.admission import (
     Claim,
     Limiter,
     ModelFacts,
+    SloCounts,
     check_length,
     check_model,
     check_prompt,
     check_request_id,
+    check_resume,
     claim_of,
     sampling_params,
     with_max_tokens,
 )
 from router.dispatch import ChoiceRecord, Dispatcher
+from router.journal import Journal, digest_of
 from router.tenants import DEFAULT_TENANT, Tenant
-from router.text import AnswerWriter, Tokenizer
+from router.text import AnswerWriter, Piece, Tokenizer
 
 MAX_INLINE_CHARACTERS = 16_384
 """Prompts up to this length are tokenized on the event loop, in about 10 ms at most."""
+REPLAY_TOKENS = 64
+"""Tokens of a continued answer that are written to text before others have their turn on the event loop."""
+TAKE_OVER_S = 5.0
+"""How long a call that continues a request waits for the one before it to unwind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +75,40 @@ class LoadedModel:
     content_id: str
 
 
+@dataclass(slots=True)
+class _Call:
+    """A request in flight, as a later call finds it that continues it."""
+
+    driver: asyncio.Task[Any] | None
+    """The task that waits for the next chunk, or had the last one."""
+    digest: bytes = b""
+    """Of what determines its tokens; empty: not known yet."""
+    records: list[ChoiceRecord] = field(default_factory=list)
+    finish_reasons: list[FinishReason | None] = field(default_factory=list)
+    """The engine's, by choice."""
+    is_superseded: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def begin(self, digest: bytes, num_choices: int, noted: dict[int, Noted]) -> None:
+        """Args:
+        noted: what has been generated already, by choice.
+        """
+        choices = [noted.get(index, Noted()) for index in range(num_choices)]
+        self.digest = digest
+        self.records = [ChoiceRecord(emitted=list(choice.token_ids)) for choice in choices]
+        self.finish_reasons = [choice.finish_reason for choice in choices]
+
+    def noted(self) -> dict[int, Noted]:
+        """The same of this call."""
+        ends = zip(self.records, self.finish_reasons, strict=True)
+        return {index: Noted(tuple(record.emitted), end) for index, (record, end) in enumerate(ends)}
+
+
 class RouterService:
     """Text in, text out, over the worker pools. gRPC and HTTP are thin doors to it.
 
     Args:
+        slo_counts: filled in here.
         worker_limit: longest sequence that every worker can hold, in tokens; None: not known yet.
     """
 
@@ -74,8 +118,10 @@ class RouterService:
         facts: ModelFacts,
         dispatcher: Dispatcher,
         limiter: Limiter,
+        journal: Journal,
         instruments: Instruments,
         config: RouterConfig,
+        slo_counts: SloCounts,
         worker_limit: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.model = model
@@ -83,8 +129,11 @@ class RouterService:
         self._worker_limit = worker_limit
         self._dispatcher = dispatcher
         self._limiter = limiter
+        self._journal = journal
         self._instruments = instruments
         self._config = config
+        self._slo_counts = slo_counts
+        self._calls: dict[RecordKey, _Call] = {}
         self._cache_seeds: dict[str, bytes] = {}  # by cache scope: as many as the operator has named
 
     @property
@@ -105,33 +154,76 @@ class RouterService:
         """Serves a request of `tenant`.
 
         Raises:
-            InvalidRequest, Unsupported: before anything was placed; the client can mend it.
+            InvalidRequest, Unsupported: before anything was placed; the client can mend it. Also, later: the answer is
+                shorter than what `resume_from` says that the client has of it.
             Overloaded, NoWorker, WorkerFailed, TransferError: it could not be served.
+            Conflict: another call has taken the request over.
         """
         facts = self.facts
-        settle = _Settlement(self._instruments, request, facts.id, trace)
-        with settle:
-            check_model(request.model, facts)
-            check_request_id(request.request_id)
-            claim = settle.claim = claim_of(request, tenant, self._config, settle.arrived_s)
-            request_id = request.request_id or f"req-{uuid.uuid4().hex}"
-            params = sampling_params(request.sampling, facts)
-            with self._limiter.slot(request_id, params.n, tenant):
-                prompt_ids = await self.tokenize(request.prompt)
-                params = with_max_tokens(params, len(prompt_ids), facts)
-                records = [ChoiceRecord() for _ in range(params.n)]
-                settle.begin(request_id, params, len(prompt_ids), records)
-                spec = self._sequence_spec(request_id, prompt_ids, params, tenant)
-                choices = [
-                    self._choice(
-                        replace(spec, choice_index=index) if index else spec, claim, params, record, settle.trace
-                    )
-                    for index, record in enumerate(records)
-                ]
-                async with contextlib.aclosing(choices[0] if len(choices) == 1 else merged(choices)) as chunks:
-                    async for chunk in chunks:
-                        yield settle.book(replace(chunk, text="") if request.skip_text else chunk)
-            self._limiter.record(time.monotonic() - settle.arrived_s)
+        settle = _Settlement(self._instruments, self._slo_counts, request, facts.id, trace)
+        call = _Call(asyncio.current_task())
+        try:
+            with settle:
+                check_model(request.model, facts)
+                check_request_id(request.request_id)
+                claim = settle.claim = claim_of(request, tenant, self._config, settle.arrived_s)
+                key = RecordKey(tenant.id, request.request_id or f"req-{uuid.uuid4().hex}")
+                params = sampling_params(request.sampling, facts)
+                check_resume(request, params)
+                past = await self._take_over(key) if request.resume_from else None
+                with self._limiter.slot(key.request_id, params.n, tenant), self._in_flight(key, call):
+                    prompt_ids = await self.tokenize(request.prompt)
+                    params = with_max_tokens(params, len(prompt_ids), facts)
+                    check_resume(request, params)
+                    spec = self._sequence_spec(key.request_id, prompt_ids, params, tenant)
+                    digest = digest_of(self.model.content_id, spec)
+                    call.begin(digest, params.n, await self._noted(key, digest, past) if request.resume_from else {})
+                    settle.begin(key.request_id, params, len(prompt_ids), call.records, request.resume_from)
+                    choices = [
+                        self._choice(
+                            replace(spec, choice_index=index) if index else spec,
+                            *(claim, params, call, request.resume_from.get(index, 0), settle.trace),
+                        )
+                        for index in range(params.n)
+                    ]
+                    with self._journal.noting(key, digest, call.records, call.finish_reasons):
+                        async with contextlib.aclosing(choices[0] if params.n == 1 else merged(choices)) as chunks:
+                            async for chunk in chunks:
+                                yield settle.book(replace(chunk, text="") if request.skip_text else chunk)
+                                call.driver = asyncio.current_task()
+                self._limiter.record(time.monotonic() - settle.arrived_s)
+        except asyncio.CancelledError:
+            if not call.is_superseded or call.driver is None:
+                raise
+            call.driver.uncancel()
+            raise Conflict(f"another call has taken {key.request_id!r} over, to continue it") from None
+
+    async def _take_over(self, key: RecordKey) -> _Call | None:
+        """Ends the call that serves this request here, if one does: its client has lost it, noticed or not."""
+        call = self._calls.get(key)
+        if call is not None:
+            if not call.is_superseded and call.driver is not None:
+                call.driver.cancel()
+            call.is_superseded = True
+            with contextlib.suppress(TimeoutError):  # then the limiter refuses
+                async with asyncio.timeout(TAKE_OVER_S):
+                    await call.ended.wait()
+        return call
+
+    @contextlib.contextmanager
+    def _in_flight(self, key: RecordKey, call: _Call) -> Iterator[None]:
+        self._calls[key] = call
+        try:
+            yield
+        finally:
+            del self._calls[key]
+            call.ended.set()
+
+    async def _noted(self, key: RecordKey, digest: bytes, past: _Call | None) -> dict[int, Noted]:
+        """What has been generated of this request, by choice, as far as it is known here or to Redis."""
+        if past is not None and past.digest == digest:
+            return past.noted()
+        return await self._journal.recall(key, digest)
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt's token ids. Long texts are tokenized in a thread: they take many milliseconds.
@@ -189,27 +281,59 @@ class RouterService:
             top_k=params.top_k if 0 < params.top_k < self._facts.vocab_size else 0,
             top_p=params.top_p,
             min_p=params.min_p,
-            # Without a seed one is drawn here, so that a choice placed again still draws the same tokens.
-            seed=(secrets.randbits(63) if params.seed is None else params.seed) % 2**64,
+            seed=(self._seed(tenant, request_id) if params.seed is None else params.seed) % 2**64,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
             cache_seed=self._cache_seed(tenant),
         )
 
+    def _seed(self, tenant: Tenant, request_id: str) -> int:
+        """Of a request without one: the same on every router and in every attempt, and not to be guessed."""
+        name = f"seed\0{tenant.id}\0{request_id}"
+        return int.from_bytes(hmac.digest(self._config.cache_secret.encode(), name.encode(), "sha256")[:8], "little")
+
     async def _choice(
-        self, spec: SequenceSpec, claim: Claim, params: SamplingParams, record: ChoiceRecord, trace: Context
+        self,
+        spec: SequenceSpec,
+        claim: Claim,
+        params: SamplingParams,
+        call: _Call,
+        num_delivered: int,
+        trace: Context,
     ) -> AsyncGenerator[GenerateChunk]:
-        writer = AnswerWriter(self.model.tokenizer, spec.token_ids, params.stop)
+        record, index = call.records[spec.choice_index], spec.choice_index
+        writer = AnswerWriter(self.model.tokenizer, spec.token_ids, params.stop, num_delivered)
+        known = tuple(record.emitted)
+        for begin in range(0, len(known), REPLAY_TOKENS):
+            end = begin + REPLAY_TOKENS
+            piece = writer.push(known[begin:end], call.finish_reasons[index] if end >= len(known) else None)
+            if chunk := self._chunk(spec, writer, piece):
+                yield chunk
+            if piece.finish_reason is not None:
+                return
+            await asyncio.sleep(0)
         async with contextlib.aclosing(self._dispatcher.run(spec, claim, record, trace)) as messages:
             async for message in messages:
+                call.finish_reasons[index] = message.finish_reason
                 piece = writer.push(message.token_ids, message.finish_reason)
                 if piece.finish_reason is not None:
                     self._dispatcher.answered(claim, record)
-                yield GenerateChunk(
-                    spec.request_id, spec.choice_index, piece.text, piece.token_ids, piece.finish_reason
-                )
+                if chunk := self._chunk(spec, writer, piece):
+                    yield chunk
                 if piece.finish_reason is not None:
                     return
+
+    def _chunk(self, spec: SequenceSpec, writer: AnswerWriter, piece: Piece) -> GenerateChunk | None:
+        """None: the client has all of it."""
+        if piece.finish_reason is not None and writer.num_awaited:
+            raise InvalidRequest(
+                f"resume_from names {writer.num_awaited} tokens more of choice {spec.choice_index} than its answer "
+                "has; send the request as it was, and the number of tokens that came",
+                "resume_from",
+            )
+        if not piece.token_ids and piece.finish_reason is None:
+            return None
+        return GenerateChunk(spec.request_id, spec.choice_index, piece.text, piece.token_ids, piece.finish_reason)
 
 
 async def merged(choices: list[AsyncGenerator[GenerateChunk]]) -> AsyncGenerator[GenerateChunk]:
@@ -246,12 +370,18 @@ class _Settlement:
     """A request's books: timestamps while it runs, one entry in metrics and trace when it ends."""
 
     def __init__(
-        self, instruments: Instruments, request: GenerateRequest, model_id: str, trace: Context | None
+        self,
+        instruments: Instruments,
+        slo_counts: SloCounts,
+        request: GenerateRequest,
+        model_id: str,
+        trace: Context | None,
     ) -> None:
         self.arrived_s = time.monotonic()
         self.claim: Claim | None = None
         """Set once the request has been found to be one."""
         self._instruments = instruments
+        self._slo_counts = slo_counts
         self._operation = "chat" if isinstance(request.prompt, Chat) else "text_completion"
         self._labels = {
             "gen_ai.operation.name": self._operation,
@@ -262,15 +392,23 @@ class _Settlement:
         self.trace = tracing.context_of(self._span)
         self._records: list[ChoiceRecord] = []
         self._num_prompt_tokens = 0
+        self._num_delivered = 0
         self._num_tokens: list[int] = []
+        """Of this call, by choice."""
         self._last_token_s: list[float] = []
         self._first_token_s = 0.0
         self._num_unfinished = 0
 
     def begin(
-        self, request_id: str, params: SamplingParams, num_prompt_tokens: int, records: list[ChoiceRecord]
+        self,
+        request_id: str,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        records: list[ChoiceRecord],
+        resume_from: Mapping[int, int],
     ) -> None:
         self._records = records
+        self._num_delivered = sum(resume_from.values())
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = [0] * len(records)
         self._last_token_s = [0.0] * len(records)
@@ -304,12 +442,14 @@ class _Settlement:
         return replace(chunk, usage=self.usage(), timing=self.timing())
 
     def usage(self) -> Usage:
-        return Usage(self._num_prompt_tokens, sum(self._num_tokens), self._records[0].num_cached_tokens or 0)
+        """Of the whole answer, with what the client had of it before."""
+        num_tokens = self._num_delivered + sum(self._num_tokens)
+        return Usage(self._num_prompt_tokens, num_tokens, self._records[0].num_cached_tokens or 0)
 
     @property
     def _after_first_s(self) -> float:
-        """From the first token to the last."""
-        return self._last_token_s[0] - self._first_token_s
+        """From the first token to the last; 0 where none came, because the client had them all."""
+        return max(0.0, self._last_token_s[0] - self._first_token_s)
 
     def timing(self) -> Timing:
         record = self._records[0]
@@ -366,6 +506,9 @@ class _Settlement:
                 outcome = "ttft_missed"
             elif itl_s > objective.itl_s:
                 outcome = "itl_missed"
+        self._slo_counts.met += outcome == "met"
+        self._slo_counts.missed += outcome in ("ttft_missed", "itl_missed", "error")
+        self._slo_counts.rejected += outcome == "rejected"
         if outcome == "met":
             self._instruments.tokens_slo_met.add(sum(self._num_tokens), labels)
         self._instruments.requests_slo.add(1, {**labels, "slo_class": self.claim.slo_class, "outcome": outcome})
@@ -381,7 +524,7 @@ class _Settlement:
             )
         self._instruments.prompt_tokens.add(usage.prompt_tokens, labels)
         self._instruments.prefix_hit_tokens.add(usage.cached_tokens, labels)
-        self._instruments.generation_tokens.add(usage.completion_tokens, labels)
+        self._instruments.generation_tokens.add(sum(self._num_tokens), labels)
         self._span.set_attributes(
             {
                 "gen_ai.usage.input_tokens": usage.prompt_tokens,

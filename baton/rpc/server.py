@@ -24,7 +24,6 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),
 ]
 CHANNEL_OPTIONS = [
     *KEEPALIVE,
@@ -43,10 +42,19 @@ class RpcServer:
 
     Args:
         interceptors: further ones. They see a call before its handler does, and their handlers may raise typed errors.
+        shares_port: other processes of this user may listen on the same port. The kernel gives each connection to one
+            of them.
     """
 
-    def __init__(self, service_names: Sequence[str], interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
-        self.server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=SERVER_OPTIONS)
+    def __init__(
+        self,
+        service_names: Sequence[str],
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        *,
+        shares_port: bool = False,
+    ) -> None:
+        options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))]
+        self.server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=options)
         self._health = health.aio.HealthServicer()
         self._service_names = service_names
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

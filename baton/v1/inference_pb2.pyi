@@ -53,7 +53,9 @@ class GenerateRequest(_message.Message):
     STREAM_OPTIONS_FIELD_NUMBER: _builtins.int
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Chosen by the client, or empty: then the router mints one. Unique among the requests in flight."""
+    """Chosen by the client, or empty: then the router mints one. Unique among the requests in flight. Without
+    `sampling.seed` it also determines the draws.
+    """
     model: _builtins.str
     """A served model id; empty means the only one."""
     text: _builtins.str
@@ -71,7 +73,11 @@ class GenerateRequest(_message.Message):
     def stream_options(self) -> Global___StreamOptions: ...
     @_builtins.property
     def resume_from(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
-        """Choice index -> tokens of it the client already has; continues a stream that broke."""
+        """Continues a stream that broke: choice index -> tokens of it the client already has. Send everything else as it was,
+        with the `request_id` that the answer carried, to any router; name at least one choice, if need be with 0 tokens. A
+        choice that is not named starts from its beginning. The stream goes on after those tokens, with the text after
+        theirs; a choice that had ended ends again, in a message without text and tokens. `usage` is of the whole answer.
+        """
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ kv:{ns}:router:<id>        JSON                         PX lease
 kv:{ns}:routers            SET of router ids
 kv:{ns}:controller         JSON                         PX lease
 kv:{ns}:desired            HASH pool -> size
+kv:{ns}:req:<n>:<t>:<id>   HASH, a request in flight    PX a minute; tenant t of n characters, request id
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ class Keys:
 
     def router(self, router_id: str) -> str:
         return f"{self._prefix}router:{router_id}"
+
+    def record(self, tenant_id: str, request_id: str) -> str:
+        """The length keeps `a:b` of `c` apart from `a` of `b:c`."""
+        return f"{self._prefix}req:{len(tenant_id)}:{tenant_id}:{request_id}"
 
     def blocks(self, worker_id: str, epoch: int) -> str:
         return f"{self._prefix}blk:{worker_id}:{epoch}"

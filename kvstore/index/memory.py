@@ -37,7 +37,7 @@ class Blocks:
 
 
 class MemoryStore:
-    """What Redis holds, without Redis. Index and leases share one. Dies with its process, so it has one boot."""
+    """What Redis holds, without Redis; index, leases and records share one. Dies with its process: it has one boot."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
@@ -48,6 +48,8 @@ class MemoryStore:
         self.routers: dict[str, tuple[float, RouterInfo]] = {}
         self.desired: dict[str, int] = {}
         self.controller: tuple[float, ControllerInfo] | None = None
+        self.records: dict[tuple[str, str], tuple[float, dict[bytes, bytes]]] = {}
+        """Of requests in flight, by tenant and request id: when they expire, and their fields."""
 
     def lease(self, worker_id: str) -> Lease | None:
         """The lease, if it is alive."""

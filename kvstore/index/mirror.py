@@ -141,6 +141,15 @@ class Mirror:
         """How many blocks each known worker owns, dead ones too."""
         return {owner.worker_id: owner.num_keys[owner.bit] for owner in self._owners.values()}
 
+    def unique_blocks(self) -> dict[str, int]:
+        """How many blocks each live worker owns that no other live one does. Walks everything."""
+        counts = dict.fromkeys(_bits(self._alive), 0)
+        for mask in self._masks.values():
+            owners = mask & self._alive
+            if owners and not owners & (owners - 1):
+                counts[owners] += 1
+        return {self._worker_of[bit]: count for bit, count in counts.items()}
+
     def __len__(self) -> int:
         """Keys held, those of retired bits among them."""
         return len(self._masks)

@@ -1,8 +1,21 @@
-"""Who is alive, under which epoch, and how many there should be."""
+"""Who is alive, under which epoch, and how many there should be; and what routers note of the requests in flight."""
 
+from kvstore.leases.journal import Entry, Noted, Part, RecordKey, RecordStore
 from kvstore.leases.keeper import LeaseKeeper
-from kvstore.leases.memory import MemoryLeases
+from kvstore.leases.memory import MemoryLeases, MemoryRecords
 from kvstore.leases.protocol import LeaseStore
-from kvstore.leases.redis import RedisLeases
+from kvstore.leases.redis import RedisLeases, RedisRecords
 
-__all__ = ["LeaseKeeper", "LeaseStore", "MemoryLeases", "RedisLeases"]
+__all__ = [
+    "Entry",
+    "LeaseKeeper",
+    "LeaseStore",
+    "MemoryLeases",
+    "MemoryRecords",
+    "Noted",
+    "Part",
+    "RecordKey",
+    "RecordStore",
+    "RedisLeases",
+    "RedisRecords",
+]

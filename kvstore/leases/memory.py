@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from baton.cluster import Worker
 from baton.errors import Fenced
 from kvstore.index.memory import Lease, MemoryStore
+from kvstore.leases.journal import choices_of, fields_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from baton.cluster import ControllerInfo, RouterInfo, WorkerInfo, WorkerLoad
+    from kvstore.leases.journal import Entry, Noted, RecordKey
 
 
 class MemoryLeases:
@@ -81,3 +83,29 @@ class MemoryLeases:
 
     async def close(self) -> None:
         """Nothing to close."""
+
+
+class MemoryRecords:
+    """A `RecordStore`."""
+
+    def __init__(self, store: MemoryStore, *, ttl_s: float = 60.0) -> None:
+        self._store = store
+        self._ttl_s = ttl_s
+
+    async def write(self, entries: Sequence[Entry], ended: Sequence[RecordKey]) -> None:
+        records, now = self._store.records, self._store.clock()
+        for past in ended:
+            records.pop((past.tenant_id, past.request_id), None)
+        for entry in entries:
+            key = (entry.key.tenant_id, entry.key.request_id)
+            records[key] = (now + self._ttl_s, self._fields(key) | fields_of(entry))
+
+    async def read(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
+        return choices_of(self._fields((key.tenant_id, key.request_id)), digest)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    def _fields(self, key: tuple[str, str]) -> dict[bytes, bytes]:
+        expires_at, fields = self._store.records.get(key, (0.0, {}))
+        return fields if expires_at > self._store.clock() else {}

@@ -9,11 +9,13 @@ from baton.errors import Fenced
 from kvstore.index.connection import Connection, Script
 from kvstore.index.keys import Keys
 from kvstore.leases.codec import decode_controller, decode_router, decode_worker, encode
+from kvstore.leases.journal import choices_of, fields_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
+    from kvstore.leases.journal import Entry, Noted, RecordKey
 
 ACQUIRE = Script("kvstore.leases", "acquire.lua")
 RENEW = Script("kvstore.leases", "renew.lua")
@@ -22,6 +24,8 @@ PRUNE = Script("kvstore.leases", "prune.lua")
 
 EPOCH_TTL_MS = 24 * 3600 * 1000
 """By then the clock alone keeps epochs apart."""
+BATCH = 64
+"""Records in one round trip: what is packed at once, in a millisecond, holds up everybody's tokens."""
 
 
 class RedisLeases:
@@ -129,3 +133,32 @@ class RedisLeases:
 
 def _fenced(worker_id: str, newer: int, own: int | None) -> Fenced:
     return Fenced(f"{worker_id}: epoch {newer} holds the lease, this is epoch {own}")
+
+
+class RedisRecords:
+    """A `RecordStore`. Owns `connection`: `close` closes it."""
+
+    def __init__(self, connection: Connection, namespace: str, *, ttl_s: float = 60.0) -> None:
+        self._connection = connection
+        self._keys = Keys(namespace)
+        self._ttl_ms = int(ttl_s * 1000)
+
+    async def write(self, entries: Sequence[Entry], ended: Sequence[RecordKey]) -> None:
+        if ended:
+            await self._connection.call("UNLINK", *map(self._name, ended))
+        for begin in range(0, len(entries), BATCH):
+            commands: list[tuple[object, ...]] = []
+            for entry in entries[begin : begin + BATCH]:
+                name = self._name(entry.key)
+                commands.append(("HSET", name, *(part for field in fields_of(entry).items() for part in field)))
+                commands.append(("PEXPIRE", name, self._ttl_ms))
+            await self._connection.pipeline(commands)
+
+    async def read(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
+        return choices_of(await self._connection.call("HGETALL", self._name(key)), digest)
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    def _name(self, key: RecordKey) -> str:
+        return self._keys.record(key.tenant_id, key.request_id)

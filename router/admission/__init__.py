@@ -1,6 +1,6 @@
 """What is let in: validation of a request, a bound on how many are served at once, and who is in time."""
 
-from router.admission.claim import Claim, claim_of
+from router.admission.claim import Claim, SloCounts, claim_of
 from router.admission.gate import PATIENCE, Entry, Gate
 from router.admission.history import AnswerHistory
 from router.admission.limiter import Limiter
@@ -10,6 +10,7 @@ from router.admission.validate import (
     check_model,
     check_prompt,
     check_request_id,
+    check_resume,
     sampling_params,
     with_max_tokens,
 )
@@ -22,10 +23,12 @@ __all__ = [
     "Gate",
     "Limiter",
     "ModelFacts",
+    "SloCounts",
     "check_length",
     "check_model",
     "check_prompt",
     "check_request_id",
+    "check_resume",
     "claim_of",
     "sampling_params",
     "with_max_tokens",

@@ -27,6 +27,15 @@ class Claim:
     """On the monotonic clock."""
 
 
+@dataclass(slots=True)
+class SloCounts:
+    """Requests since the router started, held against their objectives. Whoever cancels counts nowhere."""
+
+    met: int = 0
+    missed: int = 0
+    rejected: int = 0
+
+
 def claim_of(request: GenerateRequest, tenant: Tenant, config: RouterConfig, arrived_s: float) -> Claim:
     """Raises InvalidRequest for an objective that is not a positive number, or a priority that is not the tenant's."""
     if request.priority < LEAST_PRIORITY:

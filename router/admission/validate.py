@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from baton.api import GenerateRequest
 from baton.errors import InvalidRequest, ModelNotFound
 from baton.sampling import SamplingParams
 
@@ -65,6 +66,26 @@ def check_request_id(request_id: str) -> None:
             f"request_id must be at most {MAX_REQUEST_ID} printable ASCII characters; shorten it or leave it empty",
             "request_id",
         )
+
+
+def check_resume(request: GenerateRequest, params: SamplingParams) -> None:
+    """Raises InvalidRequest for a `resume_from` that cannot be of this request, as far as is known by now."""
+    if request.resume_from and not request.request_id:
+        raise InvalidRequest(
+            "resume_from continues the request of a request_id; set it to the one that the answer carried", "request_id"
+        )
+    for index, num_tokens in request.resume_from.items():
+        if not 0 <= index < params.n:
+            raise InvalidRequest(
+                f"resume_from names choice {index}, but sampling.n is {params.n}; name 0 to {params.n - 1}",
+                "resume_from",
+            )
+        if not 0 <= num_tokens <= (num_tokens if params.max_tokens is None else params.max_tokens):
+            raise InvalidRequest(
+                f"resume_from names {num_tokens} tokens of choice {index}, but an answer of this request has "
+                f"0 to {params.max_tokens}; send the request as it was, and the number of tokens that came",
+                "resume_from",
+            )
 
 
 def sampling_params(asked: Mapping[str, Any], model: ModelFacts) -> SamplingParams:

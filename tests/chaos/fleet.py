@@ -206,7 +206,15 @@ class Fleet:
     client, inference: of the first router.
     """
 
-    def __init__(self, config: Config, redis: RedisProcess, num_routers: int = 1, vocab_size: int = VOCAB_SIZE) -> None:
+    def __init__(
+        self,
+        config: Config,
+        redis: RedisProcess,
+        num_routers: int = 1,
+        vocab_size: int = VOCAB_SIZE,
+        shares_address: bool = False,
+    ) -> None:
+        shared = ClusterConfig(grpc_port=free_port(), http_port=free_port(), routers=num_routers)
         self.config = config
         self._vocab_size = vocab_size
         self._numbers = itertools.count()
@@ -217,7 +225,7 @@ class Fleet:
                 replace(
                     config,
                     router=replace(config.router, id=f"router-{number}"),
-                    cluster=ClusterConfig(grpc_port=free_port(), http_port=free_port()),
+                    cluster=shared if shares_address else ClusterConfig(grpc_port=free_port(), http_port=free_port()),
                 )
             )
             for number in range(num_routers)
@@ -290,12 +298,14 @@ def running_fleet(
     step_ms: float = 0.0,
     vocab_size: int = VOCAB_SIZE,
     faults: str = "",
+    shares_address: bool = False,
 ) -> Iterator[Fleet]:
     """Redis and routers, and no worker yet. Leaving the block checks that no process is left.
 
     Args:
         step_ms: what a step of a worker takes at least.
         vocab_size: of the workers' model; see `PRIME_VOCAB_SIZE`.
+        shares_address: the routers listen on the same ports.
     """
     model = resolve(ModelConfig(), cache_dir(load().cluster))
     _PROCESSES.set_forkserver_preload([__name__])
@@ -308,7 +318,7 @@ def running_fleet(
             router=router,
             faults=FaultsConfig(spec=faults),
         )
-        fleet = Fleet(config, redis, num_routers, vocab_size)
+        fleet = Fleet(config, redis, num_routers, vocab_size, shares_address)
         try:
             yield fleet
             started = [psutil.Process(w.pid) for w in fleet.workers.values()]

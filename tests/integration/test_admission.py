@@ -80,7 +80,7 @@ class SlowCluster:
     def __init__(self, fleet: Fleet, roles: list[Role]) -> None:
         self._fleet = fleet
         self._seeds = iter(range(10_000, 20_000))
-        config = fleet._config
+        config = fleet.config
         config = replace(config, engine=replace(config.engine, max_num_batched_tokens=CHUNK))
         for role in roles:
             process = _PROCESSES.Process(
@@ -89,7 +89,7 @@ class SlowCluster:
             process.start()
             fleet.workers[f"slow-{role}"] = process
         fleet.wait_for(*fleet.workers)
-        self.grpc = fleet.routers[0]._address
+        self.grpc = fleet.routers[0].address
         self.http = fleet.routers[0]._metrics_url.removeprefix("http://").removesuffix("/metrics")
 
     def fresh(self, num_tokens: int) -> list[int]:

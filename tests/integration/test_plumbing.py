@@ -378,6 +378,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "stop id": ({"text": "a", "sampling": {"stop_token_ids": [99999]}}, "stop_token_ids"),
     "priority": ({"text": "a", "priority": 1}, "priority must be at most 0"),
     "no time": ({"text": "a", "slo": inference_pb2.ServiceLevelObjective(ttft_ms=0)}, "slo.ttft_ms must be a positive"),
+    "nothing to resume": ({"text": "a", "resume_from": {0: 3}}, "resume_from continues the request of a request_id"),
     "nan": (
         {"text": "a", "slo": inference_pb2.ServiceLevelObjective(itl_ms=float("nan"))},
         "slo.itl_ms must be a posi",
@@ -400,7 +401,6 @@ def test_bad_requests_are_refused_with_a_sentence(arithmetic_cluster: Cluster, n
         ({"sampling": {"logprobs": 1}}, "logprobs"),
         ({"sampling": {"frequency_penalty": 0.5}}, "frequency_penalty"),
         ({"sampling": {"logit_bias": {1: 2.0}}}, "logit_bias"),
-        ({"resume_from": {0: 3}}, "resume_from"),
     ],
 )
 def test_fields_not_built_yet_are_named(arithmetic_cluster: Cluster, fields: dict[str, Any], named: str) -> None:

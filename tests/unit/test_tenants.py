@@ -21,6 +21,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grp
 from deploy.client import Client
 from router.decisions import DecisionLog
 from router.openai import error_body
+from router.orders import Controller
 from router.rpc import CALLER, SERVICE_NAMES, AdminServicer, Authentication
 from router.service import RouterService
 from router.tenants import DEFAULT_TENANT, Tenant, TenantBook, api_key_of
@@ -80,7 +81,7 @@ def test_a_tenants_cache_is_keyed_by_its_scope() -> None:
     """The default tenant's keys are those of the time before there were tenants: routers of both kinds share caches."""
     model: Any = SimpleNamespace(content_id="content")
     unused: Any = None
-    service = RouterService(model, unused, unused, unused, unused, RouterConfig(cache_secret="secret"))
+    service = RouterService(model, unused, unused, unused, unused, unused, RouterConfig(cache_secret="secret"), unused)
     for tenant in (DEFAULT_TENANT, Tenant("acme"), Tenant("zeta", cache_scope="acme"), Tenant("acme", cache_scope="x")):
         for _ in range(2):
             expected = cache_seed("content", b"secret", tenant.cache_scope or tenant.id)
@@ -220,7 +221,8 @@ NOTHING_RUNS = ClusterStatus({}, (), (), "", False, ())
 async def connection(book: TenantBook) -> AsyncGenerator[grpc.aio.Channel]:
     rpc = RpcServer(SERVICE_NAMES, [Authentication(book)])
     inference_pb2_grpc.add_InferenceServicer_to_server(SERVICER, rpc.server)
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(lambda: NOTHING_RUNS, DecisionLog().explain), rpc.server)
+    admin = AdminServicer(lambda: NOTHING_RUNS, DecisionLog().explain, Controller(lambda: None))
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()
     await rpc.set_serving(True)

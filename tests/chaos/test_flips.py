@@ -1,0 +1,81 @@
+"""Workers change their roles again and again under load: nobody notices, and what was cached stays cached."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import grpc
+
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
+from tests.chaos.test_index import NUM_BLOCKS, Load, Tally, soon
+from tests.integration.cluster import is_idle
+
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "10"))
+PERIOD_S = 5.0 if "CHAOS_SECONDS" in os.environ else 2.0
+WINDOW_REQUESTS = 1500
+HIT_RATE_LOSS = 0.05
+
+
+def flip(fleet: Fleet, rng: random.Random) -> tuple[str, Role]:
+    """Gives one worker the other role; both roles stay filled."""
+    workers = fleet.client.status()["workers"]
+    by_role = {role: [worker for worker in workers if worker["role"] == role] for role in Role}
+    role = rng.choice([role for role, those in by_role.items() if len(those) > 1])
+    worker = rng.choice(by_role[role])
+    other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    with grpc.insecure_channel(worker["address"]) as channel:
+        stub = worker_pb2_grpc.WorkerControlStub(channel)
+        stub.SetRole(worker_pb2.SetRoleRequest(role=other, timeout_s=20), timeout=30)
+    worker_id: str = worker["id"]
+    soon(lambda: all(_role(each, worker_id) == other for each in fleet.routers))
+    return worker_id, other
+
+
+def test_roles_are_flipped_under_load() -> None:
+    rng = random.Random(17)
+    router = RouterConfig(max_attempts=8, cache_secret="chaos")
+    with running_fleet(TransferConfig(), router, num_routers=2, num_blocks=NUM_BLOCKS) as fleet:
+        fleet.wait_for(*[fleet.add(role) for role in (*Role, *Role)])
+        with Load(fleet) as load:
+            window(load)  # the caches fill
+            before = window(load)
+            until = time.monotonic() + SECONDS
+            num_flips, slowest_s = 0, 0.0
+            while time.monotonic() < until:
+                began = time.monotonic()
+                flip(fleet, rng)
+                num_flips, slowest_s = num_flips + 1, max(slowest_s, time.monotonic() - began)
+                time.sleep(max(0.0, began + PERIOD_S - time.monotonic()))
+            after = window(load)
+        print(
+            f"{num_flips} flips in {SECONDS:g} s, {slowest_s:.2f} s at most until every router knew; hit rate "
+            f"{hit_rate(before):.3f} before, {hit_rate(after):.3f} after; {load.tally().num_served} requests served, "
+            f"{load.tally().num_retries} placements repeated"
+        )
+        assert not load.failures, load.failures[:5]
+        assert hit_rate(after) > hit_rate(before) * (1 - HIT_RATE_LOSS)
+        for each in fleet.routers:
+            soon(lambda: all(is_idle(worker) for worker in each.client.status()["workers"]))  # noqa: B023 - at once
+
+
+def window(load: Load) -> Tally:
+    """What happens from now on, until so many requests have been served."""
+    before, began = load.tally(), time.monotonic()
+    while (found := load.tally() - before).num_served < WINDOW_REQUESTS:
+        assert time.monotonic() - began < 120, f"too little load: {found}; {load.failures[:5]}"
+        time.sleep(0.2)
+    return found
+
+
+def hit_rate(tally: Tally) -> float:
+    return tally.num_cached_tokens / tally.num_prompt_tokens
+
+
+def _role(router: RouterProcess, worker_id: str) -> str:
+    workers = router.client.status()["workers"]
+    return next((f"{w['role']}" for w in workers if w["id"] == worker_id and w["state"] == "ready"), "")

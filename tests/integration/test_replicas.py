@@ -1,0 +1,443 @@
+"""Router replicas: one dies in the middle of many streams, and each goes on elsewhere, byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import grpc
+import pytest
+
+from baton import wire
+from baton.api import GenerateRequest, Text, Timing, TokenIds
+from baton.blocks import content_id
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
+from baton.messages import SequenceSpec
+from baton.sampling import FinishReason
+from deploy.client import Client
+from kvstore.index import Connection
+from kvstore.leases import Entry, Part, RecordKey, RedisRecords
+from router.journal import digest_of
+from router.tenants import DEFAULT_TENANT
+from tests.chaos.asks import MANY_BYTES, expected, greedy, of_split_character, prompt_of, seeded
+from tests.chaos.fleet import PRIME_VOCAB_SIZE, Fleet, RouterProcess, running_fleet
+
+ROUTER = RouterConfig(mode="auto", cache_secret="shared", max_in_flight=2048)
+TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
+STEP_MS = 4.0
+REQUEST_IDS = (f"replicas-{number}" for number in itertools.count())
+
+
+@dataclass
+class Heard:
+    """What a client has of one choice."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason | None = None
+
+
+class Listener:
+    """One request, heard in as many streams as it takes. Like any client, it knows no more than what came."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request if request.request_id else replace(request, request_id=next(REQUEST_IDS))
+        self.choices = [Heard() for _ in range(request.sampling.get("n", 1))]
+        self.num_streams = 0
+        self.num_completion_tokens: int | None = None
+        self.timing: Timing | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(heard.token_ids) for heard in self.choices)
+
+    def listen(
+        self, router: RouterProcess, until: Callable[[], bool] = lambda: False, timeout_s: float = 60
+    ) -> Listener:
+        """Until the end, or until it hangs up. Continues what it has."""
+        request = self.request
+        if self.num_streams:
+            num_tokens = {index: len(heard.token_ids) for index, heard in enumerate(self.choices)}
+            request = replace(request, resume_from=num_tokens)
+        self.num_streams += 1
+        call = router.inference.Generate(wire.generate_request(request), timeout=timeout_s)
+        for chunk in map(wire.generate_chunk, call):
+            heard = self.choices[chunk.choice_index]
+            assert chunk.request_id == self.request.request_id
+            assert chunk.token_ids or chunk.finish_reason, "an empty message"
+            assert not heard.finish_reason or not (chunk.token_ids or chunk.text), "it goes on after its end"
+            heard.token_ids += chunk.token_ids
+            heard.text += chunk.text
+            heard.finish_reason = chunk.finish_reason
+            if chunk.usage:
+                self.num_completion_tokens, self.timing = chunk.usage.completion_tokens, chunk.timing
+            if until():
+                call.cancel()
+                break
+        return self
+
+    def same_as(self, other: Listener) -> None:
+        assert self.choices == other.choices
+        assert self.num_completion_tokens == other.num_completion_tokens == self.num_tokens
+
+
+def unseeded(prompt: list[int], num_tokens: int, n: int = 1) -> GenerateRequest:
+    request = seeded(prompt, num_tokens, 0, n)
+    return replace(request, sampling={name: value for name, value in request.sampling.items() if name != "seed"})
+
+
+def stopped_by(request: GenerateRequest, text: str, begin: float, num_characters: int) -> GenerateRequest:
+    """With a stop string of several tokens."""
+    at = int(begin * len(text))
+    return replace(request, sampling={**request.sampling, "stop": (text[at : at + num_characters], "\0nowhere")})
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    """Enough routers for all tests: those that kill one take the first that is alive. The last two stay."""
+    with running_fleet(TRANSFER, ROUTER, num_routers=6, step_ms=STEP_MS, vocab_size=PRIME_VOCAB_SIZE) as fleet:
+        fleet.wait_for(*(fleet.add(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)))
+        yield fleet
+
+
+def alive(fleet: Fleet) -> list[RouterProcess]:
+    return [router for router in fleet.routers if router.process.poll() is None]
+
+
+def kill(router: RouterProcess) -> None:
+    router.process.kill()
+    router.process.wait(10)
+
+
+def requests_of_every_kind(fleet: Fleet) -> list[GenerateRequest]:
+    text = Listener(seeded(prompt_of(3, 30), 150, 5)).listen(fleet.routers[-1]).choices[0].text
+    kinds = [
+        greedy(prompt_of(1, 200), 150),
+        of_split_character(150, PRIME_VOCAB_SIZE),
+        seeded(prompt_of(2, 30), 150, 11, n=3),
+        unseeded(prompt_of(4, 30), 150),
+        unseeded(prompt_of(5, 500), 120, n=2),
+        replace(unseeded([1], 150), prompt=Text(MANY_BYTES)),
+        stopped_by(seeded(prompt_of(3, 30), 150, 5), text, 0.9, 12),
+        greedy(prompt_of(6, 40), 8),
+    ]
+    return [replace(kind, request_id=next(REQUEST_IDS)) for kind in kinds * 3]
+
+
+@pytest.mark.parametrize("has_redis", [True, False], ids=["with a record", "without Redis"])
+def test_a_killed_router_loses_no_stream(fleet: Fleet, has_redis: bool) -> None:
+    requests = requests_of_every_kind(fleet)
+    victim, survivor = alive(fleet)[0], fleet.routers[-1]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        undisturbed = list(pool.map(lambda request: Listener(request).listen(survivor), requests))
+        listeners = [Listener(request) for request in requests]
+        begun = threading.Semaphore(0)
+
+        def heard() -> bool:
+            begun.release()
+            return False
+
+        def listen(listener: Listener) -> Listener:
+            try:
+                return listener.listen(victim, heard)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+            return listener.listen(survivor)
+
+        if not has_redis:
+            fleet.redis.kill()
+        listening = [pool.submit(listen, listener) for listener in listeners]
+        for _ in range(25 * len(requests)):
+            assert begun.acquire(timeout=60)
+        kill(victim)
+        for task in listening:
+            task.result()
+    if not has_redis:
+        fleet.redis.start()
+    for listener, whole in zip(listeners, undisturbed, strict=True):
+        listener.same_as(whole)
+    assert sum(listener.num_streams == 2 for listener in listeners) > len(listeners) / 2
+    for request, whole in zip(requests, undisturbed, strict=True):
+        if isinstance(request.prompt, TokenIds) and "seed" in request.sampling and "stop" not in request.sampling:
+            assert [heard.token_ids for heard in whole.choices] == expected(request, PRIME_VOCAB_SIZE)
+    drawn = [
+        heard.token_ids
+        for request, whole in zip(requests, undisturbed, strict=True)
+        if request.sampling["temperature"] and "seed" not in request.sampling
+        for heard in whole.choices
+    ]
+    assert len(set(drawn)) == len(drawn) == 12, "without a seed, every id and every choice has draws of its own"
+
+
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_it_goes_on_from_every_token(fleet: Fleet, is_elsewhere: bool) -> None:
+    """A client hangs up after each token, and asks the same router at once, or one that has never heard of it."""
+    request, whole = stopped_request(fleet)
+    first, second = fleet.routers[-2:]
+    for count in range(whole.num_tokens + 1):
+        listener = Listener(request)
+        if count:
+            listener.listen(first, lambda: listener.num_tokens >= count)  # noqa: B023
+        listener.num_streams = 1  # with no token too, it says that it continues
+        listener.listen(second if is_elsewhere else first)
+        listener.same_as(whole)
+
+
+def test_it_goes_on_from_every_token_whatever_was_noted(fleet: Fleet) -> None:
+    """What the dead router has noted is behind what the client has, or ahead of it, or all there is."""
+    request, whole = stopped_request(fleet)
+    tokens = whole.choices[0].token_ids
+    after = (7, 8, 9)  # the engine's, which the stop string cuts off
+    counts = itertools.product(range(len(tokens) + 1), (0, 1, 5, len(tokens) - 1, len(tokens), len(tokens) + 3))
+    for num_heard, num_noted in counts:
+        noted = (*tokens, *after)[:num_noted]
+        listener = Listener(replace(request, request_id=next(REQUEST_IDS)))
+        if num_heard:
+            listener.listen(fleet.routers[-2], lambda: listener.num_tokens >= num_heard)  # noqa: B023
+        note(fleet, listener.request, noted)
+        listener.num_streams = 1
+        timing = listener.listen(fleet.routers[-1]).timing
+        listener.same_as(whole)
+        assert timing is not None
+        assert bool(timing.decode_worker) == (num_noted < len(tokens)), "a worker was asked for what is known"
+
+
+def stopped_request(fleet: Fleet) -> tuple[GenerateRequest, Listener]:
+    """Begins with a character of two tokens, ends with a stop string of several; and its whole answer."""
+    request = of_split_character(40, PRIME_VOCAB_SIZE)
+    sampling = {**request.sampling, "top_k": 0, "top_p": 1.0, "seed": 5}  # all set: the model has defaults
+    request = replace(request, sampling=sampling)
+    text = Listener(request).listen(fleet.routers[-1]).choices[0].text
+    request = stopped_by(request, text, 0.4, 8)
+    whole = Listener(request).listen(fleet.routers[-1])
+    assert whole.choices[0].finish_reason is FinishReason.STOP
+    assert 8 < whole.num_tokens < 35
+    return replace(request, request_id=next(REQUEST_IDS)), whole
+
+
+def note(fleet: Fleet, request: GenerateRequest, token_ids: tuple[int, ...]) -> None:
+    """As a router that has died since."""
+    assert isinstance(request.prompt, TokenIds)
+    sampling, prompt = request.sampling, request.prompt.ids
+    content = content_id(fleet.config.model.revision)
+    spec = SequenceSpec(
+        request_id=request.request_id,
+        choice_index=0,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        max_tokens=sampling["max_tokens"],
+        temperature=sampling["temperature"],
+        top_k=sampling["top_k"],
+        top_p=sampling["top_p"],
+        min_p=0.0,
+        seed=sampling["seed"],
+        stop_token_ids=(),
+        ignore_eos=True,
+        cache_seed=b"",
+    )
+    entry = Entry(
+        RecordKey(DEFAULT_TENANT.id, request.request_id),
+        digest_of(content, spec),
+        b"the dead",
+        [Part(0, 0, token_ids)] if token_ids else [],
+    )
+
+    async def write() -> None:
+        records = RedisRecords(Connection(fleet.redis.url), content)
+        await records.write([entry] if entry.parts else [], [entry.key])
+        await records.close()
+
+    asyncio.run(write())
+
+
+def test_the_same_router_goes_on_with_what_it_has(fleet: Fleet) -> None:
+    """The client has lost its connection, and the router has not noticed."""
+    router = fleet.routers[-1]
+    request = replace(seeded(prompt_of(8, 40), 400, 3, n=2), request_id=next(REQUEST_IDS))
+    whole = Listener(request).listen(router)
+    old = Listener(request)
+    ended: list[grpc.RpcError] = []
+
+    def listen() -> None:
+        try:
+            old.listen(router)
+        except grpc.RpcError as error:
+            ended.append(error)
+
+    listening = threading.Thread(target=listen)
+    listening.start()
+    while old.num_tokens < 100:
+        time.sleep(0.01)
+    new = Listener(request)
+    new.choices = [replace(heard) for heard in old.choices]
+    new.num_streams = 1
+    began = time.monotonic()
+    new.listen(router)
+    took_s = time.monotonic() - began
+    listening.join(10)
+    new.same_as(whole)
+    (error,) = ended
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "has taken" in (error.details() or "")
+    assert took_s < 400 * STEP_MS / 1e3 * 3
+    status = router.client.status()
+    assert all(w["self_check"] == "ok" for w in status["workers"])
+
+
+def test_without_resume_from_an_id_in_flight_is_refused(fleet: Fleet) -> None:
+    router = fleet.routers[-1]
+    listener = Listener(greedy(prompt_of(9, 20), 500))
+
+    def refused_too() -> bool:
+        with pytest.raises(grpc.RpcError) as caught:
+            Listener(listener.request).listen(router)
+        assert "is in flight" in (caught.value.details() or "")
+        return True
+
+    listener.listen(router, refused_too)
+
+
+@pytest.mark.parametrize(
+    ("resume_from", "changes", "part_of_message"),
+    [
+        ({0: 1}, {"request_id": ""}, "request_id; set it to the one"),
+        ({1: 0}, {}, "resume_from names choice 1, but sampling.n is 1"),
+        ({0: 9}, {}, "resume_from names 9 tokens of choice 0, but an answer of this request has 0 to 8"),
+        ({0: 2**32 - 1}, {"sampling": {"temperature": 0.0}}, "an answer of this request has 0 to"),
+        ({0: 7}, {"sampling": {"temperature": 0.0, "max_tokens": 8, "stop_token_ids": "second"}}, "5 tokens more"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(
+    fleet: Fleet, resume_from: dict[int, int], changes: dict[str, object], part_of_message: str
+) -> None:
+    router = fleet.routers[-1]
+    request = replace(greedy(prompt_of(10, 20), 8), request_id=next(REQUEST_IDS), resume_from=resume_from)
+    request = replace(request, **changes)  # type: ignore[arg-type]
+    if request.sampling.get("stop_token_ids"):
+        second = expected(greedy(prompt_of(10, 20), 8), PRIME_VOCAB_SIZE)[0][1]
+        request = replace(request, sampling={**request.sampling, "stop_token_ids": (second,)})
+    with pytest.raises(grpc.RpcError) as caught:
+        list(router.inference.Generate(wire.generate_request(request), timeout=30))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert part_of_message in (caught.value.details() or "")
+
+
+def test_what_a_router_noted_is_what_another_goes_on_from(fleet: Fleet) -> None:
+    """A client that has lost everything hears at once what was noted before the router died."""
+    victim, survivor = alive(fleet)[0], fleet.routers[-1]
+    request = replace(seeded(prompt_of(11, 20), 1000, 4, n=2), request_id=next(REQUEST_IDS))
+    whole = Listener(request).listen(survivor)
+    listener = Listener(request)
+
+    def dies() -> bool:
+        if listener.num_tokens > 600:
+            victim.process.kill()
+        return False
+
+    with contextlib.suppress(grpc.RpcError):
+        listener.listen(victim, dies)
+    kill(victim)
+    began = time.monotonic()
+    arrivals: list[float] = []
+    heard_before = listener.num_tokens
+    fresh = Listener(request)
+    fresh.num_streams = 1
+
+    def hears() -> bool:
+        arrivals.append(time.monotonic() - began)
+        return fresh.num_tokens > 200
+
+    fresh.listen(survivor, hears)
+    assert arrivals[-1] < 100 * STEP_MS / 1e3, "it was generated again"
+    listener.listen(survivor)
+    listener.same_as(whole)
+    assert heard_before < listener.num_tokens
+
+
+def test_a_client_of_ours_does_not_notice(fleet: Fleet) -> None:
+    """Several addresses: the first router dies under it, the second stops; the third brings it to its end."""
+    survivor = fleet.routers[-1]
+    request = replace(seeded(prompt_of(12, 20), 700, 4, n=2), request_id=next(REQUEST_IDS))
+    whole = Listener(request).listen(survivor)
+    victims = alive(fleet)[:1]
+    client = Client(",".join(["127.0.0.1:1", *(router.address for router in [*victims, survivor])]))
+    heard = Listener(request)
+    for chunk in client.generate(request):
+        choice = heard.choices[chunk.choice_index]
+        assert choice.finish_reason is None
+        choice.token_ids += chunk.token_ids
+        choice.text += chunk.text
+        choice.finish_reason = chunk.finish_reason
+        heard.num_completion_tokens = chunk.usage.completion_tokens if chunk.usage else None
+        if victims and heard.num_tokens > 300:
+            kill(victims.pop())
+    client.close()
+    heard.same_as(whole)
+
+
+def test_routers_behind_one_address_stop_and_die_one_after_the_other() -> None:
+    """One stops as an operator asks it to and then breaks off, one is killed: clients hear unbroken streams."""
+    num_clients = 12
+    with running_fleet(
+        TRANSFER, ROUTER, num_routers=3, step_ms=STEP_MS, vocab_size=PRIME_VOCAB_SIZE, shares_address=True
+    ) as fleet:
+        fleet.wait_for(*(fleet.add(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)))
+        assert len({router.address for router in fleet.routers}) == 1
+        requests = [seeded(prompt_of(100 + i, 20), 1600, i) for i in range(num_clients)]
+        begun = threading.Semaphore(0)
+        failures: list[str] = []
+        answers: dict[int, tuple[int, ...]] = {}
+
+        def listen(index: int) -> None:
+            client = Client(fleet.routers[-1].address)
+            tokens: tuple[int, ...] = ()
+            try:
+                for chunk in client.generate(requests[index]):
+                    tokens += chunk.token_ids
+                    begun.release()
+            except Exception as error:  # whatever a client may see is a failure
+                failures.append(f"{type(error).__name__}: {error}")
+            finally:
+                client.close()
+            answers[index] = tokens
+
+        threads = [threading.Thread(target=listen, args=(index,)) for index in range(num_clients)]
+        for thread in threads:
+            thread.start()
+        for _ in range(30 * num_clients):
+            assert begun.acquire(timeout=60)
+        stopping, victim, _ = fleet.routers
+        stopping.process.send_signal(signal.SIGTERM)
+        stopping.process.wait(30)
+        kill(victim)
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive()
+        assert failures == []
+        for index, request in enumerate(requests):
+            assert answers[index] == expected(request, PRIME_VOCAB_SIZE)[0]
+
+
+def test_met_and_missed_are_counted(fleet: Fleet) -> None:
+    router = fleet.routers[-1]
+
+    def counts() -> tuple[int, int, int]:
+        time.sleep(0.5)  # a router reads its own entry back from Redis
+        (me,) = [r for r in router.client.status()["routers"] if r["grpc"] == router.address]
+        return me["met"], me["missed"], me["rejected"]
+
+    before = counts()
+    Listener(greedy(prompt_of(13, 20), 5)).listen(router)
+    Listener(replace(greedy(prompt_of(14, 20), 5), itl_ms=0.001)).listen(router)
+    Listener(greedy(prompt_of(15, 20), 500)).listen(router, lambda: True)
+    after = counts()
+    assert [now - was for now, was in zip(after, before, strict=True)] == [1, 1, 0]
