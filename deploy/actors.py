@@ -21,11 +21,16 @@ from deploy.processes import die_with_parent
 from kvstore.transfer.nccl_env import nccl_environment
 
 RESOURCE = "baton_worker"
-"""Both roles ask for the same Ray resource, so that a role flip changes nothing for Ray."""
+"""Both roles ask for the same Ray resource, so that a change of role changes nothing for Ray."""
 
 
 class WorkerActor:
-    """The methods run on the actor's own event loop. `start` comes first, and may be called again."""
+    """The methods run on the actor's own event loop. `start` comes first, and may be called again.
+
+    Args:
+        role: the one that the worker starts with; it may change.
+        host: where the worker listens; empty: at this Ray node's own address.
+    """
 
     def __init__(self, role: str, worker_id: str, host: str, config_json: str) -> None:
         self._role = role
@@ -81,13 +86,19 @@ class WorkerActor:
     def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
         """From the event loop's thread, which lives as long as the actor: the process dies with it."""
         environment = {**os.environ, **worker_environment(Config.from_json(self._config_json))}
-        command = [sys.executable, "-m", "deploy.worker", self._role, self._worker_id, self._host]
+        command = [sys.executable, "-m", "deploy.worker", self._role, self._worker_id, self._host or _node_address()]
         return subprocess.Popen(
             [*command, "--ready-fd", str(ready_fd)],
             env={**environment, "BATON_CONFIG_JSON": self._config_json},
             pass_fds=[ready_fd],
             preexec_fn=die_with_parent(),
         )
+
+
+def _node_address() -> str:
+    import ray.util
+
+    return str(ray.util.get_node_ip_address())
 
 
 def worker_environment(config: Config) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
@@ -35,6 +36,7 @@ Address = Annotated[str, typer.Option(help="Router, host:port.", envvar="BATON_A
 ApiKey = Annotated[
     str, typer.Option(help="The tenant's, where the cluster has tenants.", envvar="BATON_API_KEY", show_default=False)
 ]
+TimeoutS = Annotated[float, typer.Option("--timeout", help="Longest wait, in seconds; the order stands.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 
 # Of `bench` and `simulate`: with the same ones both have the same requests.
@@ -61,11 +63,17 @@ def up(
     model: Annotated[
         str | None, typer.Option(help="A hub id, a local folder, or smollm2-135m-instruct (the default).")
     ] = None,
+    routers: Annotated[
+        int | None, typer.Option(min=1, help="Router processes behind one address.", show_default="1")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="host:port of a Ray cluster to run the workers in, instead of one of our own.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
     ask: Annotated[str | None, typer.Option(help="A prompt to answer once the cluster is ready.")] = None,
     api_key: ApiKey = "",
 ) -> None:
-    """Serve a model on this machine: Redis, Ray, both pools and the router. Ctrl-C ends all of it.
+    """Serve a model on this machine: Redis, Ray, both pools and the routers. Ctrl-C ends all of it.
 
     Prints `BATON READY grpc=HOST:PORT http=HOST:PORT` when it takes requests. Ports: BATON_GRPC_PORT, BATON_HTTP_PORT.
     """
@@ -78,6 +86,8 @@ def up(
         cluster,
         prefill=cluster.prefill if prefill is None else prefill,
         decode=cluster.decode if decode is None else decode,
+        routers=cluster.routers if routers is None else routers,
+        ray_address=cluster.ray_address if ray_address is None else ray_address,
     )
     settings = dataclasses.replace(settings, cluster=cluster)
     if model is not None:
@@ -103,13 +113,57 @@ def generate(
     _generate(GenerateRequest(prompt, sampling=sampling), Client(address, api_key), as_json)
 
 
+@app.command(name="scale")
+def scale_pool(
+    pool: Annotated[str, typer.Argument(help="prefill or decode.")],
+    num_workers: Annotated[int, typer.Argument(metavar="N", min=0, help="Workers that it should have.")],
+    wait: Annotated[bool, typer.Option(help="Until the pool has them.")] = True,
+    timeout_s: TimeoutS = 600.0,
+    address: Address = baton_config.DEFAULT_ADDRESS,
+    as_json: AsJson = False,
+) -> None:
+    """Set how many workers a pool should have. Those that leave hand over what they do."""
+    from deploy.operate import scale
+
+    with contextlib.closing(Client(address)) as client:
+        scale(client, console, pool, num_workers, timeout_s if wait else 0, as_json)
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="Its id, as `baton status` tells.")],
+    timeout_s: TimeoutS = 600.0,
+    address: Address = baton_config.DEFAULT_ADDRESS,
+    as_json: AsJson = False,
+) -> None:
+    """Take a worker out: its work goes to others, another one takes its place. Waits until it is gone."""
+    from deploy.operate import drain
+
+    with contextlib.closing(Client(address)) as client:
+        drain(client, console, worker, timeout_s, as_json)
+
+
+@app.command()
+def role(
+    worker: Annotated[str, typer.Argument(help="Its id, as `baton status` tells.")],
+    role: Annotated[str, typer.Argument(help="prefill or decode.")],
+    address: Address = baton_config.DEFAULT_ADDRESS,
+    as_json: AsJson = False,
+) -> None:
+    """Move a worker to the other pool, with its cache; both pools' sizes follow."""
+    from deploy.operate import set_role
+
+    with contextlib.closing(Client(address)) as client:
+        set_role(client, console, worker, role, as_json)
+
+
 @app.command()
 def status(
     address: Address = baton_config.DEFAULT_ADDRESS,
     explain: Annotated[str, typer.Option(metavar="REQUEST", help="Why a request went where it went, by its id.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show pools, workers, routers and Redis; or explain how a request was placed."""
+    """Show pools, workers, routers, controller and Redis; or explain how a request was placed."""
     client = Client(address)
     try:
         if explain:
@@ -128,19 +182,26 @@ def status(
         out.print(f"pool {name}: {pool['ready']} ready of {pool['desired']} desired")
     for router in report["routers"]:
         out.print(f"router {router['id']}: pid {router['pid']}, grpc {router['grpc']}, http {router['http']}")
+    controller = report.get("controller")
+    out.print(
+        f"controller: pid {controller['pid']}, {controller['address']}" if controller else "controller: none known"
+    )
     out.print(f"redis {report['redis']['address']}: {'ok' if report['redis']['ok'] else 'not reachable'}")
 
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:
-    """One row a worker, of `baton status --json`, with its KV blocks; nothing is cut in a terminal of 80 columns."""
-    table = _table("worker", "state", "pid", "address", "run/wait", "free/cached/used", "check")
+    """One row a worker, of `baton status --json`, with its KV blocks; nothing is cut in a terminal of 80 columns.
+
+    What its self-check finds is a part of its state.
+    """
+    table = _table("worker", "role", "state", "pid", "address", "run/wait", "free/cached/use")
     for worker in workers:
         blocks = worker["blocks"]
+        state = worker["state"] if worker["self_check"] == "ok" else f"{worker['state']}: {worker['self_check']}"
         table.add_row(
-            *(str(worker[name]) for name in ("id", "state", "pid", "address")),
+            *(str(value) for value in (worker["id"], worker["role"], state, worker["pid"], worker["address"])),
             f"{worker['running']}/{worker['waiting']}",
             f"{blocks['free']}/{blocks['cached']}/{blocks['in_use']}",
-            worker["self_check"],
         )
     return table
 
@@ -206,6 +267,36 @@ def _table(*headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, overflow="fold")
     return table
+
+
+@app.command()
+def autoscale(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be done, and why; the only way.")
+    ] = False,
+    address: Address = baton_config.DEFAULT_ADDRESS,
+    seconds: Annotated[
+        float | None, typer.Option(help="To measure.", show_default="autoscale.window_s", min=0.1)
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Window after window, with its cool-downs.")] = False,
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a running cluster for a while, and tell how the autoscaler would size its pools.
+
+    Objectives and bounds are those of the configuration: router.slo_classes (the
+    strictest) and autoscale. With autoscale.enabled, the cluster's controller
+    does it by itself.
+    """
+    from deploy.scaling.command import run
+
+    if not dry_run:
+        raise InvalidRequest(
+            "the controller changes the pools: start the cluster with BATON_AUTOSCALE_ENABLED=true, or give --dry-run"
+        )
+    settings = baton_config.load(config)
+    with contextlib.closing(Client(address)) as client:
+        run(client, settings, seconds or settings.autoscale.window_s, watch, as_json)
 
 
 @app.command()
@@ -309,6 +400,14 @@ def simulate(
         bool, typer.Option("--tell-all", help="Workers know the objectives under the other policies too.")
     ] = False,
     error: Annotated[float, typer.Option(help="This router takes steps to cost so many times the truth.")] = 1.0,
+    autoscale: Annotated[
+        bool, typer.Option("--autoscale", help="The pools are what to begin with; see BATON_AUTOSCALE_* settings.")
+    ] = False,
+    max_workers: Annotated[
+        int | None,
+        typer.Option(help="With --autoscale; 0: as many as there are.", show_default="autoscale.max_workers"),
+    ] = None,
+    start_s: Annotated[float, typer.Option(help="Until a worker that is started is ready.")] = 30.0,
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace through this router's placement and through those of others, in virtual time.
@@ -341,6 +440,9 @@ def simulate(
         plot,
         tell_all,
         error,
+        baton_config.load().autoscale if autoscale else None,
+        max_workers,
+        start_s,
     )
     run(options, as_json, console)
 

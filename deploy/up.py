@@ -1,10 +1,12 @@
-"""`baton up`: Redis, Ray, the pools and the router on this machine, in the foreground.
+"""`baton up`: Redis, Ray, the controller and the routers on this machine, in the foreground.
 
-    this process ── owns ──> Redis (valkey-server)      prefix ownership, leases
-                 ── owns ──> router (python -m router)  gRPC and HTTP
-                 ── owns ──> Ray ──> worker actors      engines
+    this process ── owns ──> Redis (valkey-server)       prefix ownership, leases
+                 ── owns ──> routers (python -m router)  gRPC and HTTP
+                 ── owns ──> controller                  tells Ray which workers there should be
+                 ── owns ──> Ray head ──> worker actors  engines
 
-The router ends first, so that requests in flight can finish; then the workers, Ray and Redis, whatever ends them.
+Each of them is started again when it dies. Workers outlive the controller, but not their Ray. The routers end first, so
+that requests in flight can finish; then the workers, Ray and Redis, whatever ends them.
 """
 
 from __future__ import annotations
@@ -13,81 +15,114 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import secrets
 import signal
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import grpc
 from rich.console import Console
 
+from baton.cluster import Role
 from baton.config import Config
-from baton.errors import BatonError, ConfigError
+from baton.errors import ConfigError
 from baton.rpc import channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
+from deploy.children import Child
+from deploy.controller import UNJOINED
+from deploy.controller.state import load, why_not
 from deploy.models import ProgressDisplay, cache_dir, resolve
-from deploy.processes import die_with_parent, why_taken
+from deploy.processes import why_taken
 from deploy.redis import EmbeddedRedis
 from kvstore.transfer.faults import parse_faults
 from router.tenants import TenantBook
 
-if TYPE_CHECKING:
-    from deploy.pools import Pools
-
 logger = logging.getLogger(__name__)
 WORKER_HOST = "127.0.0.1"
 REDIS_CHECK_S = 0.5
-ROUTER_RESTART_S = 0.5
-MAX_ROUTER_RESTART_S = 30.0
-STABLE_S = 30.0
-"""A router that ran for so long did not fail to start."""
 
 
-class RouterProcess:
-    """The router, as a child process."""
+class RayCluster:
+    """The Ray head, unless another Ray is joined, and the controller of the workers in it."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, state_path: Path) -> None:
         self._config = config
-        self._process = self._spawn()
+        self._joins = bool(config.cluster.ray_address)
+        self._environment: dict[str, str] = {}
+        if not self._joins:
+            self._environment = {
+                "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps it on loopback
+                "RAY_AUTH_MODE": "token",  # others on this machine could run code in it otherwise
+                "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            }
+        self._arguments = ("--cluster", f"baton-{secrets.token_hex(4)}", "--state-file", str(state_path))
+        self._head = Child("Ray", "deploy.ray_head", (), self._environment)
+        self._controller = self._controller_at(config.cluster.ray_address)
 
-    async def ended(self) -> None:
-        """Raises ConfigError once the process has ended; what it said is on standard error."""
-        code = await asyncio.to_thread(self._process.wait)
-        raise ConfigError(f"the router ended with status {code}")
+    async def start(self) -> None:
+        """Returns once every worker is ready.
+
+        Raises:
+            ConfigError, ModelLoadError, WorkerFailed: something cannot run as configured.
+        """
+        if not self._joins:
+            self._controller = self._controller_at((await self._head.start_and_listen())["address"])
+        await self._controller.start_and_listen()
 
     async def keep(self) -> None:
-        """Starts it again whenever it ends, ever later while it keeps failing, until cancelled."""
-        num_failures = 0
+        """Starts again what dies. With Ray its workers die; the controller then begins anew with what is to be."""
         while True:
-            began_s = time.monotonic()
+            controller = asyncio.create_task(self._controller.ended())
+            head = None if self._joins else asyncio.create_task(self._head.ended())
             try:
-                await self.ended()
+                await asyncio.wait([controller, head] if head else [controller], return_when=asyncio.FIRST_COMPLETED)
+                if head is not None and head.done():
+                    await self._restart_head(head.result())
+                else:
+                    await self._controller.pause(f"ended with status {controller.result()}")
+                await self._controller.start()
+            finally:
+                controller.cancel()
+                if head is not None:
+                    head.cancel()
+
+    async def stop(self) -> None:
+        """Ends the workers, the controller and, if it is ours, Ray."""
+        timeout_s = self._config.cluster.stop_timeout_s
+        await self._controller.stop(timeout_s, signal.SIGINT)
+        if self._joins and self._controller.status not in (None, 0, UNJOINED):
+            await self._controller.start("--end")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._controller.ended(), timeout_s)
+            await self._controller.stop(timeout_s)
+        await self._head.stop(timeout_s)
+
+    async def _restart_head(self, status: int) -> None:
+        reason = f"ended with status {status}"
+        while True:
+            await self._controller.stop(1, signal.SIGKILL)  # it waits for a Ray that will not come back
+            await self._head.pause(reason)
+            try:
+                answer = await self._head.start_and_listen()
             except ConfigError as error:
-                num_failures = 0 if time.monotonic() - began_s > STABLE_S else num_failures + 1
-                wait_s = min(ROUTER_RESTART_S * 2**num_failures, MAX_ROUTER_RESTART_S)
-                logger.warning("%s; starting it again in %g s", error, wait_s)
-                await asyncio.sleep(wait_s)
-            self._process = self._spawn()
+                reason = f"does not start ({error})"
+            else:
+                self._controller = self._controller_at(answer["address"])
+                return
 
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL when it takes too long."""
-        self._process.terminate()
-        try:
-            self._process.wait(self._config.cluster.stop_timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "BATON_CONFIG_JSON": self._config.to_json()}
-        return subprocess.Popen(
-            [sys.executable, "-m", "router"], env=environment, preexec_fn=die_with_parent(), start_new_session=True
+    def _controller_at(self, ray_address: str) -> Child:
+        cluster = dataclasses.replace(self._config.cluster, ray_address=ray_address)
+        environment = {"BATON_CONFIG_JSON": dataclasses.replace(self._config, cluster=cluster).to_json()}
+        # Ray of our own shows all logs itself. In another one workers outlive us, unless the controller ends them.
+        arguments = ("--shows-logs",) if self._joins else ("--worker-host", WORKER_HOST)
+        return Child(
+            "the controller",
+            "deploy.controller",
+            (*self._arguments, *arguments),
+            self._environment | environment,
+            on_orphaned=signal.SIGINT if self._joins else signal.SIGKILL,
         )
 
 
@@ -103,8 +138,9 @@ async def up(config: Config, console: Console, on_ready: Callable[[Config], obje
     parse_faults(config.faults.spec)  # here, not after a minute in every worker
     TenantBook.configured(config.router.tenants_file)  # here, not in the router's log
     stop = asyncio.Event()
-    _set_on_signals(stop)
-    main = asyncio.create_task(_run(config, console, on_ready, stop))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    main = asyncio.create_task(_run(config, console, on_ready))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((main, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -115,49 +151,86 @@ async def up(config: Config, console: Console, on_ready: Callable[[Config], obje
         await main
 
 
-async def _run(config: Config, console: Console, on_ready: Callable[[Config], object], stop: asyncio.Event) -> None:
-    # Ray is imported here: it takes seconds, and the other commands do not need it.
-    from deploy.pools import LocalRay, Pools, check_sizes
-
-    check_sizes(config)
+async def _run(config: Config, console: Console, on_ready: Callable[[Config], object]) -> None:
     for name, port in (("BATON_GRPC_PORT", config.cluster.grpc_port), ("BATON_HTTP_PORT", config.cluster.http_port)):
         if reason := why_taken(config.cluster.host, port):
             raise ConfigError(f"cannot listen on {config.cluster.host}:{port} ({reason}); set {name} to another port")
     async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
+        state_path = Path(config.cluster.state_file) if config.cluster.state_file else folder / "state.json"
+        config = _with_sizes(config, state_path)
         config = await _resolved(config, console)
-        config = _with_redis(config, stack, console)
-        console.print(f"==> Starting the router on {config.cluster.host}:{config.cluster.grpc_port}", style="dim")
-        router = RouterProcess(config)
-        stack.callback(router.stop)
+        config = _with_redis(config, folder, stack, console)
+        what = "the router" if config.cluster.routers == 1 else f"{config.cluster.routers} routers"
+        console.print(f"==> Starting {what} on {config.cluster.host}:{config.cluster.grpc_port}", style="dim")
+        routers = [_router(config, number) for number in range(config.cluster.routers)]
+        ray = RayCluster(config, state_path)
+        stack.push_async_callback(ray.stop)
+        # The routers end first: they give the requests in flight a moment to finish.
+        stack.push_async_callback(_stop_all, routers, config.cluster.stop_timeout_s)
+        for router in routers:
+            await router.start()
         console.print("==> Starting Ray and the workers", style="dim")
-        await _in_thread_context(stack, LocalRay())
-        _set_on_signals(stop)  # again: Ray has put its own handlers in place
-        pools = Pools(config, WORKER_HOST)
-        stack.push_async_callback(pools.stop)
-        # Once workers run, the router ends first: it gives the requests in flight a moment to finish.
-        stack.push_async_callback(asyncio.to_thread, router.stop)
-        router_ended = asyncio.create_task(router.ended())
-        stack.callback(router_ended.cancel)
-        started = asyncio.create_task(_started(pools, config))
-        stack.callback(started.cancel)
-        await asyncio.wait((started, router_ended), return_when=asyncio.FIRST_COMPLETED)
         try:
-            await (router_ended if router_ended.done() else started)
+            await _first_of(_started(ray, config), *(_unexpected_end(router) for router in routers))
         except TimeoutError:
             raise ConfigError(
                 f"the cluster was not ready within {config.cluster.start_timeout_s:g} s (cluster.start_timeout_s); the "
-                f"workers' lines above say why; is Redis at {config.index.redis_url} reachable?"
+                f"workers' lines above say why; is Redis at {config.index.redis_url} reachable, and has Ray room for "
+                f"{config.cluster.prefill + config.cluster.decode} workers?"
             ) from None
-        router_ended.cancel()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(pools.run())
-            tasks.create_task(router.keep())
+            tasks.create_task(ray.keep())
+            for router in routers:
+                tasks.create_task(router.keep())
             await asyncio.to_thread(on_ready, config)
 
 
-def _set_on_signals(stop: asyncio.Event) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+def _with_sizes(config: Config, state_path: Path) -> Config:
+    """The configuration with the pool sizes to begin with: those that the state file remembers, if there is one.
+
+    Raises:
+        ConfigError: pools of these sizes cannot serve.
+    """
+    cluster = config.cluster
+    desired = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
+    source = f"--prefill {cluster.prefill} --decode {cluster.decode}"
+    if (state := load(state_path)) is not None:
+        desired = dict(state.desired)
+        source = f"{state_path} asks for {desired[Role.PREFILL]} prefill and {desired[Role.DECODE]} decode workers"
+    if reason := why_not(desired, config):
+        raise ConfigError(f"{source}: {reason}")
+    cluster = dataclasses.replace(cluster, prefill=desired[Role.PREFILL], decode=desired[Role.DECODE])
+    return dataclasses.replace(config, cluster=cluster)
+
+
+def _router(config: Config, number: int) -> Child:
+    """Several share the ports."""
+    if config.cluster.routers > 1:
+        config = dataclasses.replace(config, router=dataclasses.replace(config.router, id=f"router-{number}"))
+    return Child(f"the router {config.router.id}", "router", (), {"BATON_CONFIG_JSON": config.to_json()})
+
+
+async def _stop_all(routers: list[Child], timeout_s: float) -> None:
+    await asyncio.gather(*(router.stop(timeout_s) for router in routers))
+
+
+async def _unexpected_end(child: Child) -> None:
+    """Raises ConfigError once it has ended; what it said is on standard error."""
+    raise ConfigError(f"{child.name} ended with status {await child.ended()}")
+
+
+async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
+    """Until one of them has ended; the others are cancelled. Raises what that one raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _resolved(config: Config, console: Console) -> Config:
@@ -174,11 +247,10 @@ async def _resolved(config: Config, console: Console) -> Config:
     return dataclasses.replace(config, model=resolved, router=router)
 
 
-def _with_redis(config: Config, stack: contextlib.AsyncExitStack, console: Console) -> Config:
+def _with_redis(config: Config, folder: Path, stack: contextlib.AsyncExitStack, console: Console) -> Config:
     """The configuration with a Redis that runs: the one it names, or an embedded one."""
     if config.index.redis_url:
         return config
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
     redis = EmbeddedRedis(socket_path=folder / "redis.sock", parent=folder)
     redis.start()
     stack.callback(redis.stop)
@@ -201,27 +273,22 @@ async def _keep_redis(redis: EmbeddedRedis) -> None:
                 logger.error("%s", error)
 
 
-async def _in_thread_context(
-    stack: contextlib.AsyncExitStack, manager: contextlib.AbstractContextManager[object]
-) -> None:
-    """Enters and leaves a blocking context manager off the event loop."""
-    await asyncio.to_thread(manager.__enter__)
-    stack.push_async_callback(asyncio.to_thread, manager.__exit__, None, None, None)
+async def _started(ray: RayCluster, config: Config) -> None:
+    """Until every worker runs and the routers know them all.
 
-
-async def _started(pools: Pools, config: Config) -> None:
-    """Until every worker runs and the router knows them all."""
-    try:
-        await pools.start()
-    except* BatonError as errors:
-        raise errors.exceptions[0] from None
-    expected = config.cluster.prefill + config.cluster.decode
-    address = f"{config.cluster.host}:{config.cluster.grpc_port}"
-    async with asyncio.timeout(config.cluster.start_timeout_s), channel(address) as router:
-        stub = admin_pb2_grpc.AdminStub(router)
-        while True:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                status = await stub.GetStatus(admin_pb2.GetStatusRequest(), wait_for_ready=True)
-                if sum(worker.state == "ready" for worker in status.workers) >= expected:
-                    return
-            await asyncio.sleep(0.1)
+    Raises:
+        TimeoutError: that took longer than `cluster.start_timeout_s`.
+    """
+    cluster = config.cluster
+    expected = cluster.prefill + cluster.decode
+    async with asyncio.timeout(cluster.start_timeout_s):
+        await ray.start()
+        async with channel(f"{cluster.host}:{cluster.grpc_port}") as router:
+            stub = admin_pb2_grpc.AdminStub(router)
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    status = await stub.GetStatus(admin_pb2.GetStatusRequest(), wait_for_ready=True)
+                    num_ready = sum(worker.state == "ready" for worker in status.workers)
+                    if num_ready >= expected and len(status.routers) >= cluster.routers:
+                        return
+                await asyncio.sleep(0.1)

@@ -15,8 +15,9 @@ from baton.errors import InvalidRequest
 from deploy.cli import option_table, show_explanations, transfer_table, worker_table
 
 WORKER = {
-    "id": "decode-0", "state": "draining", "pid": 123456, "address": "127.0.0.1:50052", "running": 64, "waiting": 12,
-    "self_check": "ok", "blocks": {"total": 5000, "free": 4000, "cached": 950, "in_use": 50},
+    "id": "decode-0", "role": "decode", "state": "draining", "pid": 123456, "address": "127.0.0.1:50052",
+    "running": 64, "waiting": 12, "self_check": "ok",
+    "blocks": {"total": 5000, "free": 4000, "cached": 950, "in_use": 50},
     "transfers": {
         "open_pairs": 4, "slots_in_use": 3, "unsent_bytes": 3 * 2**19, "committed": 12, "failed": 6,
         "pulled_tokens": 320,
@@ -37,14 +38,21 @@ def test_the_status_table_fits_a_terminal_whole() -> None:
     heading, row = printed(worker_table([WORKER]))
     assert row.split() == [
         "decode-0",
+        "decode",
         "draining",
         "123456",
         "127.0.0.1:50052",
         "64/12",
         "4000/950/50",
-        "ok",
     ]
     assert heading.split()[0] == "worker"
+
+
+def test_the_status_shows_what_is_wrong_with_a_worker() -> None:
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(worker_table([WORKER | {"self_check": "3 blocks are lost"}]))
+    assert "draining: 3 blocks are lost" in captured.get()
 
 
 def test_the_status_shows_a_workers_transfers() -> None:

@@ -333,3 +333,13 @@ def test_late_answers_leave_nothing_wrong(seed: int) -> None:
             mirror.check()
         apply(mirror, *on_the_way)
         assert {n for n in range(3) if mirror.lookup(keys(n))} == owned
+
+
+def test_unique_blocks_are_those_that_no_other_live_worker_has(mirror: Mirror) -> None:
+    a, b, c = Worker("a", 1), Worker("b", 1), Worker("c", 1)
+    apply(mirror, a.event(Op.STORED, 1, 2, 3, 4), b.event(Op.STORED, 1, 2), c.event(Op.STORED, 2, 3, 9))
+    assert mirror.unique_blocks() == {"a": 1, "b": 0, "c": 1}
+    mirror.set_leased({"a": 1, "b": 1})
+    assert mirror.unique_blocks() == {"a": 2, "b": 0}, "the dead hold nothing"
+    apply(mirror, b.event(Op.CLEARED))
+    assert mirror.unique_blocks() == {"a": 4, "b": 0}, "what is not swept yet counts no more"

@@ -1,0 +1,12 @@
+"""The controller: keeps the pools as they should be, and takes orders to change them.
+
+state       what should be, in a file of its own: it outlives this process
+reconcile   from what should be and what is to what has to be done; pure
+ray_actors  the workers' actors, which outlive this process too
+controller  observes, reconciles, acts
+orders      scale a pool, drain a worker, change a worker's role
+__main__    the process, and the gRPC service on which routers pass orders on
+"""
+
+UNJOINED = 69
+"""Exit status of a controller that could not join its Ray cluster, and so has no workers there."""

@@ -1,0 +1,209 @@
+"""The controller's process: `python -m deploy.controller`, a child of `baton up`, configured by BATON_CONFIG_JSON.
+
+SIGINT     ends all workers, then itself
+SIGTERM    ends itself only; the next controller finds the workers as they are
+--end      a controller that finds the workers, ends them, and does nothing else
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from baton.blocks import content_id
+from baton.cluster import ControllerInfo, Role
+from baton.config import Config, process_config
+from baton.errors import BatonError, ConfigError
+from baton.rpc import RpcServer
+from baton.rpc.errors import to_failed
+from baton.telemetry import logs
+from deploy.actors import RESOURCE
+from deploy.controller import UNJOINED, ray_actors
+from deploy.controller.controller import Controller
+from deploy.controller.orders import Orders
+from deploy.controller.ray_actors import RayActors
+from deploy.controller.service import add_orders
+from deploy.controller.state import State, load
+from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex
+from kvstore.leases import RedisLeases
+
+logger = logging.getLogger(__name__)
+SERVICE_NAMES = ("baton.v1.Admin",)
+STOP_GRACE_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arguments:
+    cluster: str
+    state_file: Path
+    worker_host: str
+    ready_fd: int | None
+    shows_logs: bool
+    end: bool
+
+
+class Stop:
+    """What a signal asks for."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.ends_workers = False
+
+    def ask(self, ends_workers: bool) -> None:
+        self.ends_workers |= ends_workers
+        self.asked.set()
+
+
+class Ready:
+    """Tells `baton up` once how the first start went. Without a descriptor it is not the first, and nobody listens."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        self.is_awaited = fd is not None
+
+    def tell(self, values: dict[str, object]) -> None:
+        if self._fd is not None:
+            with os.fdopen(self._fd, "w") as told:
+                told.write(json.dumps(values) + "\n")
+            self._fd = None
+
+    def fail(self, error: BatonError) -> None:
+        self.tell(dataclasses.asdict(to_failed(error)))
+
+
+async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) -> None:
+    """Until a signal.
+
+    Raises:
+        ConfigError: Ray does not answer, or has no room for any worker.
+        BatonError: where `ready` is awaited, also of a worker that cannot start as configured.
+    """
+    state = await _state(config, arguments)
+    actors = RayActors(config, arguments.worker_host, state.gpus_per_worker)
+    content = content_id(config.model.revision)
+    async with contextlib.AsyncExitStack() as stack:
+        rpc = RpcServer(SERVICE_NAMES)
+        port = rpc.bind(config.cluster.host, 0)
+        me = ControllerInfo(os.getpid(), f"{config.cluster.host}:{port}")
+        leases = RedisLeases(Connection(config.index.redis_url), content, lease_s=config.index.lease_s)
+        stack.push_async_callback(leases.close)
+        index = RedisIndex(Connection(config.index.redis_url), content)
+        stack.push_async_callback(index.close)
+        mirror = Mirror()
+        follower = MirrorFollower(
+            index,
+            mirror,
+            poll_s=config.index.poll_s,
+            lease_s=config.index.lease_s,
+            blocks_ttl_s=config.index.blocks_ttl_s,
+        )
+        controller = Controller(config, me, actors, leases, mirror, arguments.state_file, state, ready.is_awaited)
+        await controller.adopt()
+        if not arguments.end:
+            await _serve(controller, follower, rpc, stop, ready)
+        if arguments.end or stop.ends_workers:
+            await controller.end_workers()
+        else:
+            await controller.let_go()
+
+
+async def _serve(controller: Controller, follower: MirrorFollower, rpc: RpcServer, stop: Stop, ready: Ready) -> None:
+    orders = Orders(controller)
+    add_orders(rpc.server, orders)
+    orders.resume()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(orders.close)
+        await rpc.start()
+        stack.push_async_callback(rpc.stop, STOP_GRACE_S)
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(controller.run(), name="controller"),
+                tasks.create_task(follower.run(), name="mirror"),
+                # The autoscaler's task belongs here, where `autoscale.enabled`: it observes, and gives `orders`.
+                tasks.create_task(_tell_when_whole(controller, ready), name="whole"),
+            ]
+            await rpc.set_serving(True)
+            await stop.asked.wait()
+            for task in background:
+                task.cancel()
+
+
+async def _tell_when_whole(controller: Controller, ready: Ready) -> None:
+    await controller.whole()
+    ready.tell({"pid": os.getpid()})
+
+
+async def _state(config: Config, arguments: Arguments) -> State:
+    """What the controller before this one left, or the state of a new cluster."""
+    found = load(arguments.state_file)
+    if found is not None and found.cluster == arguments.cluster:
+        return found
+    resources = await ray_actors.resources()
+    if not resources.get(RESOURCE):
+        raise ConfigError(
+            f"the Ray cluster has no resource {RESOURCE!r}; start its nodes with `ray start --resources "
+            f"'{{\"{RESOURCE}\": N}}'` for N workers each"
+        )
+    desired = found.desired if found else {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
+    num_gpus = resources.get("GPU", 0.0) if config.model.device != "cpu" else 0.0
+    share = min(1.0, num_gpus / sum(desired.values()))
+    gpus_per_worker = (config.cluster.gpus_per_worker or share) if num_gpus else 0.0
+    return State(desired, arguments.cluster, gpus_per_worker=gpus_per_worker)
+
+
+async def _until_stopped(config: Config, arguments: Arguments, ready: Ready) -> None:
+    """Ends the process at once where `run` fails: threads may wait for a Ray that does not answer any more."""
+    stop = Stop()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, stop.ask, True)
+    loop.add_signal_handler(signal.SIGTERM, stop.ask, False)
+    try:
+        await run(config, arguments, stop, ready)
+    except* BatonError as errors:
+        error = _first(errors)
+        ready.fail(error)
+        logger.error("the controller ends: %s", error)
+        os._exit(1)
+    except* Exception:
+        logger.exception("the controller ends")
+        os._exit(1)
+
+
+def _first(errors: BaseExceptionGroup[BatonError]) -> BatonError:
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m deploy.controller", description=__doc__.split("\n")[0])
+    parser.add_argument("--cluster", required=True, help="Ray namespace of this cluster's workers")
+    parser.add_argument("--state-file", type=Path, required=True)
+    parser.add_argument("--worker-host", default="", help="where workers listen; empty: at their node's address")
+    parser.add_argument("--ready-fd", type=int, help="inherited descriptor on which it says that the pools are whole")
+    parser.add_argument("--shows-logs", action="store_true", help="print what workers print")
+    parser.add_argument("--end", action="store_true", help="end the workers of a controller that is gone")
+    arguments = Arguments(**vars(parser.parse_args()))
+    config = process_config()
+    logs.configure(config.telemetry.log_level)
+    ready = Ready(arguments.ready_fd)
+    try:
+        with ray_actors.joined(config.cluster.ray_address, arguments.cluster, arguments.shows_logs):
+            asyncio.run(_until_stopped(config, arguments, ready))
+    except ConfigError as error:
+        ready.fail(error)
+        logger.error("%s", error)
+        sys.exit(UNJOINED)
+    except KeyboardInterrupt:  # before there was a loop that could have ended the workers
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+"""Keeps the pools as they should be: observes, asks `reconcile` what to do, and does it.
+
+What it decides is in the state file before it is done, so that the next controller goes on where this one ended: it
+finds the workers by the names of their actors, and leaves them as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from baton.cluster import ControllerInfo, PoolStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.config import Config
+from baton.errors import BatonError, StoreUnavailable
+from baton.rpc import channel, from_rpc_error
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from deploy.controller import state as state_file
+from deploy.controller.ray_actors import RayActors, first_line
+from deploy.controller.reconcile import Forget, Leave, Phase, Retire, Seen, Start, is_serving, reconcile
+from deploy.controller.state import Flip, State
+from kvstore.index import Mirror
+from kvstore.leases import LeaseStore
+
+logger = logging.getLogger(__name__)
+
+RESTART_BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
+"""Waits before the restarts of a worker that keeps failing to start."""
+TICK_S = 0.5
+"""Between two looks at what nobody tells of: waits that are over, and work that workers have."""
+ROOM_S = 10.0
+"""After so long without a node that takes it, a worker is held to wait for room."""
+ADOPTION_S = 10.0
+"""A worker that is ready says so within this time, if its node lives."""
+CHECK_RAY_S = 5.0
+RPC_SLACK_S = 10.0
+"""For an answer, beyond the time that the worker was given."""
+GONE_S = 5.0
+GONE_POLL_S = 0.1
+"""Ray ends actors behind our back: how long we wait for that at the end, and how often we look."""
+STATES = {
+    Phase.DOWN: WorkerState.DEAD,
+    Phase.STARTING: WorkerState.STARTING,
+    Phase.READY: WorkerState.READY,
+    Phase.LEAVING: WorkerState.DRAINING,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Tended:
+    """A worker that the controller looks after. `task` follows its process from start to end."""
+
+    id: str
+    role: Role
+    phase: Phase = Phase.DOWN
+    is_placed: bool = False
+    since_s: float = 0.0
+    """STARTING: since when."""
+    start_at_s: float = 0.0
+    num_failures: int = 0
+    pid: int = 0
+    address: str = ""
+    actor: asyncio.Future[Any] | None = None
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class _Knowledge:
+    """Of Redis, as of the latest answer."""
+
+    leases: dict[str, Worker] = field(default_factory=dict)
+    published: tuple[str, Mapping[Role, int]] | None = None
+    """The boot token and the sizes that Redis has from us."""
+
+
+class Controller:
+    """`adopt` comes first, then `run`; `orders` may be given meanwhile (`deploy.controller.orders`).
+
+    Args:
+        me: as routers are to find it.
+        state: to begin with; from now on `path` holds it.
+        is_first: nothing has run in this cluster yet: a worker that cannot start as configured ends `run`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        me: ControllerInfo,
+        actors: RayActors,
+        leases: LeaseStore,
+        mirror: Mirror,
+        path: Path,
+        state: State,
+        is_first: bool,
+    ) -> None:
+        self.config = config
+        self.state = state
+        self._me = me
+        self._actors = actors
+        self._leases = leases
+        self._mirror = mirror
+        self._path = path
+        self._is_first = is_first
+        self._workers: dict[str, Tended] = {}
+        self._known = _Knowledge()
+        self._due = asyncio.Event()
+        self._publish_due = asyncio.Event()
+        self._is_whole = asyncio.Event()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changed = asyncio.Condition()
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    async def adopt(self) -> None:
+        """Finds the workers that run. What the state knows besides is started again.
+
+        Raises:
+            ConfigError: Ray does not answer.
+        """
+        found = set(await self._actors.ids())
+        for worker_id in sorted(found | self.state.roles.keys()):
+            worker = Tended(worker_id, self.state.roles.get(worker_id) or Role(worker_id.rpartition("-")[0]))
+            self._workers[worker_id] = worker
+            if worker_id in found:
+                self._begin(worker, self._actors.get(worker_id))
+        self._record()
+        await self._settled([worker for worker in self._workers.values() if worker.task])
+
+    async def run(self) -> None:
+        """Until cancelled.
+
+        Raises:
+            ConfigError: Ray does not answer any more.
+            BatonError: of the first start, a worker that cannot run as configured.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._reconcile(), name="reconcile")
+            tasks.create_task(self._tell_redis(), name="redis")
+            tasks.create_task(self._check_ray(), name="ray")
+            tasks.create_task(self._until_failed(), name="failure")
+
+    async def whole(self) -> None:
+        """Once the pools are as they should be for the first time."""
+        await self._is_whole.wait()
+
+    async def end_workers(self) -> None:
+        """Lets every worker leave the cluster, then ends its process. `run` has ended."""
+        await _cancelled(self._leaving)
+        await asyncio.gather(
+            *(self._end(w, w.is_placed and w.phase in (Phase.READY, Phase.LEAVING)) for w in self._workers.values())
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GONE_S):
+                while left := await self._actors.ids():
+                    for worker_id in left:
+                        await self._kill(asyncio.ensure_future(self._actors.get(worker_id)))
+                    await asyncio.sleep(GONE_POLL_S)
+
+    async def let_go(self) -> None:
+        """Leaves the workers as they are. `run` has ended."""
+        await _cancelled(self._leaving)
+        await _cancelled({worker.task for worker in self._workers.values() if worker.task})
+
+    # -- what orders see and change ------------------------------------------------------------------------------------
+
+    @property
+    def ids(self) -> list[str]:
+        return sorted(self._workers)
+
+    def seen(self) -> dict[str, Seen]:
+        """Every known worker, as of now."""
+        unique = self._mirror.unique_blocks() if self._is_any_pool_too_large() else {}
+        return {worker.id: self._seen(worker, unique.get(worker.id, 0)) for worker in self._workers.values()}
+
+    def pool(self, role: Role) -> PoolStatus:
+        num_ready = sum(is_serving(worker) and worker.role is role for worker in self.seen().values())
+        return PoolStatus(self.state.desired[role], num_ready)
+
+    def worker(self, worker_id: str) -> Worker:
+        """As its lease tells, with the role and the state that it has by now."""
+        worker = self._workers[worker_id]
+        if (lease := self._known.leases.get(worker_id)) is None:
+            info = WorkerInfo(worker_id, worker.role, worker.address, worker.pid, "", 0, "", "", 0, 0)
+            return Worker(info, WorkerLoad(STATES[worker.phase]))
+        return Worker(replace(lease.info, role=worker.role), replace(lease.load, state=STATES[worker.phase]))
+
+    def record(self, state: State) -> None:
+        """What is decided is written down, then done.
+
+        Raises:
+            ConfigError: the file cannot be written; nothing is changed.
+        """
+        state_file.save(self._path, state)
+        self.state = state
+        self._due.set()
+        self._publish_due.set()
+
+    def step(self) -> None:
+        """One round of reconciling, now."""
+        for action in reconcile(self.state.desired, list(self.seen().values()), time.monotonic()):
+            match action:
+                case Start(worker_id, role):
+                    worker = self._workers.setdefault(worker_id, Tended(worker_id, role))
+                    self._record()
+                    self._begin(worker, self._actors.create(worker_id, role))
+                case Retire(worker_id):
+                    self.record(replace(self.state, retiring=self.state.retiring | {worker_id}))
+                case Leave(worker_id):
+                    self._leave(self._workers[worker_id])
+                case Forget(worker_id):
+                    self._forget(self._workers[worker_id])
+
+    def set_role(self, worker_id: str, role: Role) -> None:
+        """The worker has taken the other pool's work: one from one size to the other."""
+        worker = self._workers[worker_id]
+        desired = dict(self.state.desired)
+        desired[worker.role] = max(desired[worker.role] - 1, 0)
+        desired[role] += 1
+        self.record(replace(self.state, desired=desired, roles={**self.state.roles, worker_id: role}, flip=None))
+        worker.role = role
+
+    async def ask_for_role(self, flip: Flip) -> None:
+        """Has the worker change its role. Raises the worker's own error, or WorkerFailed."""
+        timeout_s = self.config.cluster.drain_timeout_s
+        worker = self._workers[flip.worker_id]
+        async with channel(worker.address) as link:
+            request = worker_pb2.SetRoleRequest(role=flip.role, timeout_s=timeout_s)
+            try:
+                await worker_pb2_grpc.WorkerControlStub(link).SetRole(request, timeout=timeout_s + RPC_SLACK_S)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, worker.id) from error
+
+    # -- the life of a worker ------------------------------------------------------------------------------------------
+
+    def _begin(self, worker: Tended, actor: Any) -> None:
+        worker.phase, worker.is_placed, worker.since_s = Phase.STARTING, False, time.monotonic()
+        worker.actor = asyncio.ensure_future(actor)
+        worker.task = self._spawn(self._tend(worker, worker.actor), worker.id)
+
+    async def _tend(self, worker: Tended, coming: asyncio.Future[Any]) -> None:
+        """From its start until its process has ended, for whatever reason."""
+        try:
+            actor = await asyncio.shield(coming)
+            await self._actors.placed(actor)
+            worker.is_placed = True
+            started = await self._actors.start(actor)
+            worker.pid, worker.address, worker.phase = started.pid, started.address, Phase.READY
+            worker.num_failures = 0
+            logger.info("%s is ready, pid %d, at %s", worker.id, worker.pid, worker.address)
+            await self._notify()
+            await self._actors.ended(actor)
+        except BatonError as error:
+            if worker.phase is Phase.LEAVING:
+                return  # whoever has it leave does the rest
+            if worker.phase is Phase.READY:
+                logger.warning("%s is gone (%s); starting it again", worker.id, first_line(error))
+            else:
+                worker.num_failures += 1
+                logger.error("%s does not start: %s", worker.id, first_line(error))
+                if self._is_first and not self._is_whole.is_set():
+                    self._fail(error)
+        wait_s = RESTART_BACKOFF_S[min(worker.num_failures, len(RESTART_BACKOFF_S) - 1)]
+        worker.phase, worker.start_at_s = Phase.DOWN, time.monotonic() + wait_s
+        await self._kill(coming)
+        await self._notify()
+
+    def _leave(self, worker: Tended) -> None:
+        """In a task of its own: drains it if it is ready, ends it, and forgets it."""
+
+        async def leave(is_ready: bool) -> None:
+            if is_ready:
+                await self._drain(worker)
+            await self._end(worker, is_ready)
+            self._forget(worker)
+            await self._notify()
+
+        is_ready = worker.phase is Phase.READY
+        if worker.task and not is_ready:
+            worker.task.cancel()  # before it finds that the worker is ready
+        worker.phase = Phase.LEAVING
+        logger.info("%s leaves", worker.id)
+        task = self._spawn(leave(is_ready), f"{worker.id} leaves")
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _drain(self, worker: Tended) -> None:
+        """As far as possible: what is left is computed again elsewhere."""
+        timeout_s = self.config.cluster.drain_timeout_s
+        async with channel(worker.address) as link:
+            request = worker_pb2.DrainRequest(timeout_s=timeout_s)
+            try:
+                answer = await worker_pb2_grpc.WorkerControlStub(link).Drain(request, timeout=timeout_s + RPC_SLACK_S)
+            except grpc.aio.AioRpcError as error:
+                logger.warning("%s is not drained: %s", worker.id, from_rpc_error(error, worker.id))
+            else:
+                if answer.num_left:
+                    logger.warning("%s leaves with %d calls that others take over", worker.id, answer.num_left)
+
+    async def _end(self, worker: Tended, is_ready: bool) -> None:
+        """The process and its actor. A worker that is not ready yet has nothing to hand over."""
+        await _cancelled({worker.task} if worker.task else set())
+        if worker.actor:
+            if is_ready:
+                with contextlib.suppress(BatonError):
+                    await self._actors.stop(await worker.actor, self.config.cluster.stop_timeout_s / 2)
+            await self._kill(worker.actor)
+
+    async def _kill(self, coming: asyncio.Future[Any]) -> None:
+        try:
+            actor = await coming
+        except BatonError:
+            return  # there is none
+        await self._actors.kill(actor)
+
+    def _forget(self, worker: Tended) -> None:
+        del self._workers[worker.id]
+        self._record()
+
+    # -- observing -----------------------------------------------------------------------------------------------------
+
+    async def _reconcile(self) -> None:
+        while True:
+            self._due.clear()
+            self.step()
+            if all(pool.ready >= pool.desired for pool in map(self.pool, Role)):
+                self._is_whole.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._due.wait()
+
+    async def _tell_redis(self) -> None:
+        """Tells who we are and how many workers there should be, and reads what they have to do.
+
+        Redis holds a copy of the sizes: after it lost its state (a new boot token) it gets them again.
+        """
+        while True:
+            self._publish_due.clear()
+            try:
+                await self._leases.announce_controller(self._me)
+                current = (await self._leases.boot(), self.state.desired)
+                if current != self._known.published:
+                    await self._leases.set_desired({role.value: size for role, size in current[1].items()})
+                    self._known.published = current
+                self._known.leases = {worker.info.id: worker for worker in await self._leases.list_workers()}
+            except StoreUnavailable as error:
+                logger.debug("Redis is away; going on with what is known: %s", error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.index.renew_s):
+                    await self._publish_due.wait()
+
+    async def _check_ray(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_RAY_S)
+            await self._actors.ids()
+
+    async def _until_failed(self) -> None:
+        await self._failed
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """What it does not expect ends `run`."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()):
+                self._fail(error)
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(ended)
+        return task
+
+    def _seen(self, worker: Tended, num_unique_blocks: int) -> Seen:
+        flip, lease = self.state.flip, self._known.leases.get(worker.id)
+        return Seen(
+            worker.id,
+            worker.role,
+            worker.phase,
+            is_retiring=worker.id in self.state.retiring,
+            is_held=flip is not None and flip.worker_id == worker.id,
+            waits_for_room=not worker.is_placed and time.monotonic() - worker.since_s > ROOM_S,
+            start_at_s=worker.start_at_s,
+            num_requests=lease.load.running + lease.load.waiting if lease else 0,
+            num_unique_blocks=num_unique_blocks,
+        )
+
+    def _is_any_pool_too_large(self) -> bool:
+        staying = [worker.role for worker in self._workers.values() if worker.id not in self.state.retiring]
+        return any(staying.count(role) > self.state.desired[role] for role in Role)
+
+    def _record(self) -> None:
+        """The workers that are known by now."""
+        roles = {worker.id: worker.role for worker in self._workers.values()}
+        self.record(replace(self.state, roles=roles, retiring=self.state.retiring & roles.keys()))
+
+    async def _notify(self) -> None:
+        self._due.set()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _settled(self, workers: Sequence[Tended]) -> None:
+        """Until none of them is about to be ready, for a few seconds at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ADOPTION_S), self._changed:
+                await self._changed.wait_for(lambda: all(w.phase is not Phase.STARTING for w in workers))
+
+
+async def _cancelled(tasks: set[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

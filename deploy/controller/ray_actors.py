@@ -1,0 +1,154 @@
+"""The workers' actors in Ray. They are detached: they outlive the controller, and the next one finds them by name.
+
+Nothing here blocks the event loop: what Ray does synchronously is done in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from baton.cluster import Role
+from baton.config import Config
+from baton.errors import BatonError, ConfigError, WorkerFailed
+from deploy.actors import RESOURCE, WorkerActor
+from deploy.ray_import import ray
+
+T = TypeVar("T")
+
+NAME_TAKEN_S = 10.0
+"""How long the name of an actor that was killed may be taken."""
+RETRY_S = 0.05
+ANSWER_S = 30.0
+"""Ray that does not answer a simple question for so long is broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    pid: int
+    address: str
+    """host:port of its gRPC server."""
+
+
+@contextlib.contextmanager
+def joined(address: str, namespace: str, shows_logs: bool) -> Generator[None]:
+    """This process is a driver in the Ray cluster while the block is entered. Blocks for a second or so.
+
+    Raises:
+        ConfigError: no such cluster, none of its nodes is on this machine, or it asks for a token.
+    """
+    try:
+        ray.init(address=address, namespace=namespace, log_to_driver=shows_logs, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        reason = first_line(error.__cause__ or error)
+        raise ConfigError(
+            f"cannot join the Ray cluster at {address}, of which a node has to be on this machine: {reason}"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+async def resources() -> dict[str, float]:
+    """Of all nodes together. Raises ConfigError if Ray does not answer."""
+    found: dict[str, float] = await _in_thread(ray.cluster_resources)
+    return found
+
+
+class RayActors:
+    """Actors by worker id.
+
+    Args:
+        host: where workers listen; empty: at their Ray node's own address.
+        gpus_per_worker: of Ray's resource `GPU`.
+    """
+
+    def __init__(self, config: Config, host: str, gpus_per_worker: float) -> None:
+        self._arguments = (host, config.to_json())
+        self._options: dict[str, Any] = {
+            "lifetime": "detached",
+            "num_cpus": 0,  # an actor that asks for a CPU nobody has stays pending for ever, without an error
+            "num_gpus": gpus_per_worker,
+            "resources": {RESOURCE: 1},
+            "scheduling_strategy": "SPREAD",  # else one node has them all, and all end with it
+            "max_restarts": 0,  # we bring workers back ourselves, and know when
+        }
+
+    async def ids(self) -> list[str]:
+        """Workers whose actors are there. Raises ConfigError if Ray does not answer."""
+        names: list[str] = await _in_thread(ray.util.list_named_actors)
+        return names
+
+    async def create(self, worker_id: str, role: Role) -> Any:
+        """A new actor, which runs once a node has room for it.
+
+        Raises:
+            WorkerFailed: Ray does not take it.
+        """
+        make = ray.remote(WorkerActor).options(name=worker_id, **self._options).remote
+        try:
+            async with asyncio.timeout(NAME_TAKEN_S):
+                while True:
+                    try:
+                        return await asyncio.to_thread(make, role.value, worker_id, *self._arguments)
+                    except ValueError:  # the one before it has not quite gone
+                        await asyncio.sleep(RETRY_S)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            raise WorkerFailed(f"Ray has not taken the actor {worker_id}: {first_line(error)}") from error
+
+    async def get(self, worker_id: str) -> Any:
+        """Raises WorkerFailed: it is gone."""
+        try:
+            return await asyncio.to_thread(ray.get_actor, worker_id)
+        except ValueError as error:
+            raise WorkerFailed(f"the actor {worker_id} is gone") from error
+
+    async def placed(self, actor: Any) -> None:
+        """Once a node has it. Raises WorkerFailed: it is gone."""
+        await _result(actor.__ray_ready__.remote())
+
+    async def start(self, actor: Any) -> Started:
+        """Once the worker is ready; at once if it already is. Raises as `WorkerActor.start`."""
+        answer = await _result(actor.start.remote())
+        return Started(answer["pid"], answer["address"])
+
+    async def ended(self, actor: Any) -> None:
+        """Returns only by WorkerFailed: the worker's process has ended, or its node."""
+        await _result(actor.ended.remote())
+
+    async def stop(self, actor: Any, timeout_s: float) -> None:
+        """Lets the worker leave the cluster, for so long at most."""
+        with contextlib.suppress(BatonError, TimeoutError):
+            await asyncio.wait_for(_result(actor.stop.remote()), timeout_s)
+
+    async def kill(self, actor: Any) -> None:
+        """What is left of the worker goes with it. Its name is free a little later."""
+        await asyncio.to_thread(ray.kill, actor)
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(function), ANSWER_S)
+    except (TimeoutError, RuntimeError, ray.exceptions.RayError) as error:
+        raise ConfigError(f"Ray does not answer: {first_line(error)}") from error
+
+
+async def _result(reference: Awaitable[Any]) -> Any:
+    """Awaits an actor's answer; the worker's own typed error comes out as itself."""
+    try:
+        return await reference
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, BatonError):
+            raise error.cause from None
+        raise WorkerFailed(first_line(error)) from error
+    except ray.exceptions.RayError as error:
+        raise WorkerFailed(first_line(error)) from error
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

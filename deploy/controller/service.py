@@ -1,0 +1,39 @@
+"""The part of `baton.v1.Admin` that the controller serves: orders. What runs, routers tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from baton import wire
+from baton.v1 import admin_pb2
+from deploy.controller.orders import Orders
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def add_orders(server: grpc.aio.Server, orders: Orders) -> None:
+    """The other methods are unimplemented here, which gRPC says by itself."""
+
+    async def scale(request: admin_pb2.ScalePoolRequest, context: Context) -> admin_pb2.ScalePoolResponse:
+        return wire.scale_response(await orders.scale(request.pool, request.desired))
+
+    async def drain(request: admin_pb2.DrainWorkerRequest, context: Context) -> admin_pb2.DrainWorkerResponse:
+        return wire.drain_response(await orders.drain(request.worker_id))
+
+    async def set_role(request: admin_pb2.SetWorkerRoleRequest, context: Context) -> admin_pb2.SetWorkerRoleResponse:
+        return wire.role_response(await orders.set_role(request.worker_id, request.role))
+
+    handlers = {
+        "ScalePool": _handler(scale, admin_pb2.ScalePoolRequest, admin_pb2.ScalePoolResponse),
+        "DrainWorker": _handler(drain, admin_pb2.DrainWorkerRequest, admin_pb2.DrainWorkerResponse),
+        "SetWorkerRole": _handler(set_role, admin_pb2.SetWorkerRoleRequest, admin_pb2.SetWorkerRoleResponse),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.Admin", handlers),))
+
+
+def _handler(method: Any, request: Any, response: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    return grpc.unary_unary_rpc_method_handler(
+        method, request_deserializer=request.FromString, response_serializer=response.SerializeToString
+    )

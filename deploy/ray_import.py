@@ -1,0 +1,14 @@
+"""Ray, imported with the settings that have to be there before it is."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # keeps it from calling home
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray
+import ray.exceptions
+import ray.util
+
+__all__ = ["ray"]

@@ -1,0 +1,343 @@
+"""Pools that change while they serve: scaled, drained, flipped, their keepers killed. On the arithmetic engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from baton.engine.arithmetic import expected_tokens
+from baton.errors import BatonError, Conflict, InvalidRequest, NoController
+from deploy.cli import app
+from deploy.client import Client
+from deploy.processes import die_with_parent
+from tests.integration.cluster import Answer, Cluster, free_port, running_cluster
+from tests.integration.test_plumbing import prompt_of, sampling
+
+NUM_CLIENTS = 8
+NUM_TOKENS = 60
+# Fewer sequences at a time than there are clients: one worker a pool is too few.
+SETTINGS = {
+    "engine_runner": "arithmetic", "engine_num_blocks": "512", "engine_max_num_seqs": "4",
+    "engine_arithmetic_step_ms": "10",
+}  # fmt: skip
+Status = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def cluster(model_dir: Path) -> Iterator[Cluster]:
+    """One worker a pool, to begin with; every test leaves it so, whatever the worker's number."""
+    with running_cluster(**SETTINGS) as cluster:
+        yield cluster
+
+
+class Load:
+    """Clients that ask one request after the other while the block is entered; every answer is checked."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._stop = threading.Event()
+        self._threads = ThreadPoolExecutor(NUM_CLIENTS)
+        self.answers: list[Answer] = []
+
+    def __enter__(self) -> Load:
+        self._clients = [self._threads.submit(self._ask, number) for number in range(NUM_CLIENTS)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for client in self._clients:
+            client.result()
+        self._threads.shutdown()
+
+    def until_served_by(self, role: str, worker_ids: set[str], timeout_s: float = 60.0) -> None:
+        """Until one of these workers has served a request."""
+        num_seen, deadline = 0, time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            latest = self.answers[num_seen:]
+            num_seen += len(latest)
+            if any(getattr(answer.timing, f"{role}_worker") in worker_ids for answer in latest):
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"none of {worker_ids} has served a request within {timeout_s} s")
+
+    def _ask(self, number: int) -> None:
+        round_number = 0
+        while not self._stop.is_set():
+            prompt = prompt_of(10_000 * number + round_number, 200)
+            answer = self._cluster.generate(token_ids=prompt, sampling=sampling(NUM_TOKENS))
+            assert answer.token_ids == expected_tokens(prompt, NUM_TOKENS)
+            self.answers.append(answer)
+            round_number += 1
+
+
+def pids(status: Status) -> dict[str, int]:
+    return {worker["id"]: worker["pid"] for worker in status["workers"]}
+
+
+def has(prefill: int, decode: int) -> Callable[[Status], bool]:
+    """Both pools want and have so many, and nobody is leaving."""
+    pools = {"prefill": prefill, "decode": decode}
+
+    def whole(status: Status) -> bool:
+        found = status["pools"]
+        return len(status["workers"]) == prefill + decode and all(
+            found[name]["desired"] == found[name]["ready"] == size for name, size in pools.items()
+        )
+
+    return whole
+
+
+def serves(cluster: Cluster) -> None:
+    prompt = prompt_of(77, 50)
+    answer = cluster.generate(token_ids=prompt, sampling=sampling(10))
+    assert answer.token_ids == expected_tokens(prompt, 10)
+
+
+def baton(cluster: Cluster, *args: str) -> str:
+    result = CliRunner().invoke(app, [*args, "--address", cluster.grpc])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def eventually(order: Callable[[], None], timeout_s: float = 60.0) -> None:
+    """As an operator would try again while nobody is there who takes orders."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            order()
+            return
+        except NoController:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_a_pool_grows_and_shrinks_under_load_and_nobody_notices(cluster: Cluster, pool: str) -> None:
+    status = cluster.client.status()
+    before, roles = pids(status), {worker["role"]: worker["id"] for worker in status["workers"]}
+    other = "decode" if pool == "prefill" else "prefill"
+    with Load(cluster) as load:
+        began_s = time.monotonic()
+        cluster.client.scale(pool, 3)
+        new = {f"{pool}-{number}" for number in range(3)} - {roles[pool]}
+        load.until_served_by(pool, new)
+        first_s = time.monotonic() - began_s
+        print(f"\n{pool} 1 -> 3: a new worker served its first request {first_s:.1f} s after the order")
+        grown = pids(cluster.wait_for(has(**{pool: 3, other: 1})))
+        assert grown.items() >= before.items(), "no other process was touched"
+        assert grown.keys() == before.keys() | new
+        baton(cluster, "scale", pool, "1")
+        shrunk = pids(cluster.wait_for(has(1, 1)))
+    assert shrunk.items() <= grown.items(), "a worker was started again"
+    assert shrunk[roles[other]] == before[roles[other]]
+    assert len(load.answers) > NUM_CLIENTS
+
+
+def test_a_drained_worker_is_replaced_before_it_goes(cluster: Cluster) -> None:
+    (before,) = [worker for worker in cluster.client.status()["workers"] if worker["role"] == "decode"]
+    with Load(cluster) as load:
+        baton(cluster, "drain", before["id"], "--json")
+        after = cluster.wait_for(has(1, 1))
+    assert before["id"] not in pids(after)
+    assert not psutil.pid_exists(before["pid"])
+    assert load.answers
+
+
+def test_a_worker_changes_pools_with_its_cache(cluster: Cluster) -> None:
+    baton(cluster, "scale", "decode", "2")
+    before = cluster.wait_for(has(1, 2))
+    worker = next(worker for worker in before["workers"] if worker["role"] == "decode")
+    with Load(cluster):
+        baton(cluster, "role", worker["id"], "prefill")
+        flipped = cluster.wait_for(has(2, 1))
+        time.sleep(1)  # a controller that did not know would repair the pools now
+        assert pids(cluster.client.status()) == pids(flipped) == pids(before)
+        baton(cluster, "role", worker["id"], "decode")
+        assert pids(cluster.wait_for(has(1, 2))) == pids(before)
+        baton(cluster, "scale", "decode", "1")
+        cluster.wait_for(has(1, 1))
+
+
+def test_orders_that_cannot_be_are_refused_with_a_sentence(cluster: Cluster) -> None:
+    client = cluster.client
+    (decode,) = [worker["id"] for worker in client.status()["workers"] if worker["role"] == "decode"]
+    before = client.status()["pools"]
+    orders: list[tuple[Callable[[], None], type[BatonError], str]] = [
+        (lambda: client.scale("decoding", 2), InvalidRequest, "there are prefill, decode"),
+        (lambda: client.scale("decode", 0), InvalidRequest, "at least 1 decode worker"),
+        (lambda: client.scale("prefill", 300), InvalidRequest, "at most 256 workers"),
+        (lambda: client.drain("decode-77"), InvalidRequest, f"no worker is called 'decode-77'; there are {decode}"),
+        (lambda: client.set_role("decode-77", "prefill"), InvalidRequest, "no worker is called"),
+        (lambda: client.set_role(decode, "both"), InvalidRequest, "there are prefill, decode"),
+        (lambda: client.set_role(decode, "prefill"), Conflict, "the last ready worker of the decode pool"),
+    ]
+    for order, kind, sentence in orders:
+        with pytest.raises(kind, match=sentence):
+            order()
+    assert client.status()["pools"] == before
+    client.set_role(decode, "decode")  # it has it: nothing to do
+
+
+def test_workers_outlive_the_controller_and_so_do_orders(cluster: Cluster) -> None:
+    cluster.client.scale("decode", 2)
+    before = cluster.wait_for(has(1, 2))
+    controller = before["controller"]["pid"]
+    with Load(cluster):
+        psutil.Process(controller).kill()
+        eventually(lambda: cluster.client.scale("prefill", 2))
+        after = cluster.wait_for(has(2, 2))
+    assert after["controller"]["pid"] != controller
+    assert pids(after).items() >= pids(before).items(), "a worker was started again"
+    psutil.Process(after["controller"]["pid"]).kill()
+    time.sleep(0.3)
+    victim = next(worker for worker in after["workers"] if worker["role"] == "prefill")
+    psutil.Process(victim["pid"]).kill()  # while nobody looks
+    cluster.wait_for(lambda s: has(2, 2)(s) and pids(s)[victim["id"]] != victim["pid"])
+    for pool in ("prefill", "decode"):
+        cluster.client.scale(pool, 1)
+    cluster.wait_for(has(1, 1))
+
+
+def test_pools_come_back_after_rays_death(cluster: Cluster) -> None:
+    before = pids(cluster.client.status())
+    (head,) = [process for process in cluster.processes() if "deploy.ray_head" in process.cmdline()]
+    children = head.children(recursive=True)
+    head.kill()
+    began_s = time.monotonic()
+    psutil.wait_procs(children, timeout=30)
+    after = cluster.wait_for(lambda s: has(1, 1)(s) and not set(pids(s).values()) & set(before.values()), 120)
+    serves(cluster)
+    print(f"\npools whole {time.monotonic() - began_s:.1f} s after Ray's death")
+    assert pids(after).keys() == before.keys()
+    eventually(lambda: cluster.client.scale("decode", 1))
+
+
+class RayNodes:
+    """A Ray cluster of processes of this test, each of which is a node with room for some workers."""
+
+    def __init__(self) -> None:
+        self._address = f"127.0.0.1:{free_port()}"
+        self._environment = os.environ | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # else it takes no second node on this machine
+        }
+        self.nodes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def access(self) -> dict[str, str]:
+        """What an operator sets for a process that is to join."""
+        return {name: value for name, value in self._environment.items() if name.startswith("RAY_")}
+
+    def add(self, num_workers: int) -> psutil.Process:
+        where = ["--head", f"--port={self._address.rpartition(':')[2]}", "--include-dashboard=false"]
+        node = subprocess.Popen(
+            [
+                *(str(Path(sys.executable).with_name("ray")), "start", "--block", "--node-ip-address=127.0.0.1"),
+                *(where if not self.nodes else [f"--address={self._address}"]),
+                *("--num-cpus=1", f'--resources={{"baton_worker": {num_workers}}}', "--object-store-memory=83886080"),
+                *("--min-worker-port=0", "--max-worker-port=0"),
+            ],
+            env=self._environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+        self.nodes.append(node)
+        deadline = time.monotonic() + 60
+        while not any("raylet" in p.name() for p in psutil.Process(node.pid).children()):
+            assert time.monotonic() < deadline
+            assert node.poll() is None, "ray start has ended"
+            time.sleep(0.1)
+        return psutil.Process(node.pid)
+
+    def workers(self) -> list[psutil.Process]:
+        found = [p for node in self.nodes if node.poll() is None for p in psutil.Process(node.pid).children(True)]
+        return [process for process in found if _is_worker(process)]
+
+    def close(self) -> None:
+        for node in self.nodes:
+            children = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
+            node.kill()
+            node.wait()
+            for child in children:  # Ray's agents take a minute to see that they are alone
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            psutil.wait_procs(children, timeout=20)
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "deploy.worker" in process.cmdline()
+    return False
+
+
+def test_workers_of_a_lost_node_come_back_on_another(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a Ray that others run. The sizes are remembered; `baton up` leaves nothing there, however it ends."""
+    nodes = RayNodes()
+    try:
+        nodes.add(num_workers=4)
+        second = nodes.add(num_workers=4)
+        for name, value in nodes.access.items():
+            monkeypatch.setenv(name, value)
+        settings = SETTINGS | {"cluster_state_file": str(tmp_path / "sizes.json")}
+        arguments = ("--ray-address", nodes.address, "--prefill", "1", "--decode", "2")
+        with running_cluster(*arguments, **settings) as cluster:
+            cluster.client.scale("decode", 3)
+            before = cluster.wait_for(has(1, 3))
+            lost = {process.pid for process in second.children(recursive=True) if _is_worker(process)}
+            assert 0 < len(lost) < 4, "workers are spread over the nodes"
+            second.kill()
+            after = cluster.wait_for(lambda s: has(1, 3)(s) and not lost & set(pids(s).values()), 90)
+            assert pids(after).keys() == pids(before).keys()
+            kept = {name: pid for name, pid in pids(before).items() if pid not in lost}
+            assert pids(after).items() >= kept.items(), "a worker of the other node was started again"
+            serves(cluster)
+        assert not nodes.workers(), "baton up left workers in a Ray that goes on"
+        again = Cluster(*arguments, **settings)
+        try:
+            again.wait_for(has(1, 3))
+            assert len(nodes.workers()) == 4
+        finally:
+            started = again.processes()
+            again.stop(signal.SIGKILL)
+        _, alive = psutil.wait_procs([*started, *nodes.workers()], timeout=30)
+        assert not alive, f"left behind: {[process.cmdline() for process in alive]}"
+    finally:
+        nodes.close()
+
+
+def test_a_client_is_told_when_nobody_takes_orders(cluster: Cluster) -> None:
+    controller = psutil.Process(cluster.client.status()["controller"]["pid"])
+    controller.kill()
+    client = Client(cluster.grpc)
+    try:
+        with pytest.raises(NoController, match="try again"):
+            client.scale("decode", 1)
+        eventually(lambda: client.scale("decode", 1))
+    except BatonError as error:
+        raise AssertionError(cluster.log) from error
+    finally:
+        client.close()

@@ -1,0 +1,247 @@
+"""From the pools as they should be to what has to be done, on workers that exist only here."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from baton.cluster import Role
+from deploy.controller.reconcile import (
+    MAX_STARTING,
+    Action,
+    Forget,
+    Leave,
+    Phase,
+    Retire,
+    Seen,
+    Start,
+    is_serving,
+    reconcile,
+)
+
+PREFILL, DECODE = Role.PREFILL, Role.DECODE
+
+
+def sizes(prefill: int, decode: int) -> dict[Role, int]:
+    return {PREFILL: prefill, DECODE: decode}
+
+
+def ready(worker_id: str, num_requests: int = 0, num_unique_blocks: int = 0) -> Seen:
+    role = Role(worker_id.rpartition("-")[0])
+    return Seen(worker_id, role, Phase.READY, num_requests=num_requests, num_unique_blocks=num_unique_blocks)
+
+
+def decide(prefill: int, decode: int, *workers: Seen, now_s: float = 0.0) -> list[Action]:
+    return reconcile(sizes(prefill, decode), workers, now_s)
+
+
+def test_nothing_to_do() -> None:
+    assert decide(1, 2, ready("prefill-0"), ready("decode-0"), ready("decode-1")) == []
+
+
+def test_new_workers_take_the_smallest_free_numbers() -> None:
+    assert decide(0, 3, ready("decode-1")) == [Start("decode-0", DECODE), Start("decode-2", DECODE)]
+
+
+def test_a_worker_keeps_its_id_whatever_its_role() -> None:
+    moved = replace(ready("prefill-0"), role=DECODE)
+    assert decide(1, 2, moved, ready("decode-0")) == [Start("prefill-1", PREFILL)]
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_the_number_of_a_worker_that_leaves_is_not_free(phase: Phase) -> None:
+    leaving = Seen("decode-0", DECODE, phase, is_retiring=True)
+    assert Start("decode-2", DECODE) in decide(0, 2, leaving, ready("decode-1"))
+
+
+def test_the_dead_are_started_again_under_their_id_once_their_wait_is_over() -> None:
+    dead = Seen("decode-1", DECODE, Phase.DOWN, start_at_s=5.0)
+    assert decide(0, 2, ready("decode-0"), dead, now_s=4.9) == []
+    assert decide(0, 2, ready("decode-0"), dead, now_s=5.0) == [Start("decode-1", DECODE)]
+
+
+def test_a_dead_worker_comes_back_in_the_role_that_it_had() -> None:
+    dead = Seen("prefill-0", DECODE, Phase.DOWN)
+    assert decide(0, 1, dead) == [Start("prefill-0", DECODE)]
+
+
+def test_after_a_mass_death_a_few_start_at_a_time() -> None:
+    dead = [Seen(f"decode-{number}", DECODE, Phase.DOWN) for number in range(20)]
+    starts = decide(0, 20, *dead)
+    assert len(starts) == MAX_STARTING
+    starting = [replace(worker, phase=Phase.STARTING) for worker in dead[:3]]
+    assert len(decide(0, 20, *starting, *dead[3:])) == MAX_STARTING - 3
+
+
+def test_both_pools_come_back_side_by_side() -> None:
+    """The pool that has nobody first: else a large decode pool would hold up all prompts."""
+    dead = [Seen(f"decode-{number}", DECODE, Phase.DOWN) for number in range(10)]
+    starts = decide(1, 11, ready("decode-10"), *dead, Seen("prefill-0", PREFILL, Phase.DOWN))
+    assert starts[0] == Start("prefill-0", PREFILL)
+
+
+def test_workers_that_ray_has_no_room_for_do_not_hold_up_others() -> None:
+    waiting = [Seen(f"decode-{n}", DECODE, Phase.STARTING, waits_for_room=True) for n in range(1, 9)]
+    dead = Seen("prefill-0", PREFILL, Phase.DOWN)
+    assert decide(1, 9, ready("decode-0"), *waiting, dead) == [Start("prefill-0", PREFILL)]
+
+
+def test_scaling_in_takes_those_that_serve_least() -> None:
+    workers = [ready("decode-0", num_requests=3), ready("decode-1", num_requests=1), ready("decode-2", num_requests=2)]
+    assert decide(0, 2, *workers) == [Retire("decode-1"), Leave("decode-1")]
+
+
+def test_among_those_it_takes_the_one_whose_cache_is_missed_least() -> None:
+    workers = [ready("decode-0", 1, 500), ready("decode-1", 1, 900), ready("decode-2", 1, 400), ready("decode-3", 2)]
+    assert decide(0, 3, *workers) == [Retire("decode-2"), Leave("decode-2")]
+
+
+def test_otherwise_the_highest_number_goes() -> None:
+    assert decide(0, 1, ready("decode-2"), ready("decode-10")) == [Retire("decode-10"), Leave("decode-10")]
+
+
+def test_workers_that_do_not_serve_yet_go_first() -> None:
+    busy = ready("decode-0", num_requests=9)
+    starting = Seen("decode-1", DECODE, Phase.STARTING)
+    down = Seen("decode-2", DECODE, Phase.DOWN, start_at_s=99.0)
+    assert decide(0, 1, busy, starting, down) == [
+        Retire("decode-1"), Retire("decode-2"), Leave("decode-1"), Forget("decode-2"),
+    ]  # fmt: skip
+
+
+def test_the_last_decode_worker_stays_until_another_is_ready() -> None:
+    drained = replace(ready("decode-0"), is_retiring=True)
+    assert decide(0, 1, drained) == [Start("decode-1", DECODE)]
+    assert decide(0, 1, drained, Seen("decode-1", DECODE, Phase.STARTING)) == []
+    assert decide(0, 1, drained, ready("decode-1")) == [Leave("decode-0")]
+
+
+def test_a_worker_that_changes_its_role_stands_in_for_nobody() -> None:
+    drained = replace(ready("decode-0"), is_retiring=True)
+    changing = replace(ready("decode-1"), is_held=True)
+    assert decide(0, 2, drained, changing) == [Start("decode-2", DECODE)]
+
+
+def test_a_prefill_pool_that_is_to_be_empty_needs_nobody_else() -> None:
+    assert decide(0, 1, ready("prefill-0"), ready("decode-0")) == [Retire("prefill-0"), Leave("prefill-0")]
+
+
+def test_a_change_of_role_under_way_is_left_alone() -> None:
+    changing = replace(ready("decode-1"), is_held=True)
+    assert decide(1, 2, ready("prefill-0"), ready("decode-0"), changing) == []
+    assert decide(1, 1, ready("prefill-0"), ready("decode-0", num_requests=5), changing) == [Retire("decode-0")], (
+        "orders refuse this meanwhile; even so nobody is left without a decode worker"
+    )
+
+
+def test_a_worker_that_has_to_leave_does_so_after_its_change_of_role() -> None:
+    changing = replace(ready("decode-1"), is_held=True, is_retiring=True)
+    assert decide(0, 1, ready("decode-0"), changing) == []
+    assert decide(0, 1, ready("decode-0"), replace(changing, is_held=False)) == [Leave("decode-1")]
+
+
+def test_who_leaves_is_not_told_twice() -> None:
+    leaving = Seen("decode-1", DECODE, Phase.LEAVING, is_retiring=True)
+    assert decide(0, 1, ready("decode-0"), leaving) == []
+
+
+class World:
+    """Does what it is told, with workers that die and come up at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.desired = sizes(self.dice.randrange(0, 6), self.dice.randrange(1, 6))
+        self.workers: dict[str, Seen] = {}
+        self.now_s = 0.0
+
+    def obey(self) -> list[Action]:
+        actions = reconcile(self.desired, list(self.workers.values()), self.now_s)
+        serving_before = {role: self.serving(role) for role in Role}
+        for action in actions:
+            match action:
+                case Start(worker_id, role):
+                    before = self.workers.get(worker_id)
+                    assert before is None or (before.phase is Phase.DOWN and before.role is role)
+                    assert before is None or before.start_at_s <= self.now_s
+                    self.workers[worker_id] = Seen(worker_id, role, Phase.STARTING)
+                case Retire(worker_id):
+                    assert not self.workers[worker_id].is_retiring
+                    self.workers[worker_id] = replace(self.workers[worker_id], is_retiring=True)
+                case Leave(worker_id):
+                    worker = self.workers[worker_id]
+                    assert worker.is_retiring
+                    assert not worker.is_held
+                    assert worker.phase in (Phase.STARTING, Phase.READY)
+                    self.workers[worker_id] = replace(worker, phase=Phase.LEAVING)
+                case Forget(worker_id):
+                    assert self.workers.pop(worker_id).phase is Phase.DOWN
+        starting = [w for w in self.workers.values() if w.phase is Phase.STARTING and not w.is_retiring]
+        assert len(starting) <= MAX_STARTING
+        for role in Role:
+            if serving_before[role] and self.desired[role]:
+                assert self.serving(role), f"nobody serves {role} any more: {actions}"
+        assert reconcile(self.desired, list(self.workers.values()), self.now_s) == [], "told twice"
+        return actions
+
+    def serving(self, role: Role) -> int:
+        """A worker that has to leave serves until it does."""
+        return sum(w.role is role and w.phase is Phase.READY and not w.is_held for w in self.workers.values())
+
+    def advance(self, is_calm: bool) -> None:
+        self.now_s += self.dice.random() * 3
+        for worker in list(self.workers.values()):
+            if worker.phase is Phase.LEAVING and self.dice.random() < 0.6:
+                del self.workers[worker.id]
+            elif worker.phase is Phase.STARTING and self.dice.random() < 0.6:
+                self.workers[worker.id] = replace(worker, phase=Phase.READY, num_requests=self.dice.randrange(4))
+            elif not is_calm and worker.phase is not Phase.LEAVING and self.dice.random() < 0.15:
+                start_at_s = self.now_s + self.dice.choice((0.0, 1.0, 5.0))
+                self.workers[worker.id] = replace(worker, phase=Phase.DOWN, start_at_s=start_at_s)
+            elif not is_calm and is_serving(worker) and self.dice.random() < 0.1:
+                self.workers[worker.id] = replace(worker, is_retiring=True)  # an operator's `baton drain`
+
+    def resize(self) -> None:
+        self.desired = sizes(self.dice.randrange(0, 8), self.dice.randrange(1, 8))
+
+    def flip(self) -> None:
+        """A change of role, done at once."""
+        if (able := [w for w in self.workers.values() if is_serving(w)]) and self.serving(DECODE) > 1:
+            worker = self.dice.choice(able)
+            other = DECODE if worker.role is PREFILL else PREFILL
+            if self.desired[worker.role] > (worker.role is DECODE):
+                self.desired = {**self.desired, worker.role: self.desired[worker.role] - 1}
+                self.desired[other] += 1
+                self.workers[worker.id] = replace(worker, role=other)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_whatever_happens_the_pools_become_what_they_should_be(seed: int) -> None:
+    world = World(seed)
+    for _ in range(40):
+        world.obey()
+        world.advance(is_calm=False)
+        if world.dice.random() < 0.1:
+            world.resize()
+        if world.dice.random() < 0.1:
+            world.flip()
+    for _ in range(200):
+        world.obey()
+        world.advance(is_calm=True)
+    for role in Role:
+        members = [worker for worker in world.workers.values() if worker.role is role]
+        assert len(members) == world.desired[role]
+        assert all(is_serving(worker) for worker in members)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_change_of_role_changes_nothing_for_the_others(seed: int) -> None:
+    world = World(seed)
+    world.desired = sizes(2, 3)
+    for _ in range(100):
+        world.obey()
+        world.advance(is_calm=True)
+    for _ in range(20):
+        world.flip()
+        assert world.obey() == []
