@@ -4,6 +4,7 @@
     ├── InvalidRequest             INVALID_ARGUMENT     400   the client can fix it; the message says how
     │   └── ModelNotFound          INVALID_ARGUMENT     404
     ├── Unauthenticated            UNAUTHENTICATED      401   no API key, or one that is no tenant's
+    ├── Forbidden                  PERMISSION_DENIED    403   a known tenant's key, for what only operators may do
     ├── Unsupported                UNIMPLEMENTED        501   a field or method that is not built yet, named
     ├── Overloaded                 RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
@@ -57,6 +58,11 @@ class Unauthenticated(BatonError):
 
     status = "UNAUTHENTICATED"
     http = 401
+
+
+class Forbidden(BatonError):
+    status = "PERMISSION_DENIED"
+    http = 403
 
 
 class Unsupported(BatonError):

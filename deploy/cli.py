@@ -120,12 +120,13 @@ def scale_pool(
     wait: Annotated[bool, typer.Option(help="Until the pool has them.")] = True,
     timeout_s: TimeoutS = 600.0,
     address: Address = baton_config.DEFAULT_ADDRESS,
+    api_key: ApiKey = "",
     as_json: AsJson = False,
 ) -> None:
     """Set how many workers a pool should have. Those that leave hand over what they do."""
     from deploy.operate import scale
 
-    with contextlib.closing(Client(address)) as client:
+    with contextlib.closing(Client(address, api_key)) as client:
         scale(client, console, pool, num_workers, timeout_s if wait else 0, as_json)
 
 
@@ -134,12 +135,13 @@ def drain(
     worker: Annotated[str, typer.Argument(help="Its id, as `baton status` tells.")],
     timeout_s: TimeoutS = 600.0,
     address: Address = baton_config.DEFAULT_ADDRESS,
+    api_key: ApiKey = "",
     as_json: AsJson = False,
 ) -> None:
     """Take a worker out: its work goes to others, another one takes its place. Waits until it is gone."""
     from deploy.operate import drain
 
-    with contextlib.closing(Client(address)) as client:
+    with contextlib.closing(Client(address, api_key)) as client:
         drain(client, console, worker, timeout_s, as_json)
 
 
@@ -148,12 +150,13 @@ def role(
     worker: Annotated[str, typer.Argument(help="Its id, as `baton status` tells.")],
     role: Annotated[str, typer.Argument(help="prefill or decode.")],
     address: Address = baton_config.DEFAULT_ADDRESS,
+    api_key: ApiKey = "",
     as_json: AsJson = False,
 ) -> None:
     """Move a worker to the other pool, with its cache; both pools' sizes follow."""
     from deploy.operate import set_role
 
-    with contextlib.closing(Client(address)) as client:
+    with contextlib.closing(Client(address, api_key)) as client:
         set_role(client, console, worker, role, as_json)
 
 

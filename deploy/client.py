@@ -141,7 +141,11 @@ class Client:
         """Orders a pool's size; `status` tells when it has it."""
         stub = admin_pb2_grpc.AdminStub(self._channel)
         try:
-            stub.ScalePool(admin_pb2.ScalePoolRequest(pool=pool, desired=num_workers), timeout=ORDER_TIMEOUT_S)
+            stub.ScalePool(
+                admin_pb2.ScalePoolRequest(pool=pool, desired=num_workers),
+                timeout=ORDER_TIMEOUT_S,
+                metadata=self._metadata,
+            )
         except grpc.RpcError as error:
             raise typed(error, self._address) from None
 
@@ -149,7 +153,9 @@ class Client:
         """Orders a worker to leave; `status` tells when it is gone."""
         stub = admin_pb2_grpc.AdminStub(self._channel)
         try:
-            stub.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id=worker_id), timeout=ORDER_TIMEOUT_S)
+            stub.DrainWorker(
+                admin_pb2.DrainWorkerRequest(worker_id=worker_id), timeout=ORDER_TIMEOUT_S, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise typed(error, self._address) from None
 
@@ -157,7 +163,11 @@ class Client:
         """Returns once the worker has the role."""
         stub = admin_pb2_grpc.AdminStub(self._channel)
         try:
-            stub.SetWorkerRole(admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=role), timeout=ROLE_TIMEOUT_S)
+            stub.SetWorkerRole(
+                admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=role),
+                timeout=ROLE_TIMEOUT_S,
+                metadata=self._metadata,
+            )
         except grpc.RpcError as error:
             raise typed(error, self._address) from None
 

@@ -11,7 +11,7 @@ import grpc
 
 from baton import wire
 from baton.cluster import ClusterStatus
-from baton.errors import Unauthenticated
+from baton.errors import BatonError, Forbidden, Unauthenticated
 from baton.telemetry import tracing
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import check_model
@@ -22,15 +22,16 @@ from router.tenants import Tenant, TenantBook, api_key_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE_NAMES = ("baton.v1.Inference", "baton.v1.Admin")
+ORDERS = tuple(f"/baton.v1.Admin/{name}" for name in ("ScalePool", "DrainWorker", "SetWorkerRole"))
 CALLER: ContextVar[Tenant] = ContextVar("caller")
 """Whose call it is. Every call has a task of its own, and so a context."""
 
 
 class Authentication(grpc.aio.ServerInterceptor):
-    """Tells whose call of `Inference` it is, or refuses it before its message is parsed.
+    """Tells whose call of `Inference` it is, or refuses it before its message is parsed; so too an order of `Admin`,
+    for which it takes an operator's key.
 
-    Health and reflection need no key, nor does `Admin`: it is the operator's, who keeps it from others by where the
-    router listens.
+    Health, reflection and what `Admin` only tells need none: nothing of it is a tenant's.
     """
 
     def __init__(self, tenants: TenantBook) -> None:
@@ -39,15 +40,19 @@ class Authentication(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        if details.method.startswith("/baton.v1.Inference/"):
+        is_order = details.method in ORDERS
+        if is_order or details.method.startswith("/baton.v1.Inference/"):
             try:
-                CALLER.set(self._tenants.identify(api_key_of(details.invocation_metadata)))
-            except Unauthenticated as error:
+                caller = self._tenants.identify(api_key_of(details.invocation_metadata))
+                if is_order and not caller.operator:
+                    raise Forbidden(f"tenant {caller.id!r} may not change the pools; it takes an operator's API key")
+                CALLER.set(caller)
+            except (Unauthenticated, Forbidden) as error:
                 return _refusal(error)
         return await continuation(details)
 
 
-def _refusal(error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
     async def refuse(request: bytes, context: Context) -> NoReturn:
         raise error
 

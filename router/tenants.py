@@ -10,6 +10,9 @@ The tenants stand in one YAML file (`router.tenants_file`), read once at start:
     acme-batch:
       key_sha256: [HASH]
       cache_scope: acme                # shares acme's cached prefixes
+    operations:
+      key_sha256: [HASH]
+      operator: true                   # may change the pools
 
 A HASH is the SHA-256 of a key, as `printf %s KEY | sha256sum` prints it. Nothing else of the key is stored, so whoever
 reads the file cannot ask in a tenant's name. Draw keys at random (`openssl rand -hex 32`): a short or guessable one can
@@ -47,9 +50,11 @@ class Tenant:
     cache_scope: str = ""
     """Tenants of the same scope hit each other's cached prefixes. Empty: the tenant's own id, so that another one's
     scope can also name this tenant."""
+    operator: bool = False
+    """Whether it may change the pools: `baton scale`, `drain` and `role`."""
 
 
-DEFAULT_TENANT = Tenant("default")
+DEFAULT_TENANT = Tenant("default", operator=True)
 """Everybody, where no tenants are configured."""
 
 
@@ -179,5 +184,6 @@ CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "slo_class": (_is_word, "a string of printable characters"),
     "max_priority": (lambda value: _is_between(value, 0, 2**31 - 1, int), "a whole number from 0 to 2147483647"),
     "cache_scope": (_is_word, "a string of printable characters"),
+    "operator": (lambda value: isinstance(value, bool), "true or false"),
 }
 """The fields of a tenant -> what they may be. Values are not quoted back: one of them may be a key."""

@@ -42,6 +42,7 @@ def test_statuses_exist(cls: type[BatonError]) -> None:
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
     )
     assert is_clients_fault == (cls.http < 500)
 

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.blocks import cache_seed
 from baton.cluster import ClusterStatus
 from baton.config import RouterConfig
-from baton.errors import ConfigError, InvalidRequest, Unauthenticated
+from baton.errors import BatonError, ConfigError, Forbidden, InvalidRequest, NoController, Unauthenticated
 from baton.rpc import RpcServer, channel, from_rpc_error
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from deploy.client import Client
@@ -50,6 +50,9 @@ acme:
 zeta:
   key_sha256: [{digest("ключ")}, {digest("key-z")}]
   cache_scope: acme
+operations:
+  key_sha256: [{digest("key-o")}]
+  operator: true
 """,
     )
 
@@ -265,8 +268,27 @@ async def test_a_call_without_a_tenants_key_ends_before_its_handler(
     assert SERVICER.num_calls == before
 
 
-async def test_health_and_admin_need_no_key(connection: grpc.aio.Channel) -> None:
+async def test_health_and_what_admin_tells_need_no_key(connection: grpc.aio.Channel) -> None:
     health = health_pb2_grpc.HealthStub(connection)
     answer = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Inference"))
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     assert await admin_pb2_grpc.AdminStub(connection).ListPools(admin_pb2.ListPoolsRequest()) is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [("", Unauthenticated), ("nobody", Unauthenticated), ("key-a", Forbidden), ("key-o", NoController)],
+)
+async def test_orders_need_an_operators_key(connection: grpc.aio.Channel, key: str, error: type[BatonError]) -> None:
+    """With one they get as far as the controller, of which there is none here."""
+    stub = admin_pb2_grpc.AdminStub(connection)
+    metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    orders = (
+        lambda: stub.ScalePool(admin_pb2.ScalePoolRequest(pool="decode", desired=2), metadata=metadata),
+        lambda: stub.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="decode-0"), metadata=metadata),
+        lambda: stub.SetWorkerRole(admin_pb2.SetWorkerRoleRequest(worker_id="a", role="decode"), metadata=metadata),
+    )
+    for order in orders:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await order()
+        assert type(from_rpc_error(caught.value, "router")) is error
