@@ -17,12 +17,14 @@ from deploy.simulate.plan import plan_for
 from deploy.simulate.plot import plot
 from deploy.simulate.report import table_of
 from deploy.simulate.run import POLICIES, Scenario
+from deploy.simulate.scaler import Scaling
 from deploy.simulate.worker import WorkerShape
 from router.placement import Objective
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from baton.config import AutoscaleConfig
     from deploy.simulate.costs import Bench
     from deploy.simulate.trace import Trace
     from deploy.simulate.trace_shape import TraceOptions
@@ -56,6 +58,22 @@ class Options:
     tells_all: bool = False
     error: float = 1.0
     """See `Scenario`."""
+    autoscale: AutoscaleConfig | None = None
+    """None: the pools stay as they are."""
+    max_workers: int | None = None
+    """Goes before that of `autoscale`."""
+    start_s: float = 30.0
+    """See `Scaling`."""
+
+    def scaling(self, objective: Objective, mode: str) -> Scaling | None:
+        """Raises ConfigError."""
+        if (config := self.autoscale) is None:
+            return None
+        if not self.start_s >= 0:
+            raise ConfigError(f"--start-s must be at least 0, got {self.start_s}")
+        if self.max_workers is not None:
+            config = replace(config, max_workers=self.max_workers)
+        return Scaling(config, objective, mode, self.start_s)
 
     def settings(self) -> list[Setting]:
         """Every load on all pools. Raises ConfigError."""
@@ -80,6 +98,7 @@ def run(options: Options, as_json: bool, log: Console) -> None:
         return
     settings = options.settings()
     scenario = replace(scenario_of(options), tells_all=options.tells_all, error=options.error)
+    scenario = replace(scenario, scaling=options.scaling(scenario.objective, scenario.router.mode))
     policies = options.policies or POLICIES
     log.print(
         f"{scenario.trace.name}: {len(scenario.trace.requests)} requests, prefill:decode workers "
@@ -100,6 +119,21 @@ def run(options: Options, as_json: bool, log: Console) -> None:
         Console(soft_wrap=True).print(grid_table(title, cells))
     else:
         Console(soft_wrap=True).print(table_of(title, ceiling, [cell.result for cell in cells]))
+    if not as_json and options.autoscale is not None:
+        _tell_changes(cells)
+
+
+def _tell_changes(cells: list[Cell]) -> None:
+    """What the autoscaler did, and why."""
+    out = Console(soft_wrap=True, highlight=False)
+    for cell in cells:
+        result = cell.result
+        out.print(
+            f"\n{cell.name}, load {cell.setting.load:g}: {result.num_actions} workers started, stopped or of another "
+            f"role, {result.mean_workers:.1f} on average, {result.num_moved} answers moved"
+        )
+        for change in result.changes:
+            out.print(f"{change.at_s:.0f} s: {change.before} -> {change.sizes}. {' '.join(change.reasons)}")
 
 
 def scenario_of(options: Options) -> Scenario:

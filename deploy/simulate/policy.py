@@ -93,6 +93,12 @@ class Placer(Protocol):
     def finished(self, request: TraceRequest, now_s: float) -> None:
         """Its last token is out."""
 
+    def withdrawn(self, request: TraceRequest, now_s: float) -> None:
+        """Its worker leaves before the first token. It is let in, and placed again at once."""
+
+    def moved(self, request: TraceRequest, decodes: int, now_s: float) -> None:
+        """The worker that decoded it leaves; another one goes on."""
+
 
 class TwoLegs:
     """A policy of the field: it knows of no pulling, and splits every request of a split pool.
@@ -122,4 +128,10 @@ class TwoLegs:
         pass
 
     def finished(self, request: TraceRequest, now_s: float) -> None:
+        pass
+
+    def withdrawn(self, request: TraceRequest, now_s: float) -> None:
+        pass
+
+    def moved(self, request: TraceRequest, decodes: int, now_s: float) -> None:
         pass

@@ -64,6 +64,8 @@ class Production:
         self._books: dict[int, LoadBook] = {}
         self._placed: dict[int, _Placed] = {}
         """By the request's identity."""
+        self._let_in: set[int] = set()
+        """Of those to be placed again."""
 
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
@@ -97,7 +99,10 @@ class Production:
         try:
             victims = self._gate.admit(entry, prediction)
         except Overloaded:
-            return None
+            if id(request) not in self._let_in:
+                return None
+            victims = []
+        self._let_in.discard(id(request))
         assert not victims, "a trace has one tenant and one priority"
         job = Job(entry.turn, entry.compute_s, request.num_prompt_tokens, expected)
         self._books[computes].queue(job, now_s)
@@ -122,20 +127,36 @@ class Production:
 
     def finished(self, request: TraceRequest, now_s: float) -> None:
         self.computed(request, now_s)
-        placed = self._placed.pop(id(request))
-        if placed.job.decoding_at:
-            placed.job.decoding_at.finished(placed.job, now_s)
+        self._leave(self._placed.pop(id(request)).job, now_s)
         self._history.observe(DEFAULT_TENANT.id, request.num_output_tokens)
+
+    def withdrawn(self, request: TraceRequest, now_s: float) -> None:
+        self.computed(request, now_s)
+        self._leave(self._placed.pop(id(request)).job, now_s)
+        self._let_in.add(id(request))
+
+    def moved(self, request: TraceRequest, decodes: int, now_s: float) -> None:
+        job = self._placed[id(request)].job
+        self._leave(job, now_s)
+        self._books[decodes].decode(job, now_s)
+
+    @staticmethod
+    def _leave(job: Job, now_s: float) -> None:
+        if job.decoding_at:
+            job.decoding_at.finished(job, now_s)
 
     def _book(self, view: WorkerView, role: Role) -> LoadBook:
         book = self._books.get(view.index)
-        if book is None:
+        if book is None or book.candidate.role is not role:
             info = WorkerInfo(
                 str(view.index), role, "", 0, "", 0, "", "", view.block_tokens, UNLIMITED_TOKENS, view.chunk_tokens
             )
             blocks = BlockCounts(total=view.num_blocks)
             worker = Worker(info, WorkerLoad(WorkerState.READY, blocks=blocks))
-            book = self._books[view.index] = LoadBook.of(worker, self._residence)
+            if book is None:
+                book = self._books[view.index] = LoadBook.of(worker, self._residence)
+            else:
+                book.report(worker)
         book.candidate.costs = _times(view.costs, self._error)
         return book
 

@@ -48,6 +48,18 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """Of the pools, "PREFILL:DECODE"."""
+
+    at_s: float
+    before: str
+    sizes: str
+    num_actions: int
+    """Workers started, stopped, or of another role."""
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Result(Figures):
     """One policy on one trace."""
 
@@ -57,6 +69,15 @@ class Result(Figures):
     num_preemptions: int
     num_refused: int
     """By admission; they are in no other figure but those of goodput."""
+    mean_workers: float
+    """Ready or starting, until the last request was done."""
+    num_moved: int = 0
+    """Answers that another worker took over on their way."""
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def num_actions(self) -> int:
+        return sum(change.num_actions for change in self.changes)
 
     def as_dict(self) -> dict[str, Any]:
         return {"policy": self.policy, **asdict(self)}
@@ -70,6 +91,7 @@ def result_of(policy: str, world: World, served: Sequence[Served], objective: Ob
     num_good = sum(s.ttft_s <= objective.ttft_s and s.itl_s <= objective.itl_s for s in let_in)
     lasted_s = max((s.finished_s for s in let_in), default=0.0) or 1.0
     arrived_s = served[-1].request.arrival_s or lasted_s
+    worker_s = world.members.worker_seconds(lasted_s)
     return Result(
         policy=policy,
         num_requests=len(served),
@@ -79,9 +101,15 @@ def result_of(policy: str, world: World, served: Sequence[Served], objective: Ob
         itl_s=quantiles(interval for s in let_in for interval in s.intervals),
         goodput_per_s=num_good / arrived_s,
         good_share=num_good / len(served),
-        busy_share=sum(worker.busy_s for worker in world.workers) / (lasted_s * len(world.workers)),
+        busy_share=sum(worker.busy_s for worker in world.workers) / worker_s,
         num_preemptions=sum(worker.engine.scheduler.num_preemptions for worker in world.workers),
         num_refused=len(served) - len(let_in),
+        mean_workers=worker_s / lasted_s,
+        num_moved=world.num_moved,
+        changes=tuple(
+            Change(at_s, str(done.before), str(done.sizes), done.num_actions, done.reasons)
+            for at_s, done in world.decisions
+        ),
     )
 
 

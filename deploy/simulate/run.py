@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from deploy.simulate.costs import CostModel
     from deploy.simulate.policy import Placer
+    from deploy.simulate.scaler import Scaling
     from deploy.simulate.trace import Trace
     from deploy.simulate.worker import WorkerShape
 
@@ -47,6 +48,8 @@ class Scenario:
     tells_all: bool = False
     """The workers know the objectives under every policy, not only under this router's."""
     router: RouterConfig = field(default_factory=RouterConfig)
+    scaling: Scaling | None = None
+    """Who changes the pools; nobody: they stay."""
     knows_lengths: bool = False
     """Requests ask for exactly as many tokens as they get, as those of `baton bench` do, and the router knows it."""
 
@@ -65,7 +68,7 @@ def run_policy(policy: str, scenario: Scenario) -> Result:
     """Raises ConfigError for a policy that is not one of POLICIES."""
     world = World(
         scenario.trace, _placer(policy, scenario), scenario.shape, scenario.costs,
-        prefill=scenario.prefill, decode=scenario.decode,
+        prefill=scenario.prefill, decode=scenario.decode, scaling=scenario.scaling,
     )  # fmt: skip
     return result_of(policy, world, world.run(), scenario.objective)
 

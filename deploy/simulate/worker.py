@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.cluster import WorkerLoad, WorkerState
 from baton.engine.engine import Engine, Generated, Output
 from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.engine.runner import LayerDone, ignore_layer
@@ -63,6 +64,11 @@ class _Step:
     num_steps: int
 
     @property
+    def num_tokens(self) -> int:
+        """Computed in each of them."""
+        return sum(part.num_tokens for part in self.batch)
+
+    @property
     def ends_s(self) -> float:
         return self.began_s + self.num_steps * self.step_s
 
@@ -79,7 +85,7 @@ class Tokens:
 
 
 class SimulatedWorker:
-    """Time is an argument. The owner asks for `ends_s` after every call, and calls `advance` then."""
+    """Time is an argument. The owner asks for `ends_s` after every call, and calls `finish` and `begin` then."""
 
     def __init__(self, index: int, shape: WorkerShape, costs: CostModel) -> None:
         self.index = index
@@ -96,6 +102,7 @@ class SimulatedWorker:
         self.computed_tokens = 0
         """Of prompts, since the start; what a preemption computes again counts again."""
         self.busy_s = 0.0
+        self._stepped_tokens = 0
         self._step: _Step | None = None
 
     @property
@@ -104,10 +111,10 @@ class SimulatedWorker:
         return self._step.ends_s if self._step else None
 
     def add(self, spec: SequenceSpec, purpose: Purpose, keys: SequenceOf[bytes], now: float) -> Sequence:
-        """Queues a sequence whose prompt's full blocks are called `keys`. Start `advance` when the worker is idle."""
+        """Queues a sequence whose prompt's full blocks are called `keys`. `begin` when the worker is idle."""
         sequence = self.engine.add(spec, purpose, now)
         sequence.block_keys = list(keys)
-        self._cut_short(now)
+        self.cut_short(now)
         return sequence
 
     def num_cached_tokens(self, keys: SequenceOf[bytes], num_tokens: int) -> int:
@@ -126,25 +133,45 @@ class SimulatedWorker:
 
     def insert(self, sequence: Sequence, now: float) -> bool:
         """The KV of a reserved sequence has arrived. Whether its first token was its last."""
-        self._cut_short(now)
+        self.cut_short(now)
         return self.engine.insert(sequence, sequence.token_ids[-1] + 1, now) is not None
 
     def end(self, sequence: Sequence) -> None:
         self.engine.end(sequence)
 
-    def advance(self, now: float) -> list[Tokens | Output]:
-        """Ends the step that is due, if any, and begins the next. What came of both."""
-        happened: list[Tokens | Output] = []
-        if self._step is not None:
-            assert now >= self._step.ends_s - 1e-9
-            happened += self._finish(self._step, now)
-            self._step = None
+    def finish(self, now: float) -> list[Tokens | Output]:
+        """Ends the step that is due, if any. What came of it."""
+        if (step := self._step) is None:
+            return []
+        assert now >= step.ends_s - 1e-9
+        self._step = None
+        return self._finish(step, now)
+
+    def begin(self, now: float) -> list[Output]:
+        """Begins the next step, if there is anything to do. Who got blocks."""
         batch, admitted = self.engine.schedule(now)
         self.engine.take_block_events()
-        happened += admitted
         if batch:
             self._step = self._begin(batch, now)
-        return happened
+        return admitted
+
+    def load(self, now: float, state: WorkerState) -> WorkerLoad:
+        """As a worker says it of itself."""
+        load, busy_s, num_tokens = self.engine.load(), self.busy_s, self._stepped_tokens
+        if (step := self._step) is not None:
+            busy_s += min(now, step.ends_s) - step.began_s
+            num_tokens += step.num_tokens * int((now - step.began_s) / step.step_s)
+        return WorkerLoad(
+            state,
+            load.running,
+            load.waiting,
+            load.queued_tokens,
+            load.blocks,
+            preemptions=load.preemptions,
+            costs=load.costs,
+            busy_s=busy_s,
+            computed_tokens=num_tokens,
+        )
 
     def _begin(self, batch: Batch, now: float) -> _Step:
         scheduler = self.engine.scheduler
@@ -165,6 +192,7 @@ class SimulatedWorker:
 
     def _finish(self, step: _Step, now: float) -> list[Tokens | Output]:
         self.busy_s += step.num_steps * step.step_s
+        self._stepped_tokens += step.num_steps * step.num_tokens
         outputs = self.engine.commit(step.batch, self.engine.runner.execute(step.batch), now)
         happened: list[Tokens | Output] = []
         for output in outputs:
@@ -187,7 +215,8 @@ class SimulatedWorker:
                 self.engine.end(sequence)
         return Tokens(sequence, step.num_steps, step.step_s, finished)
 
-    def _cut_short(self, now: float) -> None:
+    def cut_short(self, now: float) -> None:
+        """Of many steps, only the one that runs is done."""
         if self._step is not None and self._step.num_steps > 1:
             num_begun = int((now - self._step.began_s) / self._step.step_s) + 1
             self._step.num_steps = min(self._step.num_steps, num_begun)

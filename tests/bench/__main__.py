@@ -14,7 +14,17 @@ from rich.console import Console
 from tests.bench.report import Report, as_json, show
 from tests.bench.stats import OtherWork, machine
 
-BENCHMARKS = ("engine", "handover", "handover_links", "overload", "placement", "router", "wire_dtypes")
+BENCHMARKS = (
+    "autoscale",
+    "engine",
+    "handover",
+    "handover_links",
+    "overload",
+    "placement",
+    "recovery",
+    "router",
+    "wire_dtypes",
+)
 ON_REQUEST = ("simulator", "transfer_engines")
 """Need a machine that nobody else uses, or other environments; run with --only."""
 ON_A_GPU = ("nccl",)
@@ -31,6 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     # Before torch is imported. Two contended threads can be 40 times slower than one, and workers run with one.
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # as in tests/conftest.py
 
     on_a_gpu = ON_A_GPU if _has_gpu() else ()
     names = options.only or BENCHMARKS + on_a_gpu

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.api import GenerateRequest, Text
 from baton.errors import InvalidRequest, ModelNotFound, Overloaded
 from baton.sampling import SamplingParams
 from router.admission import (
@@ -16,6 +17,7 @@ from router.admission import (
     check_model,
     check_prompt,
     check_request_id,
+    check_resume,
     sampling_params,
     with_max_tokens,
 )
@@ -36,6 +38,33 @@ def test_a_request_id_is_short_and_printable(request_id: str) -> None:
     check_request_id("chatcmpl-" + "0" * 32)
     with pytest.raises(InvalidRequest, match="at most 128 printable ASCII characters"):
         check_request_id(request_id)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "resume_from", "max_tokens", "param"),
+    [
+        ("", {}, 5, ""),
+        ("r", {0: 0, 2: 5}, 5, ""),
+        ("r", {1: 10_000}, None, ""),
+        ("", {0: 1}, 5, "request_id"),
+        ("r", {3: 0}, 5, "resume_from"),
+        ("r", {-1: 0}, 5, "resume_from"),
+        ("r", {0: 1, 1: 6}, 5, "resume_from"),
+        ("r", {0: -1}, 5, "resume_from"),
+        ("r", {0: -1}, None, "resume_from"),
+    ],
+)
+def test_what_is_continued_is_of_this_request(
+    request_id: str, resume_from: dict[int, int], max_tokens: int | None, param: str
+) -> None:
+    request = GenerateRequest(Text("x"), request_id, resume_from=resume_from)
+    params = SamplingParams(n=3, max_tokens=max_tokens)
+    if not param:
+        check_resume(request, params)
+        return
+    with pytest.raises(InvalidRequest, match=param) as refusal:
+        check_resume(request, params)
+    assert refusal.value.param == param
 
 
 def test_the_model_may_be_left_out_but_not_mistaken() -> None:

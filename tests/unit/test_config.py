@@ -36,6 +36,10 @@ def from_yaml(folder: Path, text: str, **environ: str) -> Config:
 def another(name: str, value: Any) -> Any:
     """A valid value of the same type that differs from a setting's default."""
     match value:
+        case bool():
+            return not value
+        case float() if name in ("target_utilisation", "goodput_target"):  # shares
+            return value / 2
         case str() if name == "wire_dtype":
             return "int8"
         case float() | int() if name == "ping_s":  # must not exceed others
@@ -121,7 +125,7 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("enginee: {}", "unknown setting enginee; known here: cluster, engine, faults"),
+        ("enginee: {}", "unknown setting enginee; known here: autoscale, cluster, engine, faults"),
         ("engine: {blocksize: 16}", "unknown setting engine.blocksize; known here: .*block_size, "),
         ("1: {}\nx: {}", "unknown setting 1; known here"),
         ("engine: 5", "engine must be a section of settings"),

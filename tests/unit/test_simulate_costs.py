@@ -57,6 +57,12 @@ class Split:
     def finished(self, request: TraceRequest, now_s: float) -> None:
         pass
 
+    def withdrawn(self, request: TraceRequest, now_s: float) -> None:
+        pass
+
+    def moved(self, request: TraceRequest, decodes: int, now_s: float) -> None:
+        pass
+
 
 def served(costs: CostModel, *requests: TraceRequest, prefill: int = 0) -> list[Served]:
     return World(trace(*requests), Split(), WorkerShape(64, BLOCK), costs, prefill=prefill).run()

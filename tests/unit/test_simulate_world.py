@@ -50,7 +50,8 @@ class Fixed:
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
     ) -> Decision | None:
-        assert now_s == request.arrival_s
+        is_again = any(told == "withdrawn" and other is request for told, other, _ in self.told)
+        assert now_s > request.arrival_s if is_again else now_s == request.arrival_s
         self.seen.append((list(prefill), list(decode)))
         decision = self._decisions[min(self._count, len(self._decisions) - 1)]
         self._count += 1
@@ -62,6 +63,12 @@ class Fixed:
     def finished(self, request: TraceRequest, now_s: float) -> None:
         self.told.append(("finished", request, now_s))
 
+    def withdrawn(self, request: TraceRequest, now_s: float) -> None:
+        self.told.append(("withdrawn", request, now_s))
+
+    def moved(self, request: TraceRequest, decodes: int, now_s: float) -> None:
+        self.told.append(("moved", request, now_s))
+
 
 def request(arrival_s: float, num_tokens: int, num_output: int, first_block: int = 0) -> TraceRequest:
     blocks = range(first_block, first_block + num_tokens // BLOCK)
@@ -72,8 +79,10 @@ def trace(*requests: TraceRequest) -> Trace:
     return Trace("test", BLOCK, requests)
 
 
-def run(requests: Trace, placer: Fixed, of: WorkerShape | None = None, **pools: int) -> tuple[World, list[Served]]:
-    world = World(requests, placer, of or shape(), COSTS, **pools)
+def run(
+    requests: Trace, placer: Fixed, of: WorkerShape | None = None, prefill: int = 0, decode: int = 1
+) -> tuple[World, list[Served]]:
+    world = World(requests, placer, of or shape(), COSTS, prefill=prefill, decode=decode)
     return world, world.run()
 
 
@@ -212,6 +221,12 @@ class Anything:
         pass
 
     def finished(self, request: TraceRequest, now_s: float) -> None:
+        pass
+
+    def withdrawn(self, request: TraceRequest, now_s: float) -> None:
+        pass
+
+    def moved(self, request: TraceRequest, decodes: int, now_s: float) -> None:
         pass
 
 

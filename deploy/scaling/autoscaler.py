@@ -1,0 +1,120 @@
+"""The loop around the policy: observes a window, decides, orders. The controller runs it.
+
+    observe -> window_s -> observe -> measure -> decide -> log -> orders: role changes, one at a time; then sizes
+       ^                                                              |
+       +--------------------------------------------------------------+
+
+An order that fails is logged with its reason, and the rest of that decision is dropped: what holds after the cool-down
+is decided then. Nothing is kept that a controller which begins anew would lack for longer than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from baton.cluster import ClusterStatus, Role, Worker, WorkerState
+from baton.errors import BatonError
+from deploy.scaling.policy import Decision, Flips, State, decide
+from deploy.scaling.window import measure
+from router.placement import Objective
+
+if TYPE_CHECKING:
+    from baton.config import Config, RouterConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Orders(Protocol):
+    """What the controller does for the autoscaler. Both raise BatonError where it cannot be done."""
+
+    async def scale(self, pool: Role, num_workers: int) -> None:
+        """Sets how many workers a pool should have."""
+
+    async def set_role(self, worker_id: str, role: Role) -> None:
+        """Moves a worker to the other pool; both desired sizes follow. Returns when it is done."""
+
+
+class Autoscaler:
+    """
+    Args:
+        observe: the cluster as it is now; may raise BatonError, then there is no window until it does not.
+        decided: told every decision.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        observe: Callable[[], Awaitable[ClusterStatus]],
+        orders: Orders,
+        *,
+        decided: Callable[[Decision], None] = lambda decision: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config.autoscale
+        self._mode = config.router.mode
+        self._objective = strictest(config.router)
+        self._observe = observe
+        self._orders = orders
+        self._decided = decided
+        self._clock = clock
+        self._state = State.fresh(clock())
+        self._before: tuple[float, ClusterStatus] | None = None
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self.step()
+            await asyncio.sleep(self._config.window_s)
+
+    async def step(self) -> Decision | None:
+        """Ends a window, and carries out what follows from it. None: the first one has only begun."""
+        try:
+            status = await self._observe()
+        except BatonError as error:
+            logger.warning("autoscaler: the cluster cannot be observed: %s", error)
+            self._before = None
+            return None
+        now = self._clock()
+        before, self._before = self._before, (now, status)
+        if before is None:
+            return None
+        measured = measure(before[1], status, now - before[0])
+        decision = decide(measured, self._state, self._config, self._objective, now, self._mode)
+        self._state = decision.state
+        self._decided(decision)
+        if decision.num_actions:
+            logger.info("autoscaler: %s -> %s. %s", decision.before, decision.sizes, " ".join(decision.reasons))
+            if not self._config.dry_run:
+                await self._carry_out(decision, status)
+                # Both the cool-down and the next window begin after the changes, which may take a while.
+                self._state, self._before = replace(self._state, acted_s=self._clock()), None
+        return decision
+
+    async def _carry_out(self, decision: Decision, status: ClusterStatus) -> None:
+        try:
+            if decision.flips:
+                for worker in to_flip(decision.flips, status):
+                    await self._orders.set_role(worker.info.id, decision.flips.role)
+            for role in Role:
+                if decision.starts.of(role) or decision.stops.of(role):
+                    await self._orders.scale(role, decision.sizes.of(role))
+        except BatonError as error:
+            logger.warning("autoscaler: an order was refused, the next decision is in a while: %s", error)
+
+
+def to_flip(flips: Flips, status: ClusterStatus) -> list[Worker]:
+    """Those with the least to do; fewer than asked for where no more are ready."""
+    ready = [w for w in status.workers if w.info.role is not flips.role and w.load.state is WorkerState.READY]
+    return sorted(ready, key=lambda w: (w.load.running + w.load.waiting, w.load.queued_tokens, w.info.id))[: flips.num]
+
+
+def strictest(config: RouterConfig) -> Objective:
+    """Of all classes: pools that keep it keep the others."""
+    classes = config.slo_classes.values()
+    return Objective(min(slo.ttft_ms for slo in classes) / 1e3, min(slo.itl_ms for slo in classes) / 1e3)

@@ -1,0 +1,143 @@
+"""`baton autoscale --dry-run`: what the autoscaler would do with a running cluster, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from baton.cluster import (
+    BlockCounts,
+    ClusterStatus,
+    PoolStatus,
+    Role,
+    RouterInfo,
+    Worker,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
+from baton.costs import StepCosts
+from deploy.scaling.autoscaler import Autoscaler
+
+if TYPE_CHECKING:
+    from baton.config import Config
+    from deploy.client import Client
+    from deploy.scaling.policy import Decision
+
+
+AT_ONCE_S = 1e-3
+"""A cool-down that is over when the first window is."""
+
+
+class _NoOrders:
+    """Of a dry run."""
+
+    async def scale(self, pool: Role, num_workers: int) -> None:
+        raise AssertionError("a dry run orders nothing")
+
+    async def set_role(self, worker_id: str, role: Role) -> None:
+        raise AssertionError("a dry run orders nothing")
+
+
+def run(client: Client, config: Config, seconds: float, watch: bool, as_json: bool) -> None:
+    """Measures a window of `seconds`, or one after the other, and prints the decision of each.
+
+    Without `watch` there is no cool-down: it is what would be done if nothing had been of late. Raises BatonError where
+    the cluster does not answer.
+    """
+    asyncio.run(_run(client, config, seconds, watch, as_json))
+
+
+async def _run(client: Client, config: Config, seconds: float, watch: bool, as_json: bool) -> None:
+    cool_down_s = config.autoscale.cool_down_s if watch else AT_ONCE_S
+    scaling = replace(config.autoscale, dry_run=True, window_s=seconds, cool_down_s=cool_down_s)
+    config = replace(config, autoscale=scaling)
+
+    async def observe() -> ClusterStatus:
+        return status_of(await asyncio.to_thread(client.status))
+
+    autoscaler = Autoscaler(config, observe, _NoOrders(), decided=lambda decision: show(decision, as_json))
+    await observe()  # whoever cannot be reached is told of at once
+    if watch:
+        await autoscaler.run()
+    await autoscaler.step()
+    await asyncio.sleep(seconds)
+    await autoscaler.step()
+
+
+def show(decision: Decision, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(as_dict(decision)), flush=True)  # noqa: T201
+        return
+    out = Console(soft_wrap=True, highlight=False)
+    for reason in decision.reasons:
+        out.print(reason, markup=False)
+    out.print(f"=> {summary(decision)}", markup=False)
+
+
+def summary(decision: Decision) -> str:
+    """The orders, in their order."""
+    orders = []
+    if flips := decision.flips:
+        orders.append(f"{flips.num} of the other pool become {flips.role} workers")
+    for verb, sizes in (("start", decision.starts), ("stop", decision.stops)):
+        orders += [f"{verb} {sizes.of(role)} {role}" for role in Role if sizes.of(role)]
+    return f"{decision.before} -> {decision.sizes}: {'; '.join(orders)}" if orders else f"{decision.before} stays"
+
+
+def as_dict(decision: Decision) -> dict[str, Any]:
+    """One window, for programs."""
+
+    def by_role(sizes: Any) -> dict[str, int]:
+        return {role.value: sizes.of(role) for role in Role}
+
+    return {
+        "before": by_role(decision.before),
+        "sizes": by_role(decision.sizes),
+        "flips": {"num": decision.flips.num, "role": decision.flips.role.value} if decision.flips else None,
+        "starts": by_role(decision.starts),
+        "stops": by_role(decision.stops),
+        "needs": {
+            "prefill": decision.needs.prefill,
+            "decode": decision.needs.decode,
+            "backlog": decision.needs.backlog,
+        },
+        "reasons": list(decision.reasons),
+    }
+
+
+def status_of(report: dict[str, Any]) -> ClusterStatus:
+    """Of `baton status --json`, what the autoscaler looks at."""
+    return ClusterStatus(
+        pools={name: PoolStatus(pool["desired"], pool["ready"]) for name, pool in report["pools"].items()},
+        workers=tuple(_worker(worker) for worker in report["workers"]),
+        routers=tuple(
+            RouterInfo(r["id"], r["pid"], r["grpc"], r["http"], r["mirror_lag_s"], r["met"], r["missed"], r["rejected"])
+            for r in report["routers"]
+        ),
+        redis_address=report["redis"]["address"],
+        redis_ok=report["redis"]["ok"],
+        models=(),
+    )
+
+
+def _worker(report: dict[str, Any]) -> Worker:
+    info = WorkerInfo(
+        report["id"], Role(report["role"]), report["address"], report["pid"], report["node"], report["epoch"], "", "",
+        report["block_size"], 0, report["chunk_tokens"],
+    )  # fmt: skip
+    load = WorkerLoad(
+        WorkerState(report["state"]),
+        report["running"],
+        report["waiting"],
+        report["queued_tokens"],
+        BlockCounts(**report["blocks"]),
+        costs=StepCosts(**report["costs"]) if report.get("costs") else WorkerLoad().costs,
+        busy_s=report["busy_s"],
+        computed_tokens=report["computed_tokens"],
+    )
+    return Worker(info, load)

@@ -1,0 +1,113 @@
+"""What happened between two states of a cluster. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from baton.cluster import ClusterStatus, Role, RouterInfo, Worker, WorkerState
+from baton.costs import PRIOR, StepCosts
+from deploy.scaling.policy import Measured, PoolMeasured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+LEAST_BUSY_S = 1.0
+"""With less time spent on prompts, what they take is what the workers' fits say."""
+
+
+def measure(before: ClusterStatus, after: ClusterStatus, window_s: float) -> Measured:
+    """The window from `before` to `after`, `window_s` later.
+
+    Counters count from a process's start: where one is less than before, or its worker has a new epoch, it began anew
+    and all of it is the window's. Routers that are new count whole, routers that have gone count no more: some of what
+    they did is missing, and nothing is counted twice.
+    """
+    known = {(worker.info.id, worker.info.epoch): worker for worker in before.workers}
+    spent = [_Spent(worker, known.get((worker.info.id, worker.info.epoch)), window_s) for worker in after.workers]
+    eldest = {router.id: router for router in before.routers}
+    met = missed = rejected = 0
+    for router in after.routers:
+        past = _past(router, eldest.get(router.id))
+        met += router.met - past[0]
+        missed += router.missed - past[1]
+        rejected += router.rejected - past[2]
+    return Measured(
+        _pool(Role.PREFILL, after, spent, window_s), _pool(Role.DECODE, after, spent, window_s), met, missed, rejected
+    )
+
+
+class _Spent:
+    """What one worker did in the window."""
+
+    def __init__(self, worker: Worker, before: Worker | None, window_s: float) -> None:
+        load = worker.load
+        began_anew = before is None or load.busy_s < before.load.busy_s
+        past = worker.load if before is None else before.load
+        self.worker = worker
+        self.num_sequences = (load.running + load.waiting + past.running + past.waiting) / 2
+        busy_s = load.busy_s if began_anew else load.busy_s - past.busy_s
+        self.num_tokens = load.computed_tokens if began_anew else load.computed_tokens - past.computed_tokens
+        self.busy_s = min(busy_s, window_s)
+        self.num_context_tokens = load.blocks.in_use * worker.info.block_size
+        if worker.info.role is Role.DECODE:
+            self._leave_out_decoding((load.running + past.running) / 2)
+
+    def _leave_out_decoding(self, num_decoding: float) -> None:
+        """Takes out the steps in which sequences decoded, as if nothing had been computed beside.
+
+        n steps with x more tokens each take busy = n * (decoding + x * s_per_token), and compute n * (num_decoding + x)
+        tokens; both are known, and so n and x are.
+        """
+        costs = self.worker.load.costs
+        context = self.num_context_tokens * (num_decoding / self.num_sequences if self.num_sequences else 0.0)
+        decoding_s = costs.decode_step_s(round(num_decoding), round(context))
+        if num_decoding and decoding_s > 0:
+            decoded = self.busy_s * num_decoding / decoding_s
+            hidden = max(0.5, 1 - costs.s_per_token * num_decoding / decoding_s)
+            self.num_tokens = round(min(self.num_tokens, max(0.0, (self.num_tokens - decoded) / hidden)))
+        self.busy_s = min(self.busy_s, self.num_tokens * costs.s_per_token)
+
+
+def _pool(role: Role, status: ClusterStatus, spent: Sequence[_Spent], window_s: float) -> PoolMeasured:
+    """Workers that leave have done what they did in this pool; what they hold is about to be held by others."""
+    mine = [one for one in spent if one.worker.info.role is role]
+    ready = [one.worker for one in mine if one.worker.load.state is WorkerState.READY]
+    busy_s, num_tokens = sum(one.busy_s for one in mine), sum(one.num_tokens for one in mine)
+    costs = _typical(worker.load.costs for worker in ready)
+    # A sequence that decodes always has one token which is not computed.
+    queued = sum(max(0, one.worker.load.queued_tokens - one.worker.load.running) for one in mine)
+    is_known = busy_s >= LEAST_BUSY_S and num_tokens
+    s_per_token = busy_s / num_tokens if is_known else costs.s_per_token
+    num_sequences = sum(one.num_sequences for one in mine)
+    num_held = sum(one.worker.load.running + one.worker.load.waiting for one in mine)
+    pool = status.pools.get(role.value)
+    num_blocks = sum(worker.load.blocks.total for worker in ready)
+    return PoolMeasured(
+        desired=pool.desired if pool else len(ready),
+        ready=len(ready),
+        draining=sum(one.worker.load.state is WorkerState.DRAINING for one in mine),
+        prompt_load=busy_s / window_s,
+        queued_tokens=queued,
+        tokens_per_s=1 / s_per_token if s_per_token > 0 else math.inf,
+        num_sequences=num_sequences,
+        num_context_tokens=sum(one.num_context_tokens for one in mine) / num_held if num_held else 0.0,
+        kv_use=sum(one.worker.load.blocks.in_use for one in mine) / num_blocks if num_blocks else 0.0,
+        costs=costs,
+    )
+
+
+def _past(router: RouterInfo, before: RouterInfo | None) -> tuple[int, int, int]:
+    if before is None or router.pid != before.pid or router.met < before.met:
+        return 0, 0, 0
+    return before.met, before.missed, before.rejected
+
+
+def _typical(costs: Iterable[StepCosts]) -> StepCosts:
+    """The median of each cost."""
+    known = list(costs)
+    if not known:
+        return PRIOR
+    return StepCosts(**{f.name: statistics.median(getattr(one, f.name) for one in known) for f in fields(StepCosts)})

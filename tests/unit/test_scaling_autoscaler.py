@@ -1,0 +1,162 @@
+"""The loop around the policy, over a cluster that does what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from baton.cluster import ClusterStatus, PoolStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.config import AutoscaleConfig, Config, RouterConfig, SloClassConfig
+from baton.errors import Conflict, NoController
+from deploy.scaling.autoscaler import Autoscaler, strictest
+from deploy.scaling.command import as_dict, status_of, summary
+from deploy.scaling.policy import Decision, Needs, Sizes, State
+
+
+class Cluster:
+    """Prefill workers are busy all the time, decode workers never; it carries out its orders at once."""
+
+    def __init__(self, prefill: int, decode: int) -> None:
+        self.now = 0.0
+        self.roles = {f"w{n}": Role.PREFILL if n < prefill else Role.DECODE for n in range(prefill + decode)}
+        self.running = dict.fromkeys(self.roles, 0)
+        self.orders: list[tuple[str, object, object]] = []
+        self.refuses: Callable[[], None] = lambda: None
+
+    async def observe(self) -> ClusterStatus:
+        workers = []
+        for name, role in self.roles.items():
+            busy_s = self.now if role is Role.PREFILL else 0.0
+            load = WorkerLoad(
+                WorkerState.READY, running=self.running[name], busy_s=busy_s, computed_tokens=int(1000 * busy_s)
+            )
+            workers.append(Worker(WorkerInfo(name, role, "", 0, "", 1, "", "", 16, 10**6), load))
+        count = {role: sum(r is role for r in self.roles.values()) for role in Role}
+        pools = {role.value: PoolStatus(count[role], count[role]) for role in Role}
+        return ClusterStatus(pools, tuple(workers), (), "", True, ())
+
+    async def scale(self, pool: Role, num_workers: int) -> None:
+        self.orders.append(("scale", pool, num_workers))
+        self.refuses()
+
+    async def set_role(self, worker_id: str, role: Role) -> None:
+        self.orders.append(("role", worker_id, role))
+        self.refuses()
+        self.roles[worker_id] = role
+
+
+def autoscaler(cluster: Cluster, config: AutoscaleConfig | None = None) -> Autoscaler:
+    return Autoscaler(
+        Config(autoscale=config or AutoscaleConfig()), cluster.observe, cluster, clock=lambda: cluster.now
+    )
+
+
+def windows(scaler: Autoscaler, cluster: Cluster, num: int) -> list[Decision]:
+    async def run() -> list[Decision]:
+        found = []
+        for _ in range(num):
+            if decision := await scaler.step():
+                found.append(decision)
+            cluster.now += 10.0
+        return found
+
+    return asyncio.run(run())
+
+
+def test_after_the_cool_down_the_least_busy_workers_change_their_roles() -> None:
+    cluster = Cluster(1, 4)
+    cluster.running |= {"w1": 3, "w3": 5}
+    decisions = windows(autoscaler(cluster), cluster, 5)
+    assert [decision.num_actions for decision in decisions] == [0, 0, 3]
+    assert cluster.orders == [("role", name, Role.PREFILL) for name in ("w2", "w4", "w1")]
+
+
+def test_new_workers_come_after_the_flips() -> None:
+    cluster = Cluster(2, 3)
+    windows(autoscaler(cluster, AutoscaleConfig(max_workers=8, target_utilisation=0.3)), cluster, 5)
+    assert [order[0] for order in cluster.orders] == ["role", "role", "scale"]
+    assert cluster.orders[-1] == ("scale", Role.PREFILL, 7)
+
+
+def test_an_order_that_is_refused_is_given_again_after_the_cool_down(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster(1, 4)
+
+    def refuse() -> None:
+        raise Conflict("w2 is the last one that decodes")
+
+    cluster.refuses = refuse
+    scaler = autoscaler(cluster)
+    windows(scaler, cluster, 5)
+    assert len(cluster.orders) == 1, "what follows the refused one is dropped"
+    assert "w2 is the last one that decodes" in caplog.text
+    windows(scaler, cluster, 1)
+    assert len(cluster.orders) == 1
+    windows(scaler, cluster, 1)
+    assert len(cluster.orders) == 2
+
+
+def test_a_dry_run_tells_and_orders_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    cluster = Cluster(1, 4)
+    decisions = windows(autoscaler(cluster, AutoscaleConfig(dry_run=True)), cluster, 9)
+    assert any(decision.num_actions for decision in decisions)
+    assert cluster.orders == []
+    assert "1:4 -> 4:1" in caplog.text
+
+
+def test_a_cluster_that_cannot_be_observed_is_waited_for() -> None:
+    cluster = Cluster(1, 4)
+    observe, seen = cluster.observe, []
+
+    async def sometimes() -> ClusterStatus:
+        seen.append(cluster.now)
+        if 10.0 < cluster.now < 50.0:
+            raise NoController("gone")
+        return await observe()
+
+    scaler = Autoscaler(Config(), sometimes, cluster, clock=lambda: cluster.now)
+    decisions = windows(scaler, cluster, 9)
+    assert len(seen) == 9
+    assert len(decisions) == 1 + 2, "50 s and 70 s begin a window, after what was missed and after what was changed"
+
+
+def test_a_restarted_controller_does_not_act_twice() -> None:
+    cluster = Cluster(1, 4)
+    windows(autoscaler(cluster), cluster, 5)
+    num_orders = len(cluster.orders)
+    windows(autoscaler(cluster), cluster, 20)
+    assert num_orders == len(cluster.orders) == 3
+
+
+def test_the_strictest_class_is_what_pools_are_sized_for() -> None:
+    classes = {"default": SloClassConfig(), "chat": SloClassConfig(ttft_ms=500), "quick": SloClassConfig(itl_ms=40)}
+    found = strictest(RouterConfig(slo_classes=classes))
+    assert (found.ttft_s, found.itl_s) == (0.5, 0.04)
+
+
+def test_a_decision_is_told_in_words_and_as_json() -> None:
+    decision = Decision(Sizes(1, 4), Sizes(3, 3), ("because.",), Needs(2.0, 1.0), State())
+    assert summary(decision) == "1:4 -> 3:3: 1 of the other pool become prefill workers; start 1 prefill"
+    assert summary(replace(decision, sizes=Sizes(1, 4))) == "1:4 stays"
+    document = json.loads(json.dumps(as_dict(decision)))
+    assert document["flips"] == {"num": 1, "role": "prefill"}
+    assert document["starts"] == {"prefill": 1, "decode": 0}
+
+
+def test_a_status_as_the_cluster_tells_it_is_read() -> None:
+    from baton import wire
+
+    cluster = Cluster(1, 1)
+    told = asyncio.run(cluster.observe())
+    told = replace(
+        told, workers=tuple(replace(w, load=replace(w.load, busy_s=2.5, queued_tokens=7)) for w in told.workers)
+    )
+    read = status_of(wire.status_as_json(wire.status_response(told)))
+    assert read.pools == told.pools
+    assert [(w.info.id, w.info.role, w.load) for w in read.workers] == [
+        (w.info.id, w.info.role, w.load) for w in told.workers
+    ]
