@@ -32,6 +32,7 @@ from deploy.controller.orders import Orders
 from deploy.controller.ray_actors import RayActors
 from deploy.controller.service import add_orders
 from deploy.controller.state import State, load
+from deploy.scaling.autoscaler import Autoscaler
 from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex
 from kvstore.leases import RedisLeases
 
@@ -127,9 +128,11 @@ async def _serve(controller: Controller, follower: MirrorFollower, rpc: RpcServe
             background = [
                 tasks.create_task(controller.run(), name="controller"),
                 tasks.create_task(follower.run(), name="mirror"),
-                # The autoscaler's task belongs here, where `autoscale.enabled`: it observes, and gives `orders`.
                 tasks.create_task(_tell_when_whole(controller, ready), name="whole"),
             ]
+            if controller.config.autoscale.enabled:
+                autoscaler = Autoscaler(controller.config, controller.observe, orders)
+                background.append(tasks.create_task(autoscaler.run(), name="autoscaler"))
             await rpc.set_serving(True)
             await stop.asked.wait()
             for task in background:

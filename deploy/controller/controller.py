@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from baton.cluster import ControllerInfo, PoolStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import Config
 from baton.errors import BatonError, StoreUnavailable
 from baton.rpc import channel, from_rpc_error
@@ -189,6 +189,18 @@ class Controller:
             info = WorkerInfo(worker_id, worker.role, worker.address, worker.pid, "", 0, "", "", 0, 0)
             return Worker(info, WorkerLoad(STATES[worker.phase]))
         return Worker(replace(lease.info, role=worker.role), replace(lease.load, state=STATES[worker.phase]))
+
+    async def observe(self) -> ClusterStatus:
+        """The cluster as workers and routers last told. Raises StoreUnavailable."""
+        return ClusterStatus(
+            pools={role.value: self.pool(role) for role in Role},
+            workers=tuple(await self._leases.list_workers()),
+            routers=tuple(await self._leases.list_routers()),
+            redis_address=self.config.index.redis_url,
+            redis_ok=True,
+            models=(),
+            controller=self._me,
+        )
 
     def record(self, state: State) -> None:
         """What is decided is written down, then done.

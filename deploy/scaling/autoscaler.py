@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 class Orders(Protocol):
     """What the controller does for the autoscaler. Both raise BatonError where it cannot be done."""
 
-    async def scale(self, pool: Role, num_workers: int) -> None:
+    async def scale(self, pool: Role, num_workers: int) -> object:
         """Sets how many workers a pool should have."""
 
-    async def set_role(self, worker_id: str, role: Role) -> None:
+    async def set_role(self, worker_id: str, role: Role) -> object:
         """Moves a worker to the other pool; both desired sizes follow. Returns when it is done."""
 
 
