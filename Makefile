@@ -6,8 +6,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progre
 STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract
 # What these hold against the clock, another test beside them would hold up. The others wait most of their time.
-ALONE := tests/chaos $(addprefix tests/integration/, test_admission.py test_overload.py test_prefix_pull.py \
-	test_transfer_processes.py)
+ALONE := tests/chaos $(addprefix tests/integration/, test_admission.py test_cancel_latency.py test_overload.py \
+	test_prefix_pull.py test_transfer_processes.py)
+SOAK := tests/chaos/test_streams.py
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: serve test chaos check proto bench clean install
@@ -30,9 +31,10 @@ test: check
 	$(BIN)/python -m pytest $(ALONE)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration $(addprefix --ignore=,$(ALONE))
 
-# Workers join and leave for a minute; `make test` has a short one.
+# Ten minutes of faults under load, a minute of everything else, ten thousand cancels; `make test` has short ones.
 chaos: $(STAMP)
-	CHAOS_SECONDS=60 $(BIN)/python -m pytest -s tests/chaos
+	CHAOS_SECONDS=60 $(BIN)/python -m pytest -s tests/chaos tests/integration/test_cancel.py $(addprefix --ignore=,$(SOAK))
+	CHAOS_SECONDS=600 $(BIN)/python -m pytest -s $(SOAK)
 
 check: $(STAMP) proto-is-current
 	$(BIN)/ruff format --check .

@@ -20,8 +20,8 @@ from deploy.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
 RESTART_S = 0.5
-MAX_RESTART_S = 30.0
-STABLE_S = 30.0
+MAX_RESTART_S = 10.0
+STABLE_S = 5.0
 """A process that ran for so long did not fail to start."""
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Before gRPC is imported: it rebuilds its pollers in the parent at each fork, and they do not always survive that. What
+# is forked here beside a running gRPC executes another program at once, and needs nothing rebuilt.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from baton.config import ModelConfig, load
 from deploy.models import cache_dir, resolve

@@ -1,23 +1,33 @@
 """A model whose answers can be worked out by hand, with a real KV cache.
 
-    next token = (sum over positions p of (p + 1) * token_p  +  state) mod vocab_size
+    next token = (sum over positions p of (p + 1) * token_p  +  state) mod the largest prime up to vocab_size
 
 K holds the token and V holds (p + 1) * token, in every layer; `state`, if there is one, is the running sum of all
 tokens. The answer comes from K of the first layer, plus one for every place where another page says otherwise. So a
 block that is lost, stale, swapped or altered, in any layer, changes the answer, as with a real model, and tests of
 scheduling, hand-over and streaming need no weights.
+
+A prime, because each answer is a multiple of the one before by its position: mod 49152, which two to the power of 14
+divides, all answers after 16 tokens or so would be 0, and a lost or repeated one would not be seen.
+
+A request with a `top_k` of k draws among that token and the k - 1 after it, the nearer the likelier, with the sampler
+of the real models: by seed, choice and position.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as SequenceOf
+from functools import cache
 
 import torch
 
 from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
 from baton.engine.runner import LayerDone, ignore_layer
+from baton.engine.sampler import sample
 from baton.engine.scheduler import Batch, Scheduled
+from baton.messages import SequenceSpec
 
 
 class ArithmeticRunner:
@@ -62,7 +72,9 @@ class ArithmeticRunner:
         for part in batch:
             for state in self.cache.states.values():
                 state[part.sequence.state_slot] += sum(part.token_ids)
-        return [self._answer(part) for part in batch if part.sample]
+        return [
+            drawn(self._answer(part), part.sequence.spec, part.end, self.vocab_size) for part in batch if part.sample
+        ]
 
     def _pages(self, layer: int) -> torch.Tensor:
         """`[block, K or V, token]`."""
@@ -86,7 +98,21 @@ class ArithmeticRunner:
         for keys, values in layers:
             num_wrong += int((keys.flatten()[:num_tokens] != tokens).sum())
             num_wrong += int((values.flatten()[:num_tokens] != weighted).sum())
-        return (int(weighted.sum()) + num_wrong + state) % self.vocab_size
+        return (int(weighted.sum()) + num_wrong + state) % modulus(self.vocab_size)
+
+
+@cache
+def modulus(vocab_size: int) -> int:
+    """The largest prime up to `vocab_size`."""
+    return next(n for n in range(vocab_size, 1, -1) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+
+
+def drawn(answer: int, spec: SequenceSpec, position: int, vocab_size: int) -> int:
+    """What a request gets where a greedy one gets `answer`."""
+    if spec.top_k < 2:
+        return answer
+    (index,) = sample(-0.1 * torch.arange(spec.top_k)[None], [spec], [position])
+    return (answer + index) % modulus(vocab_size)
 
 
 def expected_tokens(
@@ -96,5 +122,5 @@ def expected_tokens(
     tokens = list(prompt)
     for _ in range(num_tokens):
         state = sum(tokens) if with_state else 0
-        tokens.append((sum((p + 1) * t for p, t in enumerate(tokens)) + state) % vocab_size)
+        tokens.append((sum((p + 1) * t for p, t in enumerate(tokens)) + state) % modulus(vocab_size))
     return tokens[len(prompt) :]

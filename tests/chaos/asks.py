@@ -13,13 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.api import GenerateChunk, GenerateRequest, Text, TokenIds
+from baton.engine.arithmetic import drawn, modulus
 from baton.messages import SequenceSpec
 from baton.v1 import inference_pb2
-from tests.chaos.fleet import VOCAB_SIZE, drawn
 
-SPLIT_CHARACTERS = {49139: ((7906, 237), 228), 49152: ((7906, 124), 570)}
-"""By vocabulary: two tokens that are a character only together, and a prompt's length after which the arithmetic model
-answers the second one to the first."""
+VOCAB_SIZE = 49152
+"""Of the arithmetic model, as everywhere."""
+MODULUS = modulus(VOCAB_SIZE)
+SPLIT_CHARACTER, SPLIT_CHARACTER_LENGTH = (7906, 237), 228
+"""Two tokens that are a character only together, and a prompt's length after which the arithmetic model answers the
+second one to the first."""
 MANY_BYTES = "Count the cats: 🐈 🐈‍⬛ 🙂🎉 — Grüße, 日本の首都は 😀😃😄"
 
 
@@ -84,8 +87,7 @@ def listen(
 
 
 def prompt_of(seed: int, num_tokens: int) -> list[int]:
-    """Ids that every one of the arithmetic models takes."""
-    return random.Random(seed).choices(range(1, min(SPLIT_CHARACTERS)), k=num_tokens)
+    return random.Random(seed).choices(range(1, MODULUS), k=num_tokens)
 
 
 def greedy(prompt: Sequence[int], num_tokens: int) -> GenerateRequest:
@@ -95,7 +97,7 @@ def greedy(prompt: Sequence[int], num_tokens: int) -> GenerateRequest:
 
 
 def seeded(prompt: Sequence[int], num_tokens: int, seed: int, n: int = 1) -> GenerateRequest:
-    """Draws among 16 tokens, if the engine draws at all: `DrawingRunner` does."""
+    """Draws among 16 tokens."""
     sampling = {"temperature": 1.0, "top_k": 16, "top_p": 1.0, "seed": seed, "n": n}  # all set: the model has defaults
     return GenerateRequest(TokenIds(tuple(prompt)), sampling={**sampling, "max_tokens": num_tokens, "ignore_eos": True})
 
@@ -105,12 +107,12 @@ def of_text(text: str, num_tokens: int, seed: int) -> GenerateRequest:
     return replace(seeded([1], num_tokens, seed), prompt=Text(text))
 
 
-def of_split_character(num_tokens: int, vocab_size: int) -> GenerateRequest:
+def of_split_character(num_tokens: int) -> GenerateRequest:
     """Greedy, and the answer begins with a character of two tokens."""
-    (first, _), length = SPLIT_CHARACTERS[vocab_size]
+    (first, _), length = SPLIT_CHARACTER, SPLIT_CHARACTER_LENGTH
     rest = [0, *prompt_of(length, length - 1)]
     weighted = sum((position + 1) * token for position, token in enumerate(rest))
-    return greedy([(first - weighted) % vocab_size, *rest[1:]], num_tokens)
+    return greedy([(first - weighted) % MODULUS, *rest[1:]], num_tokens)
 
 
 def stopped_by(request: GenerateRequest, answer: Answer, share: float) -> GenerateRequest:
@@ -120,13 +122,13 @@ def stopped_by(request: GenerateRequest, answer: Answer, share: float) -> Genera
     return replace(request, sampling={**request.sampling, "stop": (choice.text[begin : begin + 6],)})
 
 
-def expected(request: GenerateRequest, vocab_size: int = VOCAB_SIZE) -> list[tuple[int, ...]]:
+def expected(request: GenerateRequest) -> list[tuple[int, ...]]:
     """The tokens of every choice, worked out without a cache and without a cluster. Stop strings are not known here."""
     assert isinstance(request.prompt, TokenIds)
-    return [_expected(request, index, vocab_size) for index in range(request.sampling.get("n", 1))]
+    return [_expected(request, index) for index in range(request.sampling.get("n", 1))]
 
 
-def _expected(request: GenerateRequest, choice_index: int, vocab_size: int) -> tuple[int, ...]:
+def _expected(request: GenerateRequest, choice_index: int) -> tuple[int, ...]:
     assert isinstance(request.prompt, TokenIds)
     prompt, sampling = request.prompt.ids, request.sampling
     spec = SequenceSpec(
@@ -148,6 +150,6 @@ def _expected(request: GenerateRequest, choice_index: int, vocab_size: int) -> t
     weighted = sum((position + 1) * token for position, token in enumerate(tokens))
     for _ in range(spec.max_tokens):
         position = len(tokens)
-        tokens.append(drawn(weighted % vocab_size, spec, position, vocab_size))
+        tokens.append(drawn(weighted % MODULUS, spec, position, VOCAB_SIZE))
         weighted += (position + 1) * tokens[-1]
     return tuple(tokens[len(prompt) :])

@@ -42,10 +42,7 @@ from baton.config import (
     load,
 )
 from baton.engine.arithmetic import ArithmeticRunner
-from baton.engine.sampler import sample
-from baton.engine.scheduler import Scheduled
 from baton.errors import Fenced
-from baton.messages import SequenceSpec
 from baton.v1 import inference_pb2_grpc
 from deploy.client import Client
 from deploy.models import cache_dir, resolve
@@ -56,28 +53,7 @@ from tests.integration.cluster import free_port
 
 START_TIMEOUT_S = 60.0
 NUM_LAYERS = 2
-VOCAB_SIZE = 49152
-"""Of the arithmetic model, as everywhere. Two to the power of 14 divides it, and each answer is a multiple of the one
-before by its position: after 16 tokens or so all further ones are 0."""
-PRIME_VOCAB_SIZE = 49139
-"""With this one they never are: for tests that would not see an exchanged or repeated token otherwise."""
 _PROCESSES = multiprocessing.get_context("forkserver")
-
-
-class DrawingRunner(ArithmeticRunner):
-    """Draws where a request has a `top_k`: one of the answer and the `top_k - 1` tokens after it, the likelier the
-    nearer. The draw is the product's own, by seed, choice and position."""
-
-    def _answer(self, part: Scheduled) -> int:
-        return drawn(super()._answer(part), part.sequence.spec, part.end, self.vocab_size)
-
-
-def drawn(answer: int, spec: SequenceSpec, position: int, vocab_size: int) -> int:
-    if spec.top_k < 2:
-        return answer
-    logits = -0.1 * torch.arange(spec.top_k)
-    (index,) = sample(logits[None], [spec], [position])
-    return (answer + index) % vocab_size
 
 
 class RouterProcess:
@@ -211,12 +187,10 @@ class Fleet:
         config: Config,
         redis: RedisProcess,
         num_routers: int = 1,
-        vocab_size: int = VOCAB_SIZE,
         shares_address: bool = False,
     ) -> None:
         shared = ClusterConfig(grpc_port=free_port(), http_port=free_port(), routers=num_routers)
         self.config = config
-        self._vocab_size = vocab_size
         self._numbers = itertools.count()
         self.redis = redis
         self.workers: dict[str, multiprocessing.process.BaseProcess] = {}
@@ -246,7 +220,7 @@ class Fleet:
         worker_id = worker_id or f"{role}-{next(self._numbers)}"
         process = _PROCESSES.Process(
             target=run_worker,
-            args=(role, worker_id, self.config.to_json(), self._vocab_size),
+            args=(role, worker_id, self.config.to_json()),
             name=worker_id,
             daemon=True,
         )
@@ -296,7 +270,6 @@ def running_fleet(
     num_blocks: int = 2048,
     lease_s: float = 3.0,
     step_ms: float = 0.0,
-    vocab_size: int = VOCAB_SIZE,
     faults: str = "",
     shares_address: bool = False,
 ) -> Iterator[Fleet]:
@@ -304,7 +277,6 @@ def running_fleet(
 
     Args:
         step_ms: what a step of a worker takes at least.
-        vocab_size: of the workers' model; see `PRIME_VOCAB_SIZE`.
         shares_address: the routers listen on the same ports.
     """
     model = resolve(ModelConfig(), cache_dir(load().cluster))
@@ -318,7 +290,7 @@ def running_fleet(
             router=router,
             faults=FaultsConfig(spec=faults),
         )
-        fleet = Fleet(config, redis, num_routers, vocab_size, shares_address)
+        fleet = Fleet(config, redis, num_routers, shares_address)
         try:
             yield fleet
             started = [psutil.Process(w.pid) for w in fleet.workers.values()]
@@ -331,21 +303,20 @@ def running_fleet(
         assert not alive, f"left behind: {alive}"
 
 
-def run_worker(role: Role, worker_id: str, config_json: str, vocab_size: int) -> None:
+def run_worker(role: Role, worker_id: str, config_json: str) -> None:
     """The worker's process."""
     try:
-        uvloop.run(_serve(Role(role), worker_id, Config.from_json(config_json), vocab_size))
+        uvloop.run(_serve(Role(role), worker_id, Config.from_json(config_json)))
     except* Fenced:
         sys.exit(FENCED)
 
 
-async def _serve(role: Role, worker_id: str, config: Config, vocab_size: int) -> None:
+async def _serve(role: Role, worker_id: str, config: Config) -> None:
     torch.set_num_threads(1)
 
-    def build(config: Config) -> DrawingRunner:
-        return DrawingRunner(
+    def build(config: Config) -> ArithmeticRunner:
+        return ArithmeticRunner(
             config.engine.num_blocks,
-            vocab_size=vocab_size,
             max_num_seqs=config.engine.max_num_seqs,
             num_layers=NUM_LAYERS,
             layer_s=config.engine.arithmetic_step_ms / 1e3 / NUM_LAYERS,

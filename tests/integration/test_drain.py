@@ -17,7 +17,7 @@ from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from baton.engine.arithmetic import expected_tokens
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from tests.chaos.fleet import PRIME_VOCAB_SIZE, Fleet, running_fleet
+from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import is_idle, request
 
 STEP_MS = 10.0
@@ -46,7 +46,7 @@ class Stream:
 
     @property
     def is_right(self) -> bool:
-        return self.tokens == expected_tokens(self.prompt, self.max_tokens, PRIME_VOCAB_SIZE)
+        return self.tokens == expected_tokens(self.prompt, self.max_tokens)
 
     def longest_gap_s(self) -> float:
         return max(after - before for before, after in zip(self.arrived_s, self.arrived_s[1:], strict=False))
@@ -88,7 +88,7 @@ class Streams:
 def busy_fleet(mode: str = "split") -> Iterator[Fleet]:
     """A prefill worker, and a decode worker that is the only one so far."""
     router = RouterConfig(mode=mode, cache_secret="drain")
-    with running_fleet(TransferConfig(), router, step_ms=STEP_MS, vocab_size=PRIME_VOCAB_SIZE) as fleet:
+    with running_fleet(TransferConfig(), router, step_ms=STEP_MS) as fleet:
         fleet.wait_for(fleet.add(Role.PREFILL, "prefill-0"), fleet.add(Role.DECODE, "decode-0"))
         yield fleet
 
@@ -152,7 +152,7 @@ def test_sigterm_drains() -> None:
 
 def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun() -> None:
     router = RouterConfig(mode="split", cache_secret="drain")
-    with running_fleet(TransferConfig(), router, step_ms=300, vocab_size=PRIME_VOCAB_SIZE) as fleet:
+    with running_fleet(TransferConfig(), router, step_ms=300) as fleet:
         fleet.wait_for(fleet.add(Role.PREFILL, "prefill-0"), fleet.add(Role.DECODE, "decode-0"))
         # Each is more than a step of the worker, so most of them wait for a while.
         with Streams(fleet, 10, 2, num_prompt_tokens=500) as streams:

@@ -28,7 +28,7 @@ from kvstore.leases import Entry, Part, RecordKey, RedisRecords
 from router.journal import digest_of
 from router.tenants import DEFAULT_TENANT
 from tests.chaos.asks import MANY_BYTES, expected, greedy, of_split_character, prompt_of, seeded
-from tests.chaos.fleet import PRIME_VOCAB_SIZE, Fleet, RouterProcess, running_fleet
+from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
 
 ROUTER = RouterConfig(mode="auto", cache_secret="shared", max_in_flight=2048)
 TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
@@ -103,7 +103,7 @@ def stopped_by(request: GenerateRequest, text: str, begin: float, num_characters
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     """Enough routers for all tests: those that kill one take the first that is alive. The last two stay."""
-    with running_fleet(TRANSFER, ROUTER, num_routers=6, step_ms=STEP_MS, vocab_size=PRIME_VOCAB_SIZE) as fleet:
+    with running_fleet(TRANSFER, ROUTER, num_routers=6, step_ms=STEP_MS) as fleet:
         fleet.wait_for(*(fleet.add(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)))
         yield fleet
 
@@ -121,7 +121,7 @@ def requests_of_every_kind(fleet: Fleet) -> list[GenerateRequest]:
     text = Listener(seeded(prompt_of(3, 30), 150, 5)).listen(fleet.routers[-1]).choices[0].text
     kinds = [
         greedy(prompt_of(1, 200), 150),
-        of_split_character(150, PRIME_VOCAB_SIZE),
+        of_split_character(150),
         seeded(prompt_of(2, 30), 150, 11, n=3),
         unseeded(prompt_of(4, 30), 150),
         unseeded(prompt_of(5, 500), 120, n=2),
@@ -168,7 +168,7 @@ def test_a_killed_router_loses_no_stream(fleet: Fleet, has_redis: bool) -> None:
     assert sum(listener.num_streams == 2 for listener in listeners) > len(listeners) / 2
     for request, whole in zip(requests, undisturbed, strict=True):
         if isinstance(request.prompt, TokenIds) and "seed" in request.sampling and "stop" not in request.sampling:
-            assert [heard.token_ids for heard in whole.choices] == expected(request, PRIME_VOCAB_SIZE)
+            assert [heard.token_ids for heard in whole.choices] == expected(request)
     drawn = [
         heard.token_ids
         for request, whole in zip(requests, undisturbed, strict=True)
@@ -213,7 +213,7 @@ def test_it_goes_on_from_every_token_whatever_was_noted(fleet: Fleet) -> None:
 
 def stopped_request(fleet: Fleet) -> tuple[GenerateRequest, Listener]:
     """Begins with a character of two tokens, ends with a stop string of several; and its whole answer."""
-    request = of_split_character(40, PRIME_VOCAB_SIZE)
+    request = of_split_character(40)
     sampling = {**request.sampling, "top_k": 0, "top_p": 1.0, "seed": 5}  # all set: the model has defaults
     request = replace(request, sampling=sampling)
     text = Listener(request).listen(fleet.routers[-1]).choices[0].text
@@ -323,7 +323,7 @@ def test_what_cannot_be_continued_is_refused(
     request = replace(greedy(prompt_of(10, 20), 8), request_id=next(REQUEST_IDS), resume_from=resume_from)
     request = replace(request, **changes)  # type: ignore[arg-type]
     if request.sampling.get("stop_token_ids"):
-        second = expected(greedy(prompt_of(10, 20), 8), PRIME_VOCAB_SIZE)[0][1]
+        second = expected(greedy(prompt_of(10, 20), 8))[0][1]
         request = replace(request, sampling={**request.sampling, "stop_token_ids": (second,)})
     with pytest.raises(grpc.RpcError) as caught:
         list(router.inference.Generate(wire.generate_request(request), timeout=30))
@@ -387,9 +387,7 @@ def test_a_client_of_ours_does_not_notice(fleet: Fleet) -> None:
 def test_routers_behind_one_address_stop_and_die_one_after_the_other() -> None:
     """One stops as an operator asks it to and then breaks off, one is killed: clients hear unbroken streams."""
     num_clients = 12
-    with running_fleet(
-        TRANSFER, ROUTER, num_routers=3, step_ms=STEP_MS, vocab_size=PRIME_VOCAB_SIZE, shares_address=True
-    ) as fleet:
+    with running_fleet(TRANSFER, ROUTER, num_routers=3, step_ms=STEP_MS, shares_address=True) as fleet:
         fleet.wait_for(*(fleet.add(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)))
         assert len({router.address for router in fleet.routers}) == 1
         requests = [seeded(prompt_of(100 + i, 20), 1600, i) for i in range(num_clients)]
@@ -424,7 +422,7 @@ def test_routers_behind_one_address_stop_and_die_one_after_the_other() -> None:
             assert not thread.is_alive()
         assert failures == []
         for index, request in enumerate(requests):
-            assert answers[index] == expected(request, PRIME_VOCAB_SIZE)[0]
+            assert answers[index] == expected(request)[0]
 
 
 def test_met_and_missed_are_counted(fleet: Fleet) -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.blocks import block_keys
 from baton.costs import PRIOR, StepCosts
-from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
+from baton.engine.arithmetic import ArithmeticRunner, expected_tokens, modulus
 from baton.engine.block_pool import Removed, Stored
 from baton.engine.engine import Admitted, Engine, Generated, Output, Reserved
 from baton.engine.kv_cache import KVCache
@@ -423,7 +423,7 @@ def test_a_sequence_as_large_as_the_pool_runs() -> None:
 
 def prompt_answered_with(token_id: int) -> list[int]:
     """A two-token prompt whose first answer token is `token_id`."""
-    prompt = [(token_id - 2) % 49152, 1]
+    prompt = [(token_id - 2) % modulus(49152), 1]
     assert expected_tokens(prompt, 1) == [token_id]
     return prompt
 

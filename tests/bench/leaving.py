@@ -1,0 +1,154 @@
+"""How soon a decode worker is free of its running choices, when it drains or changes its role; part of `recovery`.
+
+Two decode workers; the one that leaves has all streams, and the other one takes them over. Steps are slept, so what is
+timed is Baton, and the copying of KV between two processes.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import grpc
+
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from tests.bench.report import Table
+from tests.chaos.fleet import Fleet, running_fleet
+from tests.integration.cluster import is_idle, request
+
+STEP_MS = 10.0
+NUM_STREAMS = 16
+NUM_PROMPT_TOKENS = 500
+NUM_BEFORE = 20
+"""Tokens that every stream has when its worker is told to leave."""
+NUM_LEFT = (100, 500)
+
+
+@dataclass(slots=True)
+class Departure:
+    """Seconds."""
+
+    free_s: float
+    """From the order on, until no call is left on the worker."""
+    gaps_s: list[float]
+    """Longest time between two messages, of each stream."""
+    num_recomputed: float
+    """Tokens, of a stream."""
+
+
+@dataclass(slots=True)
+class Stream:
+    num_tokens: int = 0
+    heard_s: list[float] = field(default_factory=list)
+
+    def longest_gap_s(self) -> float:
+        return max(after - before for before, after in pairwise(self.heard_s))
+
+
+def table(quick: bool) -> Table:
+    found = Table(
+        f"A decode worker with {NUM_STREAMS} streams leaves, a step every {STEP_MS:.0f} ms",
+        ("", "free after, ms p50", "p99", "longest gap of a stream, ms p50", "p99", "tokens computed again, a stream"),
+        note="The gap includes a step. Prompts have 500 tokens. A block has 16.",
+    )
+    num_times = 2 if quick else 12
+    with _fleet() as fleet:
+        for num_left in NUM_LEFT:
+            departures = [_drain(fleet, f"decode-{num_left}-{i}", num_left) for i in range(num_times)]
+            found.rows.append(_row(f"drain, {num_left} tokens left of each, {num_times} times", departures))
+        departures = [_flip(fleet, i) for i in range(num_times)]
+        found.rows.append(_row(f"change of role, 500 tokens left of each, {num_times} times", departures))
+    return found
+
+
+def _row(name: str, departures: Sequence[Departure]) -> tuple[str, ...]:
+    free_s = [departure.free_s for departure in departures]
+    gaps_s = [gap_s for departure in departures for gap_s in departure.gaps_s]
+    again = sum(departure.num_recomputed for departure in departures) / len(departures)
+    return (name, *(f"{_rank(values, p) * 1e3:.0f}" for values in (free_s, gaps_s) for p in (50, 99)), f"{again:.1f}")
+
+
+def _rank(values: Sequence[float], percent: int) -> float:
+    """Nearest rank."""
+    return sorted(values)[max(0, -(-len(values) * percent // 100) - 1)]
+
+
+@contextmanager
+def _fleet() -> Iterator[Fleet]:
+    """With a prefill worker and `decode-0`."""
+    router = RouterConfig(mode="split", cache_secret="leaving")
+    with running_fleet(TransferConfig(), router, step_ms=STEP_MS, num_blocks=4096) as fleet:
+        fleet.wait_for(fleet.add(Role.PREFILL, "prefill-0"), fleet.add(Role.DECODE, "decode-0"))
+        yield fleet
+
+
+def _drain(fleet: Fleet, successor: str, num_left: int) -> Departure:
+    """Of the only decode worker there is, to one that has just come."""
+    (worker,) = [w for w in fleet.client.status()["workers"] if w["role"] == "decode"]
+
+    def leave(stub: Any) -> None:
+        assert stub.Drain(worker_pb2.DrainRequest(timeout_s=60)).num_left == 0
+
+    departure = _leaving(fleet, worker, successor, num_left, leave)
+    fleet.remove(worker["id"], signal.SIGTERM)
+    return departure
+
+
+def _flip(fleet: Fleet, number: int) -> Departure:
+    (worker,) = [w for w in fleet.client.status()["workers"] if w["role"] == "decode"]
+
+    def leave(stub: Any) -> None:
+        stub.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=60))
+
+    departure = _leaving(fleet, worker, f"decode-flip-{number}", 500, leave)
+    fleet.remove(worker["id"], signal.SIGTERM)
+    return departure
+
+
+def _leaving(fleet: Fleet, worker: dict[str, Any], successor: str, num_left: int, leave: Any) -> Departure:
+    before = _computed(fleet)
+    rng = random.Random(successor)
+    streams = [Stream() for _ in range(NUM_STREAMS)]
+    prompts = [[rng.randrange(1, 40_000) for _ in range(NUM_PROMPT_TOKENS)] for _ in streams]
+    num_tokens = NUM_BEFORE + num_left
+    threads = [
+        threading.Thread(target=_read, args=(fleet, prompt, num_tokens, stream))
+        for prompt, stream in zip(prompts, streams, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    while any(stream.num_tokens < NUM_BEFORE for stream in streams):
+        time.sleep(0.005)
+    fleet.wait_for(fleet.add(Role.DECODE, successor))
+    with grpc.insecure_channel(worker["address"]) as channel:
+        began_s = time.monotonic()
+        leave(worker_pb2_grpc.WorkerControlStub(channel))
+        free_s = time.monotonic() - began_s
+    for thread in threads:
+        thread.join(120)
+    while not all(is_idle(each) for each in fleet.client.status()["workers"]):
+        time.sleep(0.1)
+    time.sleep(0.5)  # a renewal later the counters are there too
+    num_known = NUM_STREAMS * (NUM_PROMPT_TOKENS + num_tokens - 1)
+    recomputed = (_computed(fleet) - before - num_known) / NUM_STREAMS
+    return Departure(free_s, [stream.longest_gap_s() for stream in streams], recomputed)
+
+
+def _read(fleet: Fleet, prompt: list[int], num_tokens: int, stream: Stream) -> None:
+    message = request(token_ids=prompt, sampling={"max_tokens": num_tokens, "ignore_eos": True})
+    for part in fleet.inference.Generate(message, timeout=120):
+        stream.num_tokens += len(part.token_ids)
+        stream.heard_s.append(time.monotonic())
+
+
+def _computed(fleet: Fleet) -> int:
+    return sum(worker["computed_tokens"] for worker in fleet.client.status()["workers"])

@@ -1,0 +1,190 @@
+"""How long after a client has left its request's blocks are free on both workers, by what they were doing for it.
+
+Router and Redis are processes of their own. The workers run on the event loop of whoever measures, so that it sees
+their engines from within; each still has its engine's thread, its gRPC server and its links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
+from enum import StrEnum
+
+import grpc
+
+from baton import wire
+from baton.api import GenerateRequest
+from baton.cluster import Role
+from baton.config import EngineConfig, RouterConfig, TransferConfig
+from baton.engine.arithmetic import ArithmeticRunner
+from baton.engine.sequence import Sequence, Status
+from baton.errors import NoWorker
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from deploy.worker import running
+from kvstore.member import Member
+from tests.chaos import asks
+from tests.chaos.fleet import NUM_LAYERS, START_TIMEOUT_S, Fleet, running_fleet
+
+STEP_S = 0.02
+LINK_DELAY_MS = 20
+"""Before each chunk, so that there is a hand-over and a pull to break into."""
+NUM_BLOCKS = {Role.PREFILL: 128, Role.DECODE: 1024}
+"""The prefill worker keeps one prompt at most, so that it has to pull those before from the decode worker."""
+NUM_PROMPT_TOKENS = 1500
+"""Three steps."""
+POLL_S = 0.0005
+PHASE_TIMEOUT_S = 10.0
+
+
+class Phase(StrEnum):
+    """What the workers do for a request as its client leaves."""
+
+    QUEUED = "queued"
+    RESERVED = "reserved"
+    PULLING = "pulling"
+    PREFILLING = "prefilling"
+    HANDING_OVER = "handing over"
+    DECODING = "decoding"
+
+
+class Stream:
+    """A request under way."""
+
+    def __init__(self, stub: inference_pb2_grpc.InferenceAsyncStub, request: GenerateRequest) -> None:
+        self.request_id = request.request_id
+        self.num_tokens = 0
+        self._call = stub.Generate(wire.generate_request(request))
+        self._reading = asyncio.create_task(self._read())
+
+    def leave(self) -> None:
+        self._call.cancel()
+
+    async def end(self) -> None:
+        """Returns once it has ended; raises what it failed with."""
+        await self._reading
+
+    async def _read(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            async for part in self._call:
+                assert isinstance(part, inference_pb2.GenerateResponse)
+                self.num_tokens += len(part.token_ids)
+
+
+class CancelBench:
+    """A prefill and a decode worker, each for one sequence at a time."""
+
+    def __init__(self, members: dict[Role, Member], channel: grpc.aio.Channel) -> None:
+        self._members = members
+        self._stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+        self._numbers = itertools.count()
+
+    async def seconds_until_free(self, phase: Phase) -> float:
+        """From a client's leaving in `phase` until neither worker holds or awaits anything for its request.
+
+        Raises:
+            TimeoutError: the request was never seen in this phase, or something stays.
+        """
+        prompt = asks.prompt_of(7000 + next(self._numbers), NUM_PROMPT_TOKENS)
+        others: list[Stream] = []
+        if phase is Phase.PULLING:
+            for cached in (prompt, asks.prompt_of(8000 + next(self._numbers), NUM_PROMPT_TOKENS)):
+                await self._ask(cached, 2).end()
+            await asyncio.sleep(0.6)  # until the router has heard of what is cached and of what no longer is
+        if phase is Phase.QUEUED:
+            others.append(self._ask(asks.prompt_of(9000, 100), 1500))
+            await _until(lambda: others[0].num_tokens > 1)
+        stream = self._ask(prompt, 200)
+        await _until(lambda: self._is_in(phase, stream))
+        began_s = time.monotonic()
+        stream.leave()
+        await _until(lambda: self._is_free_of(stream) and (bool(others) or self.is_idle()))
+        took_s = time.monotonic() - began_s
+        await stream.end()
+        for other in others:
+            other.leave()
+            await other.end()
+        await _until(self.is_idle)
+        for member in self._members.values():
+            member.engine.check()
+        return took_s
+
+    def is_idle(self) -> bool:
+        """No block is reserved, held or pinned, and no staging slot in use."""
+        return all(
+            m.engine.is_idle and m.engine.pool.counts().in_use == 0 and m.kv.counts().slots_in_use == 0
+            for m in self._members.values()
+        )
+
+    def _ask(self, prompt: list[int], num_tokens: int) -> Stream:
+        return Stream(self._stub, replace(asks.greedy(prompt, num_tokens), request_id=f"asked-{next(self._numbers)}"))
+
+    def _is_in(self, phase: Phase, stream: Stream) -> bool:
+        on_prefill = list(self._sequences(Role.PREFILL, stream))
+        decode = self._members[Role.DECODE].engine.scheduler
+        on_decode = list(self._sequences(Role.DECODE, stream))
+        is_reserved = any(sequence in decode.reserved for sequence in on_decode)
+        match phase:
+            case Phase.QUEUED:
+                return any(sequence in decode.waiting for sequence in on_decode)
+            case Phase.RESERVED:
+                return is_reserved
+            case Phase.PULLING:
+                return any(s.spec.max_tokens == 0 and s.status is Status.RESERVED for s in on_prefill)
+            case Phase.PREFILLING:
+                return any(0 < s.num_computed_tokens < NUM_PROMPT_TOKENS for s in on_prefill)
+            case Phase.HANDING_OVER:
+                return is_reserved and stream.num_tokens > 0
+            case Phase.DECODING:
+                return stream.num_tokens > 2
+
+    def _is_free_of(self, stream: Stream) -> bool:
+        return not any(list(self._sequences(role, stream)) for role in Role)
+
+    def _sequences(self, role: Role, stream: Stream) -> Iterator[Sequence]:
+        scheduler = self._members[role].engine.scheduler
+        for sequence in (*scheduler.waiting, *scheduler.running, *scheduler.reserved):
+            if sequence.spec.request_id == stream.request_id:
+                yield sequence
+
+
+@contextlib.contextmanager
+def cancel_fleet() -> Iterator[Fleet]:
+    """Router and Redis for `cancel_bench`, which brings the workers. To be entered before any event loop runs."""
+    router = RouterConfig(mode="split", cache_secret="cancel")
+    with running_fleet(TransferConfig(), router, lease_s=10.0, faults=f"link_delay_ms={LINK_DELAY_MS}") as fleet:
+        yield fleet
+
+
+@contextlib.asynccontextmanager
+async def cancel_bench(fleet: Fleet) -> AsyncGenerator[CancelBench]:
+    async with contextlib.AsyncExitStack() as stack:
+        members = {}
+        for role in Role:
+            runner = ArithmeticRunner(
+                NUM_BLOCKS[role], max_num_seqs=1, num_layers=NUM_LAYERS, layer_s=STEP_S / NUM_LAYERS
+            )
+            config = replace(fleet.config, engine=EngineConfig(num_blocks=NUM_BLOCKS[role], max_num_seqs=1))
+            worker = running(config, role, f"{role}-0", "127.0.0.1", runner)
+            control, _ = await stack.enter_async_context(worker)
+            members[role] = control.member
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not await asyncio.to_thread(_knows_both, fleet):  # noqa: ASYNC110 - over the network
+                await asyncio.sleep(0.05)
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(fleet.routers[0].address))
+        yield CancelBench(members, channel)
+
+
+def _knows_both(fleet: Fleet) -> bool:
+    with contextlib.suppress(NoWorker):  # the router may not have started yet
+        return len(fleet.client.status()["workers"]) == len(Role)
+    return False
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PHASE_TIMEOUT_S):
+        while not condition():  # noqa: ASYNC110 - no event tells of another's engine
+            await asyncio.sleep(POLL_S)

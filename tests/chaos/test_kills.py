@@ -1,0 +1,143 @@
+"""SIGKILL at every point of one request's life: the client hears the same bytes each time."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from baton import wire
+from baton.api import Explanation, GenerateRequest
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
+from tests.chaos import asks
+from tests.chaos.asks import Listening, listen
+from tests.chaos.fleet import Fleet, running_fleet
+from tests.integration.cluster import is_idle
+
+NUM_TOKENS = 24
+STEP_MS = 8.0
+"""Long enough to kill within the token that is meant."""
+NUM_VICTIMS = 3
+"""Workers of the role that is killed: one dies, one takes over, and one may be on its way."""
+TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
+NUM_LONG_PROMPT_TOKENS = 1500
+"""Three steps, so three parts of it leave for the decode worker one after the other."""
+
+
+class Killer:
+    """Asks, and kills the worker that serves."""
+
+    def __init__(self, fleet: Fleet, role: Role) -> None:
+        self._fleet = fleet
+        self._role = role
+        self._numbers = itertools.count()
+
+    def ask(self, request: GenerateRequest) -> Listening:
+        """Undisturbed."""
+        return listen(self._fleet.inference.Generate(wire.generate_request(request), timeout=60))
+
+    def ask_and_kill(self, request: GenerateRequest, after_tokens: int, delay_s: float = 0.0) -> Listening:
+        """The worker dies once the client has so many tokens, and that long; with 0, once the request is placed."""
+        request = replace(request, request_id=f"killed-{next(self._numbers)}")
+        victims: list[str] = []
+
+        def kill(num_tokens: int) -> None:
+            if num_tokens >= after_tokens and not victims:
+                victims.append(self._served_by(request.request_id))
+                time.sleep(delay_s)
+                # One that nobody talked to as it died is listed for a while: then this request meets a dead worker.
+                if victims[0] in self._fleet.workers:
+                    self._fleet.send(victims[0], signal.SIGKILL)
+
+        parts = self._fleet.inference.Generate(wire.generate_request(request), timeout=60)
+        if after_tokens == 0:
+            kill(0)
+        heard = listen(parts, kill)
+        (victim,) = victims
+        if victim in self._fleet.workers:
+            self._fleet.remove(victim, signal.SIGKILL)
+            self._fleet.add(self._role)
+        return heard
+
+    def _served_by(self, request_id: str) -> str:
+        deadline = time.monotonic() + 30
+        while not (placed := self._fleet.client.explain(request_id)):
+            assert time.monotonic() < deadline, "not placed"
+        return _worker(placed[0], self._role)
+
+
+def _worker(placed: Explanation, role: Role) -> str:
+    return placed.prefill_worker if role is Role.PREFILL else placed.decode_worker
+
+
+@contextmanager
+def killing(mode: str, role: Role, faults: str = "") -> Iterator[Killer]:
+    """Afterwards, whoever is left holds nothing and has found nothing amiss."""
+    router = RouterConfig(mode=mode, max_attempts=4, cache_secret="kills")
+    with running_fleet(TRANSFER, router, step_ms=STEP_MS, faults=faults) as fleet:
+        other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        fleet.wait_for(*(fleet.add(role) for _ in range(NUM_VICTIMS)), fleet.add(other))
+        killer = Killer(fleet, role)
+        yield killer
+        fleet.wait_for(*fleet.workers)
+        deadline = time.monotonic() + 30
+        while {w["id"] for w in fleet.client.status()["workers"] if is_idle(w)} < set(fleet.workers):
+            assert time.monotonic() < deadline, fleet.client.status()
+            time.sleep(0.05)
+
+
+REQUESTS: dict[str, Callable[[], GenerateRequest]] = {
+    "greedy": lambda: asks.of_split_character(NUM_TOKENS),
+    "seeded": lambda: asks.seeded(asks.prompt_of(2, 50), NUM_TOKENS, seed=11),
+    "stop string": lambda: asks.seeded(asks.prompt_of(3, 50), 3 * NUM_TOKENS // 2, seed=12),
+}
+
+
+@pytest.mark.parametrize("mode", ["split", "aggregated"])
+def test_the_decode_worker_dies_at_every_token(mode: str) -> None:
+    with killing(mode, Role.DECODE) as killer:
+        for kind, make in REQUESTS.items():
+            request = make()
+            answer = killer.ask(request).answer
+            assert [choice.token_ids for choice in answer.choices] == asks.expected(request)
+            if kind == "stop string":
+                whole = answer
+                request = asks.stopped_by(request, whole, share=0.6)
+                answer = killer.ask(request).answer
+                (stopped,), (unstopped,) = answer.choices, whole.choices
+                assert stopped.finish_reason == "stop"
+                assert unstopped.text.startswith(stopped.text), "cut where the string begins"
+                assert len(stopped.token_ids) < len(unstopped.token_ids)
+            num_tokens = answer.num_completion_tokens
+            heard = [killer.ask_and_kill(request, index) for index in range(num_tokens)]
+            wrong = [index for index, listening in enumerate(heard) if listening.answer != answer]
+            assert not wrong, (kind, wrong, heard[wrong[0]].answer, answer)
+            num_retried = sum(listening.retries > 0 for listening in heard)
+            print(
+                f"{mode}, {kind}: killed at each of {num_tokens} tokens, {num_retried} times while it was decoding; "
+                f"longest gap {max(listening.longest_gap_s for listening in heard) * 1e3:.0f} ms"
+            )
+            # What is killed as it sends the last tokens has done its work.
+            assert num_retried >= num_tokens - 5
+
+
+@pytest.mark.parametrize(("after_tokens", "faults"), [(0, ""), (1, "link_delay_ms=30")])
+def test_the_prefill_worker_dies(after_tokens: int, faults: str) -> None:
+    """Before the first token, at every stage of the prompt; and after it, while the last of its KV is on the way."""
+    with killing("split", Role.PREFILL, faults) as killer:
+        num_retried = 0
+        for number in range(20):
+            request = asks.seeded(asks.prompt_of(100 + number, NUM_LONG_PROMPT_TOKENS), 8, seed=number)
+            heard = killer.ask_and_kill(request, after_tokens, delay_s=number * 2e-3)
+            assert [choice.token_ids for choice in heard.answer.choices] == asks.expected(request)
+            assert heard.answer == killer.ask(request).answer
+            num_retried += heard.retries > 0
+        # What was killed too late for its last chunk has done its work.
+        print(f"{'before' if after_tokens == 0 else 'after'} the first token: {num_retried} of 20 placed again")
+        assert num_retried >= 15
