@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -63,10 +63,10 @@ def table(quick: bool) -> Table:
     num_times = 2 if quick else 12
     with _fleet() as fleet:
         for num_left in NUM_LEFT:
-            departures = [_drain(fleet, f"decode-{num_left}-{i}", num_left) for i in range(num_times)]
+            departures = [_departure(fleet, num_left, _drain) for _ in range(num_times)]
             found.rows.append(_row(f"drain, {num_left} tokens left of each, {num_times} times", departures))
-        departures = [_flip(fleet, i) for i in range(num_times)]
-        found.rows.append(_row(f"change of role, 500 tokens left of each, {num_times} times", departures))
+        departures = [_departure(fleet, NUM_LEFT[-1], _set_role) for _ in range(num_times)]
+        found.rows.append(_row(f"change of role, {NUM_LEFT[-1]} tokens left of each, {num_times} times", departures))
     return found
 
 
@@ -84,39 +84,26 @@ def _rank(values: Sequence[float], percent: int) -> float:
 
 @contextmanager
 def _fleet() -> Iterator[Fleet]:
-    """With a prefill worker and `decode-0`."""
+    """With a prefill and a decode worker."""
     router = RouterConfig(mode="split", cache_secret="leaving")
     with running_fleet(TransferConfig(), router, step_ms=STEP_MS, num_blocks=4096) as fleet:
-        fleet.wait_for(fleet.add(Role.PREFILL, "prefill-0"), fleet.add(Role.DECODE, "decode-0"))
+        fleet.wait_for(fleet.add(Role.PREFILL, "prefill-0"), fleet.add(Role.DECODE))
         yield fleet
 
 
-def _drain(fleet: Fleet, successor: str, num_left: int) -> Departure:
+def _drain(worker: Any) -> None:
+    assert worker.Drain(worker_pb2.DrainRequest(timeout_s=60)).num_left == 0
+
+
+def _set_role(worker: Any) -> None:
+    worker.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=60))
+
+
+def _departure(fleet: Fleet, num_left: int, leave: Callable[[Any], None]) -> Departure:
     """Of the only decode worker there is, to one that has just come."""
-    (worker,) = [w for w in fleet.client.status()["workers"] if w["role"] == "decode"]
-
-    def leave(stub: Any) -> None:
-        assert stub.Drain(worker_pb2.DrainRequest(timeout_s=60)).num_left == 0
-
-    departure = _leaving(fleet, worker, successor, num_left, leave)
-    fleet.remove(worker["id"], signal.SIGTERM)
-    return departure
-
-
-def _flip(fleet: Fleet, number: int) -> Departure:
-    (worker,) = [w for w in fleet.client.status()["workers"] if w["role"] == "decode"]
-
-    def leave(stub: Any) -> None:
-        stub.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=60))
-
-    departure = _leaving(fleet, worker, f"decode-flip-{number}", 500, leave)
-    fleet.remove(worker["id"], signal.SIGTERM)
-    return departure
-
-
-def _leaving(fleet: Fleet, worker: dict[str, Any], successor: str, num_left: int, leave: Any) -> Departure:
+    (worker,) = _decode_workers(fleet)
     before = _computed(fleet)
-    rng = random.Random(successor)
+    rng = random.Random(before)
     streams = [Stream() for _ in range(NUM_STREAMS)]
     prompts = [[rng.randrange(1, 40_000) for _ in range(NUM_PROMPT_TOKENS)] for _ in streams]
     num_tokens = NUM_BEFORE + num_left
@@ -128,7 +115,7 @@ def _leaving(fleet: Fleet, worker: dict[str, Any], successor: str, num_left: int
         thread.start()
     while any(stream.num_tokens < NUM_BEFORE for stream in streams):
         time.sleep(0.005)
-    fleet.wait_for(fleet.add(Role.DECODE, successor))
+    fleet.wait_for(fleet.add(Role.DECODE))
     with grpc.insecure_channel(worker["address"]) as channel:
         began_s = time.monotonic()
         leave(worker_pb2_grpc.WorkerControlStub(channel))
@@ -140,6 +127,9 @@ def _leaving(fleet: Fleet, worker: dict[str, Any], successor: str, num_left: int
     time.sleep(0.5)  # a renewal later the counters are there too
     num_known = NUM_STREAMS * (NUM_PROMPT_TOKENS + num_tokens - 1)
     recomputed = (_computed(fleet) - before - num_known) / NUM_STREAMS
+    fleet.remove(worker["id"], signal.SIGTERM)
+    while len(fleet.client.status()["workers"]) > 2:
+        time.sleep(0.05)
     return Departure(free_s, [stream.longest_gap_s() for stream in streams], recomputed)
 
 
@@ -148,6 +138,10 @@ def _read(fleet: Fleet, prompt: list[int], num_tokens: int, stream: Stream) -> N
     for part in fleet.inference.Generate(message, timeout=120):
         stream.num_tokens += len(part.token_ids)
         stream.heard_s.append(time.monotonic())
+
+
+def _decode_workers(fleet: Fleet) -> list[dict[str, Any]]:
+    return [worker for worker in fleet.client.status()["workers"] if worker["role"] == "decode"]
 
 
 def _computed(fleet: Fleet) -> int:

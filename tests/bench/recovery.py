@@ -1,4 +1,4 @@
-"""How soon a cluster recovers: from clients that leave, and from workers that die or freeze.
+"""How soon a cluster recovers: from clients that leave, and from workers that die, freeze or leave.
 
 On the arithmetic engine, whose steps are slept: what is timed is Baton, not a model. Router, Redis and workers are
 processes of their own; only for cancels the workers run here, so that it can be seen from within when they are free.
@@ -19,6 +19,7 @@ from datetime import datetime
 from baton import wire
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
+from tests.bench import leaving
 from tests.bench.report import Report, Table
 from tests.chaos import asks
 from tests.chaos.fleet import Fleet, running_fleet
@@ -43,8 +44,7 @@ class Recovery:
 
 def run(quick: bool) -> Report:
     num_cancels, num_kills, num_freezes = (10, 6, 2) if quick else (100, 40, 6)
-    # A drained worker and a change of role get their tables here.
-    return Report("recovery", [_cancels(num_cancels), _faults(num_kills, num_freezes)])
+    return Report("recovery", [_cancels(num_cancels), _faults(num_kills, num_freezes), leaving.table(quick)])
 
 
 def _cancels(num_times: int) -> Table:
