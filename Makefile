@@ -6,8 +6,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progre
 STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract
 # What these hold against the clock, another test beside them would hold up. The others wait most of their time.
-ALONE := tests/chaos $(addprefix tests/integration/, test_admission.py test_cancel_latency.py test_overload.py \
-	test_prefix_pull.py test_transfer_processes.py)
+ALONE := tests/chaos/test_index.py $(addprefix tests/integration/, test_admission.py test_cancel_latency.py \
+	test_overload.py test_prefix_pull.py test_transfer_processes.py)
 SOAK := tests/chaos/test_streams.py
 export OMP_NUM_THREADS ?= 1
 
@@ -28,8 +28,8 @@ serve: $(STAMP)
 	@$(BIN)/baton up --ask "The capital of France is"
 
 test: check
-	$(BIN)/python -m pytest $(ALONE)
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest --durations 15 $(ALONE)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 25 tests/integration tests/chaos $(addprefix --ignore=,$(ALONE))
 
 # Ten minutes of faults under load, a minute of everything else, ten thousand cancels; `make test` has short ones.
 chaos: $(STAMP)

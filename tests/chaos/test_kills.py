@@ -34,13 +34,13 @@ class Killer:
     """Asks, and kills the worker that serves."""
 
     def __init__(self, fleet: Fleet, role: Role) -> None:
-        self._fleet = fleet
+        self.fleet = fleet
         self._role = role
         self._numbers = itertools.count()
 
     def ask(self, request: GenerateRequest) -> Listening:
         """Undisturbed."""
-        return listen(self._fleet.inference.Generate(wire.generate_request(request), timeout=60))
+        return listen(self.fleet.inference.Generate(wire.generate_request(request), timeout=60))
 
     def ask_and_kill(self, request: GenerateRequest, after_tokens: int, delay_s: float = 0.0) -> Listening:
         """The worker dies once the client has so many tokens, and that long; with 0, once the request is placed."""
@@ -52,22 +52,22 @@ class Killer:
                 victims.append(self._served_by(request.request_id))
                 time.sleep(delay_s)
                 # One that nobody talked to as it died is listed for a while: then this request meets a dead worker.
-                if victims[0] in self._fleet.workers:
-                    self._fleet.send(victims[0], signal.SIGKILL)
+                if victims[0] in self.fleet.workers:
+                    self.fleet.send(victims[0], signal.SIGKILL)
 
-        parts = self._fleet.inference.Generate(wire.generate_request(request), timeout=60)
+        parts = self.fleet.inference.Generate(wire.generate_request(request), timeout=60)
         if after_tokens == 0:
             kill(0)
         heard = listen(parts, kill)
         (victim,) = victims
-        if victim in self._fleet.workers:
-            self._fleet.remove(victim, signal.SIGKILL)
-            self._fleet.add(self._role)
+        if victim in self.fleet.workers:
+            self.fleet.remove(victim, signal.SIGKILL)
+            self.fleet.add(self._role)
         return heard
 
     def _served_by(self, request_id: str) -> str:
         deadline = time.monotonic() + 30
-        while not (placed := self._fleet.client.explain(request_id)):
+        while not (placed := self.fleet.client.explain(request_id)):
             assert time.monotonic() < deadline, "not placed"
         return _worker(placed[0], self._role)
 
@@ -141,3 +141,27 @@ def test_the_prefill_worker_dies(after_tokens: int, faults: str) -> None:
         # What was killed too late for its last chunk has done its work.
         print(f"{'before' if after_tokens == 0 else 'after'} the first token: {num_retried} of 20 placed again")
         assert num_retried >= 15
+
+
+def test_a_long_answer_outlives_more_workers_than_may_fail_in_a_row() -> None:
+    num_deaths, num_between = 6, 70
+    with killing("split", Role.DECODE) as killer:
+        fleet = killer.fleet
+        request = asks.seeded(asks.prompt_of(4, 50), (num_deaths + 1) * num_between, seed=13)
+        num_killed = 0
+
+        def kill(num_tokens: int) -> None:
+            nonlocal num_killed
+            if num_killed == num_deaths or num_tokens < (num_killed + 1) * num_between:
+                return
+            # Half a second after the last death it is known who decodes now.
+            for worker in fleet.client.status()["workers"]:
+                if worker["role"] == "decode" and worker["running"] and worker["id"] in fleet.workers:
+                    fleet.remove(worker["id"], signal.SIGKILL)
+                    fleet.add(Role.DECODE)
+                    num_killed += 1
+                    return
+
+        heard = listen(fleet.inference.Generate(wire.generate_request(request), timeout=120), kill)
+        assert [choice.token_ids for choice in heard.answer.choices] == asks.expected(request)
+        assert heard.retries == num_killed == num_deaths
