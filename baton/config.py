@@ -271,13 +271,24 @@ class ClusterConfig:
     One of them has to be this machine. The others need to reach `index.redis_url`, and to have the model at the same
     path. Empty: `baton up` starts one of this machine alone."""
     state_file: str = ""
-    """Where the controller keeps the desired pool sizes, so that they outlive it. Empty: for the life of `baton up`."""
+    """Where the controller keeps the desired pool sizes, so that they outlive it and go before `prefill` and `decode`;
+    one cluster a file. Empty: they are kept for the life of `baton up`, and with `ray_address` a file in the cache
+    folder says which workers to end if all of it is killed."""
     gpus_per_worker: float = 0.0
     """0: one, or an equal share where the pools start with more workers than there are GPUs."""
     drain_timeout_s: float = 30.0
     """How long a worker that leaves may take to hand over what it does. What is left then is computed again."""
     start_timeout_s: float = 180.0
+    """For the whole cluster, and afterwards for every worker that is started, once a node has room for it."""
     stop_timeout_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        _require_at_least_one("cluster", self, ("routers",))
+        for name in ("drain_timeout_s", "start_timeout_s", "stop_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"cluster.{name} must be more than 0 seconds, got {getattr(self, name)}")
+        if not 0 <= self.gpus_per_worker < math.inf:
+            raise ConfigError(f"cluster.gpus_per_worker must be at least 0, got {self.gpus_per_worker}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +299,7 @@ class AutoscaleConfig:
     dry_run: bool = False
     """Decide and log, and order nothing."""
     min_prefill: int = 1
+    """Not in mode `aggregated`, in which nobody uses that pool."""
     min_decode: int = 1
     max_prefill: int = 0
     """0: as many as `max_workers` allows; the same for `max_decode`."""

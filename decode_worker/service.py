@@ -54,7 +54,9 @@ class DecodeService:
     async def fetch(self, request: FetchRequest, trace: Context) -> AsyncGenerator[Fetched]:
         """Pulls a prefix of a sequence that will come here, so that little is missing when it does."""
         self._require_staying()
-        yield Fetched(await self._kv.fetch_prefix(request.sequence, request.source, time.monotonic(), trace))
+        num_tokens = await self._kv.fetch_prefix(request.sequence, request.source, time.monotonic(), trace)
+        self._require_staying()
+        yield Fetched(num_tokens)
 
     def _require_staying(self) -> None:
         if self._is_draining():

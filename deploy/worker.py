@@ -42,6 +42,8 @@ from prefill_worker.service import PrefillService
 ARITHMETIC_LAYERS = 2
 FENCED = 75
 """Exit status of a worker whose name belongs to a newer incarnation."""
+LAST_WORDS_S = 0.2
+"""What calls have said last is on its way to the routers for so long."""
 SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.KvControl")
 
 
@@ -52,8 +54,12 @@ async def running(
     """A worker that takes traffic while the block is entered. Yields its control, and what `Member.joined` does."""
     member = Member(role, worker_id, host, config, runner)
     rpc = RpcServer(SERVICE_NAMES)
-    prefill = PrefillService(worker_id, member.loop, member.kv)
-    decode = DecodeService(worker_id, member.loop, member.kv, lambda: member.state is WorkerState.DRAINING)
+
+    def is_draining() -> bool:
+        return member.state is WorkerState.DRAINING
+
+    prefill = PrefillService(worker_id, member.loop, member.kv, is_draining)
+    decode = DecodeService(worker_id, member.loop, member.kv, is_draining)
     calls = CallServicer(prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch)
     control = WorkerControl(member, calls)
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)
@@ -105,12 +111,15 @@ async def serve(
         Fenced: a newer incarnation has this worker's name.
     """
     stop, stop_now = asyncio.Event(), asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: (stop_now if stop.is_set() else stop).set())
     tracer = tracing.configure(f"baton-{role}", worker_id, config.telemetry)
     try:
         async with contextlib.AsyncExitStack() as stack:
             try:
                 runner = await asyncio.to_thread(build, config)
+                # Not before: until there is something to drain, the signal may end the process at once.
+                asyncio.get_running_loop().add_signal_handler(
+                    signal.SIGTERM, lambda: (stop_now if stop.is_set() else stop).set()
+                )
                 control, ended = await stack.enter_async_context(running(config, role, worker_id, host, runner))
             except BatonError as error:
                 _tell(ready_fd, dataclasses.asdict(to_failed(error)))
@@ -118,6 +127,7 @@ async def serve(
             _tell(ready_fd, {"pid": os.getpid(), "address": control.member.info.address})
             await _first(ended, stop.wait())
             await _first(ended, stop_now.wait(), control.drain(config.cluster.drain_timeout_s))
+            await asyncio.sleep(LAST_WORDS_S)
     finally:
         if tracer is not None:
             await asyncio.to_thread(tracer.shutdown)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from opentelemetry.context import Context
 
 from baton.engine.engine import Admitted, Generated
 from baton.engine.loop import EngineLoop, SequenceHandle
 from baton.engine.sequence import Purpose
-from baton.errors import TransferError, WorkerFailed
+from baton.errors import TransferError, WorkerDraining, WorkerFailed
 from baton.messages import FirstToken, HandedOver, PrefillRequest
 from baton.telemetry import tracing
 from kvstore.transfer.endpoint import KvEndpoint
@@ -19,14 +19,27 @@ from kvstore.transfer.sender import Transfer
 
 
 class PrefillService:
-    def __init__(self, worker_id: str, loop: EngineLoop, kv: KvEndpoint) -> None:
+    """Args:
+    is_draining: whether the worker leaves this role.
+    """
+
+    def __init__(
+        self, worker_id: str, loop: EngineLoop, kv: KvEndpoint, is_draining: Callable[[], bool] = lambda: False
+    ) -> None:
         self._worker_id = worker_id
         self._loop = loop
         self._kv = kv
+        self._is_draining = is_draining
 
     async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[FirstToken | HandedOver]:
-        """In order: offer, pull what another worker holds, compute and send side by side, first token, hand-over."""
+        """In order: offer, pull what another worker holds, compute and send side by side, first token, hand-over.
+
+        Raises:
+            WorkerDraining: the worker takes no new work. An answer that goes on elsewhere is none: its KV is here.
+        """
         spec, ticket, source = request.sequence, request.ticket, request.source
+        if self._is_draining() and len(spec.token_ids) == spec.num_prompt_tokens:
+            raise WorkerDraining(f"{self._worker_id} takes no new work")
         labels: tracing.Attributes = {"baton.worker": self._worker_id}
         arrived_s = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:

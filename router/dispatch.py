@@ -25,6 +25,7 @@ import contextlib
 import itertools
 import logging
 import math
+import random
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from dataclasses import dataclass, field, replace
@@ -111,19 +112,37 @@ class _Lessons:
     num_emitted: int = 0
     """Tokens that the choice had at the last of them."""
 
-    def learn(self, failure: WorkerCallError, record: ChoiceRecord) -> None:
-        self.num_emitted = len(record.emitted)
+    def learn(self, failure: WorkerCallError, placement: Placement, num_emitted: int) -> None:
+        self.num_emitted = num_emitted
         self.failures.append(f"{failure.worker.info.id}: {failure.error}")
         if isinstance(failure.error, Overloaded):
             self.refused.add(failure.worker.info.id)  # before anything was pulled: nothing speaks against the source
             return
-        self.not_from.add(record.source)
+        self.not_from.add(placement.source)
         if isinstance(failure.error, TransferError):
             # Who does not fit will not fit the next time either.
             self.num_failed_transfers += MAX_FAILED_TRANSFERS if isinstance(failure.error, TransferRefused) else 1
-            self.not_from.add(record.prefill_worker)
+            self.not_from.add(placement.prefill_worker)
             if not isinstance(failure.error, (TransferCorrupted, TransferRefused)):  # then the other side has answered
-                self.doubted |= {record.prefill_worker, record.decode_worker} - {failure.worker.info.id}
+                self.doubted |= {placement.prefill_worker, placement.decode_worker} - {failure.worker.info.id}
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Who is to serve: the workers as they were when that was decided, whatever becomes of their leases."""
+
+    placement: Placement
+    decode: Worker
+    prefill: Worker | None
+    source: PrefixSource | None
+    hint: Hint | None
+    """None: nothing was believed of the worker that computes the prompt."""
+    moves_from: WorkerStream[Decoding] | None = None
+    """The call that decodes until now. It is to be left when the next ones have begun, so that its worker waits."""
+
+    def leave_the_old(self) -> None:
+        if self.moves_from is not None:
+            self.moves_from.leave()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +151,9 @@ class _Attempt:
 
     spec: SequenceSpec
     claim: Claim
-    placement: Placement
-    hint: Hint
+    plan: _Plan
+    kept: list[WorkerStream[Decoding]]
+    """Streams that stay open when the attempt ends: those that the choice moves from."""
     job: Job
     entry: Entry
     record: ChoiceRecord
@@ -141,7 +161,7 @@ class _Attempt:
 
 
 class _Leaving(Exception):
-    """A worker asks for a choice to be moved, in the middle of what was waited for."""
+    """A worker asks for a choice to be moved that it has not begun to decode: there is nothing to move."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker.info.id)
@@ -151,9 +171,9 @@ class _Leaving(Exception):
 class _Moved(Exception):
     """A choice goes on elsewhere; all is prepared."""
 
-    def __init__(self, placement: Placement) -> None:
-        super().__init__(placement.decode_worker)
-        self.placement = placement
+    def __init__(self, plan: _Plan) -> None:
+        super().__init__(plan.placement.decode_worker)
+        self.plan = plan
 
 
 class Dispatcher:
@@ -191,51 +211,65 @@ class Dispatcher:
         """
         expected = self._history.expect(claim.tenant.id, spec.max_tokens, spec.ignore_eos)
         lessons = _Lessons()
-        move: Placement | None = None
-        for attempt in itertools.count():
-            current = replace(
-                spec,
-                token_ids=spec.token_ids + tuple(record.emitted),
-                attempt=attempt,
-                priority=claim.priority,
-                itl_s=claim.objective.itl_s,
-                num_expected_tokens=expected,
-                ttft_s=max(0.0, claim.arrived_s + claim.objective.ttft_s - time.monotonic()),
-            )
-            mode = self._config.mode
-            if mode == "auto" and lessons.num_failed_transfers >= MAX_FAILED_TRANSFERS:
-                mode = Mode.AGGREGATED  # slower perhaps, but nothing has to travel
-            try:
-                serve = self._attempt(current, claim, mode, lessons, move, record, trace)
-                async with contextlib.aclosing(serve) as messages:
-                    async for message in messages:
-                        record.emitted += message.token_ids
-                        yield message
-                return
-            except _Moved as moved:
-                move = moved.placement
-            except _Leaving as leaving:
-                move = None
-                self._pools.leaves(leaving.worker)
-            except WorkerCallError as failure:
-                move = None
-                if isinstance(failure.error, InvalidRequest):
-                    raise failure.error from failure
-                if isinstance(failure.error, WorkerDraining):
-                    self._pools.leaves(failure.worker)
-                    continue
-                if isinstance(failure.error, WorkerFailed):
-                    self._pools.suspect(failure.worker)
-                if len(record.emitted) - lessons.num_emitted >= PROGRESS_TOKENS:
-                    lessons = _Lessons()
-                lessons.learn(failure, record)
-                if len(lessons.failures) == self._config.max_attempts:
-                    raise _given_up(failure.error, lessons.failures) from failure
-                record.retries += 1
-                self._instruments.retries.add(1, {"error": type(failure.error).__name__})
-                logger.warning(
-                    "%s is placed again after %d tokens: %s", current.sequence_id, len(record.emitted), failure.error
+        plan: _Plan | None = None
+        """Of a choice that moves."""
+        kept: list[WorkerStream[Decoding]] = []
+        try:
+            for attempt in itertools.count():
+                current = replace(
+                    spec,
+                    token_ids=spec.token_ids + tuple(record.emitted),
+                    attempt=attempt,
+                    priority=claim.priority,
+                    itl_s=claim.objective.itl_s,
+                    num_expected_tokens=expected,
+                    ttft_s=max(0.0, claim.arrived_s + claim.objective.ttft_s - time.monotonic()),
                 )
+                mode = self._config.mode
+                if mode == "auto" and lessons.num_failed_transfers >= MAX_FAILED_TRANSFERS:
+                    mode = Mode.AGGREGATED  # slower perhaps, but nothing has to travel
+                record.began_s = time.monotonic()
+                prompt = self._prompt(current)
+                if plan is None:
+                    plan = await self._place(current, claim, prompt, mode, lessons)
+                placement = plan.placement
+                try:
+                    serve = self._attempt(current, claim, prompt, plan, kept, record, trace)
+                    async with contextlib.aclosing(serve) as messages:
+                        async for message in messages:
+                            record.emitted += message.token_ids
+                            yield message
+                    return
+                except _Moved as moved:
+                    plan = moved.plan
+                except _Leaving as leaving:
+                    plan = None
+                    self._pools.leaves(leaving.worker)
+                except WorkerCallError as failure:
+                    plan = None
+                    if isinstance(failure.error, InvalidRequest):
+                        raise failure.error from failure
+                    if isinstance(failure.error, WorkerDraining):
+                        self._pools.leaves(failure.worker)
+                        continue
+                    if isinstance(failure.error, WorkerFailed):
+                        self._pools.suspect(failure.worker)
+                    if len(record.emitted) - lessons.num_emitted >= PROGRESS_TOKENS:
+                        lessons = _Lessons()
+                    lessons.learn(failure, placement, len(record.emitted))
+                    if len(lessons.failures) == self._config.max_attempts:
+                        raise _given_up(failure.error, lessons.failures) from failure
+                    record.retries += 1
+                    self._instruments.retries.add(1, {"error": type(failure.error).__name__})
+                    logger.warning(
+                        "%s is placed again after %d tokens: %s",
+                        current.sequence_id,
+                        len(record.emitted),
+                        failure.error,
+                    )
+        finally:
+            for stream in kept:
+                stream.leave()
 
     def answered(self, claim: Claim, record: ChoiceRecord) -> None:
         """A choice has come to its end, by itself, its limit or a stop string: its length is what others' will be."""
@@ -245,27 +279,24 @@ class Dispatcher:
         self,
         spec: SequenceSpec,
         claim: Claim,
-        mode: str,
-        lessons: _Lessons,
-        move: Placement | None,
+        prompt: Prompt,
+        plan: _Plan,
+        kept: list[WorkerStream[Decoding]],
         record: ChoiceRecord,
         trace: Context,
     ) -> AsyncGenerator[NewTokens]:
-        record.began_s = time.monotonic()
-        prompt = self._prompt(spec)
+        placement = plan.placement
         entry = Entry(claim.tenant, claim.priority, spec.ttft_s)
-        if move is None:
-            placement, hint = await self._place(spec, claim, prompt, mode, lessons)
-        else:
-            placement, hint = move, self._hints.note(spec, prompt, self._pools.get(move.computes), 0)
         entry.is_placed(placement)
         if spec.attempt == 0:
             prediction = self._predicted(entry, placement)
             record.decision = self._decisions.note(spec, claim, placement, prediction)
             if not record.emitted:  # else another router has let it in
                 self._let_in(entry, record.decision)
-        record.mode, record.source = placement.mode, placement.source
-        record.prefill_worker, record.decode_worker = placement.prefill_worker, placement.decode_worker
+        record.decode_worker = placement.decode_worker
+        if plan.moves_from is None:
+            record.mode, record.source = placement.mode, placement.source
+            record.prefill_worker = placement.prefill_worker
         self._instruments.placements.add(
             1, {"mode": placement.mode, "prefill": placement.prefill_worker, "decode": placement.decode_worker}
         )
@@ -274,8 +305,8 @@ class Dispatcher:
             attempt = _Attempt(
                 spec,
                 claim,
-                placement,
-                hint,
+                plan,
+                kept,
                 Job(entry.turn, entry.compute_s, prompt.num_tokens, prompt.num_expected_tokens),
                 entry,
                 record,
@@ -285,6 +316,7 @@ class Dispatcher:
                 async for message in messages:
                     yield message
         finally:
+            plan.leave_the_old()
             self._gate.left(entry)
 
     def _predicted(self, entry: Entry, placement: Placement) -> Prediction:
@@ -307,14 +339,8 @@ class Dispatcher:
             if patience is not None and not patience.expired():
                 patience.reschedule(0.0)
 
-    async def _place(
-        self, spec: SequenceSpec, claim: Claim, prompt: Prompt, mode: str, lessons: _Lessons
-    ) -> tuple[Placement, Hint]:
-        """Waits, within bounds, until the workers for a request are there.
-
-        Returns:
-            The placement, and what was believed of the worker that computes the prompt.
-        """
+    async def _place(self, spec: SequenceSpec, claim: Claim, prompt: Prompt, mode: str, lessons: _Lessons) -> _Plan:
+        """Waits, within bounds, until the workers for a request are there."""
         deadline = time.monotonic() + self._config.worker_wait_s
         decide = self._decider(claim, lessons.not_from)
         while True:
@@ -323,7 +349,13 @@ class Dispatcher:
             placement = decide(prompt, undoubted, mode) or decide(prompt, candidates, mode)
             if placement is not None:
                 believed = next(c.num_cached_tokens for c in candidates if c.worker_id == placement.computes)
-                return placement, self._hints.note(spec, prompt, self._pools.get(placement.computes), believed)
+                hint = self._hints.note(spec, prompt, self._pools.get(placement.computes), believed)
+                prefill = self._pools.get(placement.prefill_worker) if placement.prefill_worker else None
+                source = None
+                if placement.source:
+                    address = self._pools.get(placement.source).info.address
+                    source = PrefixSource(placement.source, address, placement.source_tokens)
+                return _Plan(placement, self._pools.get(placement.decode_worker), prefill, source, hint)
             if lessons.refused:
                 raise Overloaded("every worker's queue is full; try again later")
             if time.monotonic() >= deadline:
@@ -350,8 +382,7 @@ class Dispatcher:
 
     async def _aggregated(self, attempt: _Attempt) -> AsyncGenerator[NewTokens]:
         spec, job, trace = attempt.spec, attempt.job, attempt.trace
-        worker = self._pools.get(attempt.placement.decode_worker)
-        source = self._source(attempt.placement)
+        worker, source = attempt.plan.decode, attempt.plan.source
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(self._pools.decoding(worker, job))
             queued = stack.enter_context(contextlib.ExitStack())
@@ -361,21 +392,14 @@ class Dispatcher:
                     message = await _read_tokens(stream)
                 queued.close()
                 self._book_prefill(attempt, message)
-                yield message
-                try:
-                    while message.finish_reason is None:
-                        message = await _read_tokens(stream)
+                async with contextlib.aclosing(self._rest(attempt, stream, message)) as messages:
+                    async for message in messages:
                         yield message
-                except _Leaving:
-                    async with contextlib.aclosing(self._moving(attempt, stream)) as messages:
-                        async for message in messages:
-                            yield message
 
     async def _split(self, attempt: _Attempt) -> AsyncGenerator[NewTokens]:
         spec, job, trace = attempt.spec, attempt.job, attempt.trace
-        decode_worker = self._pools.get(attempt.placement.decode_worker)
-        prefill_worker = self._pools.get(attempt.placement.prefill_worker)
-        source = self._source(attempt.placement)
+        decode_worker, prefill_worker, source = attempt.plan.decode, attempt.plan.prefill, attempt.plan.source
+        assert prefill_worker is not None
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(self._pools.decoding(decode_worker, job))
             queued = stack.enter_context(contextlib.ExitStack())
@@ -392,6 +416,7 @@ class Dispatcher:
                 prefill = await stack.enter_async_context(
                     self._calls.prefill(prefill_worker, spec, ticket, source=source, trace=trace)
                 )
+                attempt.plan.leave_the_old()
                 # The decode worker says nothing before the hand-over; it is read so that its death is noticed at once.
                 computing, reading = await stack.enter_async_context(_both(prefill.read(), _read_tokens(decode)))
                 await asyncio.wait((computing, reading), return_when=asyncio.FIRST_COMPLETED)
@@ -411,55 +436,71 @@ class Dispatcher:
                 _cancelled_at_exit(asyncio.create_task(self._book_hand_over(prefill, ticket, attempt.record)))
             )
             message = await _first_after_hand_over(handing_over, reading)
-            try:
-                while message.finish_reason is None:
+            async with contextlib.aclosing(self._rest(attempt, decode, message)) as messages:
+                async for message in messages:
+                    if message.finish_reason is not None:
+                        # The KV has arrived; a prefill worker that dies or stalls before it says so hurts nobody.
+                        await asyncio.wait((handing_over,), timeout=HAND_OVER_REPORT_S)
                     yield message
-                    message = await _read_tokens(decode)
-            except _Leaving:
-                async with contextlib.aclosing(self._moving(attempt, decode)) as messages:
-                    async for message in messages:
-                        yield message
-                return
-            # The KV has arrived; a prefill worker that dies or stalls before it says so hurts nobody.
-            await asyncio.wait((handing_over,), timeout=HAND_OVER_REPORT_S)
-            yield message
 
-    async def _moving(self, attempt: _Attempt, stream: WorkerStream[Decoding]) -> AsyncGenerator[NewTokens]:
-        """The tokens that come from a worker that leaves, while another one gets ready; perhaps to the last of them.
+    async def _rest(
+        self, attempt: _Attempt, stream: WorkerStream[Decoding], message: Decoding
+    ) -> AsyncGenerator[NewTokens]:
+        """`message`, and all tokens that follow. When the worker leaves they come on, until another one is ready.
 
         Raises:
-            _Moved: it is ready.
+            _Moved: it is; `stream` stays open.
         """
-        async with _cancelled_at_exit(asyncio.create_task(self._prepare_move(attempt, stream.worker))) as preparing:
-            while not preparing.done():
-                async with _cancelled_at_exit(asyncio.create_task(_read_tokens(stream))) as reading:
+        preparing: asyncio.Task[_Plan | None] | None = None
+        try:
+            while True:
+                if isinstance(message, Migrate):
+                    preparing = preparing or asyncio.create_task(self._prepare_move(attempt, stream))
+                else:
+                    assert isinstance(message, NewTokens)
+                    yield message
+                    if message.finish_reason is not None:
+                        return
+                if preparing is None:
+                    message = await stream.read()
+                    continue
+                async with _cancelled_at_exit(asyncio.create_task(stream.read())) as reading:
                     await asyncio.wait((preparing, reading), return_when=asyncio.FIRST_COMPLETED)
-                    if not reading.done():
-                        break
-                    try:
+                    if reading.done():
                         message = reading.result()
-                    except _Leaving:
-                        continue  # it has been told so again
-                yield message
-                if message.finish_reason is not None:
-                    return
-            raise _Moved(preparing.result())
+                        continue
+                if plan := preparing.result():
+                    stream.outlive_context()
+                    attempt.kept.append(stream)
+                    raise _Moved(plan)
+                preparing, message = None, await stream.read()  # the worker has stayed after all
+        finally:
+            if preparing is not None:
+                preparing.cancel()
+                await asyncio.gather(preparing, return_exceptions=True)
 
-    async def _prepare_move(self, attempt: _Attempt, leaving: Worker) -> Placement:
-        """Finds a worker with room, however long that takes, and has it pull the KV there is so far."""
-        claim, record, first = attempt.claim, attempt.record, attempt.spec
+    async def _prepare_move(self, attempt: _Attempt, stream: WorkerStream[Decoding]) -> _Plan | None:
+        """Finds a worker with room, however long that takes, and has it pull the KV there is so far.
+
+        Returns:
+            None: meanwhile the worker that was to leave has stayed.
+        """
+        claim, record, first, leaving = attempt.claim, attempt.record, attempt.spec, stream.worker
         self._pools.leaves(leaving)
         decide = self._decider(claim)
         failed: set[str] = set()
         while True:
-            prompt_ids = first.token_ids[: first.num_prompt_tokens]
-            spec = replace(first, token_ids=prompt_ids + tuple(record.emitted))
-            prompt = self._prompt(spec)
-            candidates = self._pools.candidates(prompt, (-claim.priority, False), {*failed, leaving.info.id})
-            placement = decide(prompt, candidates, Mode.AGGREGATED)
+            placement = None
+            spec = replace(first, token_ids=first.token_ids[: first.num_prompt_tokens] + tuple(record.emitted))
+            if self._pools.has_room(len(spec.token_ids), failed):
+                prompt = self._prompt(spec)
+                candidates = self._pools.candidates(prompt, (-claim.priority, False), failed)
+                placement = decide(prompt, candidates, Mode.AGGREGATED)
             if placement is None or placement.prediction.room_s > 0:
                 failed.clear()
-                await self._pools.wait_for_change(MOVE_RETRY_S)
+                await asyncio.sleep(MOVE_RETRY_S * random.uniform(0.5, 1.5))
+                if self._pools.stays(leaving):
+                    return None
                 continue
             worker = self._pools.get(placement.decode_worker)
             source = PrefixSource(leaving.info.id, leaving.info.address, len(spec.token_ids))
@@ -467,13 +508,16 @@ class Dispatcher:
             try:
                 with self._pools.decoding(worker, job):
                     async with self._calls.fetch(worker, spec, source, trace=attempt.trace) as fetching:
-                        await fetching.read()
+                        fetched = await fetching.read()
             except WorkerCallError as failure:
                 logger.warning("%s does not move to %s: %s", spec.sequence_id, worker.info.id, failure.error)
+                if isinstance(failure.error, WorkerDraining):
+                    self._pools.leaves(worker)
                 failed.add(worker.info.id)
                 continue
-            self._instruments.migrations.add(1)
-            return replace(placement, mode=Mode.SPLIT, prefill_worker=leaving.info.id, source="", source_tokens=0)
+            self._instruments.migrations.add(1, {"pulled": str(fetched.num_tokens > 0).lower()})
+            split = Placement(Mode.SPLIT, decode_worker=worker.info.id, prefill_worker=leaving.info.id)
+            return _Plan(split, worker, leaving, None, None, stream)
 
     @contextlib.asynccontextmanager
     async def _patient(self, attempt: _Attempt) -> AsyncGenerator[None]:
@@ -502,11 +546,6 @@ class Dispatcher:
             self._patience.pop(entry, None)
             self._gate.left(entry)
 
-    def _source(self, placement: Placement) -> PrefixSource | None:
-        if not placement.source:
-            return None
-        return PrefixSource(placement.source, self._pools.get(placement.source).info.address, placement.source_tokens)
-
     async def _book_hand_over(
         self, prefill: WorkerStream[FirstToken | HandedOver], ticket: Ticket, record: ChoiceRecord
     ) -> None:
@@ -524,10 +563,12 @@ class Dispatcher:
         self._instruments.transfer_bytes.add(handed_over.num_bytes)
 
     def _book_prefill(self, attempt: _Attempt, answer: FirstToken | NewTokens) -> None:
-        record, prediction = attempt.record, attempt.placement.prediction
+        if attempt.plan.hint is None:
+            return  # it is a move: neither a prompt's queue nor a first token
+        record, prediction = attempt.record, attempt.plan.placement.prediction
         # What was pulled may be gone again before the worker looked.
-        self._hints.settle(attempt.hint, max(0, answer.num_cached_tokens - answer.num_pulled_tokens))
-        if record.num_cached_tokens is None:
+        self._hints.settle(attempt.plan.hint, max(0, answer.num_cached_tokens - answer.num_pulled_tokens))
+        if record.num_cached_tokens is None and not record.emitted:
             record.num_cached_tokens = answer.num_cached_tokens
         if answer.num_pulled_tokens:
             self._prices.pulled(answer.num_pulled_tokens, answer.pull_s)

@@ -50,7 +50,6 @@ class Journal:
         self._notings: dict[RecordKey, _Noting] = {}
         self._ended: list[RecordKey] = []
         """To be forgotten in the store."""
-        self._is_stopping = False
 
     @contextlib.contextmanager
     def noting(
@@ -60,8 +59,8 @@ class Journal:
         records: Sequence[ChoiceRecord],
         finish_reasons: Sequence[FinishReason | None],
     ) -> Iterator[None]:
-        """Notes a request while the block is entered. What stays is of a request that failed, or that this router left
-        behind when it stopped.
+        """Notes a request while the block is entered. What stays for a while is of one that did not come to its end:
+        another router may go on with it, or do so already.
 
         Args:
             records, finish_reasons: by choice, filled by their owner as the answer comes.
@@ -69,17 +68,12 @@ class Journal:
         noting = _Noting(digest, records, finish_reasons, [0] * len(records))
         is_continued = any(record.emitted for record in records)
         self._notings[key] = noting
-        forgets = False
         try:
             yield
-            forgets = True
-        except (GeneratorExit, asyncio.CancelledError):
-            forgets = not self._is_stopping
-            raise
         finally:
             del self._notings[key]
-            if forgets and (is_continued or any(noting.num_written)):
-                self._ended.append(key)
+        if is_continued or any(noting.num_written):
+            self._ended.append(key)
 
     async def recall(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
         """What a router has noted of this request, by choice; empty: none has, or it cannot be had in time."""
@@ -115,10 +109,6 @@ class Journal:
             for noting in self._notings.values():
                 noting.num_written = [0] * len(noting.records)
             raise
-
-    def stop(self) -> None:
-        """From now on a stream that breaks off is one that its client continues on another router."""
-        self._is_stopping = True
 
     async def close(self) -> None:
         with contextlib.suppress(StoreUnavailable):

@@ -31,6 +31,8 @@ class PoolView:
         """By worker and epoch: an incarnation's jobs are none of the next one's."""
         self._ready: list[LoadBook] = []
         """Of the workers that take traffic."""
+        self._draining: list[LoadBook] = []
+        """Of those from which no more than prefixes can be had."""
         self._residence = Residence()
         self._suspects: dict[tuple[str, int], float] = {}
         self._leaving: dict[tuple[str, int, Role], float] = {}
@@ -54,11 +56,14 @@ class PoolView:
             incarnation = worker.info.id, worker.info.epoch
             book = self._books[incarnation] = known.get(incarnation) or LoadBook.of(worker, self._residence)
             book.report(worker)
-        self._ready = [
-            self._books[worker.info.id, worker.info.epoch]
-            for worker in self._workers.values()
-            if worker.load.state is WorkerState.READY
-        ]
+        self._ready, self._draining = (
+            [
+                self._books[worker.info.id, worker.info.epoch]
+                for worker in self._workers.values()
+                if worker.load.state is state
+            ]
+            for state in (WorkerState.READY, WorkerState.DRAINING)
+        )
         now = self._clock()
         self._suspects = {who: until for who, until in self._suspects.items() if until > now}
         self._leaving = {who: until for who, until in self._leaving.items() if until > now}
@@ -83,6 +88,21 @@ class PoolView:
         info = worker.info
         self._leaving[info.id, info.epoch, info.role] = self._clock() + LEAVING_S
 
+    def stays(self, worker: Worker) -> bool:
+        """It has said that it leaves its role, and its lease says that it has not, and does not."""
+        now = self._workers.get(worker.info.id)
+        return now is not None and now.info.role is worker.info.role and self.is_trusted(now)
+
+    def has_room(self, num_tokens: int, excluded: Collection[str]) -> bool:
+        """Whether a decode worker has room for so many tokens, as far as is known."""
+        return any(
+            book.candidate.role is Role.DECODE
+            and book.candidate.room_tokens >= num_tokens
+            and book.worker_id not in excluded
+            and self._is_trusted(book.worker_id, book.epoch)
+            for book in self._ready
+        )
+
     def is_trusted(self, worker: Worker) -> bool:
         return worker.load.state is WorkerState.READY and self._is_trusted(worker.info.id, worker.info.epoch)
 
@@ -97,7 +117,8 @@ class PoolView:
         return any(w.info.role is role and self.is_trusted(w) for w in self.workers)
 
     def candidates(self, prompt: Prompt, turn: Turn, excluded: Collection[str] = ()) -> list[Candidate]:
-        """The workers that could take a request now, with what they hold of its prompt. Valid until the next call.
+        """The workers that could take a request now, or be the source of its prefix, with what they hold of its prompt.
+        Valid until the next call.
 
         Args:
             turn: of the request; see `router.placement.Turn`.
@@ -112,6 +133,8 @@ class PoolView:
                 if book.worker_id not in excluded and self._is_trusted(book.worker_id, book.epoch)
             ]
         num_tokens = prompt.num_tokens
+        if self._draining:
+            ready = ready + self._draining
         return [book.seen(turn, min(held.get(book.worker_id, 0) * book.block_size, num_tokens), now) for book in ready]
 
     def wait_s(self, worker: Worker, turn: Turn) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from baton.telemetry import tracing
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import check_model
 from router.decisions import Decision, explained
-from router.orders import Controller
+from router.orders import OrdersClient
 from router.service import RouterService
 from router.tenants import Tenant, TenantBook, api_key_of
 
@@ -52,6 +53,15 @@ class Authentication(grpc.aio.ServerInterceptor):
         return await continuation(details)
 
 
+async def _seen_through(first_write: Coroutine[Any, Any, None]) -> None:
+    """A call's first message, to the end even if cancelled: half-way, gRPC could not end the call with a status."""
+    writing = asyncio.create_task(first_write)
+    try:
+        await asyncio.shield(writing)
+    finally:
+        await asyncio.wait((writing,))
+
+
 def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
     async def refuse(request: bytes, context: Context) -> NoReturn:
         raise error
@@ -63,14 +73,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def __init__(self, service: RouterService) -> None:
         self._service = service
 
-    async def Generate(  # noqa: N802 - the generated name
+    async def Generate(  # type: ignore[override]  # noqa: N802 - the generated name
         self, request: inference_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    ) -> None:
+        """It writes, where it could yield: so a call that waits for a client which does not read can be ended, too."""
         trace = tracing.from_metadata(context.invocation_metadata())
         chunks = self._service.generate(wire.generate_request_from_pb(request), trace, CALLER.get())
-        async with contextlib.aclosing(chunks):
-            async for chunk in chunks:
-                yield wire.generate_response(chunk)
+        with self._service.told_when_taken_over():
+            async with contextlib.aclosing(chunks):
+                if (chunk := await anext(chunks, None)) is not None:
+                    await _seen_through(context.write(wire.generate_response(chunk)))
+                async for chunk in chunks:
+                    await context.write(wire.generate_response(chunk))
 
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -89,11 +103,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     """Tells what runs; passes orders on to the controller."""
 
     def __init__(
-        self, status: Callable[[], ClusterStatus], explain: Callable[[str], list[Decision]], controller: Controller
+        self, status: Callable[[], ClusterStatus], explain: Callable[[str], list[Decision]], orders: OrdersClient
     ) -> None:
         self._status = status
         self._explain = explain
-        self._controller = controller
+        self._orders = orders
 
     async def GetStatus(  # noqa: N802
         self, request: admin_pb2.GetStatusRequest, context: Context
@@ -118,14 +132,14 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     async def ScalePool(  # noqa: N802
         self, request: admin_pb2.ScalePoolRequest, context: Context
     ) -> admin_pb2.ScalePoolResponse:
-        return await self._controller.scale(request)
+        return await self._orders.scale(request)
 
     async def DrainWorker(  # noqa: N802
         self, request: admin_pb2.DrainWorkerRequest, context: Context
     ) -> admin_pb2.DrainWorkerResponse:
-        return await self._controller.drain(request)
+        return await self._orders.drain(request)
 
     async def SetWorkerRole(  # noqa: N802
         self, request: admin_pb2.SetWorkerRoleRequest, context: Context
     ) -> admin_pb2.SetWorkerRoleResponse:
-        return await self._controller.set_role(request)
+        return await self._orders.set_role(request)

@@ -30,7 +30,7 @@ from router.dispatch import Dispatcher
 from router.hints import HintBook
 from router.http import create_app
 from router.journal import Journal
-from router.orders import Controller
+from router.orders import OrdersClient
 from router.pools import PoolView
 from router.registry import Registry
 from router.rpc import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
@@ -136,7 +136,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         pools.max_model_len,
     )
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service), rpc.server)
-    admin = AdminServicer(registry.status, decisions.explain, Controller(registry.controller))
+    admin = AdminServicer(registry.status, decisions.explain, OrdersClient(registry.controller))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     http.config.app = create_app(service, tenants, registry.why_not_ready, instruments.exposition)
 
@@ -153,7 +153,6 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
             await stop.wait()
             logger.info("router %s stops", config.router.id)
             registry.stop()
-            journal.stop()
             http.should_exit = True  # both doors close at once, and both give running requests the same time
             await asyncio.gather(rpc.stop(STOP_GRACE_S), serving)
             for task in background:

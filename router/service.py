@@ -26,6 +26,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakSet
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, StatusCode
@@ -79,7 +80,7 @@ class LoadedModel:
 class _Call:
     """A request in flight, as a later call finds it that continues it."""
 
-    driver: asyncio.Task[Any] | None
+    driver: asyncio.Task[Any]
     """The task that waits for the next chunk, or had the last one."""
     digest: bytes = b""
     """Of what determines its tokens; empty: not known yet."""
@@ -134,6 +135,8 @@ class RouterService:
         self._config = config
         self._slo_counts = slo_counts
         self._calls: dict[RecordKey, _Call] = {}
+        self._taken_over: WeakSet[asyncio.Task[Any]] = WeakSet()
+        """Tasks of calls that others continue."""
         self._cache_seeds: dict[str, bytes] = {}  # by cache scope: as many as the operator has named
 
     @property
@@ -161,54 +164,69 @@ class RouterService:
         """
         facts = self.facts
         settle = _Settlement(self._instruments, self._slo_counts, request, facts.id, trace)
-        call = _Call(asyncio.current_task())
-        try:
-            with settle:
-                check_model(request.model, facts)
-                check_request_id(request.request_id)
-                claim = settle.claim = claim_of(request, tenant, self._config, settle.arrived_s)
-                key = RecordKey(tenant.id, request.request_id or f"req-{uuid.uuid4().hex}")
-                params = sampling_params(request.sampling, facts)
+        driver = asyncio.current_task()
+        assert driver is not None
+        call = _Call(driver)
+        with settle:
+            check_model(request.model, facts)
+            check_request_id(request.request_id)
+            claim = settle.claim = claim_of(request, tenant, self._config, settle.arrived_s)
+            key = RecordKey(tenant.id, request.request_id or f"req-{uuid.uuid4().hex}")
+            params = sampling_params(request.sampling, facts)
+            check_resume(request, params)
+            past = await self._take_over(key) if request.resume_from else None
+            with self._limiter.slot(key.request_id, params.n, tenant), self._in_flight(key, call):
+                prompt_ids = await self.tokenize(request.prompt)
+                params = with_max_tokens(params, len(prompt_ids), facts)
                 check_resume(request, params)
-                past = await self._take_over(key) if request.resume_from else None
-                with self._limiter.slot(key.request_id, params.n, tenant), self._in_flight(key, call):
-                    prompt_ids = await self.tokenize(request.prompt)
-                    params = with_max_tokens(params, len(prompt_ids), facts)
-                    check_resume(request, params)
-                    spec = self._sequence_spec(key.request_id, prompt_ids, params, tenant)
-                    digest = digest_of(self.model.content_id, spec)
-                    call.begin(digest, params.n, await self._noted(key, digest, past) if request.resume_from else {})
-                    settle.begin(key.request_id, params, len(prompt_ids), call.records, request.resume_from)
-                    choices = [
-                        self._choice(
-                            replace(spec, choice_index=index) if index else spec,
-                            *(claim, params, call, request.resume_from.get(index, 0), settle.trace),
-                        )
-                        for index in range(params.n)
-                    ]
-                    with self._journal.noting(key, digest, call.records, call.finish_reasons):
-                        async with contextlib.aclosing(choices[0] if params.n == 1 else merged(choices)) as chunks:
-                            async for chunk in chunks:
-                                yield settle.book(replace(chunk, text="") if request.skip_text else chunk)
-                                call.driver = asyncio.current_task()
-                self._limiter.record(time.monotonic() - settle.arrived_s)
+                spec = self._sequence_spec(key.request_id, prompt_ids, params, tenant)
+                digest = digest_of(self.model.content_id, spec)
+                call.begin(digest, params.n, await self._noted(key, digest, past) if request.resume_from else {})
+                settle.begin(key.request_id, params, len(prompt_ids), call.records, request.resume_from)
+                choices = [
+                    self._choice(
+                        replace(spec, choice_index=index) if index else spec,
+                        *(claim, params, call, request.resume_from.get(index, 0), settle.trace),
+                    )
+                    for index in range(params.n)
+                ]
+                with self._journal.noting(key, digest, call.records, call.finish_reasons):
+                    async with contextlib.aclosing(choices[0] if params.n == 1 else merged(choices)) as chunks:
+                        async for chunk in chunks:
+                            yield settle.book(replace(chunk, text="") if request.skip_text else chunk)
+                            call.driver = asyncio.current_task() or driver
+            self._limiter.record(time.monotonic() - settle.arrived_s)
+
+    @contextlib.contextmanager
+    def told_when_taken_over(self) -> Iterator[None]:
+        """Around a call at a door. Raises Conflict when another call has ended it, to continue its request."""
+        try:
+            yield
         except asyncio.CancelledError:
-            if not call.is_superseded or call.driver is None:
+            task = asyncio.current_task()
+            if task is None or task not in self._taken_over:
                 raise
-            call.driver.uncancel()
-            raise Conflict(f"another call has taken {key.request_id!r} over, to continue it") from None
+            task.uncancel()
+            raise Conflict("another call has taken this request over, to continue it") from None
 
     async def _take_over(self, key: RecordKey) -> _Call | None:
-        """Ends the call that serves this request here, if one does: its client has lost it, noticed or not."""
-        call = self._calls.get(key)
-        if call is not None:
-            if not call.is_superseded and call.driver is not None:
-                call.driver.cancel()
-            call.is_superseded = True
-            with contextlib.suppress(TimeoutError):  # then the limiter refuses
-                async with asyncio.timeout(TAKE_OVER_S):
+        """Ends the call that serves this request here, if one does: its client has lost it, noticed or not.
+
+        Raises:
+            Overloaded: it does not end in time.
+        """
+        past: _Call | None = None
+        try:
+            async with asyncio.timeout(TAKE_OVER_S):
+                while (call := self._calls.get(key)) is not None:  # others may have come before: the last one wins
+                    past = call
+                    if not call.is_superseded:
+                        call.is_superseded = call.driver.cancel()
+                        self._taken_over.add(call.driver)
                     await call.ended.wait()
-        return call
+        except TimeoutError:
+            raise Overloaded(f"an earlier call of {key.request_id!r} has not ended yet; try again later") from None
+        return past
 
     @contextlib.contextmanager
     def _in_flight(self, key: RecordKey, call: _Call) -> Iterator[None]:

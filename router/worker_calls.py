@@ -63,6 +63,7 @@ class WorkerStream(Generic[Event]):
     def __init__(self, worker: Worker, leave: Callable[[], None]) -> None:
         self.worker = worker
         self._leave = leave
+        self._outlives_context = False
         self._events: deque[Event] = deque()
         self._failure: BatonError | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -79,6 +80,14 @@ class WorkerStream(Generic[Event]):
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         return self._events.popleft()
+
+    def leave(self) -> None:
+        """Cancels the call, which frees everything on the worker; idempotent."""
+        self._leave()
+
+    def outlive_context(self) -> None:
+        """Leaving the context does not cancel the call any more; `leave` does."""
+        self._outlives_context = True
 
     def deliver(self, event: Event) -> None:
         self._events.append(event)
@@ -99,7 +108,8 @@ class WorkerStream(Generic[Event]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._leave()
+        if not self._outlives_context:
+            self._leave()
 
 
 class _Link:

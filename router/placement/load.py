@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from baton.cluster import Role, Worker
+from baton.cluster import Role, Worker, WorkerState
 from router.placement.policy import Candidate
 
 UNLIMITED_TOKENS = 10**9
@@ -88,6 +88,7 @@ class LoadBook:
         """What the worker says of itself."""
         self._reported = worker
         candidate, load = self.candidate, worker.load
+        candidate.takes_work = load.state is WorkerState.READY
         candidate.role = worker.info.role  # it may change, and what was booked stays booked
         candidate.costs, candidate.chunk_tokens = load.costs, worker.info.chunk_tokens
         self._others_s = max(0.0, load.queued_tokens * load.costs.s_per_token - sum(self._queue_s.values()))

@@ -84,6 +84,8 @@ class Candidate:
     costs: StepCosts = PRIOR
     chunk_tokens: int = 2048
     """Prompt tokens in one step."""
+    takes_work: bool = True
+    """Otherwise it is no more than a source of prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +206,9 @@ def place(
     if len(candidates) > LARGE_POOL:
         candidates = _shortlist(candidates)
     costs = _Costs(prompt, candidates, objective, weights, prices, pull_above_tokens, not_from)
-    decodes = costs.on_decode([c for c in candidates if c.role is Role.DECODE])
-    prefills = costs.on_prefill([c for c in candidates if c.role is Role.PREFILL]) if mode != Mode.AGGREGATED else []
+    pools = {role: [c for c in candidates if c.role is role and c.takes_work] for role in Role}
+    decodes = costs.on_decode(pools[Role.DECODE])
+    prefills = costs.on_prefill(pools[Role.PREFILL]) if mode != Mode.AGGREGATED else []
     if not decodes or (mode == Mode.SPLIT and not prefills):
         return None
     considered = (*prefills, *decodes)
@@ -234,12 +237,12 @@ def _shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
     """
     chosen: dict[str, Candidate] = {}
     for role in Role:
-        pool = [candidate for candidate in candidates if candidate.role is role]
+        pool = [candidate for candidate in candidates if candidate.role is role and candidate.takes_work]
         picked = sorted(pool, key=NUM_CACHED_TOKENS)[-SHORTLIST:] + sorted(pool, key=WAIT_S)[:SHORTLIST]
         if role is Role.DECODE:
             picked += sorted(pool, key=NUM_KV_TOKENS)[:SHORTLIST]
         chosen |= {candidate.worker_id: candidate for candidate in picked}
-    return list(chosen.values())
+    return [*chosen.values(), *(candidate for candidate in candidates if not candidate.takes_work)]
 
 
 class _Costs:

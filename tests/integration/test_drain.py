@@ -224,3 +224,40 @@ def soon(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_worker_that_ends_waits_until_its_last_choice_has_moved() -> None:
+    """Even where the next worker is so busy that it takes a while to answer."""
+    router = RouterConfig(mode="split", cache_secret="drain")
+    with running_fleet(TransferConfig(), router, step_ms=60) as fleet:
+        fleet.wait_for(fleet.add(Role.PREFILL, "prefill-0"), fleet.add(Role.DECODE, "decode-0"))
+        leaver = "decode-0"
+        with Streams(fleet, 2, 160) as streams:
+            for number in range(1, 5):
+                streams.wait_for_tokens(20 * number)
+                fleet.wait_for(fleet.add(Role.DECODE, f"decode-{number}"))
+                fleet.remove(leaver, signal.SIGTERM)
+                leaver = f"decode-{number}"
+        assert {(stream.decode_worker, stream.retries) for stream in streams.streams} == {("decode-4", 0)}
+
+
+def test_two_workers_that_leave_at_once_lose_no_kv() -> None:
+    """The one that was to take over leaves as well: what the first one holds is pulled from there all the same."""
+    num_streams, num_prompt_tokens, max_tokens = 4, 1500, 150
+    router = RouterConfig(mode="aggregated", cache_secret="drain")
+    with running_fleet(TransferConfig(), router, step_ms=STEP_MS) as fleet:
+        fleet.wait_for(fleet.add(Role.DECODE, "decode-0"))
+        with Streams(fleet, num_streams, max_tokens, num_prompt_tokens) as streams:
+            streams.wait_for_tokens(20)
+            fleet.wait_for(fleet.add(Role.DECODE, "decode-1"))
+            with control(fleet, "decode-0") as first, control(fleet, "decode-1") as second:
+                leaving = first.Drain.future(worker_pb2.DrainRequest(timeout_s=30))
+                time.sleep(0.02)
+                assert second.Drain(worker_pb2.DrainRequest(timeout_s=0.3)).num_left >= 0
+                fleet.wait_for(fleet.add(Role.DECODE, "decode-2"))
+                assert leaving.result().num_left == 0
+                assert second.Drain(worker_pb2.DrainRequest(timeout_s=30)).num_left == 0
+        assert {stream.decode_worker for stream in streams.streams} == {"decode-2"}
+        wait_until_idle(fleet)
+        num_known = sum(len(stream.prompt) + max_tokens - 1 for stream in streams.streams)
+        assert computed_tokens(fleet) - num_known <= 4 * num_streams * BLOCK_SIZE

@@ -52,7 +52,7 @@ def view(held: dict[str, int] | None = None) -> tuple[PoolView, Clock]:
 
 
 def ids(pools: PoolView, excluded: tuple[str, ...] = ()) -> list[str]:
-    return [candidate.worker_id for candidate in pools.candidates(PROMPT, NORMAL, excluded)]
+    return [candidate.worker_id for candidate in pools.candidates(PROMPT, NORMAL, excluded) if candidate.takes_work]
 
 
 def candidate(pools: PoolView, worker_id: str, turn: Turn = NORMAL) -> Candidate:
@@ -71,13 +71,15 @@ def decoded_on(pools: PoolView, worker_id: str) -> int:
     return candidate(pools, worker_id).num_kv_tokens
 
 
-async def test_only_ready_workers_that_are_not_excluded_are_candidates() -> None:
+async def test_only_ready_workers_that_are_not_excluded_take_work() -> None:
     pools, _ = view()
     states = {"a": WorkerState.READY, "b": WorkerState.STARTING, "c": WorkerState.DRAINING, "d": WorkerState.DEAD}
     await pools.update([worker(name, state=state) for name, state in states.items()] + [worker("e")])
     assert ids(pools) == ["a", "e"]
     assert ids(pools, ("a",)) == ["e"]
     assert [w.info.id for w in pools.workers] == ["a", "b", "c", "d", "e"]
+    sources = [c.worker_id for c in pools.candidates(PROMPT, NORMAL) if not c.takes_work]
+    assert sources == ["c"], "what it holds can be had until it is gone"
 
 
 async def test_whoever_has_no_lease_is_gone() -> None:
