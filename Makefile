@@ -28,8 +28,8 @@ serve: $(STAMP)
 	@$(BIN)/baton up --ask "The capital of France is"
 
 test: check
-	$(BIN)/python -m pytest --durations 15 $(ALONE)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 25 tests/integration tests/chaos $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest $(ALONE)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/integration tests/chaos $(addprefix --ignore=,$(ALONE))
 
 # Ten minutes of faults under load, a minute of everything else, ten thousand cancels; `make test` has short ones.
 chaos: $(STAMP)

@@ -20,6 +20,8 @@ from baton.rpc.errors import from_failed
 from deploy.processes import die_with_parent
 from kvstore.transfer.nccl_env import nccl_environment
 
+FENCED = 75
+"""`deploy.worker.FENCED`, without what that imports."""
 RESOURCE = "baton_worker"
 """Both roles ask for the same Ray resource, so that a change of role changes nothing for Ray."""
 
@@ -60,6 +62,8 @@ class WorkerActor:
         await self.start()
         assert self._ended is not None
         status = await asyncio.shield(self._ended)
+        if status == FENCED:
+            raise WorkerFailed(f"another process has the name {self._worker_id}: does another cluster use this Redis?")
         raise WorkerFailed(f"{self._worker_id} ended with status {status}")
 
     async def stop(self) -> None:

@@ -21,6 +21,8 @@ from deploy.processes import die_with_parent
 logger = logging.getLogger(__name__)
 RESTART_S = 0.5
 MAX_RESTART_S = 10.0
+MAX_DOUBLINGS = 8
+"""Of the wait: by then it is MAX_RESTART_S."""
 STABLE_S = 5.0
 """A process that ran for so long did not fail to start."""
 
@@ -107,7 +109,7 @@ class Child:
     async def pause(self, reason: object) -> None:
         """Before it is started again: ever longer while it keeps failing."""
         self._num_failures = 0 if time.monotonic() - self._began_s > STABLE_S else self._num_failures + 1
-        wait_s = min(RESTART_S * 2**self._num_failures, MAX_RESTART_S)
+        wait_s = min(RESTART_S * 2 ** min(self._num_failures, MAX_DOUBLINGS), MAX_RESTART_S)
         logger.warning("%s %s; starting it again in %g s", self.name, reason, wait_s)
         await asyncio.sleep(wait_s)
 

@@ -46,7 +46,7 @@ def drain(client: Client, console: Console, worker_id: str, timeout_s: float, as
 
     def progress(status: dict[str, Any]) -> tuple[bool, str]:
         worker = _find(status, worker_id)
-        is_gone = worker is None or (before is not None and worker["epoch"] != before["epoch"])
+        is_gone = worker is None or (before is not None and worker["pid"] != before["pid"])
         return is_gone, f"{worker_id}: {worker['state'] if worker else 'gone'}"
 
     _wait(client, console, progress, timeout_s)

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import re
 import secrets
 import signal
 import tempfile
@@ -31,7 +32,7 @@ from baton.errors import ConfigError
 from baton.rpc import channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from deploy.children import Child
-from deploy.controller import UNJOINED
+from deploy.controller import LOOPBACK, UNJOINED
 from deploy.controller.state import load, why_not
 from deploy.models import ProgressDisplay, cache_dir, resolve
 from deploy.processes import why_taken
@@ -40,7 +41,6 @@ from kvstore.transfer.faults import parse_faults
 from router.tenants import TenantBook
 
 logger = logging.getLogger(__name__)
-WORKER_HOST = "127.0.0.1"
 REDIS_CHECK_S = 0.5
 
 
@@ -57,9 +57,12 @@ class RayCluster:
                 "RAY_AUTH_MODE": "token",  # others on this machine could run code in it otherwise
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
             }
-        self._arguments = ("--cluster", f"baton-{secrets.token_hex(4)}", "--state-file", str(state_path))
+        self._name = f"baton-{secrets.token_hex(4)}"
+        self._arguments = ("--cluster", self._name, "--state-file", str(state_path))
         self._head = Child("Ray", "deploy.ray_head", (), self._environment)
         self._controller = self._controller_at(config.cluster.ray_address)
+        self._was_started = False
+        """There are workers, whatever became of the controller since."""
 
     async def start(self) -> None:
         """Returns once every worker is ready.
@@ -70,6 +73,7 @@ class RayCluster:
         if not self._joins:
             self._controller = self._controller_at((await self._head.start_and_listen())["address"])
         await self._controller.start_and_listen()
+        self._was_started = True
 
     async def keep(self) -> None:
         """Starts again what dies. With Ray its workers die; the controller then begins anew with what is to be."""
@@ -92,20 +96,36 @@ class RayCluster:
         """Ends the workers, the controller and, if it is ours, Ray."""
         timeout_s = self._config.cluster.stop_timeout_s
         await self._controller.stop(timeout_s, signal.SIGINT)
-        if self._joins and self._controller.status not in (None, 0, UNJOINED):
-            await self._controller.start("--end")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._controller.ended(), timeout_s)
-            await self._controller.stop(timeout_s)
+        status = self._controller.status
+        if self._joins and status not in (None, 0) and (self._was_started or status != UNJOINED):
+            await self._end_workers(timeout_s)
         await self._head.stop(timeout_s)
+
+    async def _end_workers(self, timeout_s: float) -> None:
+        """The controller has ended without them."""
+        await self._controller.start("--end")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._controller.ended(), timeout_s)
+        await self._controller.stop(timeout_s)
+        if self._controller.status:
+            logger.error(
+                "workers may be left in the Ray cluster at %s, in its namespace %s: they could not be ended",
+                self._config.cluster.ray_address,
+                self._name,
+            )
 
     async def _restart_head(self, status: int) -> None:
         reason = f"ended with status {status}"
+        timeout_s = self._config.cluster.start_timeout_s
         while True:
             await self._controller.stop(1, signal.SIGKILL)  # it waits for a Ray that will not come back
             await self._head.pause(reason)
             try:
-                answer = await self._head.start_and_listen()
+                async with asyncio.timeout(timeout_s):
+                    answer = await self._head.start_and_listen()
+            except TimeoutError:
+                reason = f"has not started within {timeout_s:g} s"
+                await self._head.stop(1, signal.SIGKILL)
             except ConfigError as error:
                 reason = f"does not start ({error})"
             else:
@@ -116,7 +136,7 @@ class RayCluster:
         cluster = dataclasses.replace(self._config.cluster, ray_address=ray_address)
         environment = {"BATON_CONFIG_JSON": dataclasses.replace(self._config, cluster=cluster).to_json()}
         # Ray of our own shows all logs itself. In another one workers outlive us, unless the controller ends them.
-        arguments = ("--shows-logs",) if self._joins else ("--worker-host", WORKER_HOST)
+        arguments = ("--shows-logs",) if self._joins else ("--worker-host", LOOPBACK)
         return Child(
             "the controller",
             "deploy.controller",
@@ -157,8 +177,8 @@ async def _run(config: Config, console: Console, on_ready: Callable[[Config], ob
             raise ConfigError(f"cannot listen on {config.cluster.host}:{port} ({reason}); set {name} to another port")
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
-        state_path = Path(config.cluster.state_file) if config.cluster.state_file else folder / "state.json"
-        config = _with_sizes(config, state_path)
+        state_path = _state_path(config, folder)
+        config = _with_sizes(config)
         config = await _resolved(config, console)
         config = _with_redis(config, folder, stack, console)
         what = "the router" if config.cluster.routers == 1 else f"{config.cluster.routers} routers"
@@ -186,20 +206,36 @@ async def _run(config: Config, console: Console, on_ready: Callable[[Config], ob
             await asyncio.to_thread(on_ready, config)
 
 
-def _with_sizes(config: Config, state_path: Path) -> Config:
-    """The configuration with the pool sizes to begin with: those that the state file remembers, if there is one.
+def _state_path(config: Config, folder: Path) -> Path:
+    """Without a file of the operator's own `folder` will do, unless workers can outlive it in a Ray that goes on."""
+    cluster = config.cluster
+    if cluster.state_file:
+        return Path(cluster.state_file)
+    if cluster.ray_address:
+        name = re.sub(r"[^\w.-]+", "-", cluster.ray_address)
+        return cache_dir(cluster) / "clusters" / f"{name}.json"
+    return folder / "state.json"
+
+
+def _with_sizes(config: Config) -> Config:
+    """The configuration with the pool sizes to begin with: those that `cluster.state_file` remembers, if there is one.
 
     Raises:
         ConfigError: pools of these sizes cannot serve.
     """
     cluster = config.cluster
-    desired = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
-    source = f"--prefill {cluster.prefill} --decode {cluster.decode}"
-    if (state := load(state_path)) is not None:
-        desired = dict(state.desired)
-        source = f"{state_path} asks for {desired[Role.PREFILL]} prefill and {desired[Role.DECODE]} decode workers"
+    asked = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
+    source = given = f"--prefill {cluster.prefill} --decode {cluster.decode}"
+    state = load(Path(cluster.state_file)) if cluster.state_file else None
+    desired = dict(state.desired) if state else asked
+    if state:
+        source = (
+            f"{cluster.state_file} asks for {desired[Role.PREFILL]} prefill and {desired[Role.DECODE]} decode workers"
+        )
     if reason := why_not(desired, config):
         raise ConfigError(f"{source}: {reason}")
+    if desired != asked:
+        logger.warning("%s, which goes before %s", source, given)
     cluster = dataclasses.replace(cluster, prefill=desired[Role.PREFILL], decode=desired[Role.DECODE])
     return dataclasses.replace(config, cluster=cluster)
 
@@ -280,7 +316,6 @@ async def _started(ray: RayCluster, config: Config) -> None:
         TimeoutError: that took longer than `cluster.start_timeout_s`.
     """
     cluster = config.cluster
-    expected = cluster.prefill + cluster.decode
     async with asyncio.timeout(cluster.start_timeout_s):
         await ray.start()
         async with channel(f"{cluster.host}:{cluster.grpc_port}") as router:
@@ -289,6 +324,9 @@ async def _started(ray: RayCluster, config: Config) -> None:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     status = await stub.GetStatus(admin_pb2.GetStatusRequest(), wait_for_ready=True)
                     num_ready = sum(worker.state == "ready" for worker in status.workers)
-                    if num_ready >= expected and len(status.routers) >= cluster.routers:
+                    # Orders are taken by now, so there may have to be fewer than at first.
+                    desired = sum(pool.desired for pool in status.pools.values())
+                    expected = min(cluster.prefill + cluster.decode, desired)
+                    if 0 < expected <= num_ready and len(status.routers) >= cluster.routers:
                         return
                 await asyncio.sleep(0.1)

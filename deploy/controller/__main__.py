@@ -26,12 +26,12 @@ from baton.rpc import RpcServer
 from baton.rpc.errors import to_failed
 from baton.telemetry import logs
 from deploy.actors import RESOURCE
-from deploy.controller import UNJOINED, ray_actors
+from deploy.controller import LOOPBACK, UNJOINED, ray_actors
 from deploy.controller.controller import Controller
 from deploy.controller.orders import Orders
 from deploy.controller.ray_actors import RayActors
 from deploy.controller.service import add_orders
-from deploy.controller.state import State, load
+from deploy.controller.state import State, load, locked
 from deploy.scaling.autoscaler import Autoscaler
 from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex
 from kvstore.leases import RedisLeases
@@ -92,8 +92,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
     content = content_id(config.model.revision)
     async with contextlib.AsyncExitStack() as stack:
         rpc = RpcServer(SERVICE_NAMES)
-        port = rpc.bind(config.cluster.host, 0)
-        me = ControllerInfo(os.getpid(), f"{config.cluster.host}:{port}")
+        me = ControllerInfo(os.getpid(), f"{LOOPBACK}:{rpc.bind(LOOPBACK, 0)}")
         leases = RedisLeases(Connection(config.index.redis_url), content, lease_s=config.index.lease_s)
         stack.push_async_callback(leases.close)
         index = RedisIndex(Connection(config.index.redis_url), content)
@@ -145,17 +144,22 @@ async def _tell_when_whole(controller: Controller, ready: Ready) -> None:
 
 
 async def _state(config: Config, arguments: Arguments) -> State:
-    """What the controller before this one left, or the state of a new cluster."""
+    """What the controller before this one left, or the state of a new cluster.
+
+    Workers of a cluster whose processes were all killed still run in a Ray that was joined: they are ended first.
+    """
     found = load(arguments.state_file)
     if found is not None and found.cluster == arguments.cluster:
         return found
+    if found is not None and found.cluster and (ended := await ray_actors.end_all(found.cluster)):
+        logger.warning("ended %s, which a cluster before this one had left in Ray", ", ".join(ended))
     resources = await ray_actors.resources()
     if not resources.get(RESOURCE):
         raise ConfigError(
             f"the Ray cluster has no resource {RESOURCE!r}; start its nodes with `ray start --resources "
             f"'{{\"{RESOURCE}\": N}}'` for N workers each"
         )
-    desired = found.desired if found else {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
+    desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}  # as `up` found them
     num_gpus = resources.get("GPU", 0.0) if config.model.device != "cpu" else 0.0
     share = min(1.0, num_gpus / sum(desired.values()))
     gpus_per_worker = (config.cluster.gpus_per_worker or share) if num_gpus else 0.0
@@ -198,7 +202,10 @@ def main() -> None:
     logs.configure(config.telemetry.log_level)
     ready = Ready(arguments.ready_fd)
     try:
-        with ray_actors.joined(config.cluster.ray_address, arguments.cluster, arguments.shows_logs):
+        with (
+            locked(arguments.state_file),
+            ray_actors.joined(config.cluster.ray_address, arguments.cluster, arguments.shows_logs),
+        ):
             asyncio.run(_until_stopped(config, arguments, ready))
     except ConfigError as error:
         ready.fail(error)

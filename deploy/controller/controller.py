@@ -19,11 +19,12 @@ import grpc
 
 from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import Config
-from baton.errors import BatonError, StoreUnavailable
+from baton.errors import BatonError, StoreUnavailable, WorkerFailed
 from baton.rpc import channel, from_rpc_error
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from deploy.children import STABLE_S
 from deploy.controller import state as state_file
-from deploy.controller.ray_actors import RayActors, first_line
+from deploy.controller.ray_actors import RayActors, Started, first_line
 from deploy.controller.reconcile import Forget, Leave, Phase, Retire, Seen, Start, is_serving, reconcile
 from deploy.controller.state import Flip, State
 from kvstore.index import Mirror
@@ -32,11 +33,15 @@ from kvstore.leases import LeaseStore
 logger = logging.getLogger(__name__)
 
 RESTART_BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
-"""Waits before the restarts of a worker that keeps failing to start."""
+"""Waits before the restarts of a worker that keeps failing to start, or dies soon after it has."""
 TICK_S = 0.5
 """Between two looks at what nobody tells of: waits that are over, and work that workers have."""
 ROOM_S = 10.0
 """After so long without a node that takes it, a worker is held to wait for room."""
+SILENT_LEASES = 2
+"""A worker that is ready and has had no lease for the time of so many serves nobody, though its process is there."""
+GIVEN_UP_LEASES = 8
+"""After the time of so many it is killed, and started again."""
 ADOPTION_S = 10.0
 """A worker that is ready says so within this time, if its node lives."""
 CHECK_RAY_S = 5.0
@@ -62,7 +67,14 @@ class Tended:
     phase: Phase = Phase.DOWN
     is_placed: bool = False
     since_s: float = 0.0
-    """STARTING: since when."""
+    """STARTING, READY: since when."""
+    is_told_to_wait: bool = False
+    """It was logged that the worker waits for room."""
+    heard_s: float = 0.0
+    """READY: when its lease was seen last."""
+    is_silent: bool = False
+    is_given_up: bool = False
+    """READY: it has been silent for so long that it is being killed."""
     start_at_s: float = 0.0
     num_failures: int = 0
     pid: int = 0
@@ -76,6 +88,11 @@ class _Knowledge:
     """Of Redis, as of the latest answer."""
 
     leases: dict[str, Worker] = field(default_factory=dict)
+    boot: str = ""
+    told_s: float = 0.0
+    """When it answered last."""
+    since_s: float = 0.0
+    """Since when it has answered all the time, and kept its state: workers have their leases if they are well."""
     published: tuple[str, Mapping[Role, int]] | None = None
     """The boot token and the sizes that Redis has from us."""
 
@@ -153,7 +170,10 @@ class Controller:
         """Lets every worker leave the cluster, then ends its process. `run` has ended."""
         await _cancelled(self._leaving)
         await asyncio.gather(
-            *(self._end(w, w.is_placed and w.phase in (Phase.READY, Phase.LEAVING)) for w in self._workers.values())
+            *(
+                self._end(w, w.is_placed and not w.is_silent and w.phase in (Phase.READY, Phase.LEAVING))
+                for w in self._workers.values()
+            )
         )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GONE_S):
@@ -170,6 +190,11 @@ class Controller:
     # -- what orders see and change ------------------------------------------------------------------------------------
 
     @property
+    def is_starting(self) -> bool:
+        """The first start is under way, which has to become what it was asked for."""
+        return self._is_first and not self._is_whole.is_set()
+
+    @property
     def ids(self) -> list[str]:
         return sorted(self._workers)
 
@@ -179,8 +204,7 @@ class Controller:
         return {worker.id: self._seen(worker, unique.get(worker.id, 0)) for worker in self._workers.values()}
 
     def pool(self, role: Role) -> PoolStatus:
-        num_ready = sum(is_serving(worker) and worker.role is role for worker in self.seen().values())
-        return PoolStatus(self.state.desired[role], num_ready)
+        return PoolStatus(self.state.desired[role], _num_serving(self.seen(), role))
 
     def worker(self, worker_id: str) -> Worker:
         """As its lease tells, with the role and the state that it has by now."""
@@ -215,7 +239,14 @@ class Controller:
 
     def step(self) -> None:
         """One round of reconciling, now."""
-        for action in reconcile(self.state.desired, list(self.seen().values()), time.monotonic()):
+        seen = self.seen()
+        if all(_num_serving(seen, role) >= self.state.desired[role] for role in Role):
+            self._is_whole.set()
+        for worker in self._workers.values():
+            if seen[worker.id].waits_for_room and not worker.is_told_to_wait:
+                worker.is_told_to_wait = True
+                logger.warning("%s waits: no Ray node has room for %s", worker.id, self._actors.needs)
+        for action in reconcile(self.state.desired, list(seen.values()), time.monotonic()):
             match action:
                 case Start(worker_id, role):
                     worker = self._workers.setdefault(worker_id, Tended(worker_id, role))
@@ -252,6 +283,7 @@ class Controller:
 
     def _begin(self, worker: Tended, actor: Any) -> None:
         worker.phase, worker.is_placed, worker.since_s = Phase.STARTING, False, time.monotonic()
+        worker.is_told_to_wait = worker.is_silent = worker.is_given_up = False
         worker.actor = asyncio.ensure_future(actor)
         worker.task = self._spawn(self._tend(worker, worker.actor), worker.id)
 
@@ -261,29 +293,38 @@ class Controller:
             actor = await asyncio.shield(coming)
             await self._actors.placed(actor)
             worker.is_placed = True
-            started = await self._actors.start(actor)
+            started = await self._started(worker, actor)
             worker.pid, worker.address, worker.phase = started.pid, started.address, Phase.READY
-            worker.num_failures = 0
+            worker.since_s = worker.heard_s = time.monotonic()
             logger.info("%s is ready, pid %d, at %s", worker.id, worker.pid, worker.address)
             await self._notify()
             await self._actors.ended(actor)
         except BatonError as error:
             if worker.phase is Phase.LEAVING:
                 return  # whoever has it leave does the rest
+            is_stable = worker.phase is Phase.READY and time.monotonic() - worker.since_s > STABLE_S
+            worker.num_failures = 0 if is_stable else worker.num_failures + 1
             if worker.phase is Phase.READY:
                 logger.warning("%s is gone (%s); starting it again", worker.id, first_line(error))
             else:
-                worker.num_failures += 1
                 logger.error("%s does not start: %s", worker.id, first_line(error))
-                if self._is_first and not self._is_whole.is_set():
+                if self.is_starting:
                     self._fail(error)
         wait_s = RESTART_BACKOFF_S[min(worker.num_failures, len(RESTART_BACKOFF_S) - 1)]
         worker.phase, worker.start_at_s = Phase.DOWN, time.monotonic() + wait_s
         await self._kill(coming)
         await self._notify()
 
+    async def _started(self, worker: Tended, actor: Any) -> Started:
+        timeout_s = self.config.cluster.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._actors.start(actor)
+        except TimeoutError:
+            raise WorkerFailed(f"{worker.id} was not ready within {timeout_s:g} s (cluster.start_timeout_s)") from None
+
     def _leave(self, worker: Tended) -> None:
-        """In a task of its own: drains it if it is ready, ends it, and forgets it."""
+        """In a task of its own: drains it if it can answer, ends it, and forgets it."""
 
         async def leave(is_ready: bool) -> None:
             if is_ready:
@@ -292,14 +333,12 @@ class Controller:
             self._forget(worker)
             await self._notify()
 
-        is_ready = worker.phase is Phase.READY
+        is_ready = worker.phase is Phase.READY and not worker.is_silent
         if worker.task and not is_ready:
             worker.task.cancel()  # before it finds that the worker is ready
         worker.phase = Phase.LEAVING
         logger.info("%s leaves", worker.id)
-        task = self._spawn(leave(is_ready), f"{worker.id} leaves")
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._send_off(leave(is_ready), f"{worker.id} leaves")
 
     async def _drain(self, worker: Tended) -> None:
         """As far as possible: what is left is computed again elsewhere."""
@@ -340,8 +379,6 @@ class Controller:
         while True:
             self._due.clear()
             self.step()
-            if all(pool.ready >= pool.desired for pool in map(self.pool, Role)):
-                self._is_whole.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._due.wait()
@@ -359,12 +396,32 @@ class Controller:
                 if current != self._known.published:
                     await self._leases.set_desired({role.value: size for role, size in current[1].items()})
                     self._known.published = current
-                self._known.leases = {worker.info.id: worker for worker in await self._leases.list_workers()}
+                leases = {worker.info.id: worker for worker in await self._leases.list_workers()}
+                self._learn(leases, current[0], time.monotonic())
             except StoreUnavailable as error:
                 logger.debug("Redis is away; going on with what is known: %s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.index.renew_s):
                     await self._publish_due.wait()
+
+    def _learn(self, leases: dict[str, Worker], boot: str, now_s: float) -> None:
+        """Who has a lease, and who has had none for so long that it is held to hang."""
+        known, lease_s = self._known, self.config.index.lease_s
+        if boot != known.boot or now_s - known.told_s > lease_s:
+            known.since_s = now_s
+        known.leases, known.boot, known.told_s = leases, boot, now_s
+        for worker in self._workers.values():
+            if worker.phase is not Phase.READY or worker.id in leases:
+                worker.heard_s, worker.is_silent = now_s, False
+                continue
+            silent_s = now_s - max(worker.heard_s, known.since_s)
+            if silent_s > SILENT_LEASES * lease_s and not worker.is_silent:
+                worker.is_silent = True
+                logger.warning("%s has had no lease for %.0f s: it does not serve, though it runs", worker.id, silent_s)
+            if silent_s > GIVEN_UP_LEASES * lease_s and not worker.is_given_up and worker.actor:
+                worker.is_given_up = True
+                logger.error("%s has had no lease for %.0f s: it is killed", worker.id, silent_s)
+                self._send_off(self._kill(worker.actor), f"{worker.id} is killed")
 
     async def _check_ray(self) -> None:
         while True:
@@ -377,6 +434,11 @@ class Controller:
     def _fail(self, error: BaseException) -> None:
         if not self._failed.done():
             self._failed.set_exception(error)
+
+    def _send_off(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = self._spawn(work, name)
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """What it does not expect ends `run`."""
@@ -397,7 +459,10 @@ class Controller:
             worker.phase,
             is_retiring=worker.id in self.state.retiring,
             is_held=flip is not None and flip.worker_id == worker.id,
-            waits_for_room=not worker.is_placed and time.monotonic() - worker.since_s > ROOM_S,
+            is_silent=worker.is_silent and worker.phase is Phase.READY,
+            waits_for_room=(
+                worker.phase is Phase.STARTING and not worker.is_placed and time.monotonic() - worker.since_s > ROOM_S
+            ),
             start_at_s=worker.start_at_s,
             num_requests=lease.load.running + lease.load.waiting if lease else 0,
             num_unique_blocks=num_unique_blocks,
@@ -422,6 +487,10 @@ class Controller:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ADOPTION_S), self._changed:
                 await self._changed.wait_for(lambda: all(w.phase is not Phase.STARTING for w in workers))
+
+
+def _num_serving(seen: Mapping[str, Seen], role: Role) -> int:
+    return sum(is_serving(worker) and worker.role is role for worker in seen.values())
 
 
 async def _cancelled(tasks: set[asyncio.Task[None]]) -> None:

@@ -33,8 +33,7 @@ class Orders:
             return
         worker = controller.seen().get(flip.worker_id)
         if worker is not None and worker.phase is Phase.READY:
-            self._flipping = asyncio.create_task(self._flip(flip), name="change of role")
-            self._flipping.add_done_callback(_log_failure)
+            self._begin_flip(flip)
         else:
             controller.record(replace(controller.state, flip=None))
 
@@ -51,19 +50,22 @@ class Orders:
         desired = {**controller.state.desired, role: num_workers}
         if reason := why_not(desired, controller.config):
             raise InvalidRequest(f"{pool} cannot have {num_workers} workers: {reason}", "desired")
+        self._refuse_during_the_start()
         self._refuse_during_a_flip()
         controller.record(replace(controller.state, desired=desired))
-        controller.step()
         logger.info("%s: %d workers are wanted", pool, num_workers)
+        controller.step()
         return controller.pool(role)
 
     async def drain(self, worker_id: str) -> Worker:
         """Has a worker leave, and another one take its place. Answers as it begins, or has to wait for the other."""
         controller = self._controller
         self._known(worker_id)
+        self._refuse_during_the_start()
         if controller.state.flip and controller.state.flip.worker_id == worker_id:
             self._refuse_during_a_flip()
         controller.record(replace(controller.state, retiring=controller.state.retiring | {worker_id}))
+        logger.info("%s is to leave", worker_id)
         before = controller.worker(worker_id)
         controller.step()
         return controller.worker(worker_id) if worker_id in controller.ids else before
@@ -77,11 +79,13 @@ class Orders:
         controller = self._controller
         target = _role(role, "role")
         worker = self._known(worker_id)
+        self._refuse_during_the_start()
         self._refuse_during_a_flip()
         if worker.role is target:
             return controller.worker(worker_id)
         if not is_serving(worker):
-            state = "leaving" if worker.is_retiring else controller.worker(worker_id).load.state
+            state = "hanging" if worker.is_silent else controller.worker(worker_id).load.state.value
+            state = "leaving" if worker.is_retiring else state
             raise Conflict(f"{worker_id} is {state}; only a worker that is ready can change its role")
         pool = controller.pool(worker.role)
         if min(pool.ready, pool.desired) <= least(worker.role, controller.config):
@@ -91,9 +95,15 @@ class Orders:
             )
         flip = Flip(worker_id, target)
         controller.record(replace(controller.state, flip=flip))
-        self._flipping = asyncio.create_task(self._flip(flip), name="change of role")
-        await asyncio.shield(self._flipping)
+        logger.info("%s is to become a %s worker", worker_id, target)
+        await asyncio.shield(self._begin_flip(flip))
         return controller.worker(worker_id)
+
+    def _begin_flip(self, flip: Flip) -> asyncio.Task[None]:
+        """Goes on when nobody waits for it any more."""
+        self._flipping = asyncio.create_task(self._flip(flip), name="change of role")
+        self._flipping.add_done_callback(_log_failure)
+        return self._flipping
 
     async def _flip(self, flip: Flip) -> None:
         """Asking again is no harm: a worker that has the role says so at once."""
@@ -113,6 +123,10 @@ class Orders:
                 f"no worker is called {worker_id!r}; there are {', '.join(self._controller.ids)}", "worker_id"
             )
         return seen[worker_id]
+
+    def _refuse_during_the_start(self) -> None:
+        if self._controller.is_starting:
+            raise Conflict("the cluster is still starting; try again when it is ready")
 
     def _refuse_during_a_flip(self) -> None:
         if flip := self._controller.state.flip:

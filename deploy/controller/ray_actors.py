@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -60,6 +61,23 @@ async def resources() -> dict[str, float]:
     return found
 
 
+async def end_all(namespace: str) -> list[str]:
+    """Ends the actors of a cluster whose controller is gone, and returns their names.
+
+    Raises:
+        ConfigError: Ray does not answer.
+    """
+
+    def end() -> list[str]:
+        found = [actor["name"] for actor in ray.util.list_named_actors(True) if actor["namespace"] == namespace]
+        for name in found:
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                ray.kill(ray.get_actor(name, namespace=namespace))
+        return found
+
+    return await _in_thread(end)
+
+
 class RayActors:
     """Actors by worker id.
 
@@ -79,6 +97,12 @@ class RayActors:
             "max_restarts": 0,  # we bring workers back ourselves, and know when
         }
 
+    @property
+    def needs(self) -> dict[str, float]:
+        """Resources that a node needs to have left for a worker."""
+        gpus = {"GPU": self._options["num_gpus"]} if self._options["num_gpus"] else {}
+        return {**self._options["resources"], **gpus}
+
     async def ids(self) -> list[str]:
         """Workers whose actors are there. Raises ConfigError if Ray does not answer."""
         names: list[str] = await _in_thread(ray.util.list_named_actors)
@@ -91,15 +115,19 @@ class RayActors:
             WorkerFailed: Ray does not take it.
         """
         make = ray.remote(WorkerActor).options(name=worker_id, **self._options).remote
+        deadline_s = time.monotonic() + NAME_TAKEN_S
         try:
-            async with asyncio.timeout(NAME_TAKEN_S):
-                while True:
-                    try:
-                        return await asyncio.to_thread(make, role.value, worker_id, *self._arguments)
-                    except ValueError:  # the one before it has not quite gone
-                        await asyncio.sleep(RETRY_S)
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            raise WorkerFailed(f"Ray has not taken the actor {worker_id}: {first_line(error)}") from error
+            while True:
+                try:  # however long it takes: nobody would know of an actor that is made after we have given up
+                    return await asyncio.to_thread(make, role.value, worker_id, *self._arguments)
+                except ValueError as error:  # the one before it has not quite gone
+                    if time.monotonic() > deadline_s:
+                        raise WorkerFailed(f"its name is still taken after {NAME_TAKEN_S:g} s") from error
+                    await asyncio.sleep(RETRY_S)
+        except (WorkerFailed, ray.exceptions.RayError) as error:
+            with contextlib.suppress(WorkerFailed):  # whoever has the name is not known to us, and would keep it
+                await self.kill(await self.get(worker_id))
+            raise WorkerFailed(f"Ray has not made the actor {worker_id}: {first_line(error)}") from error
 
     async def get(self, worker_id: str) -> Any:
         """Raises WorkerFailed: it is gone."""

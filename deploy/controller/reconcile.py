@@ -4,7 +4,8 @@
       └───── Forget ─────> gone
 
 A worker that dies is DOWN, and is started again under its id. One that has to leave is marked as retiring; it counts
-for its pool no more, and leaves once somebody else is ready to serve in its place.
+for its pool no more, and leaves once somebody else is ready to serve in its place. Of many that have to leave
+so many go at a time that no more than one of those that should serve is missing.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Seen:
     is_retiring: bool = False
     is_held: bool = False
     """Its role is being changed: it serves nobody now, and is not to be touched."""
+    is_silent: bool = False
+    """READY, but nobody has heard of it for long: it hangs, or is cut off, and serves nobody."""
     waits_for_room: bool = False
     """STARTING: no node has had the resources for it for a while, so it keeps nobody busy."""
     start_at_s: float = 0.0
@@ -90,24 +93,45 @@ def reconcile(desired: Mapping[Role, int], workers: Sequence[Seen], now_s: float
     retiring = victims | {worker.id for worker in workers if worker.is_retiring}
     actions: list[Action] = [Retire(worker_id) for worker_id in sorted(victims)]
     ready = {role: [w for w in workers if w.role is role and is_serving(w) and w.id not in retiring] for role in Role}
+    starting = [w for w in workers if w.phase is Phase.STARTING and not w.waits_for_room and w.id not in retiring]
+    starts = _starts(desired, [w for w in workers if w.id not in retiring], {w.id for w in workers}, now_s)
+    starts.sort(key=lambda start: bool(ready[start.role]))  # first where nobody serves
+    coming = {worker.role for worker in starting} | {start.role for start in starts}
+    may_leave = {role: _num_to_spare(desired[role], workers, role, role in coming) for role in Role}
     for worker in workers:
         if worker.id not in retiring or worker.is_held:
             continue
         if worker.phase is Phase.DOWN:
             actions.append(Forget(worker.id))
-        elif worker.phase is Phase.STARTING or (
-            worker.phase is Phase.READY and (ready[worker.role] or not desired[worker.role])
-        ):
+        elif worker.phase is Phase.STARTING or worker.is_silent:
             actions.append(Leave(worker.id))
-    num_starting = sum(w.phase is Phase.STARTING and not w.waits_for_room and w.id not in retiring for w in workers)
-    starts = _starts(desired, [w for w in workers if w.id not in retiring], {w.id for w in workers}, now_s)
-    starts.sort(key=lambda start: bool(ready[start.role]))  # first where nobody serves
-    return actions + starts[: max(MAX_STARTING - num_starting, 0)]
+        elif worker.phase is Phase.READY and (ready[worker.role] or not desired[worker.role]):
+            if may_leave[worker.role] > 0:
+                actions.append(Leave(worker.id))
+            may_leave[worker.role] -= 1
+    return actions + starts[: max(MAX_STARTING - len(starting), 0)]
 
 
 def is_serving(worker: Seen) -> bool:
     """Whether it takes requests of its role, and is meant to."""
-    return worker.phase is Phase.READY and not worker.is_retiring and not worker.is_held
+    return _takes_requests(worker) and not worker.is_retiring
+
+
+def _takes_requests(worker: Seen) -> bool:
+    """Those that are to leave do until then."""
+    return worker.phase is Phase.READY and not worker.is_held and not worker.is_silent
+
+
+def _num_to_spare(desired: int, workers: Sequence[Seen], role: Role, is_any_coming: bool) -> int:
+    """How many that take requests may leave now: at most one of the `desired` is to be missing.
+
+    Where more are missing anyway, and nobody is about to be ready, they leave one at a time: room for those that are to
+    come may be what they take up.
+    """
+    pool = [worker for worker in workers if worker.role is role]
+    num_serving = sum(map(_takes_requests, pool))
+    is_any_leaving = any(worker.phase is Phase.LEAVING for worker in pool)
+    return max(num_serving - desired + 1, int(not is_any_coming and not is_any_leaving))
 
 
 def _victims(desired: int, workers: Sequence[Seen], role: Role) -> list[Seen]:
@@ -117,7 +141,7 @@ def _victims(desired: int, workers: Sequence[Seen], role: Role) -> list[Seen]:
     """
     members = [worker for worker in workers if worker.role is role and _is_member(worker)]
     free = [worker for worker in members if not worker.is_held]
-    free.sort(key=lambda w: (w.phase is Phase.READY, w.num_requests, w.num_unique_blocks, -_number(w.id), w.id))
+    free.sort(key=lambda w: (_takes_requests(w), w.num_requests, w.num_unique_blocks, -_number(w.id), w.id))
     return free[: max(len(members) - desired, 0)]
 
 

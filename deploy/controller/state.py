@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +40,28 @@ class State:
     """The same for the life of a cluster: what a worker leaves has to suit the one that takes its place."""
 
 
+@contextlib.contextmanager
+def locked(path: Path) -> Generator[None]:
+    """No other controller has this state file while the block is entered, or this process lives.
+
+    Raises:
+        ConfigError: another one has it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(path.with_name(f".{path.name}.lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"cluster.state_file: {path} is in use by another cluster, which runs or is about to end; give every "
+                "cluster a file of its own"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"cluster.state_file: cannot lock {path}: {error}") from error
+        yield
+
+
 def load(path: Path) -> State | None:
     """None: there is no such file yet.
 
@@ -57,7 +81,7 @@ def load(path: Path) -> State | None:
         )
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"cluster.state_file: cannot use {path}: {error!r}; move it away to start afresh") from error
 
 

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from baton.cluster import ClusterStatus, Role, Worker, WorkerState
@@ -97,15 +98,24 @@ class Autoscaler:
         return decision
 
     async def _carry_out(self, decision: Decision, status: ClusterStatus) -> None:
-        try:
-            if decision.flips:
-                for worker in to_flip(decision.flips, status):
-                    await self._orders.set_role(worker.info.id, decision.flips.role)
-            for role in Role:
-                if decision.starts.of(role) or decision.stops.of(role):
-                    await self._orders.scale(role, decision.sizes.of(role))
-        except BatonError as error:
-            logger.warning("autoscaler: an order was refused, the next decision is in a while: %s", error)
+        orders: list[tuple[str, Callable[[], Awaitable[object]]]] = []
+        if flips := decision.flips:
+            for worker in to_flip(flips, status):
+                give = partial(self._orders.set_role, worker.info.id, flips.role)
+                orders.append((f"{worker.info.id} becomes a {flips.role} worker", give))
+        for role in Role:
+            if decision.starts.of(role) or decision.stops.of(role):
+                size = decision.sizes.of(role)
+                orders.append((f"{size} {role} workers", partial(self._orders.scale, role, size)))
+        for number, (name, order) in enumerate(orders):
+            try:
+                await order()
+            except BatonError as error:
+                dropped = ", ".join(name for name, _ in orders[number + 1 :]) or "nothing"
+                logger.warning(
+                    "autoscaler: refused: %s: %s; dropped, until the next decision: %s", name, error, dropped
+                )
+                return
 
 
 def to_flip(flips: Flips, status: ClusterStatus) -> list[Worker]:

@@ -152,7 +152,9 @@ class State:
     num_windows: int = 0
     """In `needs`."""
     quiet_since_s: float = math.inf
-    """Since when the pools could do without a worker; infinite: they cannot."""
+    """Since when the pools, as they are, could do without a worker; infinite: they cannot."""
+    sizes: Sizes | None = None
+    """Of the latest window; None: there was none. With others it counts anew how long they could."""
 
     @classmethod
     def fresh(cls, now_s: float) -> State:
@@ -233,11 +235,12 @@ def decide(
         mode: the routers'; where they always aggregate, workers that decode are to do all the work.
     """
     latest, reasons = _needs(measured, objective)
-    if mode == "aggregated":
+    is_aggregated = mode == "aggregated"
+    if is_aggregated:
         latest = Needs(0.0, latest.prefill + latest.backlog + latest.decode)
     state = _smoothed(state, latest, config)
     needs = state.needs or latest
-    before, bounds = measured.sizes, _Bounds(config, measured)
+    before, bounds = measured.sizes, _Bounds(config, measured, is_aggregated)
     pressure = needs.pressure(before) if before.decode else math.inf
     is_pressed = pressure > config.target_utilisation
     side = "above" if is_pressed else "within"
@@ -248,8 +251,9 @@ def decide(
     )
     smaller = None if is_pressed else bounds.one_less(needs, before)
     is_quiet = smaller is not None and needs.pressure(smaller) <= SLACK * config.target_utilisation
-    since_s = min(state.quiet_since_s, now_s) if is_quiet else math.inf
-    state = replace(state, quiet_since_s=since_s)
+    since_s = state.quiet_since_s if state.sizes in (None, before) else now_s
+    since_s = min(since_s, now_s) if is_quiet else math.inf
+    state = replace(state, quiet_since_s=since_s, sizes=before)
 
     def order(sizes: Sizes, why: str) -> Decision:
         acted = replace(state, acted_s=now_s) if sizes != before else state
@@ -359,28 +363,39 @@ def _relieved(needs: Needs, before: Sizes, bounds: _Bounds, measured: Measured, 
 class _Bounds:
     config: AutoscaleConfig
     measured: Measured
+    is_aggregated: bool
+    """Nobody uses the prefill pool: workers may go from there, and none comes."""
 
     @property
     def _most(self) -> int:
-        return self.config.max_workers or max(
-            self.measured.sizes.total, self.config.min_prefill + self.config.min_decode
-        )
+        return self.config.max_workers or max(self.measured.sizes.total, self._min_prefill + self.config.min_decode)
+
+    @property
+    def _min_prefill(self) -> int:
+        return 0 if self.is_aggregated else self.config.min_prefill
+
+    @property
+    def _max_prefill(self) -> int:
+        most = self.config.max_prefill or self._most
+        return min(most, self.measured.sizes.prefill) if self.is_aggregated else most
+
+    @property
+    def _max_decode(self) -> int:
+        return self.config.max_decode or self._most
 
     def clip(self, total: int) -> int:
-        config = self.config
-        most = min(self._most, (config.max_prefill or self._most) + (config.max_decode or self._most))
-        return max(config.min_prefill + config.min_decode, min(total, most))
+        most = min(self._most, self._max_prefill + self._max_decode)
+        return max(self._min_prefill + self.config.min_decode, min(total, most))
 
     def num_workers(self, needs: Needs, utilisation: float) -> int:
         """For which no pool is above it, backlog and all, as far as the bounds go."""
         prefill = math.ceil((needs.prefill + needs.backlog) / utilisation)
         decode = math.ceil(needs.decode / utilisation)
-        return max(self.config.min_prefill, prefill) + max(self.config.min_decode, decode)
+        return max(self._min_prefill, prefill) + max(self.config.min_decode, decode)
 
     def allow(self, sizes: Sizes) -> bool:
-        config = self.config
-        in_prefill = config.min_prefill <= sizes.prefill <= (config.max_prefill or sizes.prefill)
-        in_decode = config.min_decode <= sizes.decode <= (config.max_decode or sizes.decode)
+        in_prefill = self._min_prefill <= sizes.prefill <= self._max_prefill
+        in_decode = self.config.min_decode <= sizes.decode <= self._max_decode
         return in_prefill and in_decode and sizes.total <= self._most
 
     def best(self, needs: Needs, before: Sizes, total: int) -> Sizes:

@@ -15,9 +15,9 @@ from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
 from tests.chaos.test_index import NUM_BLOCKS, Load, Tally, soon
 from tests.integration.cluster import is_idle
 
-SECONDS = float(os.environ.get("CHAOS_SECONDS", "10"))
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "8"))
 PERIOD_S = 5.0 if "CHAOS_SECONDS" in os.environ else 2.0
-WINDOW_REQUESTS = 1500
+WINDOW_REQUESTS = 1500 if "CHAOS_SECONDS" in os.environ else 600
 HIT_RATE_LOSS = 0.05
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from tests.integration.cluster import is_idle
 NUM_TOKENS = 24
 STEP_MS = 8.0
 """Long enough to kill within the token that is meant."""
+IS_LONG = "CHAOS_SECONDS" in os.environ
 NUM_VICTIMS = 3
 """Workers of the role that is killed: one dies, one takes over, and one may be on its way."""
 TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
@@ -103,6 +105,8 @@ REQUESTS: dict[str, Callable[[], GenerateRequest]] = {
 def test_the_decode_worker_dies_at_every_token(mode: str) -> None:
     with killing(mode, Role.DECODE) as killer:
         for kind, make in REQUESTS.items():
+            if mode == "aggregated" and kind == "greedy" and not IS_LONG:
+                continue
             request = make()
             answer = killer.ask(request).answer
             assert [choice.token_ids for choice in answer.choices] == asks.expected(request)

@@ -40,7 +40,7 @@ Status = dict[str, Any]
 @pytest.fixture(scope="module")
 def cluster(model_dir: Path) -> Iterator[Cluster]:
     """One worker a pool, to begin with; every test leaves it so, whatever the worker's number."""
-    with running_cluster(**SETTINGS) as cluster:
+    with running_cluster(cluster_host="0.0.0.0", **SETTINGS) as cluster:
         yield cluster
 
 
@@ -192,6 +192,19 @@ def test_orders_that_cannot_be_are_refused_with_a_sentence(cluster: Cluster) -> 
     client.set_role(decode, "decode")  # it has it: nothing to do
 
 
+def test_only_this_machine_reaches_the_controller(cluster: Cluster) -> None:
+    """It asks for no key: routers do, and they listen wherever the operator wants them to."""
+    controller = cluster.client.status()["controller"]
+    host, _, port = controller["address"].rpartition(":")
+    sockets = psutil.Process(controller["pid"]).net_connections("inet")
+    bound = {
+        s.laddr.ip.removeprefix("::ffff:")
+        for s in sockets
+        if s.status == psutil.CONN_LISTEN and s.laddr.port == int(port)
+    }
+    assert {host} == bound == {"127.0.0.1"}
+
+
 def test_workers_outlive_the_controller_and_so_do_orders(cluster: Cluster) -> None:
     cluster.client.scale("decode", 2)
     before = cluster.wait_for(has(1, 2))
@@ -295,7 +308,9 @@ def _is_worker(process: psutil.Process) -> bool:
 def test_workers_of_a_lost_node_come_back_on_another(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a Ray that others run. The sizes are remembered; `baton up` leaves nothing there, however it ends."""
+    """In a Ray that others run. The sizes are remembered; `baton up` leaves nothing there, however it ends, and what
+    stays when its controller is killed with it goes when it comes back.
+    """
     nodes = RayNodes()
     try:
         nodes.add(num_workers=4)
@@ -319,7 +334,17 @@ def test_workers_of_a_lost_node_come_back_on_another(
         again = Cluster(*arguments, **settings)
         try:
             again.wait_for(has(1, 3))
-            assert len(nodes.workers()) == 4
+            left = nodes.workers()
+            assert len(left) == 4
+            psutil.Process(again.client.status()["controller"]["pid"]).kill()
+        finally:
+            again.stop(signal.SIGKILL)
+        assert all(worker.is_running() for worker in left)
+        again = Cluster(*arguments, **settings)
+        try:
+            again.wait_for(has(1, 3))
+            assert not any(worker.is_running() for worker in left)
+            assert "which a cluster before this one had left in Ray" in again.log
         finally:
             started = again.processes()
             again.stop(signal.SIGKILL)

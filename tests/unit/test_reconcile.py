@@ -124,6 +124,37 @@ def test_a_worker_that_changes_its_role_stands_in_for_nobody() -> None:
     assert decide(0, 2, drained, changing) == [Start("decode-2", DECODE)]
 
 
+def test_of_many_that_are_drained_one_goes_for_each_that_comes() -> None:
+    drained = [replace(ready(f"decode-{n}"), is_retiring=True) for n in range(8)]
+    coming = [Seen(f"decode-{n}", DECODE, Phase.STARTING) for n in (9, 10, 11)]
+    come = [ready(worker.id) for worker in coming]
+
+    def leaves(*workers: Seen) -> list[str]:
+        return [action.worker_id for action in decide(0, 8, *workers) if isinstance(action, Leave)]
+
+    assert leaves(*drained, ready("decode-8"), *coming) == ["decode-0", "decode-1"]
+    assert leaves(*drained[2:], ready("decode-8"), *coming) == []
+    assert leaves(*drained[2:], ready("decode-8"), *come) == ["decode-2", "decode-3", "decode-4"]
+
+
+def test_where_there_is_no_room_for_others_drained_workers_make_it_one_at_a_time() -> None:
+    """Ray has room for five of eight."""
+    drained = [replace(ready(f"decode-{n}"), is_retiring=True) for n in range(2)]
+    others = [ready(f"decode-{n}") for n in (2, 3, 4)]
+    waiting = [Seen(f"decode-{n}", DECODE, Phase.STARTING, waits_for_room=True) for n in range(5, 10)]
+    assert decide(0, 8, *drained, *others, *waiting) == [Leave("decode-0")]
+    leaving = replace(drained[0], phase=Phase.LEAVING)
+    assert decide(0, 8, leaving, drained[1], *others, *waiting) == []
+    assert decide(0, 8, drained[1], *others, replace(waiting[0], waits_for_room=False), *waiting[1:]) == []
+
+
+def test_a_worker_that_hangs_stands_in_for_nobody_and_may_always_leave() -> None:
+    drained, hanging = replace(ready("decode-0"), is_retiring=True), replace(ready("decode-1"), is_silent=True)
+    assert decide(0, 1, drained, hanging) == []
+    assert decide(0, 1, ready("decode-0", num_requests=9), hanging) == [Retire("decode-1"), Leave("decode-1")]
+    assert decide(0, 1, replace(hanging, is_retiring=True)) == [Leave("decode-1"), Start("decode-0", DECODE)]
+
+
 def test_a_prefill_pool_that_is_to_be_empty_needs_nobody_else() -> None:
     assert decide(0, 1, ready("prefill-0"), ready("decode-0")) == [Retire("prefill-0"), Leave("prefill-0")]
 
@@ -159,6 +190,7 @@ class World:
     def obey(self) -> list[Action]:
         actions = reconcile(self.desired, list(self.workers.values()), self.now_s)
         serving_before = {role: self.serving(role) for role in Role}
+        was_leaving = {w.role for w in self.workers.values() if w.phase is Phase.LEAVING}
         for action in actions:
             match action:
                 case Start(worker_id, role):
@@ -174,11 +206,17 @@ class World:
                     assert worker.is_retiring
                     assert not worker.is_held
                     assert worker.phase in (Phase.STARTING, Phase.READY)
-                    self.workers[worker_id] = replace(worker, phase=Phase.LEAVING)
+                    self.workers[worker_id] = replace(worker, phase=Phase.LEAVING, is_silent=False)
                 case Forget(worker_id):
                     assert self.workers.pop(worker_id).phase is Phase.DOWN
-        starting = [w for w in self.workers.values() if w.phase is Phase.STARTING and not w.is_retiring]
+        starting = [
+            w for w in self.workers.values() if w.phase is Phase.STARTING and not w.is_retiring and not w.waits_for_room
+        ]
         assert len(starting) <= MAX_STARTING
+        for role in Role:
+            if (num_left := serving_before[role] - self.serving(role)) and self.serving(role) < self.desired[role] - 1:
+                assert num_left == 1, "more than one is missing"
+                assert role not in was_leaving | {w.role for w in starting}, "it did not wait for the others"
         for role in Role:
             if serving_before[role] and self.desired[role]:
                 assert self.serving(role), f"nobody serves {role} any more: {actions}"
@@ -187,7 +225,10 @@ class World:
 
     def serving(self, role: Role) -> int:
         """A worker that has to leave serves until it does."""
-        return sum(w.role is role and w.phase is Phase.READY and not w.is_held for w in self.workers.values())
+        return sum(
+            w.role is role and w.phase is Phase.READY and not w.is_held and not w.is_silent
+            for w in self.workers.values()
+        )
 
     def advance(self, is_calm: bool) -> None:
         self.now_s += self.dice.random() * 3
@@ -195,10 +236,21 @@ class World:
             if worker.phase is Phase.LEAVING and self.dice.random() < 0.6:
                 del self.workers[worker.id]
             elif worker.phase is Phase.STARTING and self.dice.random() < 0.6:
-                self.workers[worker.id] = replace(worker, phase=Phase.READY, num_requests=self.dice.randrange(4))
+                num_requests = self.dice.randrange(4)
+                self.workers[worker.id] = replace(
+                    worker, phase=Phase.READY, waits_for_room=False, num_requests=num_requests
+                )
+            elif worker.phase is Phase.STARTING and not is_calm and self.dice.random() < 0.2:
+                self.workers[worker.id] = replace(worker, waits_for_room=True)
+            elif worker.is_silent and self.dice.random() < 0.5:
+                self.workers[worker.id] = replace(worker, phase=Phase.DOWN, is_silent=False)
+            elif is_serving(worker) and not is_calm and self.dice.random() < 0.05:
+                self.workers[worker.id] = replace(worker, is_silent=True)
             elif not is_calm and worker.phase is not Phase.LEAVING and self.dice.random() < 0.15:
                 start_at_s = self.now_s + self.dice.choice((0.0, 1.0, 5.0))
-                self.workers[worker.id] = replace(worker, phase=Phase.DOWN, start_at_s=start_at_s)
+                self.workers[worker.id] = replace(
+                    worker, phase=Phase.DOWN, is_silent=False, waits_for_room=False, start_at_s=start_at_s
+                )
             elif not is_calm and is_serving(worker) and self.dice.random() < 0.1:
                 self.workers[worker.id] = replace(worker, is_retiring=True)  # an operator's `baton drain`
 

@@ -92,7 +92,8 @@ def test_an_order_that_is_refused_is_given_again_after_the_cool_down(caplog: pyt
     scaler = autoscaler(cluster)
     windows(scaler, cluster, 5)
     assert len(cluster.orders) == 1, "what follows the refused one is dropped"
-    assert "w2 is the last one that decodes" in caplog.text
+    assert "refused: w1 becomes a prefill worker: w2 is the last one that decodes" in caplog.text
+    assert "dropped, until the next decision: w2 becomes a prefill worker, w3 becomes a prefill worker" in caplog.text
     windows(scaler, cluster, 1)
     assert len(cluster.orders) == 1
     windows(scaler, cluster, 1)

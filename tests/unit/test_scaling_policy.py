@@ -152,6 +152,22 @@ def test_an_idle_cluster_shrinks_to_the_minimum_one_worker_at_a_time_and_not_bef
     assert all(after - before >= CONFIG.cool_down_s for before, after in itertools.pairwise(stopped))
 
 
+def test_pools_of_other_sizes_are_watched_anew_before_a_worker_is_stopped() -> None:
+    """Whoever changed them: here they shrink by what was decided, and an operator makes them larger at 1000 s."""
+    state, sizes, stopped = State.fresh(0.0), Sizes(1, 4), []
+    for window in range(1, 200):
+        now_s = window * CONFIG.window_s
+        if now_s == 1000.0:
+            sizes = Sizes(1, 6)
+        decision = decide(measured(sizes, met=0), state, CONFIG, OBJECTIVE, now_s)
+        if decision.num_actions:
+            stopped.append((now_s, decision.before))
+        state, sizes = decision.state, decision.sizes
+    assert all(after - before >= CONFIG.scale_in_s for (before, _), (after, _) in itertools.pairwise(stopped))
+    first = next(now_s for now_s, before in stopped if before == Sizes(1, 6))
+    assert first == 1000.0 + CONFIG.scale_in_s
+
+
 def test_a_worker_is_stopped_only_where_the_others_would_be_far_below_the_target() -> None:
     """Each pool at 43 %; with a worker less one of them would be at 65 %, just below the 70 %."""
     quiet = State(quiet_since_s=-1e6)
@@ -197,6 +213,15 @@ def test_where_routers_aggregate_prompts_are_work_for_those_that_decode() -> Non
     found = decide(window, State(), config, OBJECTIVE, 0.0, "aggregated").sizes
     assert found.decode > found.prefill
     assert found.decode >= 6
+
+
+@pytest.mark.parametrize("sizes", [Sizes(0, 2), Sizes(1, 3), Sizes(0, 6)])
+@pytest.mark.parametrize("on_decode", [0.0, 1.0, 9.0])
+def test_where_routers_aggregate_nobody_is_moved_to_the_prefill_pool(sizes: Sizes, on_decode: float) -> None:
+    for config in (AutoscaleConfig(), CONFIG, AutoscaleConfig(min_prefill=1, max_decode=2, max_workers=4)):
+        window = measured(sizes, on_decode=on_decode, sequences=10)
+        found = decide(window, State(), config, OBJECTIVE, 0.0, "aggregated").sizes
+        assert found.prefill <= sizes.prefill
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grp
 from deploy.client import Client
 from router.decisions import DecisionLog
 from router.openai import error_body
-from router.orders import Controller
+from router.orders import OrdersClient
 from router.rpc import CALLER, SERVICE_NAMES, AdminServicer, Authentication
 from router.service import RouterService
 from router.tenants import DEFAULT_TENANT, Tenant, TenantBook, api_key_of
@@ -224,7 +224,7 @@ NOTHING_RUNS = ClusterStatus({}, (), (), "", False, ())
 async def connection(book: TenantBook) -> AsyncGenerator[grpc.aio.Channel]:
     rpc = RpcServer(SERVICE_NAMES, [Authentication(book)])
     inference_pb2_grpc.add_InferenceServicer_to_server(SERVICER, rpc.server)
-    admin = AdminServicer(lambda: NOTHING_RUNS, DecisionLog().explain, Controller(lambda: None))
+    admin = AdminServicer(lambda: NOTHING_RUNS, DecisionLog().explain, OrdersClient(lambda: None))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()

@@ -1,0 +1,371 @@
+"""The controller with workers that exist only here: they are ready, hang and die when they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from baton.cluster import ControllerInfo, Role, WorkerInfo, WorkerLoad, WorkerState
+from baton.config import ClusterConfig, Config, IndexConfig
+from baton.errors import ConfigError, Conflict, StoreUnavailable, WorkerFailed
+from deploy.controller import controller as controller_module
+from deploy.controller import ray_actors
+from deploy.controller.controller import Controller
+from deploy.controller.orders import Orders
+from deploy.controller.ray_actors import RayActors, Started
+from deploy.controller.state import State, load, locked
+from kvstore.index import MemoryStore, Mirror
+from kvstore.leases import MemoryLeases
+from tests.integration.cluster import free_port
+
+LEASE_S = 0.1
+CONFIG = Config(index=IndexConfig(lease_s=LEASE_S, renew_s=0.02))
+
+
+@dataclass(slots=True)
+class Actor:
+    may_start: asyncio.Event
+    dead: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class LocalActors(RayActors):
+    """In place of Ray. Workers find a node and are ready at once, unless `has_room` or `may_start` is clear."""
+
+    def __init__(self) -> None:
+        super().__init__(Config(), "", 0.0)
+        self.address = f"127.0.0.1:{free_port()}"
+        self.alive: dict[str, Actor] = {}
+        self.num_created = 0
+        self.has_room = asyncio.Event()
+        self.has_room.set()
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+
+    async def ids(self) -> list[str]:
+        return list(self.alive)
+
+    async def create(self, worker_id: str, role: Role) -> Actor:
+        self.num_created += 1
+        self.alive[worker_id] = Actor(self.may_start)
+        return self.alive[worker_id]
+
+    async def get(self, worker_id: str) -> Actor:
+        if worker_id not in self.alive:
+            raise WorkerFailed("it is gone")
+        return self.alive[worker_id]
+
+    async def placed(self, actor: Actor) -> None:
+        await self.has_room.wait()
+
+    async def start(self, actor: Actor) -> Started:
+        await actor.may_start.wait()
+        return Started(1, self.address)
+
+    async def ended(self, actor: Actor) -> None:
+        await actor.dead.wait()
+        raise WorkerFailed("it has ended")
+
+    async def stop(self, actor: Actor, timeout_s: float) -> None:
+        actor.dead.set()
+
+    async def kill(self, actor: Actor) -> None:
+        actor.dead.set()
+        self.alive = {worker_id: other for worker_id, other in self.alive.items() if other is not actor}
+
+
+class Leases(MemoryLeases):
+    """Redis, which may be away."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store, lease_s=LEASE_S)
+        self.is_away = False
+
+    async def boot(self) -> str:
+        if self.is_away:
+            raise StoreUnavailable("away")
+        return await super().boot()
+
+
+class Bench:
+    def __init__(self, folder: Path, config: Config, desired: dict[Role, int], is_first: bool) -> None:
+        self.store = MemoryStore()
+        self.leases = Leases(self.store)
+        self.actors = LocalActors()
+        self.hanging: set[str] = set()
+        """Ready workers whose leases nobody renews."""
+        me = ControllerInfo(1, "127.0.0.1:1")
+        state, path = State(desired, "baton-x"), folder / "state.json"
+        self.controller = Controller(config, me, self.actors, self.leases, Mirror(), path, state, is_first)
+        self.orders = Orders(self.controller)
+
+    async def renew(self) -> None:
+        epochs: dict[str, int] = {}
+        while True:
+            for worker_id in self.actors.alive.keys() - self.hanging:
+                role = Role(worker_id.rpartition("-")[0])
+                if worker_id not in epochs or not self.store.lease(worker_id):
+                    epochs[worker_id] = await self.leases.acquire(worker_id)
+                info = WorkerInfo(worker_id, role, "", 1, "", epochs[worker_id], "", "", 16, 0)
+                await self.leases.renew(info, WorkerLoad(WorkerState.READY))
+            await asyncio.sleep(LEASE_S / 5)
+
+
+@contextlib.asynccontextmanager
+async def bench(
+    folder: Path, config: Config = CONFIG, decode: int = 1, is_first: bool = False
+) -> AsyncGenerator[Bench]:
+    """A controller that runs while the block is entered."""
+    bench = Bench(folder, config, {Role.PREFILL: 0, Role.DECODE: decode}, is_first)
+    await bench.controller.adopt()
+    tasks = [asyncio.create_task(bench.controller.run()), asyncio.create_task(bench.renew())]
+    try:
+        yield bench
+    finally:
+        await bench.orders.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await bench.controller.let_go()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def num_ready(bench: Bench) -> int:
+    return bench.controller.pool(Role.DECODE).ready
+
+
+async def test_no_order_is_taken_before_the_first_start_is_whole(tmp_path: Path) -> None:
+    """`baton up` waits for the sizes that it was asked for."""
+    async with bench(tmp_path, is_first=True) as it:
+        it.actors.may_start.clear()
+        await until(lambda: bool(it.actors.alive))
+        for order in (
+            lambda: it.orders.scale("decode", 2),
+            lambda: it.orders.drain("decode-0"),
+            lambda: it.orders.set_role("decode-0", "prefill"),
+        ):
+            with pytest.raises(Conflict, match="the cluster is still starting"):
+                await order()
+        it.actors.may_start.set()
+        await it.controller.whole()
+        assert (await it.orders.scale("decode", 2)).desired == 2
+        await until(lambda: num_ready(it) == 2)
+
+
+async def test_a_controller_that_comes_back_takes_orders_at_once(tmp_path: Path) -> None:
+    async with bench(tmp_path, is_first=False) as it:
+        it.actors.may_start.clear()
+        assert (await it.orders.scale("decode", 2)).ready == 0
+
+
+async def test_a_worker_that_dies_soon_after_it_was_ready_waits_longer_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "RESTART_BACKOFF_S", (0.0, 0.1, 0.2, 60.0))
+    async with bench(tmp_path) as it:
+        waits = []
+        for number in range(3):
+            await until(lambda: num_ready(it) == 1)
+            it.actors.alive["decode-0"].dead.set()
+            await until(lambda: num_ready(it) == 0)
+            waits.append(it.controller.seen()["decode-0"].start_at_s - time.monotonic())
+            assert it.actors.num_created == number + 1
+        assert waits == [pytest.approx(wait_s, abs=0.05) for wait_s in (0.1, 0.2, 60.0)]
+
+
+async def test_a_worker_that_served_for_a_while_comes_back_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "STABLE_S", 0.0)
+    monkeypatch.setattr(controller_module, "RESTART_BACKOFF_S", (0.0, 60.0))
+    async with bench(tmp_path) as it:
+        for number in range(3):
+            await until(lambda number=number: num_ready(it) == 1 and it.actors.num_created == number + 1)  # type: ignore[misc]
+            it.actors.alive["decode-0"].dead.set()
+
+
+async def test_a_worker_that_hangs_serves_nobody_and_is_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        await asyncio.sleep(3 * LEASE_S)
+        assert num_ready(it) == 2
+        it.hanging.add("decode-1")
+        await until(lambda: num_ready(it) == 1)
+        with pytest.raises(Conflict, match="decode-1 is hanging"):
+            await it.orders.set_role("decode-1", "prefill")
+        with pytest.raises(Conflict, match="decode-0 is the last ready worker"):
+            await it.orders.set_role("decode-0", "prefill")
+        assert it.actors.num_created == 2
+        await until(lambda: it.actors.num_created == 3)
+        it.hanging.clear()
+        await until(lambda: num_ready(it) == 2)
+    assert caplog.text.count("decode-1 has had no lease for 0 s: it does not serve") == 1
+    assert caplog.text.count("decode-1 has had no lease for 1 s: it is killed") == 1
+    assert "decode-0 has had no lease" not in caplog.text
+
+
+async def test_a_worker_that_hangs_leaves_without_being_asked(tmp_path: Path) -> None:
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        it.hanging.add("decode-0")
+        await until(lambda: num_ready(it) == 1)
+        await it.orders.scale("decode", 1)
+        await until(lambda: set(it.actors.alive) == {"decode-1"})
+
+
+async def test_without_redis_nobody_is_held_to_hang(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await until(lambda: num_ready(it) == 1)
+        it.leases.is_away = True
+        it.hanging.add("decode-0")
+        await asyncio.sleep(5 * LEASE_S)
+        assert num_ready(it) == 1
+        it.leases.is_away = False  # it comes back without its leases, which workers have to see first
+        await asyncio.sleep(LEASE_S)
+        assert num_ready(it) == 1
+        it.store.boot = "another"
+        await asyncio.sleep(1.5 * LEASE_S)
+        assert num_ready(it) == 1
+        await until(lambda: num_ready(it) == 0)
+
+
+async def test_a_worker_that_waits_for_room_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "ROOM_S", 0.05)
+    async with bench(tmp_path) as it:
+        it.actors.has_room.clear()
+        await until(lambda: "waits" in caplog.text)
+        it.controller.step()
+        it.actors.has_room.set()
+        await until(lambda: num_ready(it) == 1)
+    assert caplog.text.count("decode-0 waits: no Ray node has room for {'baton_worker': 1}") == 1
+
+
+async def test_a_change_of_role_that_fails_is_told_of_when_nobody_waits_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        caller = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
+        await until(lambda: it.controller.state.flip is not None)
+        caller.cancel()
+        await until(lambda: it.controller.state.flip is None)
+    assert "decode-0 is to become a prefill worker" in caplog.text
+    assert "a change of role was given up" in caplog.text
+
+
+async def test_orders_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with bench(tmp_path) as it:
+        await until(lambda: num_ready(it) == 1)
+        await it.orders.drain("decode-0")
+        await it.orders.scale("decode", 2)
+    assert "decode-0 is to leave" in caplog.text
+    assert "decode: 2 workers are wanted" in caplog.text
+
+
+async def test_a_start_that_takes_too_long_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "RESTART_BACKOFF_S", (60.0, 0.0))
+    async with bench(tmp_path, replace(CONFIG, cluster=ClusterConfig(start_timeout_s=0.1))) as it:
+        it.actors.may_start.clear()
+        await until(lambda: it.actors.num_created == 2)
+        assert len(it.actors.alive) == 1
+    assert "decode-0 was not ready within 0.1 s (cluster.start_timeout_s)" in caplog.text
+
+
+class Names:
+    """What `RayActors.create` uses of Ray: names, each of which one actor at a time may have."""
+
+    class exceptions:  # noqa: N801 - as Ray calls it
+        RayError = RuntimeError
+
+    class Remote:
+        def __init__(self, ray: Names, name: str = "") -> None:
+            self._ray, self._name = ray, name
+
+        def options(self, name: str, **_: object) -> Names.Remote:
+            return Names.Remote(self._ray, name)
+
+        def remote(self, *_: object) -> object:
+            time.sleep(self._ray.make_s)
+            if self._name in self._ray.names:
+                raise ValueError("the name is taken")
+            self._ray.names[self._name] = object()
+            return self._ray.names[self._name]
+
+    def __init__(self, make_s: float = 0.0) -> None:
+        self.make_s = make_s
+        self.names: dict[str, object] = {}
+
+    def remote(self, _: type) -> Remote:
+        return Names.Remote(self)
+
+    def get_actor(self, name: str) -> object:
+        if name not in self.names:
+            raise ValueError("no such actor")
+        return self.names[name]
+
+    def kill(self, actor: object) -> None:
+        self.names = {name: other for name, other in self.names.items() if other is not actor}
+
+
+async def test_a_name_that_stays_taken_is_made_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor that was made too late is nobody's, and detached."""
+    ray = Names()
+    ray.names["decode-0"] = object()
+    monkeypatch.setattr(ray_actors, "ray", ray)
+    monkeypatch.setattr(ray_actors, "NAME_TAKEN_S", 0.1)
+    actors = RayActors(Config(), "", 0.0)
+    with pytest.raises(WorkerFailed, match=r"has not made the actor decode-0: its name is still taken after 0.1 s"):
+        await actors.create("decode-0", Role.DECODE)
+    assert await actors.create("decode-0", Role.DECODE) is ray.names["decode-0"]
+
+
+async def test_an_actor_that_takes_long_to_make_is_still_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Names(make_s=0.2)
+    monkeypatch.setattr(ray_actors, "ray", ray)
+    monkeypatch.setattr(ray_actors, "NAME_TAKEN_S", 0.05)
+    assert await RayActors(Config(), "", 0.0).create("decode-0", Role.DECODE) is ray.names["decode-0"]
+
+
+def test_a_state_file_is_of_one_cluster_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "state.json"
+    with (
+        locked(path),
+        pytest.raises(ConfigError, match=r"cluster.state_file: .*state.json is in use by another cluster"),
+        locked(path),
+    ):
+        raise AssertionError("two have it")
+    with locked(path):
+        pass
+    with pytest.raises(ConfigError, match="cannot lock"), locked(Path("/dev/null/state.json")):
+        pass
+
+
+@pytest.mark.parametrize("size", ["Infinity", "NaN", '"many"', "null"])
+def test_a_state_file_with_sizes_that_are_none_is_refused(tmp_path: Path, size: str) -> None:
+    values: dict[str, object] = {
+        "cluster": "", "workers": {}, "retiring": [], "flip": None, "gpus_per_worker": 0,
+    }  # fmt: skip
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(values)[:-1] + f', "desired": {{"prefill": {size}, "decode": 1}}}}')
+    with pytest.raises(ConfigError, match=r"cluster\.state_file: cannot use"):
+        load(path)
