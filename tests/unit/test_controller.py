@@ -21,7 +21,7 @@ from deploy.controller import ray_actors
 from deploy.controller.controller import Controller
 from deploy.controller.orders import Orders
 from deploy.controller.ray_actors import RayActors, Started
-from deploy.controller.state import State, load, locked
+from deploy.controller.state import Flip, State, load, locked
 from kvstore.index import MemoryStore, Mirror
 from kvstore.leases import MemoryLeases
 from tests.integration.cluster import free_port
@@ -257,14 +257,23 @@ async def test_a_worker_that_waits_for_room_is_told_of_once(
 
 
 async def test_a_change_of_role_that_fails_is_told_of_when_nobody_waits_for_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
+    nobody_waits = asyncio.Event()
+
+    async def fail(flip: Flip) -> None:
+        await nobody_waits.wait()
+        raise WorkerFailed("the worker is gone")
+
     async with bench(tmp_path, decode=2) as it:
         await until(lambda: num_ready(it) == 2)
+        monkeypatch.setattr(it.controller, "ask_for_role", fail)
         caller = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
         await until(lambda: it.controller.state.flip is not None)
         caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        nobody_waits.set()
         await until(lambda: it.controller.state.flip is None)
         await until(lambda: "a change of role was given up" in caplog.text)
     assert "decode-0 is to become a prefill worker" in caplog.text
