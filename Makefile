@@ -6,9 +6,11 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progre
 STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract
 # What these hold against the clock, another test beside them would hold up. The others wait most of their time.
-ALONE := tests/chaos/test_index.py $(addprefix tests/integration/, test_admission.py test_cancel_latency.py \
-	test_overload.py test_prefix_pull.py test_transfer_processes.py)
+ALONE := $(addprefix tests/integration/, test_admission.py test_cancel_latency.py test_overload.py test_prefix_pull.py \
+	test_transfer_processes.py)
 SOAK := tests/chaos/test_streams.py
+# Of the chaos tests, those that are short enough for every run.
+SHORT_CHAOS := $(SOAK) tests/chaos/test_kills.py
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: serve test chaos check proto bench clean install
@@ -29,9 +31,10 @@ serve: $(STAMP)
 
 test: check
 	$(BIN)/python -m pytest $(ALONE)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/integration tests/chaos $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/integration $(SHORT_CHAOS) \
+		$(addprefix --ignore=,$(ALONE))
 
-# Ten minutes of faults under load, a minute of everything else, ten thousand cancels; `make test` has short ones.
+# Ten minutes of faults under load, a minute of everything else, ten thousand cancels; `make test` has a part of it.
 chaos: $(STAMP)
 	CHAOS_SECONDS=60 $(BIN)/python -m pytest -s tests/chaos tests/integration/test_cancel.py $(addprefix --ignore=,$(SOAK))
 	CHAOS_SECONDS=600 $(BIN)/python -m pytest -s $(SOAK)

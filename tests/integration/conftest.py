@@ -11,7 +11,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.integration.cluster import Cluster, running_cluster
 
-LONGEST = ("test_real_model.py", "test_scaling.py", "test_plumbing.py")
+LONGEST = ("test_real_model.py", "test_scaling.py", "test_plumbing.py", "test_streams.py", "test_kills.py")
 """These begin first, so that none of them runs alone at the end."""
 
 

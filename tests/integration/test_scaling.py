@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +17,7 @@ from baton.engine.arithmetic import expected_tokens
 from baton.errors import BatonError, Conflict, InvalidRequest, NoController
 from deploy.cli import app
 from deploy.client import Client
-from deploy.processes import die_with_parent
-from tests.integration.cluster import Answer, Cluster, free_port, running_cluster
+from tests.integration.cluster import Answer, Cluster, running_cluster
 from tests.integration.test_plumbing import prompt_of, sampling
 
 NUM_CLIENTS = 8
@@ -237,121 +230,6 @@ def test_pools_come_back_after_rays_death(cluster: Cluster) -> None:
     print(f"\npools whole {time.monotonic() - began_s:.1f} s after Ray's death")
     assert pids(after).keys() == before.keys()
     eventually(lambda: cluster.client.scale("decode", 1))
-
-
-class RayNodes:
-    """A Ray cluster of processes of this test, each of which is a node with room for some workers."""
-
-    def __init__(self) -> None:
-        self._address = f"127.0.0.1:{free_port()}"
-        self._environment = os.environ | {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # else it takes no second node on this machine
-        }
-        self.nodes: list[subprocess.Popen[bytes]] = []
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    @property
-    def access(self) -> dict[str, str]:
-        """What an operator sets for a process that is to join."""
-        return {name: value for name, value in self._environment.items() if name.startswith("RAY_")}
-
-    def add(self, num_workers: int) -> psutil.Process:
-        where = ["--head", f"--port={self._address.rpartition(':')[2]}", "--include-dashboard=false"]
-        node = subprocess.Popen(
-            [
-                *(str(Path(sys.executable).with_name("ray")), "start", "--block", "--node-ip-address=127.0.0.1"),
-                *(where if not self.nodes else [f"--address={self._address}"]),
-                *("--num-cpus=1", f'--resources={{"baton_worker": {num_workers}}}', "--object-store-memory=83886080"),
-                *("--min-worker-port=0", "--max-worker-port=0"),
-            ],
-            env=self._environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=die_with_parent(),
-        )
-        self.nodes.append(node)
-        deadline = time.monotonic() + 60
-        while not any("raylet" in p.name() for p in psutil.Process(node.pid).children()):
-            assert time.monotonic() < deadline
-            assert node.poll() is None, "ray start has ended"
-            time.sleep(0.1)
-        return psutil.Process(node.pid)
-
-    def workers(self) -> list[psutil.Process]:
-        found = [p for node in self.nodes if node.poll() is None for p in psutil.Process(node.pid).children(True)]
-        return [process for process in found if _is_worker(process)]
-
-    def close(self) -> None:
-        for node in self.nodes:
-            children = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
-            node.kill()
-            node.wait()
-            for child in children:  # Ray's agents take a minute to see that they are alone
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-            psutil.wait_procs(children, timeout=20)
-
-
-def _is_worker(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return "deploy.worker" in process.cmdline()
-    return False
-
-
-def test_workers_of_a_lost_node_come_back_on_another(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a Ray that others run. The sizes are remembered; `baton up` leaves nothing there, however it ends, and what
-    stays when its controller is killed with it goes when it comes back.
-    """
-    nodes = RayNodes()
-    try:
-        nodes.add(num_workers=4)
-        second = nodes.add(num_workers=4)
-        for name, value in nodes.access.items():
-            monkeypatch.setenv(name, value)
-        settings = SETTINGS | {"cluster_state_file": str(tmp_path / "sizes.json")}
-        arguments = ("--ray-address", nodes.address, "--prefill", "1", "--decode", "2")
-        with running_cluster(*arguments, **settings) as cluster:
-            cluster.client.scale("decode", 3)
-            before = cluster.wait_for(has(1, 3))
-            lost = {process.pid for process in second.children(recursive=True) if _is_worker(process)}
-            assert 0 < len(lost) < 4, "workers are spread over the nodes"
-            second.kill()
-            after = cluster.wait_for(lambda s: has(1, 3)(s) and not lost & set(pids(s).values()), 90)
-            assert pids(after).keys() == pids(before).keys()
-            kept = {name: pid for name, pid in pids(before).items() if pid not in lost}
-            assert pids(after).items() >= kept.items(), "a worker of the other node was started again"
-            serves(cluster)
-        assert not nodes.workers(), "baton up left workers in a Ray that goes on"
-        again = Cluster(*arguments, **settings)
-        try:
-            again.wait_for(has(1, 3))
-            left = nodes.workers()
-            assert len(left) == 4
-            psutil.Process(again.client.status()["controller"]["pid"]).kill()
-        finally:
-            again.stop(signal.SIGKILL)
-        assert all(worker.is_running() for worker in left)
-        again = Cluster(*arguments, **settings)
-        try:
-            again.wait_for(has(1, 3))
-            assert not any(worker.is_running() for worker in left)
-            assert "which a cluster before this one had left in Ray" in again.log
-        finally:
-            started = again.processes()
-            again.stop(signal.SIGKILL)
-        _, alive = psutil.wait_procs([*started, *nodes.workers()], timeout=30)
-        assert not alive, f"left behind: {[process.cmdline() for process in alive]}"
-    finally:
-        nodes.close()
 
 
 def test_a_client_is_told_when_nobody_takes_orders(cluster: Cluster) -> None:

@@ -71,7 +71,7 @@ def test_streams_outlive_their_decode_worker(model_dir: Path) -> None:
     with running_cluster("--decode", "2", router_mode="split") as cluster, ThreadPoolExecutor(len(REQUESTS)) as pool:
         undisturbed = [ask(cluster, request).answer for request in REQUESTS]
         _check(undisturbed)
-        for kill_after in (2, 13):
+        for kill_after in (0, 2, 13, 20):
             named = [replace(r, request_id=f"{kill_after}-{number}") for number, r in enumerate(REQUESTS)]
             kills = [kill_after] + [None] * (len(named) - 1)
             heard = list(pool.map(partial(ask, cluster), named, kills))
