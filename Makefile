@@ -31,7 +31,7 @@ serve: $(STAMP)
 
 test: check
 	$(BIN)/python -m pytest $(ALONE)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/integration $(SHORT_CHAOS) \
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration $(SHORT_CHAOS) \
 		$(addprefix --ignore=,$(ALONE))
 
 # Ten minutes of faults under load, a minute of everything else, ten thousand cancels; `make test` has a part of it.

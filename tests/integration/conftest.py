@@ -11,12 +11,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.integration.cluster import Cluster, running_cluster
 
-LONGEST = ("test_real_model.py", "test_scaling.py", "test_plumbing.py", "test_streams.py", "test_kills.py")
-"""These begin first, so that none of them runs alone at the end."""
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.integration)
