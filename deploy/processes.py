@@ -1,8 +1,9 @@
-"""Child processes that must not outlive this one, and the ports they want."""
+"""Child processes that must not outlive this one, what they tell it, and the ports they want."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -29,6 +30,12 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], Non
             os._exit(1)
 
     return in_child
+
+
+def tell_parent(ready_fd: int, **values: object) -> None:
+    """One line of JSON on an inherited descriptor, and the last: whoever started this process waits for it."""
+    with os.fdopen(ready_fd, "w") as told:
+        told.write(json.dumps(values) + "\n")
 
 
 def why_taken(host: str, port: int) -> str:

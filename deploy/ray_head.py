@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
-import os
 import signal
 import sys
 import threading
@@ -19,6 +17,7 @@ from baton.errors import ConfigError
 from baton.rpc.errors import to_failed
 from deploy.actors import RESOURCE
 from deploy.controller.state import MAX_WORKERS
+from deploy.processes import tell_parent
 from deploy.ray_import import ray
 
 CHECK_S = 0.5
@@ -43,22 +42,17 @@ def main() -> None:
         )
     except Exception as error:  # Ray has no class of its own for this
         failed = to_failed(ConfigError(f"Ray does not start: {error}"))
-        _tell(ready_fd, dataclasses.asdict(failed))
+        tell_parent(ready_fd, **dataclasses.asdict(failed))
         sys.exit(failed.message)
     ray._private.worker.global_worker._filter_logs_by_job = False  # the workers are of the controllers' jobs
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # again: Ray has put its own handler in place
-    _tell(ready_fd, {"address": ray.get_runtime_context().gcs_address})
+    tell_parent(ready_fd, address=ray.get_runtime_context().gcs_address)
     node = ray._private.worker._global_node
     while not stop.wait(CHECK_S):
         if dead := node.dead_processes():
             sys.exit(f"Ray: {dead[0][0]} has ended")
     ray.shutdown()
-
-
-def _tell(ready_fd: int, values: dict[str, object]) -> None:
-    with os.fdopen(ready_fd, "w") as told:
-        told.write(json.dumps(values) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import sys
@@ -35,6 +34,7 @@ from baton.rpc.errors import to_failed
 from baton.telemetry import logs, tracing
 from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
 from decode_worker.service import DecodeService
+from deploy.processes import tell_parent
 from deploy.worker_control import WorkerControl
 from kvstore.member import Member
 from prefill_worker.service import PrefillService
@@ -122,9 +122,11 @@ async def serve(
                 )
                 control, ended = await stack.enter_async_context(running(config, role, worker_id, host, runner))
             except BatonError as error:
-                _tell(ready_fd, dataclasses.asdict(to_failed(error)))
+                if ready_fd is not None:
+                    tell_parent(ready_fd, **dataclasses.asdict(to_failed(error)))
                 raise
-            _tell(ready_fd, {"pid": os.getpid(), "address": control.member.info.address})
+            if ready_fd is not None:
+                tell_parent(ready_fd, pid=os.getpid(), address=control.member.info.address)
             await _first(ended, stop.wait())
             await _first(ended, stop_now.wait(), control.drain(config.cluster.drain_timeout_s))
             await asyncio.sleep(LAST_WORDS_S)
@@ -144,12 +146,6 @@ async def _first(ended: asyncio.Task[None], *others: Coroutine[Any, Any, object]
         await asyncio.gather(*tasks, return_exceptions=True)
     if ended.done():
         ended.result()
-
-
-def _tell(ready_fd: int | None, values: dict[str, object]) -> None:
-    if ready_fd is not None:
-        with os.fdopen(ready_fd, "w") as told:
-            told.write(json.dumps(values) + "\n")
 
 
 def main() -> None:

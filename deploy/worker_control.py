@@ -22,8 +22,6 @@ from baton.rpc.calls import CallServicer
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.member import Member
 
-POLL_S = 0.01
-
 
 class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
     """Of one worker, on its event loop."""
@@ -50,7 +48,7 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
         self._calls.migrate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._until_free()
+                await self._calls.wait_until_idle()  # who pulls from here is not waited for
         return self._calls.num_running
 
     async def set_role(self, role: Role, timeout_s: float) -> None:
@@ -76,12 +74,6 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
     def _stay(self, role: Role) -> None:
         """Takes work again, unless the worker has been told meanwhile to leave."""
         self.member.become(WorkerState.DRAINING if self._is_leaving else WorkerState.READY, role)
-
-    async def _until_free(self) -> None:
-        while True:
-            if not self._calls.num_running:  # who pulls from here is not waited for: it computes what does not come
-                return
-            await asyncio.sleep(POLL_S)
 
     async def Drain(  # noqa: N802 - the generated name
         self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]

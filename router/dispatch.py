@@ -68,14 +68,15 @@ PROGRESS_TOKENS = 16
 """After so many tokens without a failure, a choice's failures count no more: a long answer may outlive many workers.
 Whatever kills every worker it comes to does not get so far."""
 MOVE_RETRY_S = 1.0
-"""A choice that has to move and finds no worker with room looks again after so long, or when the pools change."""
+"""A choice that has to move and finds no worker with room looks again after about so long."""
 A = TypeVar("A")
 B = TypeVar("B")
 
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """What happened to one choice, filled in as it happens. Seconds are of the attempt that was served."""
+    """What happened to one choice, filled in as it happens. Seconds are of the attempt that was served; a move to
+    another decode worker changes none of them."""
 
     began_s: float = 0.0
     """When the attempt began, on the monotonic clock."""
@@ -433,7 +434,7 @@ class Dispatcher:
             if first.finish_reason is not None:
                 return
             handing_over = await stack.enter_async_context(
-                _cancelled_at_exit(asyncio.create_task(self._book_hand_over(prefill, ticket, attempt.record)))
+                _cancelled_at_exit(asyncio.create_task(self._book_hand_over(prefill, ticket, attempt)))
             )
             message = await _first_after_hand_over(handing_over, reading)
             async with contextlib.aclosing(self._rest(attempt, decode, message)) as messages:
@@ -547,7 +548,7 @@ class Dispatcher:
             self._gate.left(entry)
 
     async def _book_hand_over(
-        self, prefill: WorkerStream[FirstToken | HandedOver], ticket: Ticket, record: ChoiceRecord
+        self, prefill: WorkerStream[FirstToken | HandedOver], ticket: Ticket, attempt: _Attempt
     ) -> None:
         """Returns once the prefill worker has reported.
 
@@ -556,7 +557,8 @@ class Dispatcher:
         """
         handed_over = await prefill.read()
         assert isinstance(handed_over, HandedOver)
-        record.transfer_s = handed_over.exposed_s
+        if attempt.plan.moves_from is None:
+            attempt.record.transfer_s = handed_over.exposed_s
         self._prices.handed_over(ticket.num_tokens - ticket.skip_tokens, handed_over.exposed_s)
         self._instruments.transfer_duration.record(handed_over.transfer_s)
         self._instruments.transfer_exposed.record(handed_over.exposed_s)

@@ -69,8 +69,9 @@ class EngineLoad:
     costs: StepCosts
     """As the steps so far have shown."""
     busy_s: float
-    """Spent in steps, since the start; and the tokens computed in them."""
+    """Spent in steps, since the start."""
     computed_tokens: int
+    """In those steps."""
 
 
 class Engine:

@@ -73,10 +73,16 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         self._decode = decode
         self._fetch = fetch
         self._running: dict[asyncio.Task[None], tuple[Start, Outbox[tuple[int, Event]]]] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    async def wait_until_idle(self) -> None:
+        """Until no call runs."""
+        await self._is_idle.wait()
 
     def migrate(self) -> None:
         """Asks for every choice that decodes here, or will, to be taken elsewhere."""
@@ -99,6 +105,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
                     else:
                         call = calls[command.call_id] = asyncio.create_task(self._run(command, outbox))
                         self._running[call] = command, outbox
+                        self._is_idle.clear()
                         call.add_done_callback(partial(self._forget, calls, command.call_id))
         finally:
             writing.cancel()
@@ -135,6 +142,8 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
 
     def _forget(self, calls: dict[int, asyncio.Task[None]], call_id: int, call: asyncio.Task[None]) -> None:
         del calls[call_id], self._running[call]
+        if not self._running:
+            self._is_idle.set()
 
 
 def _cancel(call: asyncio.Task[None] | None) -> None:

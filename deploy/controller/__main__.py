@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import signal
@@ -32,6 +31,7 @@ from deploy.controller.orders import Orders
 from deploy.controller.ray_actors import RayActors
 from deploy.controller.service import add_orders
 from deploy.controller.state import State, load, locked
+from deploy.processes import tell_parent
 from deploy.scaling.autoscaler import Autoscaler
 from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex
 from kvstore.leases import RedisLeases
@@ -70,14 +70,13 @@ class Ready:
         self._fd = fd
         self.is_awaited = fd is not None
 
-    def tell(self, values: dict[str, object]) -> None:
+    def tell(self, **values: object) -> None:
         if self._fd is not None:
-            with os.fdopen(self._fd, "w") as told:
-                told.write(json.dumps(values) + "\n")
+            tell_parent(self._fd, **values)
             self._fd = None
 
     def fail(self, error: BatonError) -> None:
-        self.tell(dataclasses.asdict(to_failed(error)))
+        self.tell(**dataclasses.asdict(to_failed(error)))
 
 
 async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) -> None:
@@ -140,7 +139,7 @@ async def _serve(controller: Controller, follower: MirrorFollower, rpc: RpcServe
 
 async def _tell_when_whole(controller: Controller, ready: Ready) -> None:
     await controller.whole()
-    ready.tell({"pid": os.getpid()})
+    ready.tell(pid=os.getpid())
 
 
 async def _state(config: Config, arguments: Arguments) -> State:

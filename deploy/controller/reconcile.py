@@ -4,8 +4,8 @@
       └───── Forget ─────> gone
 
 A worker that dies is DOWN, and is started again under its id. One that has to leave is marked as retiring; it counts
-for its pool no more, and leaves once somebody else is ready to serve in its place. Of many that have to leave
-so many go at a time that no more than one of those that should serve is missing.
+for its pool no more, and leaves once somebody else is ready to serve in its place. Of many that have to leave so many
+go at a time that no more than one of those that should serve is missing.
 """
 
 from __future__ import annotations
