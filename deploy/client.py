@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections import Counter
@@ -121,53 +122,37 @@ class Client:
 
     def status(self) -> dict[str, Any]:
         """`baton status --json`."""
-        stub = admin_pb2_grpc.AdminStub(self._channel)
-        try:
-            return wire.status_as_json(stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S))
-        except grpc.RpcError as error:
-            raise typed(error, self._address) from None
+        with self._admin() as admin:
+            return wire.status_as_json(admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S))
 
     def explain(self, request_id: str) -> list[Explanation]:
         """How a request's choices were placed; none: the router does not know it, or not any more."""
-        stub = admin_pb2_grpc.AdminStub(self._channel)
-        try:
-            return wire.explanations(
-                stub.Explain(admin_pb2.ExplainRequest(request_id=request_id), timeout=STATUS_TIMEOUT_S)
-            )
-        except grpc.RpcError as error:
-            raise typed(error, self._address) from None
+        message = admin_pb2.ExplainRequest(request_id=request_id)
+        with self._admin() as admin:
+            return wire.explanations(admin.Explain(message, timeout=STATUS_TIMEOUT_S))
 
     def scale(self, pool: str, num_workers: int) -> None:
         """Orders a pool's size; `status` tells when it has it."""
-        stub = admin_pb2_grpc.AdminStub(self._channel)
-        try:
-            stub.ScalePool(
-                admin_pb2.ScalePoolRequest(pool=pool, desired=num_workers),
-                timeout=ORDER_TIMEOUT_S,
-                metadata=self._metadata,
-            )
-        except grpc.RpcError as error:
-            raise typed(error, self._address) from None
+        message = admin_pb2.ScalePoolRequest(pool=pool, desired=num_workers)
+        with self._admin() as admin:
+            admin.ScalePool(message, timeout=ORDER_TIMEOUT_S, metadata=self._metadata)
 
     def drain(self, worker_id: str) -> None:
         """Orders a worker to leave; `status` tells when it is gone."""
-        stub = admin_pb2_grpc.AdminStub(self._channel)
-        try:
-            stub.DrainWorker(
-                admin_pb2.DrainWorkerRequest(worker_id=worker_id), timeout=ORDER_TIMEOUT_S, metadata=self._metadata
-            )
-        except grpc.RpcError as error:
-            raise typed(error, self._address) from None
+        message = admin_pb2.DrainWorkerRequest(worker_id=worker_id)
+        with self._admin() as admin:
+            admin.DrainWorker(message, timeout=ORDER_TIMEOUT_S, metadata=self._metadata)
 
     def set_role(self, worker_id: str, role: str) -> None:
         """Returns once the worker has the role."""
-        stub = admin_pb2_grpc.AdminStub(self._channel)
+        message = admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=role)
+        with self._admin() as admin:
+            admin.SetWorkerRole(message, timeout=ROLE_TIMEOUT_S, metadata=self._metadata)
+
+    @contextlib.contextmanager
+    def _admin(self) -> Iterator[admin_pb2_grpc.AdminStub]:
         try:
-            stub.SetWorkerRole(
-                admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=role),
-                timeout=ROLE_TIMEOUT_S,
-                metadata=self._metadata,
-            )
+            yield admin_pb2_grpc.AdminStub(self._channel)
         except grpc.RpcError as error:
             raise typed(error, self._address) from None
 
