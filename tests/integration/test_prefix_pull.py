@@ -191,6 +191,7 @@ def test_the_source_dies_while_it_sends(slow_cluster: Cluster) -> None:
     busy = Busy(cluster, conversation)
     (other,) = [worker for worker in cluster.client.status()["workers"] if worker["id"] != owner["id"]]
     failures = metric(cluster, "baton_kv_pull_failures_total")
+    pulled = metric(cluster, "baton_kv_pulled_tokens_total")
     placements = metric(cluster, "baton_placements_total", f'decode="{other["id"]}"')
     with ThreadPoolExecutor(1) as pool:
         second_turn = pool.submit(conversation.second_turn, cluster)
@@ -198,11 +199,14 @@ def test_the_source_dies_while_it_sends(slow_cluster: Cluster) -> None:
         soon(lambda: port_of(other) in connected_ports(owner["pid"]))
         psutil.Process(owner["pid"]).kill()
         second = second_turn.result()
-    assert (second.timing.retries, second.usage.cached_tokens) == (0, 0)
+    assert second.timing.retries == 0
+    # Nothing, or all of it if the owner's stream, which has the same prefix, was computed there first.
+    assert second.usage.cached_tokens in (0, conversation.num_held)
     assert second.timing.decode_worker == other["id"]
     assert second.timing.ttft_s < PULL_TIMEOUT_S, "it is the death that ends the pull"
     assert busy.finish().timing.retries == 1
     soon(lambda: metric(cluster, "baton_kv_pull_failures_total") == failures + 1)
+    assert metric(cluster, "baton_kv_pulled_tokens_total") == pulled
     cluster.wait_for(lambda s: s["pools"]["decode"]["ready"] == 2)
     cluster.wait_until_idle()
 
