@@ -149,12 +149,24 @@ class RouterInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolScaling:
+    """What the autoscaler last saw of a pool, and wants of it."""
+
+    pool: str
+    utilisation: float
+    """Workers that would be busy all the time, over those that are desired."""
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True)
 class ControllerInfo:
     """The process that keeps the pools as they should be."""
 
     pid: int
     address: str
     """host:port of its `Admin` service."""
+    scaling: tuple[PoolScaling, ...] = ()
+    """Empty: the autoscaler is off, or has not decided yet."""
 
 
 @dataclass(frozen=True, slots=True)

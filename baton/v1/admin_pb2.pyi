@@ -755,21 +755,53 @@ class Controller(_message.Message):
 
     PID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    SCALING_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     address: _builtins.str
+    @_builtins.property
+    def scaling(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolScaling]:
+        """What the autoscaler last saw and wants; empty when it is off, or has not decided yet."""
+
     def __init__(
         self,
         *,
         pid: _builtins.int = ...,
         address: _builtins.str = ...,
+        scaling: _abc.Iterable[Global___PoolScaling] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "pid", b"pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "pid", b"pid", "scaling", b"scaling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Controller: _TypeAlias = Controller  # noqa: Y015
+
+@_typing.final
+class PoolScaling(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    UTILISATION_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    utilisation: _builtins.float
+    """Workers that would be busy all the time, over those that are desired."""
+    wanted: _builtins.int
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        utilisation: _builtins.float = ...,
+        wanted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "utilisation", b"utilisation", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolScaling: _TypeAlias = PoolScaling  # noqa: Y015
 
 @_typing.final
 class Redis(_message.Message):

@@ -129,7 +129,9 @@ async def _serve(controller: Controller, follower: MirrorFollower, rpc: RpcServe
                 tasks.create_task(_tell_when_whole(controller, ready), name="whole"),
             ]
             if controller.config.autoscale.enabled:
-                autoscaler = Autoscaler(controller.config, controller.observe, orders)
+                autoscaler = Autoscaler(
+                    controller.config, controller.observe, orders, decided=controller.tell_scaling
+                )
                 background.append(tasks.create_task(autoscaler.run(), name="autoscaler"))
             await rpc.set_serving(True)
             await stop.asked.wait()

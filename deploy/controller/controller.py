@@ -27,6 +27,7 @@ from deploy.controller import state as state_file
 from deploy.controller.ray_actors import RayActors, Started, first_line
 from deploy.controller.reconcile import Forget, Leave, Phase, Retire, Seen, Start, is_serving, reconcile
 from deploy.controller.state import Flip, State
+from deploy.scaling.policy import Decision
 from kvstore.index import Mirror
 from kvstore.leases import LeaseStore
 
@@ -213,6 +214,10 @@ class Controller:
             info = WorkerInfo(worker_id, worker.role, worker.address, worker.pid, "", 0, "", "", 0, 0)
             return Worker(info, WorkerLoad(STATES[worker.phase]))
         return Worker(replace(lease.info, role=worker.role), replace(lease.load, state=STATES[worker.phase]))
+
+    def tell_scaling(self, decision: Decision) -> None:
+        """What the autoscaler has decided, for whoever looks at the cluster."""
+        self._me = replace(self._me, scaling=decision.scaling)
 
     async def observe(self) -> ClusterStatus:
         """The cluster as workers and routers last told. Raises StoreUnavailable."""

@@ -35,7 +35,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from baton.cluster import Role
+from baton.cluster import PoolScaling, Role
 from baton.costs import ITL_TARGET, PRIOR, StepCosts
 
 if TYPE_CHECKING:
@@ -132,9 +132,12 @@ class Needs:
 
     def utilisation(self, sizes: Sizes) -> float:
         """Of the pool that has the greater one. Without a prefill pool prompts are work for the other."""
+        return max(self.utilisation_by_role(sizes).values())
+
+    def utilisation_by_role(self, sizes: Sizes) -> dict[Role, float]:
         if not sizes.prefill:
-            return (self.prefill + self.decode) / sizes.decode
-        return max(self.prefill / sizes.prefill, self.decode / max(sizes.decode, 1))
+            return {Role.PREFILL: 0.0, Role.DECODE: (self.prefill + self.decode) / sizes.decode}
+        return {Role.PREFILL: self.prefill / sizes.prefill, Role.DECODE: self.decode / max(sizes.decode, 1)}
 
     def pressure(self, sizes: Sizes) -> float:
         """The same with the backlog."""
@@ -183,6 +186,12 @@ class Decision:
     """Of this window, as they are smoothed."""
     state: State
     """For the next decision."""
+
+    @property
+    def scaling(self) -> tuple[PoolScaling, ...]:
+        """As others are told of it."""
+        utilisation = self.needs.utilisation_by_role(self.before)
+        return tuple(PoolScaling(role.value, utilisation[role], self.sizes.of(role)) for role in Role)
 
     @property
     def flips(self) -> Flips | None:

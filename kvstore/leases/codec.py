@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from baton.cluster import (
     BlockCounts,
     ControllerInfo,
+    PoolScaling,
     Role,
     RouterInfo,
     TransferCounts,
@@ -43,7 +44,9 @@ def decode_router(info: bytes) -> RouterInfo:
 
 
 def decode_controller(info: bytes) -> ControllerInfo:
-    return ControllerInfo(**_fields(ControllerInfo, json.loads(info)))
+    fields = _fields(ControllerInfo, json.loads(info))
+    scaling = (PoolScaling(**_fields(PoolScaling, pool)) for pool in fields.pop("scaling", ()))
+    return ControllerInfo(**fields, scaling=tuple(scaling))
 
 
 def _fields(cls: type[DataclassInstance], values: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.cluster import BlockCounts, Role, RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import (
+    BlockCounts,
+    ControllerInfo,
+    PoolScaling,
+    Role,
+    RouterInfo,
+    Worker,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
 from baton.errors import ConfigError, Fenced, StoreUnavailable
 from deploy.redis import EmbeddedRedis
 from kvstore.index import BlockEvent, Connection, Op
@@ -43,6 +53,13 @@ async def test_a_worker_is_listed_as_it_describes_itself(backend: Backend) -> No
     draining = dataclasses.replace(LOAD, state=WorkerState.DRAINING)
     await leases.renew(a, draining)
     assert await leases.list_workers() == [Worker(a, draining), Worker(b, LOAD)]
+
+
+async def test_the_controller_is_known_as_it_describes_itself(backend: Backend) -> None:
+    assert await backend.leases.get_controller() is None
+    for scaling in ((), (PoolScaling("decode", 0.5, 3), PoolScaling("prefill", 0.25, 1))):
+        await backend.leases.announce_controller(me := ControllerInfo(7, "127.0.0.1:7", scaling))
+        assert await backend.leases.get_controller() == me
 
 
 async def test_epochs_rise_even_when_the_clock_does_not(backend: Backend) -> None:

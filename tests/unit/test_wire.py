@@ -17,6 +17,7 @@ from baton.cluster import (
     BlockCounts,
     ClusterStatus,
     ControllerInfo,
+    PoolScaling,
     PoolStatus,
     Role,
     RouterInfo,
@@ -352,7 +353,7 @@ def status(num_workers: int) -> ClusterStatus:
         "redis://x",
         False,
         (ServedModel("m", "/m"),),
-        ControllerInfo(3, "h:3"),
+        ControllerInfo(3, "h:3", (PoolScaling("decode", 0.5, 3),)),
     )
 
 
@@ -410,7 +411,11 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
         ],
         "redis": {"address": "redis://x", "ok": False},
         "models": [{"id": "m", "path": "/m"}],
-        "controller": {"pid": 3, "address": "h:3"},
+        "controller": {
+            "pid": 3,
+            "address": "h:3",
+            "scaling": [{"pool": "decode", "utilisation": 0.5, "wanted": 3}],
+        },
     }
 
 
