@@ -94,10 +94,10 @@ def test_a_pool_that_is_pressed_gets_the_other_ones_workers_before_new_ones() ->
 
 
 def test_others_are_told_how_busy_each_pool_is_and_what_is_wanted() -> None:
-    decision = after_cool_down(measured(Sizes(2, 4), prompts=1.8, sequences=45))
+    decision = after_cool_down(measured(Sizes(2, 4), prompts=1.8, sequences=63))
     wanted = {pool.pool: pool.wanted for pool in decision.scaling}
     assert wanted == {"prefill": decision.sizes.prefill, "decode": decision.sizes.decode}
-    assert {pool.pool: round(pool.utilisation, 2) for pool in decision.scaling} == {"prefill": 0.9, "decode": 0.25}
+    assert {pool.pool: round(pool.utilisation, 2) for pool in decision.scaling} == {"prefill": 0.9, "decode": 0.5}
 
 
 def test_without_a_limit_workers_only_change_their_roles() -> None:
