@@ -7,9 +7,10 @@ import itertools
 import queue
 import threading
 import uuid
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -37,6 +38,8 @@ class Event:
     """ADDED, MODIFIED or DELETED."""
     key: Key
     object: Object
+    previous: Object = field(default_factory=dict)
+    """What it was before. Empty: there was none."""
 
 
 class Missing(Exception):
@@ -51,13 +54,22 @@ class Stale(Exception):
     """`metadata.resourceVersion` is not the current one: somebody else was faster."""
 
 
+class Gone(Exception):
+    """Changes since that version are no longer remembered."""
+
+
+HISTORY = 10_000
+
+
 class Store:
-    def __init__(self) -> None:
+    def __init__(self, history: int = HISTORY) -> None:
+        """`history` changes are remembered for watches which begin at a version."""
+        self._history: deque[Event] = deque(maxlen=history)
         self._objects: dict[Key, Object] = {}
         self._lock = threading.RLock()
         self._versions = itertools.count(1)
         self._version = 0
-        self._watches: list[queue.Queue[Event]] = []
+        self._watches: list[tuple[queue.Queue[Event], Callable[[Key], bool]]] = []
 
     @property
     def version(self) -> str:
@@ -80,6 +92,30 @@ class Store:
     def keys(self) -> list[Key]:
         with self._lock:
             return sorted(self._objects)
+
+    def versions(self, resource: Resource) -> dict[Key, str]:
+        """The resourceVersion of each object."""
+        with self._lock:
+            found = {key: value for key, value in self._objects.items() if key.resource == resource}
+            return {key: found[key]["metadata"]["resourceVersion"] for key in sorted(found)}
+
+    def has_uid(self, uid: str) -> bool:
+        with self._lock:
+            return any(value["metadata"]["uid"] == uid for value in self._objects.values())
+
+    def dependents(self, uid: str) -> list[Key]:
+        """The objects whose ownerReferences name this one."""
+        with self._lock:
+            return sorted(key for key, value in self._objects.items() if uid in owners(value))
+
+    def scratch(self, key: Key) -> Store:
+        """A store with this object alone, for a request that is not to be carried out."""
+        copied = Store()
+        with self._lock:
+            if key in self._objects:
+                copied._objects[key] = copy.deepcopy(self._objects[key])
+            copied._versions = itertools.count(self._version + 1)
+        return copied
 
     def create(self, key: Key, value: Object) -> Object:
         """Fills in uid, creationTimestamp, generation and resourceVersion. Raises Exists."""
@@ -123,7 +159,7 @@ class Store:
                 metadata["generation"] = old["metadata"]["generation"] + 1
             if metadata.get("deletionTimestamp") and not metadata.get("finalizers"):
                 del self._objects[key]
-                self._emit(Event("DELETED", key, self._versioned(stored)))
+                self._emit(Event("DELETED", key, copy.deepcopy(self._versioned(stored)), old))
                 return stored
             return self._put("MODIFIED", key, stored)
 
@@ -148,8 +184,8 @@ class Store:
             value = self.get(key)
             metadata = value["metadata"]
             if not grace_s and not metadata.get("finalizers"):
-                del self._objects[key]
-                self._emit(Event("DELETED", key, self._versioned(value)))
+                old = self._objects.pop(key)
+                self._emit(Event("DELETED", key, copy.deepcopy(self._versioned(value)), old))
                 return value
             if "deletionTimestamp" in metadata:
                 return value
@@ -161,27 +197,53 @@ class Store:
     def watch(self, wants: Callable[[Key], bool] = lambda key: True) -> Generator[Iterator[Event]]:
         """What is there, as ADDED, then every change from entering on. The iterator blocks while there is none, and
         ends with `close_watches`."""
+        with self.changes(wants) as changes:
+            yield (event for event in iter(changes.get, CLOSED))
+
+    @contextmanager
+    def changes(
+        self, wants: Callable[[Key], bool] = lambda key: True, since: str = ""
+    ) -> Generator[queue.Queue[Event]]:
+        """As `watch`, as a queue: CLOSED is its last.
+
+        Args:
+            since: a resourceVersion: what changed after it, instead of what is there.
+
+        Raises:
+            Gone.
+        """
         with self._lock:
             changes: queue.Queue[Event] = queue.Queue()
-            for key in sorted(self._objects):
-                if wants(key):
-                    changes.put(Event("ADDED", key, copy.deepcopy(self._objects[key])))
-            self._watches.append(changes)
+            for event in self._since(int(since)) if since else self._present():
+                if wants(event.key):
+                    changes.put(copy.deepcopy(event))
+            watching = (changes, wants)
+            self._watches.append(watching)
         try:
-            yield (event for event in iter(changes.get, CLOSED) if wants(event.key))
+            yield changes
         finally:
             with self._lock:
-                self._watches.remove(changes)
+                self._watches.remove(watching)
 
     def close_watches(self) -> None:
         """Every watch ends, as if its server went away."""
         with self._lock:
-            for changes in self._watches:
+            for changes, _ in self._watches:
                 changes.put(CLOSED)
 
+    def _present(self) -> Iterator[Event]:
+        return (Event("ADDED", key, self._objects[key]) for key in sorted(self._objects))
+
+    def _since(self, version: int) -> Iterator[Event]:
+        """Raises Gone."""
+        if len(self._history) == self._history.maxlen and version < version_of(self._history[0].object) - 1:
+            raise Gone(f"too old resource version: {version}")
+        return (event for event in self._history if version_of(event.object) > version)
+
     def _put(self, kind: str, key: Key, value: Object) -> Object:
+        old = self._objects.get(key, {})
         self._objects[key] = self._versioned(value)
-        self._emit(Event(kind, key, copy.deepcopy(value)))
+        self._emit(Event(kind, key, copy.deepcopy(value), old))
         return copy.deepcopy(value)
 
     def _versioned(self, value: Object) -> Object:
@@ -190,8 +252,10 @@ class Store:
         return value
 
     def _emit(self, event: Event) -> None:
-        for changes in self._watches:
-            changes.put(copy.deepcopy(event))
+        self._history.append(event)
+        for changes, wants in self._watches:
+            if wants(event.key):
+                changes.put(copy.deepcopy(event))
 
 
 CLOSED = Event("CLOSED", Key(Resource("", ""), "", ""), {})
@@ -199,6 +263,15 @@ CLOSED = Event("CLOSED", Key(Resource("", ""), "", ""), {})
 
 def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def owners(value: Object) -> list[str]:
+    """The uids in its ownerReferences."""
+    return [reference["uid"] for reference in value["metadata"].get("ownerReferences") or ()]
+
+
+def version_of(value: Object) -> int:
+    return int(value["metadata"]["resourceVersion"])
 
 
 def _without_status(value: Object) -> Object:
