@@ -56,6 +56,7 @@ class GenerateRequest:
     ttft_ms: float | None = None
     """The client's own objectives; None: those of its SLO class."""
     itl_ms: float | None = None
+    e2e_ms: float | None = None
     resume_from: Mapping[int, int] = field(default_factory=dict)
     """Choice index -> tokens of it that the client has already, of a stream that broke; empty: a new request."""
 
@@ -71,20 +72,22 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of the first choice, each measured inside one process.
-
-    queue, prefill, transfer and decode follow one another. Where nothing was placed again, they add up to the whole,
-    but for what the router does itself.
-    """
+    """Seconds of the first choice, as the router's clock tells. `router.goodput` defines the stages."""
 
     ttft_s: float = 0.0
     total_s: float = 0.0
+    """From the request's arrival to its last token: the sum of the six stages that follow."""
     queue_s: float = 0.0
-    """From placement to the start of the prefill; a prefix that is pulled arrives in this time."""
+    """Before the first token, what is nothing of the rest; a prefix that is pulled arrives in this time."""
+    admission_s: float = 0.0
+    """Waiting for room on the decode worker, before the prompt was computed."""
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     """The part of the hand-over that came after the first token. The rest went on during the prefill."""
     decode_s: float = 0.0
+    """After the first token, what is nothing of the rest."""
+    recovery_s: float = 0.0
+    """Lost to workers that failed."""
     prefill_worker: str = ""
     decode_worker: str = ""
     mode: str = ""

@@ -192,6 +192,8 @@ class SloClassConfig:
     """Objective: time to first token. A request that is predicted to miss it because others come first is refused."""
     itl_ms: float = 1_000.0
     """Objective: mean time between tokens. Workers compute no more of other prompts in a step than keeps it."""
+    e2e_ms: float = math.inf
+    """Objective: time to the last token; .inf: none. It is held against the answer, and refuses nobody."""
     affinity_weight: float = 1.0
     """For each prompt token that another worker's cache has and the chosen one's has not, in times of computing it. It
     keeps conversations where their past is, so that the pool's caches hold fewer copies."""
@@ -199,7 +201,7 @@ class SloClassConfig:
     """For each sequence that a worker decodes while it computes a prompt, in times of that computing."""
 
     def __post_init__(self) -> None:
-        for name in ("ttft_ms", "itl_ms"):
+        for name in ("ttft_ms", "itl_ms", "e2e_ms"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"an objective must be more than 0, got {name} {getattr(self, name)}")
         for name in ("affinity_weight", "interference_weight"):
@@ -219,6 +221,8 @@ class RouterConfig:
     """Choices being served before new requests are refused."""
     max_attempts: int = 4
     """Placements of one choice that may fail, with hardly a token between them, before its client sees the failure."""
+    drain_timeout_s: float = 5.0
+    """How long requests in flight may go on when the router is told to end."""
     worker_wait_s: float = 30.0
     """How long an accepted request waits for a worker to become ready."""
     pull_above_tokens: int = 64
@@ -262,6 +266,15 @@ class ClusterConfig:
     """Where the router listens."""
     grpc_port: int = 50051
     http_port: int = 8000
+    advertise_host: str = ""
+    """Under which others find the router, or the controller, where it listens on all addresses of a machine. Empty: as
+    `host` and `controller_host` say."""
+    controller_host: str = "127.0.0.1"
+    """Where the controller listens. It takes orders from whoever reaches it; only routers ask for an operator's key."""
+    controller_port: int = 0
+    """0: any that is free."""
+    name: str = ""
+    """Of this cluster among others in one Ray. Empty: `baton up` draws one; `baton run` needs one."""
     cache_dir: str = ""
     """Converted models. Empty: the user's cache folder, `baton/`."""
     routers: int = 1
@@ -289,6 +302,22 @@ class ClusterConfig:
                 raise ConfigError(f"cluster.{name} must be more than 0 seconds, got {getattr(self, name)}")
         if not 0 <= self.gpus_per_worker < math.inf:
             raise ConfigError(f"cluster.gpus_per_worker must be at least 0, got {self.gpus_per_worker}")
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesConfig:
+    """Where the pools' sizes are kept in Kubernetes: in ServingPools, which `kubectl scale`, autoscalers, the CLI and
+    `Admin.ScalePool` all change. The chart fills it in."""
+
+    namespace: str = ""
+    """Empty: this is not Kubernetes."""
+    prefill_pool: str = "prefill"
+    """The name of its ServingPool."""
+    decode_pool: str = "decode"
+    prefill_deployment: str = ""
+    """Its pods are Ray nodes, one for a worker, and the controller keeps as many as it needs. Empty: somebody else adds
+    nodes for workers that wait, as KubeRay's autoscaler does."""
+    decode_deployment: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,8 +377,13 @@ class TelemetryConfig:
     sample_ratio: float = 1.0
     log_level: str = "info"
     """debug, info, warning, error or critical."""
+    log_format: str = "text"
+    """text, or json: an object a line, with the trace of the request that the line is about."""
+    vllm_aliases: bool = False
+    """/metrics shows what it can under vLLM's names, too, for dashboards and gateways that know those."""
 
     def __post_init__(self) -> None:
+        _require_one_of("telemetry.log_format", self.log_format, ("text", "json"))
         _require_one_of("telemetry.log_level", self.log_level, ("debug", "info", "warning", "error", "critical"))
 
 
@@ -370,6 +404,7 @@ class Config:
     index: IndexConfig = field(default_factory=IndexConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)

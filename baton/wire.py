@@ -281,6 +281,7 @@ def generate_request_from_pb(message: inference_pb2.GenerateRequest) -> api.Gene
         priority=message.priority,
         ttft_ms=message.slo.ttft_ms if message.slo.HasField("ttft_ms") else None,
         itl_ms=message.slo.itl_ms if message.slo.HasField("itl_ms") else None,
+        e2e_ms=message.slo.e2e_ms if message.slo.HasField("e2e_ms") else None,
         resume_from=dict(message.resume_from),
     )
 
@@ -315,8 +316,9 @@ def generate_request(request: api.GenerateRequest) -> inference_pb2.GenerateRequ
         priority=request.priority,
         resume_from=request.resume_from,
     )
-    if request.ttft_ms is not None or request.itl_ms is not None:
-        message.slo.MergeFrom(inference_pb2.ServiceLevelObjective(ttft_ms=request.ttft_ms, itl_ms=request.itl_ms))
+    objectives = {"ttft_ms": request.ttft_ms, "itl_ms": request.itl_ms, "e2e_ms": request.e2e_ms}
+    if any(value is not None for value in objectives.values()):
+        message.slo.MergeFrom(inference_pb2.ServiceLevelObjective(**objectives))
     match request.prompt:
         case api.Text(text):
             message.text = text

@@ -47,7 +47,7 @@ class WorkerActor:
         """Loads the model, joins the cluster and takes traffic.
 
         Returns:
-            `pid` and `address`.
+            `pid`, `address`, and `pod`: the Kubernetes pod that is this Ray node; empty: it is none.
 
         Raises:
             ModelLoadError, ConfigError: this worker cannot run as configured.
@@ -85,7 +85,7 @@ class WorkerActor:
         values: dict[str, Any] = json.loads(line)
         if "kind" in values:
             raise from_failed(Failed(**values), self._worker_id)
-        return values
+        return {**values, "pod": os.environ.get("POD_NAME", "")}
 
     def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
         """From the event loop's thread, which lives as long as the actor: the process dies with it."""

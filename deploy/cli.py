@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,9 +21,10 @@ from baton import config as baton_config
 from baton.api import Chat, ChatMessage, Explanation, GenerateRequest, Option, Prompt, Text
 from baton.cluster import Role
 from baton.config import Config
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, ConfigError, Conflict, InvalidRequest
 from baton.telemetry import logs
 from deploy.client import Client
+from deploy.part import Part
 
 app = typer.Typer(
     help="Baton: disaggregated serving of large language models.",
@@ -96,6 +98,47 @@ def up(
 
 
 @app.command()
+def run(
+    part: Annotated[Part, typer.Argument(help="model: get it into the cache, and end. router, controller: serve.")],
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
+) -> None:
+    """Run one part of a cluster in the foreground, as containers do. The parts find each other through Redis and Ray.
+
+    Workers run on any Ray node with room: ray start --address=HEAD:6379 --resources='{"baton_worker": 1}'
+    """
+    from deploy.parts import run as run_part
+
+    settings = baton_config.load(config)
+    logs.configure(settings.telemetry.log_level)
+    run_part(part, settings, console)
+
+
+@app.command()
+def leave(
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option("--timeout", help="Longest wait, in seconds.", show_default="for a drain and a start"),
+    ] = None,
+) -> None:
+    """Have the workers of this machine leave the cluster, others take their place first. A pod's preStop.
+
+    Ends with status 1 when some of them are still there at the end.
+    """
+    from deploy.leave import leave as leave_cluster
+    from deploy.leave import own_hosts
+    from deploy.parts import with_model
+
+    settings = baton_config.load(config)
+    logs.configure(settings.telemetry.log_level)
+    if timeout_s is None:
+        timeout_s = settings.cluster.drain_timeout_s + settings.cluster.start_timeout_s
+    left = asyncio.run(leave_cluster(with_model(settings, console), own_hosts(), timeout_s))
+    if left:
+        raise Conflict(f"still here after {timeout_s:g} s: {', '.join(left)}")
+
+
+@app.command()
 def generate(
     text: Annotated[str, typer.Argument(help="The prompt.")],
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
@@ -164,9 +207,17 @@ def role(
 def status(
     address: Address = baton_config.DEFAULT_ADDRESS,
     explain: Annotated[str, typer.Option(metavar="REQUEST", help="Why a request went where it went, by its id.")] = "",
+    live: Annotated[bool, typer.Option("--watch", help="Goodput, latencies and workers, every second.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show pools, workers, routers, controller and Redis; or explain how a request was placed."""
+    if live:
+        from deploy.live import watch
+
+        if explain or as_json:
+            raise InvalidRequest("--watch shows a picture that changes; leave out --explain and --json")
+        watch(address, Console())
+        return
     client = Client(address)
     try:
         if explain:
@@ -307,14 +358,34 @@ def doctor(
     address: Annotated[
         str, typer.Option(help="Router, host:port; else the configured port.", envvar="BATON_ADDRESS")
     ] = "",
+    part: Annotated[
+        str, typer.Option(help="laptop, cluster; router, controller, worker: what that container needs to start.")
+    ] = "laptop",
     config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
+    api_key: ApiKey = "",
+    wait_s: Annotated[float, typer.Option("--wait", help="Seconds to look again while something fails.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Check the installation, and the cluster if one runs, and say how to mend what is wrong."""
-    from deploy.doctor import diagnose, show
+    """Check what must agree, here and in the cluster if one runs, and say how to mend what is wrong.
 
-    settings = baton_config.load(config)
-    checks = diagnose(settings, address or f"{settings.cluster.host}:{settings.cluster.grpc_port}")
+    Changes nothing. Exit status 1: something failed.
+    """
+    from deploy.doctor import Place, diagnose, not_configured, show
+
+    if part not in list(Place):
+        raise InvalidRequest(f"--part must be one of {', '.join(Place)}; got {part!r}")
+    end_s = time.monotonic() + wait_s
+    while True:
+        try:
+            settings = baton_config.load(config)
+        except ConfigError as error:
+            checks = not_configured(error)
+            break
+        router = address or f"{settings.cluster.host}:{settings.cluster.grpc_port}"
+        checks = diagnose(settings, router, Place(part), api_key)
+        if all(check.state != "fail" for check in checks) or time.monotonic() >= end_s:
+            break
+        time.sleep(1)
     if as_json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))  # noqa: T201
     else:

@@ -32,9 +32,10 @@ from baton.errors import ConfigError
 from baton.rpc import channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from deploy.children import Child
-from deploy.controller import LOOPBACK, UNJOINED
+from deploy.controller import UNJOINED
 from deploy.controller.state import load, why_not
-from deploy.models import ProgressDisplay, cache_dir, resolve
+from deploy.models import cache_dir
+from deploy.parts import with_model
 from deploy.processes import why_taken
 from deploy.redis import EmbeddedRedis
 from kvstore.transfer.faults import parse_faults
@@ -42,6 +43,8 @@ from router.tenants import TenantBook
 
 logger = logging.getLogger(__name__)
 REDIS_CHECK_S = 0.5
+LOOPBACK = "127.0.0.1"
+"""Where workers listen that are all on this machine."""
 
 
 class RayCluster:
@@ -57,7 +60,7 @@ class RayCluster:
                 "RAY_AUTH_MODE": "token",  # others on this machine could run code in it otherwise
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
             }
-        self._name = f"baton-{secrets.token_hex(4)}"
+        self._name = config.cluster.name or f"baton-{secrets.token_hex(4)}"
         self._arguments = ("--cluster", self._name, "--state-file", str(state_path))
         self._head = Child("Ray", "deploy.ray_head", (), self._environment)
         self._controller = self._controller_at(config.cluster.ray_address)
@@ -270,17 +273,11 @@ async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
 
 
 async def _resolved(config: Config, console: Console) -> Config:
-    """The configuration with the model's folder, name and revision."""
-    with ProgressDisplay(console) as progress:
-        model = await asyncio.to_thread(resolve, config.model, cache_dir(config.cluster), progress.update)
-    console.print(f"==> Model {model.served_name} in {model.path}", style="dim", soft_wrap=True)
-    resolved = dataclasses.replace(
-        config.model, path=str(model.path), served_name=model.served_name, revision=model.revision
-    )
-    router = config.router
-    if not router.cache_secret:
-        router = dataclasses.replace(router, cache_secret=secrets.token_hex(32))
-    return dataclasses.replace(config, model=resolved, router=router)
+    """The configuration with the model's folder, name and revision, and a secret."""
+    config = await asyncio.to_thread(with_model, config, console)
+    if config.router.cache_secret:
+        return config
+    return dataclasses.replace(config, router=dataclasses.replace(config.router, cache_secret=secrets.token_hex(32)))
 
 
 def _with_redis(config: Config, folder: Path, stack: contextlib.AsyncExitStack, console: Console) -> Config:

@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor on which it says that it is ready")
     args = parser.parse_args()
     config = process_config()
-    logs.configure(config.telemetry.log_level)
+    logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{args.role}")
     try:
         uvloop.run(serve(config, Role(args.role), args.id, args.host, args.ready_fd))
     except* Fenced as fenced:

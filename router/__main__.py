@@ -28,7 +28,7 @@ async def _run(config: baton_config.Config) -> None:
 
 def main() -> None:
     config = baton_config.process_config()
-    logs.configure(config.telemetry.log_level)
+    logs.configure(config.telemetry.log_level, config.telemetry.log_format, "baton-router")
     gc.freeze()  # modules stay for good: the collector need not look at them again and again
     gc.set_threshold(*GC_THRESHOLDS)
     try:

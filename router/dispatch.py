@@ -53,6 +53,7 @@ from baton.messages import Decoding, FirstToken, HandedOver, Migrate, NewTokens,
 from baton.telemetry.instruments import Instruments
 from router.admission import PATIENCE, AnswerHistory, Claim, Entry, Gate
 from router.decisions import Decision, DecisionLog
+from router.goodput import StageLog
 from router.hints import Hint, HintBook
 from router.placement import Job, Mode, Placement, Prediction, PriceFit, Prompt, place
 from router.pools import PoolView
@@ -75,17 +76,18 @@ B = TypeVar("B")
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """What happened to one choice, filled in as it happens. Seconds are of the attempt that was served; a move to
-    another decode worker changes none of them."""
+    """What happened to one choice, filled in as it happens."""
 
     began_s: float = 0.0
     """When the attempt began, on the monotonic clock."""
+    stages: StageLog = field(default_factory=StageLog)
+    """A move to another decode worker is a part of decoding."""
     num_cached_tokens: int | None = None
     """Of the first attempt: later ones find what it left behind."""
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-    """Of the hand-over, what came after the first token."""
+    num_seen_tokens: int = 0
+    """Leading prompt tokens that came before: what a cache that forgets nothing would have had."""
+    block_keys: tuple[bytes, ...] = ()
+    """Of the prompt, as it was first placed."""
     prefill_worker: str = ""
     decode_worker: str = ""
     source: str = ""
@@ -231,7 +233,11 @@ class Dispatcher:
                     mode = Mode.AGGREGATED  # slower perhaps, but nothing has to travel
                 record.began_s = time.monotonic()
                 prompt = self._prompt(current)
+                record.block_keys = record.block_keys or prompt.block_keys
+                if attempt == 0 and spec.choice_index == 0:
+                    self._see_prompt(current, prompt, record)
                 if plan is None:
+                    record.stages.attempt(record.began_s)
                     plan = await self._place(current, claim, prompt, mode, lessons)
                 placement = plan.placement
                 try:
@@ -272,9 +278,22 @@ class Dispatcher:
             for stream in kept:
                 stream.leave()
 
-    def answered(self, claim: Claim, record: ChoiceRecord) -> None:
-        """A choice has come to its end, by itself, its limit or a stop string: its length is what others' will be."""
+    def answered(self, spec: SequenceSpec, claim: Claim, record: ChoiceRecord) -> None:
+        """A choice has come to its end, by itself, its limit or a stop string: its length is what others' will be, and
+        the next prompt may begin with it."""
         self._history.observe(claim.tenant.id, len(record.emitted))
+        known, num_known = record.block_keys, len(record.block_keys) * self._block_size
+        num_answer = max(0, num_known - spec.num_prompt_tokens)
+        rest = spec.token_ids[num_known:] + tuple(record.emitted[num_answer:])
+        new = block_keys(known[-1] if known else spec.cache_seed, rest, self._block_size)
+        if new:
+            self._instruments.prefixes.see((*known, *new))
+
+    def _see_prompt(self, spec: SequenceSpec, prompt: Prompt, record: ChoiceRecord) -> None:
+        num_seen = self._instruments.prefixes.see_prompt(prompt.block_keys)
+        # A worker computes at least the last token.
+        num_reusable = (spec.num_prompt_tokens - 1) // self._block_size
+        record.num_seen_tokens = min(num_seen, num_reusable) * self._block_size
 
     async def _attempt(
         self,
@@ -366,10 +385,13 @@ class Dispatcher:
             await self._pools.wait_for_change(deadline - time.monotonic())
 
     def _prompt(self, spec: SequenceSpec) -> Prompt:
-        block_size = next((worker.info.block_size for worker in self._pools.workers), GRANULE)
-        keys = tuple(block_keys(spec.cache_seed, spec.token_ids, block_size))
+        keys = tuple(block_keys(spec.cache_seed, spec.token_ids, self._block_size))
         num_emitted = len(spec.token_ids) - spec.num_prompt_tokens
         return Prompt(len(spec.token_ids), keys, max(1, spec.num_expected_tokens - num_emitted))
+
+    @property
+    def _block_size(self) -> int:
+        return next((worker.info.block_size for worker in self._pools.workers), GRANULE)
 
     def _decider(self, claim: Claim, not_from: Collection[str] = ()) -> Callable[..., Placement | None]:
         return partial(
@@ -406,6 +428,8 @@ class Dispatcher:
             queued = stack.enter_context(contextlib.ExitStack())
             queued.enter_context(self._pools.computing(prefill_worker, job))
 
+            stages = attempt.record.stages
+            stages.asks_for_room(time.monotonic())
             decode = await stack.enter_async_context(
                 self._calls.decode(decode_worker, spec, await_kv=True, trace=trace)
             )
@@ -414,6 +438,7 @@ class Dispatcher:
                 if isinstance(ticket, Migrate):
                     raise _Leaving(decode_worker)
                 assert isinstance(ticket, Ticket)
+                stages.has_room(time.monotonic())
                 prefill = await stack.enter_async_context(
                     self._calls.prefill(prefill_worker, spec, ticket, source=source, trace=trace)
                 )
@@ -437,6 +462,7 @@ class Dispatcher:
                 _cancelled_at_exit(asyncio.create_task(self._book_hand_over(prefill, ticket, attempt)))
             )
             message = await _first_after_hand_over(handing_over, reading)
+            stages.decodes(time.monotonic())
             async with contextlib.aclosing(self._rest(attempt, decode, message)) as messages:
                 async for message in messages:
                     if message.finish_reason is not None:
@@ -558,10 +584,9 @@ class Dispatcher:
         handed_over = await prefill.read()
         assert isinstance(handed_over, HandedOver)
         if attempt.plan.moves_from is None:
-            attempt.record.transfer_s = handed_over.exposed_s
+            attempt.record.stages.handed_over(time.monotonic(), handed_over.exposed_s)
         self._prices.handed_over(ticket.num_tokens - ticket.skip_tokens, handed_over.exposed_s)
         self._instruments.transfer_duration.record(handed_over.transfer_s)
-        self._instruments.transfer_exposed.record(handed_over.exposed_s)
         self._instruments.transfer_bytes.add(handed_over.num_bytes)
 
     def _book_prefill(self, attempt: _Attempt, answer: FirstToken | NewTokens) -> None:
@@ -574,13 +599,11 @@ class Dispatcher:
             record.num_cached_tokens = answer.num_cached_tokens
         if answer.num_pulled_tokens:
             self._prices.pulled(answer.num_pulled_tokens, answer.pull_s)
-        record.prefill_s = answer.prefill_s
-        elapsed_s = time.monotonic() - record.began_s
+        now_s = time.monotonic()
+        record.stages.computed(now_s, answer.prefill_s)
+        elapsed_s = now_s - record.began_s
         if record.decision is not None and attempt.spec.attempt == 0:
             record.decision.ttft_s = elapsed_s
-        record.queue_s = max(0.0, elapsed_s - answer.prefill_s)
-        self._instruments.queue_duration.record(record.queue_s)
-        self._instruments.prefill_duration.record(answer.prefill_s, {"mode": record.mode})
         for what, predicted_s, measured_s in (
             ("ttft", prediction.ttft_s, elapsed_s),
             ("compute", prediction.compute_s, answer.prefill_s),

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.api import Chat, GenerateChunk, GenerateRequest, Prompt, Text, Usage
+from baton.api import Chat, GenerateChunk, GenerateRequest, Prompt, Text, Timing, Usage
 from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated, Unsupported
 from baton.telemetry import tracing
 from router.admission import check_model
@@ -38,15 +38,16 @@ from router.openai import (
     chat_message,
     error_body,
 )
-from router.service import RouterService
+from router.page import HEADERS, PAGE
+from router.service import Door, RouterService
 from router.tenants import TenantBook, api_key_of
 
 Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 8 * 2**20
-OPEN_PATHS = {"/healthz", "/readyz", "/metrics"}
-"""What needs no API key: probes and scrapers have none."""
+OPEN_PATHS = {"/", "/healthz", "/readyz", "/metrics"}
+"""What needs no API key: probes and scrapers have none, and the page at / has only what /metrics says."""
 
 
 def create_app(
@@ -105,6 +106,10 @@ def create_app(
         if any(not 0 <= token < service.facts.vocab_size for token in body.tokens):
             raise InvalidRequest(f"tokens must be ids from 0 to {service.facts.vocab_size - 1}", "tokens")
         return {"prompt": service.model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    @app.get("/")
+    async def page() -> Response:
+        return Response(PAGE, media_type="text/html; charset=utf-8", headers=HEADERS)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -171,8 +176,12 @@ async def _answer(
         priority=body.priority,
         ttft_ms=slo.ttft_ms,
         itl_ms=slo.itl_ms,
+        e2e_ms=slo.e2e_ms,
     )
-    chunks = service.generate(generate, tracing.from_metadata(request.headers.items()), request.state.tenant)
+    address, port = request.scope.get("server") or ("", 0)
+    door = Door(address, port or 0, bool(body.stream))
+    trace = tracing.from_metadata(request.headers.items())
+    chunks = service.generate(generate, trace, request.state.tenant, door)
     if not body.stream:
         return JSONResponse(await _unless_disconnected(request, _whole(chunks, shape)))
     # The first chunk is awaited here, so that a refusal still becomes a status code.
@@ -182,14 +191,14 @@ async def _answer(
 
 async def _whole(chunks: AsyncGenerator[GenerateChunk], shape: Shape) -> dict[str, Any]:
     answers: dict[int, Answer] = {}
-    usage = Usage(0, 0, 0)
+    usage, timing = Usage(0, 0, 0), Timing()
     async with contextlib.aclosing(chunks):
         async for chunk in chunks:
             answer = answers.setdefault(chunk.choice_index, Answer())
             answer.text += chunk.text
             answer.finish_reason = chunk.finish_reason or answer.finish_reason
-            usage = chunk.usage or usage
-    return shape.whole(dict(sorted(answers.items())), usage)
+            usage, timing = chunk.usage or usage, chunk.timing or timing
+    return shape.whole(dict(sorted(answers.items())), usage, timing)
 
 
 async def _events(
@@ -197,7 +206,7 @@ async def _events(
 ) -> AsyncGenerator[str]:
     """Server-sent events, OpenAI's way. An error after the first token becomes an event: the status is long sent."""
     begun: set[int] = set()
-    usage = None
+    usage, timing = None, Timing()
     async with contextlib.aclosing(chunks):
         try:
             chunk: GenerateChunk | None = first
@@ -205,13 +214,13 @@ async def _events(
                 if chunk.text or chunk.finish_reason or chunk.choice_index not in begun:
                     yield _event(shape.chunk(chunk.choice_index, chunk, chunk.choice_index not in begun))
                     begun.add(chunk.choice_index)
-                usage = chunk.usage or usage
+                usage, timing = chunk.usage or usage, chunk.timing or timing
                 chunk = await anext(chunks, None)
         except BatonError as error:
             yield _event(error_body(error))
             return
     if include_usage and usage is not None:
-        yield _event(shape.usage_chunk(usage))
+        yield _event(shape.usage_chunk(usage, timing))
     yield "data: [DONE]\n\n"
 
 

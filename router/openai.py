@@ -6,12 +6,12 @@ What is part of OpenAI's or vLLM's API and not built yet is refused by name, unl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from baton.api import Chat, ChatMessage, GenerateChunk, Prompt, Text, TokenIds, Usage
+from baton.api import Chat, ChatMessage, GenerateChunk, Prompt, Text, Timing, TokenIds, Usage
 from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated, Unsupported
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -38,6 +38,7 @@ class SloBody(BaseModel):
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
+    e2e_ms: float | None = None
 
 
 class _Body(BaseModel):
@@ -139,16 +140,17 @@ class DetokenizeBody(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How one of the two endpoints writes an answer."""
+    """How one of the two endpoints writes an answer. `timing` is not OpenAI's: where the time went."""
 
     id: str
     created: int
     model: str
     is_chat: bool
 
-    def whole(self, choices: Mapping[int, Answer], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: Mapping[int, Answer], usage: Usage, timing: Timing) -> dict[str, Any]:
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return {**self._head(kind), "choices": [self._choice(i, a) for i, a in choices.items()], "usage": _usage(usage)}
+        written = [self._choice(i, a) for i, a in choices.items()]
+        return {**self._head(kind), "choices": written, "usage": _usage(usage), "timing": asdict(timing)}
 
     def chunk(self, index: int, chunk: GenerateChunk, is_first: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": chunk.finish_reason, "logprobs": None}
@@ -158,9 +160,9 @@ class Shape:
             choice["text"] = chunk.text
         return {**self._head("chat.completion.chunk" if self.is_chat else "text_completion"), "choices": [choice]}
 
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+    def usage_chunk(self, usage: Usage, timing: Timing) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        return {**self._head(kind), "choices": [], "usage": _usage(usage)}
+        return {**self._head(kind), "choices": [], "usage": _usage(usage), "timing": asdict(timing)}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason, "logprobs": None}

@@ -18,7 +18,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grp
 from router.admission import check_model
 from router.decisions import Decision, explained
 from router.orders import OrdersClient
-from router.service import RouterService
+from router.service import UNKNOWN_DOOR, Door, RouterService
 from router.tenants import Tenant, TenantBook, api_key_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -70,15 +70,20 @@ def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, service: RouterService) -> None:
+    """Args:
+    door: where it serves.
+    """
+
+    def __init__(self, service: RouterService, door: Door = UNKNOWN_DOOR) -> None:
         self._service = service
+        self._door = door
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - the generated name
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
         """It writes, where it could yield: so a call that waits for a client which does not read can be ended, too."""
         trace = tracing.from_metadata(context.invocation_metadata())
-        chunks = self._service.generate(wire.generate_request_from_pb(request), trace, CALLER.get())
+        chunks = self._service.generate(wire.generate_request_from_pb(request), trace, CALLER.get(), self._door)
         with self._service.told_when_taken_over():
             async with contextlib.aclosing(chunks):
                 if (chunk := await anext(chunks, None)) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 import time
@@ -34,13 +35,12 @@ from router.orders import OrdersClient
 from router.pools import PoolView
 from router.registry import Registry
 from router.rpc import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
-from router.service import LoadedModel, RouterService
+from router.service import Door, LoadedModel, RouterService
 from router.tenants import TenantBook
 from router.text import Tokenizer
 from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
-STOP_GRACE_S = 5.0
 UNKNOWN_LENGTH = 2**31 - 1
 """Context of a model that does not say its own: then the workers' limit is what counts."""
 
@@ -54,7 +54,7 @@ class _HttpServer(uvicorn.Server):
 
 
 async def serve(config: Config, stop: asyncio.Event) -> None:
-    """Runs a router until `stop` is set, then gives running requests a few seconds.
+    """Runs a router until `stop` is set, and requests in flight for `router.drain_timeout_s` more.
 
     Raises:
         ConfigError: a port is taken, no Redis is configured, or the tenants' file is wrong.
@@ -94,15 +94,12 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
             app=None,  # type: ignore[arg-type]  # set below: the app needs what comes in between
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=int(STOP_GRACE_S),
+            timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s),
         )
     )
+    found_at = config.cluster.advertise_host or config.cluster.host
     me = RouterInfo(
-        config.router.id,
-        os.getpid(),
-        f"{config.cluster.host}:{grpc_port}",
-        f"{config.cluster.host}:{config.cluster.http_port}",
-        0.0,
+        config.router.id, os.getpid(), f"{found_at}:{grpc_port}", f"{found_at}:{config.cluster.http_port}", 0.0
     )
     slo_counts = SloCounts()
     models = (ServedModel(name, config.model.path),)
@@ -120,7 +117,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         needs_prefill=config.router.mode == "split",
     )
     decisions = DecisionLog()
-    instruments = Instruments(registry.status)
+    instruments = Instruments(registry.status, config.router.slo_classes, name if config.telemetry.vllm_aliases else "")
     facts = ModelFacts(
         name, tokenizer.vocab_size, max_model_len, tokenizer.default_sampling, config.router.default_max_tokens
     )
@@ -135,7 +132,8 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         slo_counts,
         pools.max_model_len,
     )
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service), rpc.server)
+    door = Door(config.cluster.host, grpc_port)
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service, door), rpc.server)
     admin = AdminServicer(registry.status, decisions.explain, OrdersClient(registry.controller))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     http.config.app = create_app(service, tenants, registry.why_not_ready, instruments.exposition)
@@ -154,7 +152,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
             logger.info("router %s stops", config.router.id)
             registry.stop()
             http.should_exit = True  # both doors close at once, and both give running requests the same time
-            await asyncio.gather(rpc.stop(STOP_GRACE_S), serving)
+            await asyncio.gather(rpc.stop(config.router.drain_timeout_s), serving)
             for task in background:
                 task.cancel()
     finally:

@@ -6,7 +6,8 @@
 3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`baton.blocks`).
 4. Place, reserve, prefill, hand over, decode: `router.dispatch`, once for every choice, again when a worker fails.
 5. Write the text. Incremental detokenization and stop strings (`router.text`).
-6. Settle. Usage, timing, metrics and the request's span, exactly once, however the request ended.
+6. Settle. Usage, timing, metrics and the request's spans, exactly once, however the request ended: did it meet its
+   objectives, and if not, which stage is to blame (`router.goodput`).
 
 Leaving the stream early, at any step, cancels the request everywhere: each step frees what it holds as it unwinds.
 
@@ -29,7 +30,7 @@ from typing import Any
 from weakref import WeakSet
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, StatusCode
+from opentelemetry.trace import SpanKind, StatusCode
 
 from baton.api import Chat, GenerateChunk, GenerateRequest, ModelCard, Prompt, Text, Timing, TokenIds, Usage
 from baton.blocks import cache_seed
@@ -37,7 +38,7 @@ from baton.config import RouterConfig
 from baton.errors import Conflict, InvalidRequest, Overloaded, Unsupported
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
-from baton.telemetry import tracing
+from baton.telemetry import logs, tracing
 from baton.telemetry.instruments import Instruments
 from kvstore.leases import Noted, RecordKey
 from router.admission import (
@@ -55,6 +56,7 @@ from router.admission import (
     with_max_tokens,
 )
 from router.dispatch import ChoiceRecord, Dispatcher
+from router.goodput import Outcome, Phase, Stage, Stages, blame, classify, phases
 from router.journal import Journal, digest_of
 from router.tenants import DEFAULT_TENANT, Tenant
 from router.text import AnswerWriter, Piece, Tokenizer
@@ -65,6 +67,7 @@ REPLAY_TOKENS = 64
 """Tokens of a continued answer that are written to text before others have their turn on the event loop."""
 TAKE_OVER_S = 5.0
 """How long a call that continues a request waits for the one before it to unwind."""
+STAGE_LABELS = {stage: {"stage": stage.value} for stage in Stage}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,19 @@ class LoadedModel:
     card: ModelCard
     tokenizer: Tokenizer
     content_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """How a request came, for its span."""
+
+    address: str = ""
+    """Empty: not known."""
+    port: int = 0
+    is_streamed: bool = True
+
+
+UNKNOWN_DOOR = Door()
 
 
 @dataclass(slots=True)
@@ -152,7 +168,11 @@ class RouterService:
         return replace(self.model.card, max_model_len=self.facts.max_model_len)
 
     async def generate(
-        self, request: GenerateRequest, trace: Context | None = None, tenant: Tenant = DEFAULT_TENANT
+        self,
+        request: GenerateRequest,
+        trace: Context | None = None,
+        tenant: Tenant = DEFAULT_TENANT,
+        door: Door = UNKNOWN_DOOR,
     ) -> AsyncGenerator[GenerateChunk]:
         """Serves a request of `tenant`.
 
@@ -163,7 +183,7 @@ class RouterService:
             Conflict: another call has taken the request over.
         """
         facts = self.facts
-        settle = _Settlement(self._instruments, self._slo_counts, request, facts.id, trace)
+        settle = _Settlement(self._instruments, self._slo_counts, request, facts.id, trace, tenant, door)
         driver = asyncio.current_task()
         assert driver is not None
         call = _Call(driver)
@@ -335,7 +355,7 @@ class RouterService:
                 call.finish_reasons[index] = message.finish_reason
                 piece = writer.push(message.token_ids, message.finish_reason)
                 if piece.finish_reason is not None:
-                    self._dispatcher.answered(claim, record)
+                    self._dispatcher.answered(spec, claim, record)
                 if chunk := self._chunk(spec, writer, piece):
                     yield chunk
                 if piece.finish_reason is not None:
@@ -394,27 +414,45 @@ class _Settlement:
         request: GenerateRequest,
         model_id: str,
         trace: Context | None,
+        tenant: Tenant,
+        door: Door,
     ) -> None:
         self.arrived_s = time.monotonic()
+        self._arrived_ns = time.time_ns()
         self.claim: Claim | None = None
         """Set once the request has been found to be one."""
         self._instruments = instruments
         self._slo_counts = slo_counts
-        self._operation = "chat" if isinstance(request.prompt, Chat) else "text_completion"
+        self._tenant = tenant
+        operation = "chat" if isinstance(request.prompt, Chat) else "text_completion"
+        self._model = {"model": model_id}
         self._labels = {
-            "gen_ai.operation.name": self._operation,
+            "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "baton",
             "gen_ai.request.model": model_id,
         }
-        self._span: Span = tracing.start_span(f"{self._operation} {model_id}", trace, self._labels)
+        name = f"{operation} {model_id}"
+        self._span = tracing.start_span(name, trace, self._labels, self._arrived_ns, SpanKind.SERVER)
         self.trace = tracing.context_of(self._span)
+        logs.about(self._span.get_span_context())
+        if self._span.is_recording():
+            self._span.set_attribute("gen_ai.request.stream", door.is_streamed)
+            if door.address:
+                self._span.set_attributes({"server.address": door.address, "server.port": door.port})
+            if (seed := request.sampling.get("seed")) is not None:
+                self._span.set_attribute("gen_ai.request.seed", seed)
         self._records: list[ChoiceRecord] = []
         self._num_prompt_tokens = 0
         self._num_delivered = 0
         self._num_tokens: list[int] = []
         """Of this call, by choice."""
-        self._last_token_s: list[float] = []
+        self._finish_reasons: dict[int, FinishReason] = {}
         self._first_token_s = 0.0
+        self._ended_s = 0.0
+        """When the last chunk left, or the request failed; 0: not yet."""
+        self._life: list[Phase] = []
+        """The first choice's, and so the request's, once it has ended."""
+        self._stages = Stages()
         self._num_unfinished = 0
 
     def begin(
@@ -429,18 +467,20 @@ class _Settlement:
         self._num_delivered = sum(resume_from.values())
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = [0] * len(records)
-        self._last_token_s = [0.0] * len(records)
         self._num_unfinished = len(records)
-        self._span.set_attributes(
-            {
-                "gen_ai.response.id": request_id,
-                "gen_ai.request.max_tokens": params.max_tokens or 0,
-                "gen_ai.request.temperature": params.temperature,
-                "gen_ai.request.top_p": params.top_p,
-                "gen_ai.request.top_k": float(params.top_k),
-                "gen_ai.request.choice.count": params.n,
-            }
-        )
+        if self._span.is_recording():
+            self._span.set_attributes(
+                {
+                    "gen_ai.response.id": request_id,
+                    "gen_ai.response.model": self._model["model"],
+                    "gen_ai.request.max_tokens": params.max_tokens or 0,
+                    "gen_ai.request.temperature": params.temperature,
+                    "gen_ai.request.top_p": params.top_p,
+                    "gen_ai.request.top_k": float(params.top_k),
+                    "gen_ai.request.choice.count": params.n,
+                    "baton.request.num_stop_sequences": len(params.stop),
+                }
+            )
 
     def book(self, chunk: GenerateChunk) -> GenerateChunk:
         """Counts what leaves for the client; the request's last chunk gets usage and timing."""
@@ -448,15 +488,18 @@ class _Settlement:
         self._first_token_s = self._first_token_s or now
         index, num_tokens = chunk.choice_index, len(chunk.token_ids)
         if num_tokens:
+            stages = self._records[index].stages
             if self._num_tokens[index]:
-                gap_s = (now - self._last_token_s[index]) / num_tokens
-                for _ in range(num_tokens):
-                    self._instruments.inter_token_latency.observe(gap_s)
-            self._last_token_s[index] = now
+                gap_s = (now - stages.last_token_s) / num_tokens
+                self._instruments.inter_token_latency.record(gap_s, times=num_tokens)
+            stages.last_token_s = now
             self._num_tokens[index] += num_tokens
-        self._num_unfinished -= chunk.finish_reason is not None
+        if chunk.finish_reason is not None:
+            self._finish_reasons[index] = chunk.finish_reason
+            self._num_unfinished -= 1
         if self._num_unfinished:
             return chunk
+        self._end(now)
         return replace(chunk, usage=self.usage(), timing=self.timing())
 
     def usage(self) -> Usage:
@@ -467,17 +510,33 @@ class _Settlement:
     @property
     def _after_first_s(self) -> float:
         """From the first token to the last; 0 where none came, because the client had them all."""
-        return max(0.0, self._last_token_s[0] - self._first_token_s)
+        return max(0.0, self._records[0].stages.last_token_s - self._first_token_s)
+
+    def _itl_s(self) -> float:
+        """Mean time between two tokens; 0 where there are no two."""
+        num_gaps = self._num_tokens[0] - 1
+        return self._after_first_s / num_gaps if num_gaps > 0 else 0.0
+
+    def _end(self, now_s: float) -> None:
+        self._ended_s = now_s
+        self._life = self._life_until(now_s)
+        self._stages = Stages.of(self._life, self._first_token_s)
+
+    def _life_until(self, now_s: float) -> list[Phase]:
+        noted = self._records[0].stages.until(now_s) if self._records else []
+        return phases(self.arrived_s, self._first_token_s, now_s, noted)
 
     def timing(self) -> Timing:
-        record = self._records[0]
+        record, stages = self._records[0], self._stages
         return Timing(
             ttft_s=self._first_token_s - self.arrived_s,
-            total_s=time.monotonic() - self.arrived_s,
-            queue_s=record.queue_s,
-            prefill_s=record.prefill_s,
-            transfer_s=record.transfer_s,
-            decode_s=max(0.0, self._after_first_s - record.transfer_s),
+            total_s=stages.total_s,
+            queue_s=stages.queue_s,
+            admission_s=stages.decode_admission_s,
+            prefill_s=stages.prefill_s,
+            transfer_s=stages.transfer_s,
+            decode_s=stages.decode_s,
+            recovery_s=stages.recovery_s,
             prefill_worker=record.prefill_worker,
             decode_worker=record.decode_worker,
             mode=record.mode,
@@ -497,65 +556,98 @@ class _Settlement:
             outcome = "invalid"
         else:
             outcome = "error" if isinstance(error, Exception) else "cancelled"
-        labels = {"model": self._labels["gen_ai.request.model"]}
-        self._instruments.requests.add(1, {**labels, "outcome": outcome})
+        if not self._ended_s:
+            self._end(time.monotonic())
+        self._instruments.requests.add(1, {**self._model, "outcome": outcome})
         if outcome == "cancelled":
             self._labels["error.type"] = outcome
-        elif isinstance(error, Exception):
+        elif outcome != "ok":
             self._labels["error.type"] = type(error).__name__
             self._span.set_status(StatusCode.ERROR, str(error))
-        self._book_slo(outcome, labels)
-        self._instruments.request_duration.record(time.monotonic() - self.arrived_s, self._labels)
+        slo = self._book_slo(outcome)
+        self._instruments.tenant_requests.add(1, {"tenant": self._tenant.id, "outcome": slo})
+        self._instruments.request_duration.record(self._ended_s - self.arrived_s, self._labels)
         if self._first_token_s:
-            self._book_served(labels)
-        self._span.set_attribute("baton.outcome", outcome)
-        self._span.end()
+            self._book_served()
+        if self._span.is_recording():
+            self._write_span(outcome, slo)
+        self._span.end(self._ns(self._ended_s))
 
-    def _book_slo(self, outcome: str, labels: dict[str, str]) -> None:
+    def _book_slo(self, outcome: str) -> str:
         """Classifies the request once, against its objectives."""
         if self.claim is None or outcome == "invalid":
-            return
+            return outcome
+        labels = {**self._model, "slo_class": self.claim.slo_class}
         if outcome == "ok":
-            objective, itl_s = self.claim.objective, 0.0
-            if self._num_tokens[0] > 1:
-                itl_s = self._after_first_s / (self._num_tokens[0] - 1)
-            outcome = "met"
-            if self._first_token_s - self.arrived_s > objective.ttft_s:
-                outcome = "ttft_missed"
-            elif itl_s > objective.itl_s:
-                outcome = "itl_missed"
-        self._slo_counts.met += outcome == "met"
-        self._slo_counts.missed += outcome in ("ttft_missed", "itl_missed", "error")
+            outcome = self._book_stages(self.claim, labels)
+        self._slo_counts.met += outcome == Outcome.MET
+        self._slo_counts.missed += outcome == "error"
         self._slo_counts.rejected += outcome == "rejected"
-        if outcome == "met":
-            self._instruments.tokens_slo_met.add(sum(self._num_tokens), labels)
-        self._instruments.requests_slo.add(1, {**labels, "slo_class": self.claim.slo_class, "outcome": outcome})
-        self._span.set_attribute("baton.slo", outcome)
+        self._instruments.requests_slo.add(1, {**labels, "outcome": outcome})
+        return outcome
 
-    def _book_served(self, labels: dict[str, str]) -> None:
-        usage, timing = self.usage(), self.timing()
-        self._instruments.time_to_first_token.record(timing.ttft_s, self._labels)
-        self._instruments.decode_duration.record(self._after_first_s, labels)
+    def _book_stages(self, claim: Claim, labels: dict[str, str]) -> Outcome:
+        """Of a request that was answered: where its time went, and whose fault it is that it was late."""
+        objective, stages = claim.objective, self._stages
+        for stage, seconds in stages.by_stage().items():
+            self._instruments.stage_duration.record(seconds, STAGE_LABELS[stage])
+        outcome = classify(self._first_token_s - self.arrived_s, self._itl_s(), stages.total_s, objective)
+        if outcome is Outcome.MET:
+            self._instruments.tokens_slo_met.add(sum(self._num_tokens), labels)
+            return outcome
+        self._slo_counts.missed += 1
+        if outcome is Outcome.ITL_MISSED:
+            stages = Stages.of(self._life_until(self._records[0].stages.last_token_s), self._first_token_s)
+        stage = blame(outcome, stages, objective, self._num_tokens[0] - 1)
+        self._instruments.slo_misses.add(1, {**labels, "outcome": outcome, "stage": stage})
+        self._span.set_attribute("baton.slo.blame", stage)
+        return outcome
+
+    def _book_served(self) -> None:
+        usage, record, instruments = self.usage(), self._records[0], self._instruments
+        instruments.time_to_first_token.record(self._first_token_s - self.arrived_s, self._labels)
         if self._num_tokens[0] > 1:
-            self._instruments.time_per_output_token.record(
-                self._after_first_s / (self._num_tokens[0] - 1), self._labels
-            )
-        self._instruments.prompt_tokens.add(usage.prompt_tokens, labels)
-        self._instruments.prefix_hit_tokens.add(usage.cached_tokens, labels)
-        self._instruments.generation_tokens.add(sum(self._num_tokens), labels)
-        self._span.set_attributes(
-            {
+            instruments.time_per_output_token.record(self._itl_s(), self._labels)
+        num_new = sum(self._num_tokens)
+        instruments.prompt_tokens.add(usage.prompt_tokens, self._model)
+        instruments.prefix_hit_tokens.add(usage.cached_tokens, self._model)
+        # Not less than what was found: another router may have seen that.
+        instruments.prefix_ceiling_tokens.add(max(record.num_seen_tokens, usage.cached_tokens), self._model)
+        instruments.generation_tokens.add(num_new, self._model)
+        kinds = (("prompt", usage.prompt_tokens), ("cached", usage.cached_tokens), ("generated", num_new))
+        for what, num_tokens in kinds:
+            instruments.tenant_tokens.add(num_tokens, {"tenant": self._tenant.id, "kind": what})
+        for reason in self._finish_reasons.values():
+            instruments.finished_choices.add(1, {**self._model, "reason": reason.value})
+
+    def _ns(self, at_s: float) -> int:
+        """A time of the monotonic clock on the clock that traces have."""
+        return self._arrived_ns + round((at_s - self.arrived_s) * 1e9)
+
+    def _write_span(self, outcome: str, slo: str) -> None:
+        """The request's span, and a child for each phase: they follow one another from its begin to its end."""
+        for stage, begin_s, end_s in self._life:
+            tracing.span_between(f"request.{stage}", self.trace, self._ns(begin_s), self._ns(end_s))
+        attributes: dict[str, str | int | float] = {"baton.outcome": outcome, "baton.slo": slo}
+        if error := self._labels.get("error.type"):
+            attributes["error.type"] = error
+        if self._first_token_s:
+            usage, record = self.usage(), self._records[0]
+            reasons = [reason.value for _, reason in sorted(self._finish_reasons.items())]
+            self._span.set_attribute("gen_ai.response.finish_reasons", reasons)
+            attributes |= {
+                "gen_ai.response.time_to_first_chunk": self._first_token_s - self.arrived_s,
                 "gen_ai.usage.input_tokens": usage.prompt_tokens,
                 "gen_ai.usage.output_tokens": usage.completion_tokens,
                 "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-                "baton.mode": timing.mode,
-                "baton.prefill_worker": timing.prefill_worker,
-                "baton.decode_worker": timing.decode_worker,
-                "baton.prefix_source": self._records[0].source,
-                "baton.retries": timing.retries,
-                **_decided(self._records[0]),
+                "baton.mode": record.mode,
+                "baton.prefill_worker": record.prefill_worker,
+                "baton.decode_worker": record.decode_worker,
+                "baton.prefix_source": record.source,
+                "baton.retries": record.retries,
+                **_decided(record),
             }
-        )
+        self._span.set_attributes(attributes)
 
 
 def _decided(record: ChoiceRecord) -> dict[str, float]:

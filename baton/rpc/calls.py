@@ -26,7 +26,7 @@ from baton import wire
 from baton.errors import BatonError, Unsupported
 from baton.messages import Cancel, DecodeRequest, Ended, Event, FetchRequest, Migrate, PrefillRequest, Start
 from baton.rpc.errors import to_failed
-from baton.telemetry import tracing
+from baton.telemetry import logs, tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 MAX_FRAME_EVENTS = 4096
@@ -131,6 +131,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
 
     def _events(self, start: Start) -> AsyncGenerator[Event]:
         trace = tracing.from_metadata(start.trace.items())
+        logs.about(tracing.span_of(trace))
         match start.request:
             case PrefillRequest() as request if self._prefill is not None:
                 return self._prefill(request, trace)

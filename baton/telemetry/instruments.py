@@ -7,20 +7,25 @@ process's monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from importlib.metadata import version
 
-import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest
 
-from baton.cluster import ClusterStatus
-from baton.telemetry.prometheus import Collector, Counter, Histogram, Instrument, Observation, Observed
+from baton.cluster import ClusterStatus, PoolScaling, WorkerState
+from baton.config import SloClassConfig
+from baton.telemetry.prefixes import PrefixBook
+from baton.telemetry.prometheus import Collector, Counter, Definition, Histogram, Instrument, Observation, Observed
+from baton.telemetry.vllm import Served, aliases
 
 # Bounds of the OpenTelemetry GenAI semantic conventions, in seconds.
 DURATION_BOUNDS = [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92]
 TTFT_BOUNDS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
 TOKEN_BOUNDS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5]
 
+STAGE_BOUNDS = [0.001, 0.0025, 0.005, *DURATION_BOUNDS]
 ERROR_BOUNDS = [0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0]
 
 TransferFields = dict[str, dict[str, str]]
@@ -95,11 +100,19 @@ class Instruments:
 
     Args:
         status: the cluster as gauges show it; called at every scrape.
+        slo_classes: whose objectives are shown, by name.
+        vllm_model: show what can be shown under vLLM's names, too, as this model's; empty: do not.
     """
 
-    def __init__(self, status: Callable[[], ClusterStatus]) -> None:
+    def __init__(
+        self,
+        status: Callable[[], ClusterStatus],
+        slo_classes: Mapping[str, SloClassConfig] | None = None,
+        vllm_model: str = "",
+    ) -> None:
         self._registry = CollectorRegistry()
         self._status = status
+        self.prefixes = PrefixBook()
         instruments: list[Instrument] = []
 
         def seconds(name: str, description: str, bounds: list[float]) -> Histogram:
@@ -119,29 +132,18 @@ class Instruments:
         self.time_per_output_token = seconds(
             "gen_ai.server.time_per_output_token", "Mean time between a request's tokens after the first.", TOKEN_BOUNDS
         )
-        self.inter_token_latency = prometheus_client.Histogram(
-            "baton_inter_token_latency_seconds",
-            "Time between two consecutive tokens of a choice.",
-            buckets=TOKEN_BOUNDS,
-            registry=self._registry,
+        self.inter_token_latency = seconds(
+            "baton.inter_token_latency", "Time between two consecutive tokens of a choice.", TOKEN_BOUNDS
         )
-        self.queue_duration = seconds(
-            "baton.queue.duration",
-            "From a choice's placement to the start of its prefill; a prefix that is pulled arrives in this time.",
-            DURATION_BOUNDS,
-        )
-        self.prefill_duration = seconds(
-            "baton.prefill.duration", "Computing the prompt and its first token on a worker.", DURATION_BOUNDS
+        self.stage_duration = seconds(
+            "baton.stage.duration",
+            "Time that an answered request spent in a stage: queue, decode_admission, prefill, transfer, decode or "
+            "recovery. A request is in each histogram; its stages add up to the time from arrival to last token.",
+            STAGE_BOUNDS,
         )
         self.transfer_duration = seconds(
             "baton.transfer.duration", "Handing the KV over: first chunk to acknowledged commit.", DURATION_BOUNDS
         )
-        self.transfer_exposed = seconds(
-            "baton.transfer.exposed_duration",
-            "The part of a hand-over that came after the first token: what no computing hid.",
-            TTFT_BOUNDS,
-        )
-        self.decode_duration = seconds("baton.decode.duration", "From the first token to the last.", DURATION_BOUNDS)
         self.transfer_bytes = counter("baton.transfer", "KV bytes handed over.", "By")
         self.prediction_error = Histogram(
             "baton.placement.prediction_error",
@@ -155,11 +157,23 @@ class Instruments:
         )
         self.requests_slo = counter(
             "baton.requests_slo",
-            "Finished requests by SLO class and outcome: met, ttft_missed, itl_missed, error, rejected or "
+            "Finished requests by SLO class and outcome: met, ttft_missed, itl_missed, e2e_missed, error, rejected or "
             "cancelled. Goodput is the rate of met.",
         )
         self.tokens_slo_met = counter(
-            "baton.tokens_slo_met", "Tokens generated for requests that met their objectives."
+            "baton.tokens_slo_met", "Tokens generated for requests that met their objectives, by SLO class."
+        )
+        self.slo_misses = counter(
+            "baton.slo_misses",
+            "Answered requests that missed an objective, by SLO class, outcome (ttft_missed, itl_missed, e2e_missed) "
+            "and the stage to blame: queue, decode_admission, prefill, transfer, decode or recovery.",
+        )
+        self.tenant_requests = counter(
+            "baton.tenant_requests",
+            "Finished requests by tenant and outcome: those of baton_requests_slo_total, and invalid.",
+        )
+        self.tenant_tokens = counter(
+            "baton.tenant_tokens", "Tokens of requests served, by tenant and kind: prompt, cached of them, generated."
         )
         self.requests = counter(
             "baton.requests", "Finished requests by outcome: ok, error, rejected, invalid or cancelled."
@@ -170,6 +184,11 @@ class Instruments:
         self.prefix_hit_tokens = counter(
             "baton.prefix_hit_tokens", "Prompt tokens found in a worker's prefix cache, or pulled into it."
         )
+        self.prefix_ceiling_tokens = counter(
+            "baton.prefix_ceiling_tokens",
+            "Prompt tokens that a cache which forgets nothing would have had, as far as this router has seen them: the "
+            "last 262144 blocks at least. The ceiling of baton_prefix_hit_tokens_total.",
+        )
         self.stale_hints = counter(
             "baton.index_stale_hints",
             "Placements whose worker held less of the prompt than the prefix index said.",
@@ -178,12 +197,35 @@ class Instruments:
             "baton.index_stale_tokens", "Prompt tokens that it said too much; pulled ones are no excuse."
         )
         self.generation_tokens = counter("baton.generation_tokens", "Tokens generated.")
+        self.finished_choices = counter(
+            "baton.finished_choices", "Choices that came to their end, by reason: stop or length."
+        )
         self.placements = counter("baton.placements", "Placements by mode and workers.")
 
+        build = {"version": version("baton-serving")}
         gauges: dict[str, tuple[str, Callable[[ClusterStatus], Iterable[Observation]]]] = {
             "baton.kv_blocks": ("KV blocks of a worker by state.", _block_counts),
             "baton.worker_sequences": ("Sequences on a worker by state.", _sequence_counts),
             "baton.worker_ready": ("1 for a worker that takes traffic.", _ready),
+            "baton.worker_state": (
+                "1 for the state that a worker is in, 0 for the others: starting, ready, draining or dead.",
+                _worker_states,
+            ),
+            "baton.worker_info": ("1 for a worker, with what it says of itself once.", _worker_infos),
+            "baton.build_info": ("1 for the version of this router.", lambda s: [Observation(1, build)]),
+            "baton.hot_prefix_share": (
+                "Share of the last 1024 prompts that begin with a block, of the 5 most common ones that more than one "
+                "prompt begins with. prefix: the first 8 hexadecimal digits of the block's key.",
+                lambda s: [Observation(share, {"prefix": prefix}) for prefix, share in self.prefixes.hottest()],
+            ),
+            "baton.autoscale_utilisation": (
+                "Of a pool, as the autoscaler last saw it; at most autoscale.target_utilisation is wanted.",
+                lambda s: [Observation(p.utilisation, {"pool": p.pool}) for p in _scaling(s)],
+            ),
+            "baton.autoscale_wanted_workers": (
+                "Workers that the autoscaler last wanted a pool to have.",
+                lambda s: [Observation(p.wanted, {"pool": p.pool}) for p in _scaling(s)],
+            ),
             "baton.worker_self_check_ok": ("1 while a worker's own integrity check holds.", _self_checks),
             "baton.mirror_blocks": (
                 "Blocks that this router believes a worker to hold; kv_blocks is what the worker itself says.",
@@ -208,7 +250,33 @@ class Instruments:
         )
         for name, unit, text, observe, is_counter in observed:
             instruments.append(Observed(name, text, partial(self._observed, observe), unit, is_counter=is_counter))
+        objectives = _objectives(slo_classes or {})
+        instruments.append(
+            Observed(
+                "baton.slo_objective",
+                "Objectives of the SLO classes: ttft, itl and e2e. What a request asks for itself goes before them.",
+                lambda: objectives,
+                "s",
+            )
+        )
+        if vllm_model:
+            served = Served(
+                self.time_to_first_token,
+                self.inter_token_latency,
+                self.request_duration,
+                self.stage_duration,
+                self.prompt_tokens,
+                self.prefix_hit_tokens,
+                self.generation_tokens,
+                self.finished_choices,
+            )
+            instruments += aliases(served, status, vllm_model)
+        self._instruments = instruments
         self._registry.register(Collector(instruments))
+
+    def catalogue(self) -> dict[str, Definition]:
+        """Every metric by the name that Prometheus shows, whether anything was booked or not."""
+        return {one.definition.name: one.definition for one in self._instruments}
 
     def exposition(self) -> bytes:
         """The Prometheus text format."""
@@ -231,6 +299,42 @@ def _sequence_counts(status: ClusterStatus) -> Iterable[Observation]:
         labels = {"worker": worker.info.id, "role": worker.info.role.value}
         yield Observation(worker.load.running, {**labels, "state": "running"})
         yield Observation(worker.load.waiting, {**labels, "state": "waiting"})
+
+
+def _worker_states(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        labels = {"worker": worker.info.id, "role": worker.info.role.value}
+        for state in WorkerState:
+            yield Observation(int(worker.load.state == state), {**labels, "state": state.value})
+
+
+def _worker_infos(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        info = worker.info
+        yield Observation(
+            1,
+            {
+                "worker": info.id,
+                "role": info.role.value,
+                "node": info.node,
+                "wire_compat": info.wire_compat,
+                "block_size": str(info.block_size),
+            },
+        )
+
+
+def _scaling(status: ClusterStatus) -> tuple[PoolScaling, ...]:
+    return status.controller.scaling if status.controller is not None else ()
+
+
+def _objectives(slo_classes: Mapping[str, SloClassConfig]) -> list[Observation]:
+    """Seconds; nothing for what has no objective."""
+    found = []
+    for name, slo in slo_classes.items():
+        for objective, value_ms in (("ttft", slo.ttft_ms), ("itl", slo.itl_ms), ("e2e", slo.e2e_ms)):
+            if math.isfinite(value_ms):
+                found.append(Observation(value_ms / 1e3, {"slo_class": name, "objective": objective}))
+    return found
 
 
 def _ready(status: ClusterStatus) -> Iterable[Observation]:

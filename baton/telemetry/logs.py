@@ -1,14 +1,83 @@
-"""Log lines of every process, in one form."""
+"""Log lines of every process, in one form: text for people, or an object of JSON a line.
+
+    {"timestamp": "2026-11-21T20:38:24.123456+00:00", "level": "WARNING", "logger": "router.dispatch", "process": 7,
+     "service": "baton-router", "message": "...", "trace_id": "4bf9...", "span_id": "00f0..."}
+
+`trace_id` and `span_id` are those of the request that a line is about: of the client's trace, or of one that begins
+here where traces are exported; without either, there are none. `exception` is the traceback. A line is ASCII, so it
+ends where the object ends, whatever was logged.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
+
+_SUBJECT: ContextVar[SpanContext | None] = ContextVar("subject", default=None)
+"""The request that this task works for; tasks that it starts inherit it."""
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 
 
-def configure(level: str) -> None:
-    """Sends log lines of `level` and above to standard error."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s", force=True
-    )
+def configure(level: str, log_format: str = "text", service: str = "baton") -> None:
+    """Sends log lines of `level` and above to standard error.
+
+    Args:
+        log_format: text, or json: then warnings and exceptions that nobody caught are such lines, too.
+        service: the kind of process, as in traces.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter(service) if log_format == "json" else logging.Formatter(TEXT_FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if log_format == "json":
+        logging.captureWarnings(True)
+        sys.excepthook = _log_uncaught
     for name in ("uvicorn", "httpx", "opentelemetry"):
         logging.getLogger(name).setLevel("WARNING")
+
+
+def about(request: SpanContext) -> None:
+    """From here on, what this task logs is about this request."""
+    _SUBJECT.set(request)
+
+
+class JsonFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": record.process,
+            "service": self._service,
+            "message": _message(record),
+        }
+        subject = _SUBJECT.get()
+        if subject is not None and subject.is_valid:
+            entry |= {"trace_id": f"{subject.trace_id:032x}", "span_id": f"{subject.span_id:016x}"}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            entry["stack"] = self.formatStack(record.stack_info)
+        return json.dumps(entry)
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception as error:  # what is logged may not fit its format, or fail to be written
+        return f"{record.msg!r} cannot be formatted: {type(error).__name__}"
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    logging.getLogger("baton").critical("the process ends", exc_info=(kind, error, traceback))

@@ -24,15 +24,32 @@ class Observation(NamedTuple):
     labels: Mapping[str, str] = NO_LABELS
 
 
+class Definition(NamedTuple):
+    """Of a metric, as Prometheus shows it."""
+
+    name: str
+    kind: str
+    """counter, gauge or histogram."""
+    description: str
+
+
 class Instrument(Protocol):
+    @property
+    def definition(self) -> Definition: ...
+
     def collect(self) -> Iterable[Metric]:
         """What Prometheus is shown: nothing as long as nothing was booked."""
         ...
 
 
+Relabel = Callable[[Mapping[str, str]], Mapping[str, str] | None]
+"""A row's labels -> those under another name; rows for which they are equal are added up. None: not shown."""
+
+
 class Counter:
     def __init__(self, name: str, description: str, unit: str = "") -> None:
         self._family = _Family(CounterMetricFamily, name, description, unit)
+        self.definition = self._family.definition
         self._values: dict[Labels, float] = {}
 
     def add(self, amount: float, labels: Mapping[str, str] = NO_LABELS) -> None:
@@ -41,6 +58,14 @@ class Counter:
 
     def collect(self) -> Iterable[Metric]:
         return self._family.of([(labels, {"value": value}) for labels, value in self._values.items()])
+
+    def renamed(self, name: str, description: str, relabel: Relabel) -> Counter:
+        """The same values, as they are now, in a counter of its own."""
+        other = Counter(name, description)
+        for labels, value in self._values.items():
+            if (shown := relabel(dict(labels))) is not None:
+                other.add(value, shown)
+        return other
 
 
 class Histogram:
@@ -51,18 +76,19 @@ class Histogram:
 
     def __init__(self, name: str, description: str, bounds: Sequence[float], unit: str = "") -> None:
         self._family = _Family(HistogramMetricFamily, name, description, unit)
+        self.definition = self._family.definition
         self._bounds = bounds
         self._counts: dict[Labels, list[int]] = {}
         self._sums: dict[Labels, float] = {}
 
-    def record(self, value: float, labels: Mapping[str, str] = NO_LABELS) -> None:
+    def record(self, value: float, labels: Mapping[str, str] = NO_LABELS, times: int = 1) -> None:
         key = frozenset(labels.items())
         counts = self._counts.get(key)
         if counts is None:
             counts = self._counts[key] = [0] * (len(self._bounds) + 1)
             self._sums[key] = 0.0
-        counts[bisect_left(self._bounds, value)] += 1
-        self._sums[key] += value
+        counts[bisect_left(self._bounds, value)] += times
+        self._sums[key] += value * times
 
     def collect(self) -> Iterable[Metric]:
         names = [*map(str, self._bounds), "+Inf"]
@@ -75,6 +101,34 @@ class Histogram:
                 for key, counts in self._counts.items()
             ]
         )
+
+    def renamed(self, name: str, description: str, relabel: Relabel) -> Histogram:
+        """The same values, as they are now, in a histogram of its own."""
+        other = Histogram(name, description, self._bounds)
+        for labels, counts in self._counts.items():
+            if (shown := relabel(dict(labels))) is not None:
+                key = frozenset(shown.items())
+                before = other._counts.get(key, [0] * len(counts))
+                other._counts[key] = [a + b for a, b in zip(before, counts, strict=True)]
+                other._sums[key] = other._sums.get(key, 0.0) + self._sums[labels]
+        return other
+
+
+class Renamed:
+    """A counter or a histogram that is shown a second time, under another name. Nothing is booked twice."""
+
+    def __init__(self, source: Counter | Histogram, name: str, description: str, relabel: Relabel) -> None:
+        self._source = source
+        self._name = name
+        self._description = description
+        self._relabel = relabel
+
+    @property
+    def definition(self) -> Definition:
+        return self._source.renamed(self._name, self._description, lambda labels: None).definition
+
+    def collect(self) -> Iterable[Metric]:
+        return self._source.renamed(self._name, self._description, self._relabel).collect()
 
 
 class Observed:
@@ -90,6 +144,7 @@ class Observed:
         is_counter: bool = False,
     ) -> None:
         self._family = _Family(CounterMetricFamily if is_counter else GaugeMetricFamily, name, description, unit)
+        self.definition = self._family.definition
         self._observe = observe
 
     def collect(self) -> Iterable[Metric]:
@@ -119,6 +174,9 @@ class _Family:
         self._name = name.replace(".", "_")
         self._description = description
         self._unit = UNITS[unit]
+        shown: Metric = kind(self._name, description, unit=self._unit)
+        total = "_total" if shown.type == "counter" else ""
+        self.definition = Definition(shown.name + total, shown.type, description)
 
     def of(self, rows: Sequence[tuple[Labels, dict[str, Any]]]) -> Iterable[Metric]:
         if not rows:

@@ -16,7 +16,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
-from opentelemetry.trace import Span
+from opentelemetry.trace import Span, SpanContext, SpanKind
 
 from baton.config import TelemetryConfig
 
@@ -35,9 +35,20 @@ def configure(service_name: str, instance_id: str, config: TelemetryConfig) -> T
     return provider
 
 
-def start_span(name: str, parent: Context | None = None, attributes: Attributes | None = None) -> Span:
-    """A span that the caller ends."""
-    return _tracer.start_span(name, context=parent, attributes=attributes)
+def start_span(
+    name: str,
+    parent: Context | None = None,
+    attributes: Attributes | None = None,
+    start_ns: int | None = None,
+    kind: SpanKind = SpanKind.INTERNAL,
+) -> Span:
+    """A span that the caller ends. It starts now, or at `start_ns` since the epoch."""
+    return _tracer.start_span(name, context=parent, attributes=attributes, start_time=start_ns, kind=kind)
+
+
+def span_between(name: str, parent: Context, start_ns: int, end_ns: int) -> None:
+    """A span of a phase that is over; nanoseconds since the epoch."""
+    _tracer.start_span(name, context=parent, start_time=start_ns).end(end_time=end_ns)
 
 
 def record_span(
@@ -52,6 +63,11 @@ def record_span(
 def context_of(span: Span) -> Context:
     """Parent context for this span's children."""
     return trace.set_span_in_context(span)
+
+
+def span_of(context: Context) -> SpanContext:
+    """The span that a context's spans are children of."""
+    return trace.get_current_span(context).get_span_context()
 
 
 def to_metadata(context: Context) -> tuple[tuple[str, str], ...]:

@@ -377,22 +377,30 @@ class ServiceLevelObjective(_message.Message):
 
     TTFT_MS_FIELD_NUMBER: _builtins.int
     ITL_MS_FIELD_NUMBER: _builtins.int
+    E2E_MS_FIELD_NUMBER: _builtins.int
     ttft_ms: _builtins.float
     itl_ms: _builtins.float
+    e2e_ms: _builtins.float
+    """To the last token."""
     def __init__(
         self,
         *,
         ttft_ms: _builtins.float | None = ...,
         itl_ms: _builtins.float | None = ...,
+        e2e_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms", "_ttft_ms", b"_ttft_ms", "itl_ms", b"itl_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_e2e_ms", b"_e2e_ms", "_itl_ms", b"_itl_ms", "_ttft_ms", b"_ttft_ms", "e2e_ms", b"e2e_ms", "itl_ms", b"itl_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms", "_ttft_ms", b"_ttft_ms", "itl_ms", b"itl_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_e2e_ms", b"_e2e_ms", "_itl_ms", b"_itl_ms", "_ttft_ms", b"_ttft_ms", "e2e_ms", b"e2e_ms", "itl_ms", b"itl_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__e2e_ms: _TypeAlias = _typing.Literal["e2e_ms"]  # noqa: Y015
+    _WhichOneofArgType__e2e_ms: _TypeAlias = _typing.Literal["_e2e_ms", b"_e2e_ms"]  # noqa: Y015
     _WhichOneofReturnType__itl_ms: _TypeAlias = _typing.Literal["itl_ms"]  # noqa: Y015
     _WhichOneofArgType__itl_ms: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms"]  # noqa: Y015
     _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__e2e_ms) -> _WhichOneofReturnType__e2e_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_ms) -> _WhichOneofReturnType__itl_ms | None: ...
     @_typing.overload
@@ -553,16 +561,20 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timing(_message.Message):
-    """Seconds, of the first choice, each measured inside one process."""
+    """Seconds, of the first choice. `total_s` is the sum of queue_s, admission_s, prefill_s, transfer_s, decode_s and
+    recovery_s, in which the whole time from the request's arrival to its last token is accounted for.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TTFT_S_FIELD_NUMBER: _builtins.int
     TOTAL_S_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
+    ADMISSION_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
+    RECOVERY_S_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
@@ -570,9 +582,16 @@ class Timing(_message.Message):
     ttft_s: _builtins.float
     total_s: _builtins.float
     queue_s: _builtins.float
+    """Before the first token, what is nothing of the rest."""
+    admission_s: _builtins.float
+    """Waiting for room on the decode worker, before the prompt was computed."""
     prefill_s: _builtins.float
     transfer_s: _builtins.float
+    """Of the hand-over, what came after the first token."""
     decode_s: _builtins.float
+    """After the first token, what is nothing of the rest."""
+    recovery_s: _builtins.float
+    """Lost to workers that failed."""
     prefill_worker: _builtins.str
     """The workers that served it; `prefill_worker` is empty when the decode worker prefilled (aggregated mode)."""
     decode_worker: _builtins.str
@@ -586,9 +605,11 @@ class Timing(_message.Message):
         ttft_s: _builtins.float = ...,
         total_s: _builtins.float = ...,
         queue_s: _builtins.float = ...,
+        admission_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
         transfer_s: _builtins.float = ...,
         decode_s: _builtins.float = ...,
+        recovery_s: _builtins.float = ...,
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
         mode: _builtins.str = ...,
@@ -596,7 +617,7 @@ class Timing(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "decode_worker", b"decode_worker", "mode", b"mode", "prefill_s", b"prefill_s", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "retries", b"retries", "total_s", b"total_s", "transfer_s", b"transfer_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_s", b"admission_s", "decode_s", b"decode_s", "decode_worker", b"decode_worker", "mode", b"mode", "prefill_s", b"prefill_s", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "recovery_s", b"recovery_s", "retries", b"retries", "total_s", b"total_s", "transfer_s", b"transfer_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,7 @@
 
 Steps the workers have fitted. The rest a client can tell from the times of its requests:
 
-    due ── request's overhead ──> queue ─ prefill ──> first token ── exposed transfer ──> step, gap, step, gap, ...
+    due ─ request's overhead ─> queue, admission, prefill ─> first token ─ exposed transfer ─> step, gap, step, gap, ...
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def median_costs(costs: Sequence[StepCosts]) -> StepCosts | None:
 def request_overhead_s(served: Sequence[Observed]) -> float:
     """What a first token takes besides waiting and computing: calls, tokens written and read. Median over requests."""
     overheads = [
-        one.token_times[0][0] - one.sent_s - one.timing.queue_s - one.timing.prefill_s
+        one.token_times[0][0] - one.sent_s - one.timing.queue_s - one.timing.admission_s - one.timing.prefill_s
         for one in served
         if one.timing is not None
     ]

@@ -11,6 +11,3 @@ __main__    the process, and the gRPC service on which routers pass orders on
 UNJOINED = 69
 """Exit status of a controller that could not join its Ray cluster, or whose state file another one has. It has touched
 no worker; one before it may have left some."""
-LOOPBACK = "127.0.0.1"
-"""Where the controller listens, whatever `cluster.host` is: it takes orders from whoever reaches it, and only routers
-ask for an operator's key. Workers listen there, too, where all of them are on this machine."""

@@ -1,4 +1,5 @@
-"""The controller's process: `python -m deploy.controller`, a child of `baton up`, configured by BATON_CONFIG_JSON.
+"""The controller's process: `python -m deploy.controller`, a child of `baton up` or `baton run controller` itself,
+configured by BATON_CONFIG_JSON.
 
 SIGINT     ends all workers, then itself
 SIGTERM    ends itself only; the next controller finds the workers as they are
@@ -15,6 +16,8 @@ import logging
 import os
 import signal
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 from baton.blocks import content_id
@@ -25,12 +28,13 @@ from baton.rpc import RpcServer
 from baton.rpc.errors import to_failed
 from baton.telemetry import logs
 from deploy.actors import RESOURCE
-from deploy.controller import LOOPBACK, UNJOINED, ray_actors
+from deploy.controller import UNJOINED, ray_actors
 from deploy.controller.controller import Controller
 from deploy.controller.orders import Orders
 from deploy.controller.ray_actors import RayActors
 from deploy.controller.service import add_orders
-from deploy.controller.state import State, load, locked
+from deploy.controller.state import State, load, locked, why_not
+from deploy.kubernetes.side import Kubernetes, connected
 from deploy.processes import tell_parent
 from deploy.scaling.autoscaler import Autoscaler
 from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex
@@ -39,6 +43,7 @@ from kvstore.leases import RedisLeases
 logger = logging.getLogger(__name__)
 SERVICE_NAMES = ("baton.v1.Admin",)
 STOP_GRACE_S = 1.0
+NODES_POLL_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,12 +91,17 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         ConfigError: Ray does not answer, or has no room for any worker.
         BatonError: where `ready` is awaited, also of a worker that cannot start as configured.
     """
-    state = await _state(config, arguments)
-    actors = RayActors(config, arguments.worker_host, state.gpus_per_worker)
     content = content_id(config.model.revision)
     async with contextlib.AsyncExitStack() as stack:
+        kubernetes = (
+            await stack.enter_async_context(connected(config.kubernetes)) if config.kubernetes.namespace else None
+        )
+        state = await _state(config, arguments, kubernetes, 0.0 if ready.is_awaited else config.cluster.start_timeout_s)
+        actors = RayActors(config, arguments.worker_host, state.gpus_per_worker)
         rpc = RpcServer(SERVICE_NAMES)
-        me = ControllerInfo(os.getpid(), f"{LOOPBACK}:{rpc.bind(LOOPBACK, 0)}")
+        host = config.cluster.controller_host
+        port = rpc.bind(host, config.cluster.controller_port)
+        me = ControllerInfo(os.getpid(), f"{config.cluster.advertise_host or host}:{port}")
         leases = RedisLeases(Connection(config.index.redis_url), content, lease_s=config.index.lease_s)
         stack.push_async_callback(leases.close)
         index = RedisIndex(Connection(config.index.redis_url), content)
@@ -107,15 +117,22 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         controller = Controller(config, me, actors, leases, mirror, arguments.state_file, state, ready.is_awaited)
         await controller.adopt()
         if not arguments.end:
-            await _serve(controller, follower, rpc, stop, ready)
+            await _serve(controller, follower, kubernetes, rpc, stop, ready)
         if arguments.end or stop.ends_workers:
             await controller.end_workers()
         else:
             await controller.let_go()
 
 
-async def _serve(controller: Controller, follower: MirrorFollower, rpc: RpcServer, stop: Stop, ready: Ready) -> None:
-    orders = Orders(controller)
+async def _serve(
+    controller: Controller,
+    follower: MirrorFollower,
+    kubernetes: Kubernetes | None,
+    rpc: RpcServer,
+    stop: Stop,
+    ready: Ready,
+) -> None:
+    orders = Orders(controller, partial(kubernetes.set_sizes, controller) if kubernetes else None)
     add_orders(rpc.server, orders)
     orders.resume()
     async with contextlib.AsyncExitStack() as stack:
@@ -128,10 +145,10 @@ async def _serve(controller: Controller, follower: MirrorFollower, rpc: RpcServe
                 tasks.create_task(follower.run(), name="mirror"),
                 tasks.create_task(_tell_when_whole(controller, ready), name="whole"),
             ]
+            if kubernetes:
+                background.append(tasks.create_task(kubernetes.run(controller), name="kubernetes"))
             if controller.config.autoscale.enabled:
-                autoscaler = Autoscaler(
-                    controller.config, controller.observe, orders, decided=controller.tell_scaling
-                )
+                autoscaler = Autoscaler(controller.config, controller.observe, orders, decided=controller.tell_scaling)
                 background.append(tasks.create_task(autoscaler.run(), name="autoscaler"))
             await rpc.set_serving(True)
             await stop.asked.wait()
@@ -144,17 +161,27 @@ async def _tell_when_whole(controller: Controller, ready: Ready) -> None:
     ready.tell(pid=os.getpid())
 
 
-async def _state(config: Config, arguments: Arguments) -> State:
+async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | None, wait_s: float) -> State:
     """What the controller before this one left, or the state of a new cluster.
 
     Workers of a cluster whose processes were all killed still run in a Ray that was joined: they are ended first.
+
+    Args:
+        wait_s: how long the first node with room for a worker may take to join Ray.
     """
     found = load(arguments.state_file)
     if found is not None and found.cluster == arguments.cluster:
         return found
     if found is not None and found.cluster and (ended := await ray_actors.end_all(found.cluster)):
         logger.warning("ended %s, which a cluster before this one had left in Ray", ", ".join(ended))
-    resources = await ray_actors.resources()
+    if kubernetes:  # whose nodes may be still to come
+        sizes = await kubernetes.sizes()
+        if reason := why_not(sizes, config):
+            raise ConfigError(f"the ServingPools ask for what cannot be: {reason}")
+        return State(sizes, arguments.cluster, gpus_per_worker=config.cluster.gpus_per_worker)
+    deadline_s = time.monotonic() + wait_s
+    while not (resources := await ray_actors.resources()).get(RESOURCE) and time.monotonic() < deadline_s:
+        await asyncio.sleep(NODES_POLL_S)
     if not resources.get(RESOURCE):
         raise ConfigError(
             f"the Ray cluster has no resource {RESOURCE!r}; start its nodes with `ray start --resources "

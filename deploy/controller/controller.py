@@ -26,7 +26,9 @@ from deploy.children import STABLE_S
 from deploy.controller import state as state_file
 from deploy.controller.ray_actors import RayActors, Started, first_line
 from deploy.controller.reconcile import Forget, Leave, Phase, Retire, Seen, Start, is_serving, reconcile
-from deploy.controller.state import Flip, State
+from deploy.controller.state import Flip, State, why_not
+from deploy.kubernetes.node_plan import PlacedWorker
+from deploy.kubernetes.serving_pool import PoolReport, PoolSpec
 from deploy.scaling.policy import Decision
 from kvstore.index import Mirror
 from kvstore.leases import LeaseStore
@@ -80,6 +82,8 @@ class Tended:
     num_failures: int = 0
     pid: int = 0
     address: str = ""
+    pod: str = ""
+    """Kubernetes pod that it was placed in last."""
     actor: asyncio.Future[Any] | None = None
     task: asyncio.Task[None] | None = None
 
@@ -128,6 +132,10 @@ class Controller:
         self._is_first = is_first
         self._workers: dict[str, Tended] = {}
         self._known = _Knowledge()
+        self._specs: dict[Role, PoolSpec] = {}
+        """Of the ServingPools, in Kubernetes."""
+        self._refusal = ""
+        """Why the sizes that they ask for are not the desired ones."""
         self._due = asyncio.Event()
         self._publish_due = asyncio.Event()
         self._is_whole = asyncio.Event()
@@ -244,6 +252,7 @@ class Controller:
 
     def step(self) -> None:
         """One round of reconciling, now."""
+        self._follow_specs()
         seen = self.seen()
         if all(_num_serving(seen, role) >= self.state.desired[role] for role in Role):
             self._is_whole.set()
@@ -266,17 +275,74 @@ class Controller:
 
     def set_role(self, worker_id: str, role: Role) -> None:
         """The worker has taken the other pool's work: one from one size to the other."""
-        worker = self._workers[worker_id]
-        desired = dict(self.state.desired)
-        desired[worker.role] = max(desired[worker.role] - 1, 0)
-        desired[role] += 1
-        self.record(replace(self.state, desired=desired, roles={**self.state.roles, worker_id: role}, flip=None))
-        worker.role = role
+        roles = {**self.state.roles, worker_id: role}
+        desired = self.sizes_after(Flip(worker_id, role))
+        self.record(replace(self.state, desired=desired, roles=roles, flip=None))
+        self._workers[worker_id].role = role
+
+    def sizes_after(self, flip: Flip) -> dict[Role, int]:
+        """The desired ones, once that change of role is done."""
+        desired, before = dict(self.state.desired), self._workers[flip.worker_id].role
+        desired[before] = max(desired[before] - 1, 0)
+        desired[flip.role] += 1
+        return desired
+
+    # -- Kubernetes ----------------------------------------------------------------------------------------------------
+
+    def follow(self, role: Role, spec: PoolSpec) -> None:
+        """Its ServingPool asks for that from now on."""
+        self._specs[role] = spec
+        self._follow_specs()
+
+    def _follow_specs(self) -> None:
+        """Not while a worker changes its role, for which both sizes change."""
+        if self.state.flip is not None:
+            return
+        followed = {role: spec.size for role, spec in self._specs.items() if not spec.is_paused}
+        desired = {**self.state.desired, **followed}
+        self._refusal = why_not(desired, self.config)
+        if not self._refusal and desired != self.state.desired:
+            logger.info("the ServingPools ask for %s", ", ".join(f"{size} {role}" for role, size in desired.items()))
+            self.record(replace(self.state, desired=desired))
+
+    def reports(self) -> dict[Role, PoolReport]:
+        """What becomes of the ServingPools."""
+        seen = self.seen()
+        return {role: self._report(role, seen) for role in Role}
+
+    def _report(self, role: Role, seen: Mapping[str, Seen]) -> PoolReport:
+        phases = [worker.phase for worker in seen.values() if worker.role is role]
+        return PoolReport(
+            self.state.desired[role],
+            num_workers=len(phases) - phases.count(Phase.DOWN),
+            num_ready=_num_serving(seen, role),
+            num_draining=phases.count(Phase.LEAVING),
+            refusal=self._refusal,
+        )
+
+    def placed_workers(self) -> list[PlacedWorker]:
+        """Where the workers are that run, or may."""
+        return [
+            PlacedWorker(worker.role, worker.pod if worker.phase in (Phase.READY, Phase.LEAVING) else "", stays)
+            for worker in self._workers.values()
+            for stays in [worker.id not in self.state.retiring and worker.phase is not Phase.LEAVING]
+        ]
+
+    def why_not(self, role: Role, size: int) -> str:
+        """Why a pool must not have that size; empty: it may."""
+        spec = self._specs.get(role)
+        reason = spec.why_not(size) if spec else ""
+        return reason or why_not({**self.state.desired, role: size}, self.config)
+
+    def _drain_timeout_s(self, role: Role) -> float:
+        spec = self._specs.get(role)
+        own_s = spec.drain_timeout_s if spec else None
+        return self.config.cluster.drain_timeout_s if own_s is None else own_s
 
     async def ask_for_role(self, flip: Flip) -> None:
         """Has the worker change its role. Raises the worker's own error, or WorkerFailed."""
-        timeout_s = self.config.cluster.drain_timeout_s
         worker = self._workers[flip.worker_id]
+        timeout_s = self._drain_timeout_s(worker.role)
         async with channel(worker.address) as link:
             request = worker_pb2.SetRoleRequest(role=flip.role, timeout_s=timeout_s)
             try:
@@ -299,7 +365,8 @@ class Controller:
             await self._actors.placed(actor)
             worker.is_placed = True
             started = await self._started(worker, actor)
-            worker.pid, worker.address, worker.phase = started.pid, started.address, Phase.READY
+            worker.pid, worker.address, worker.pod = started.pid, started.address, started.pod
+            worker.phase = Phase.READY
             worker.since_s = worker.heard_s = time.monotonic()
             logger.info("%s is ready, pid %d, at %s", worker.id, worker.pid, worker.address)
             await self._notify()
@@ -347,7 +414,7 @@ class Controller:
 
     async def _drain(self, worker: Tended) -> None:
         """As far as possible: what is left is computed again elsewhere."""
-        timeout_s = self.config.cluster.drain_timeout_s
+        timeout_s = self._drain_timeout_s(worker.role)
         async with channel(worker.address) as link:
             request = worker_pb2.DrainRequest(timeout_s=timeout_s)
             try:

@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from baton.cluster import PoolStatus, Role, Worker
 from baton.errors import BatonError, Conflict, InvalidRequest
 from deploy.controller.controller import Controller
 from deploy.controller.reconcile import Phase, Seen, is_serving
-from deploy.controller.state import Flip, least, why_not
+from deploy.controller.state import Flip, least
 
 logger = logging.getLogger(__name__)
 
 
 class Orders:
-    """`resume` comes first. They outlive whoever gave them: a change of role goes on when its caller has left."""
+    """`resume` comes first. They outlive whoever gave them: a change of role goes on when its caller has left.
 
-    def __init__(self, controller: Controller) -> None:
+    Args:
+        keep_sizes: has those sizes written down where they are kept, if that is not here: in Kubernetes.
+    """
+
+    def __init__(
+        self, controller: Controller, keep_sizes: Callable[[Mapping[Role, int]], Awaitable[None]] | None = None
+    ) -> None:
         self._controller = controller
+        self._keep_sizes = keep_sizes
         self._flipping: asyncio.Task[None] | None = None
 
     def resume(self) -> None:
@@ -47,12 +55,13 @@ class Orders:
         """Sets how many workers a pool should have. Answers at once."""
         controller = self._controller
         role = _role(pool, "pool")
-        desired = {**controller.state.desired, role: num_workers}
-        if reason := why_not(desired, controller.config):
+        if reason := controller.why_not(role, num_workers):
             raise InvalidRequest(f"{pool} cannot have {num_workers} workers: {reason}", "desired")
         self._refuse_during_the_start()
         self._refuse_during_a_flip()
-        controller.record(replace(controller.state, desired=desired))
+        if self._keep_sizes:
+            await self._keep_sizes({role: num_workers})
+        controller.record(replace(controller.state, desired={**controller.state.desired, role: num_workers}))
         logger.info("%s: %d workers are wanted", pool, num_workers)
         controller.step()
         return controller.pool(role)
@@ -113,8 +122,18 @@ class Orders:
         except BatonError:
             controller.record(replace(controller.state, flip=None))
             raise
+        if self._keep_sizes:
+            await self._keep_flipped_sizes(flip)
         controller.set_role(flip.worker_id, flip.role)
         logger.info("%s is a %s worker now", flip.worker_id, flip.role)
+
+    async def _keep_flipped_sizes(self, flip: Flip) -> None:
+        """Where that fails, the sizes are as they were before, and a worker of each pool starts and leaves for it."""
+        assert self._keep_sizes is not None
+        try:
+            await self._keep_sizes(self._controller.sizes_after(flip))
+        except BatonError as error:
+            logger.warning("%s is a %s worker, and the sizes stay: %s", flip.worker_id, flip.role, error)
 
     def _known(self, worker_id: str) -> Seen:
         seen = self._controller.seen()

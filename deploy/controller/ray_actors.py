@@ -33,6 +33,8 @@ class Started:
     pid: int
     address: str
     """host:port of its gRPC server."""
+    pod: str
+    """That it runs in; empty: in none."""
 
 
 @contextlib.contextmanager
@@ -143,7 +145,7 @@ class RayActors:
     async def start(self, actor: Any) -> Started:
         """Once the worker is ready; at once if it already is. Raises as `WorkerActor.start`."""
         answer = await _result(actor.start.remote())
-        return Started(answer["pid"], answer["address"])
+        return Started(answer["pid"], answer["address"], answer["pod"])
 
     async def ended(self, actor: Any) -> None:
         """Returns only by WorkerFailed: the worker's process has ended, or its node."""

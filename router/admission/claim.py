@@ -48,11 +48,12 @@ def claim_of(request: GenerateRequest, tenant: Tenant, config: RouterConfig, arr
             "have the operator raise the tenant's max_priority",
             "priority",
         )
-    for name, value in (("ttft_ms", request.ttft_ms), ("itl_ms", request.itl_ms)):
+    slo = config.slo_class(tenant.slo_class)
+    asked = {"ttft_ms": request.ttft_ms, "itl_ms": request.itl_ms, "e2e_ms": request.e2e_ms}
+    for name, value in asked.items():
         if value is not None and not 0 < value < math.inf:
             raise InvalidRequest(f"slo.{name} must be a positive number of milliseconds, got {value}", f"slo.{name}")
-    slo = config.slo_class(tenant.slo_class)
-    is_custom = request.ttft_ms is not None or request.itl_ms is not None
+    is_custom = any(value is not None for value in asked.values())
     return Claim(
         tenant,
         request.priority,
@@ -60,6 +61,7 @@ def claim_of(request: GenerateRequest, tenant: Tenant, config: RouterConfig, arr
         Objective(
             (slo.ttft_ms if request.ttft_ms is None else request.ttft_ms) / 1e3,
             (slo.itl_ms if request.itl_ms is None else request.itl_ms) / 1e3,
+            (slo.e2e_ms if request.e2e_ms is None else request.e2e_ms) / 1e3,
         ),
         Weights(slo.affinity_weight, slo.interference_weight),
         arrived_s,

@@ -95,6 +95,8 @@ class Objective:
     ttft_s: float = math.inf
     itl_s: float = math.inf
     """Mean time between tokens."""
+    e2e_s: float = math.inf
+    """To the last token. Placement does not look at it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from baton.config import (
     IndexConfig,
     ModelConfig,
     RouterConfig,
+    TelemetryConfig,
     TransferConfig,
     load,
 )
@@ -272,6 +273,7 @@ def running_fleet(
     step_ms: float = 0.0,
     faults: str = "",
     shares_address: bool = False,
+    telemetry: TelemetryConfig | None = None,
 ) -> Iterator[Fleet]:
     """Redis and routers, and no worker yet. Leaving the block checks that no process is left.
 
@@ -289,6 +291,7 @@ def running_fleet(
             index=IndexConfig(redis_url=redis.url, lease_s=lease_s, renew_s=0.3, poll_s=0.2),
             router=router,
             faults=FaultsConfig(spec=faults),
+            telemetry=telemetry or TelemetryConfig(),
         )
         fleet = Fleet(config, redis, num_routers, shares_address)
         try:
@@ -320,6 +323,7 @@ async def _serve(role: Role, worker_id: str, config: Config) -> None:
             max_num_seqs=config.engine.max_num_seqs,
             num_layers=NUM_LAYERS,
             layer_s=config.engine.arithmetic_step_ms / 1e3 / NUM_LAYERS,
+            token_s=config.engine.arithmetic_token_ms / 1e3,
         )
 
     await serve(config, role, worker_id, "127.0.0.1", build=build)

@@ -283,7 +283,11 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
         ("/v1/completions", {**COMPLETION, "stream": None, "model": None, "logprobs": None, "audio": None}, 200),
         ("/v1/chat/completions", {**CHAT, "verbosity": None, "logprobs": False, "tools": None, "user": "me"}, 200),
         ("/v1/chat/completions", {**CHAT, "skip_special_tokens": True, "frequency_penalty": 0.0}, 200),
-        ("/v1/completions", {**COMPLETION, "priority": -3, "slo": {"ttft_ms": 9000, "itl_ms": 500.5}}, 200),
+        (
+            "/v1/completions",
+            {**COMPLETION, "priority": -3, "slo": {"ttft_ms": 9000, "itl_ms": 500.5, "e2e_ms": 1e5}},
+            200,
+        ),
         ("/v1/chat/completions", {**CHAT, "priority": 0, "slo": {}}, 200),
         ("/v1/chat/completions", {**CHAT, "slo": None}, 200),
         ("/v1/completions", {**COMPLETION, "priority": 1}, 400),
@@ -424,9 +428,8 @@ def test_metrics_tell_what_happened(arithmetic_cluster: Cluster) -> None:
     names = (
         "gen_ai_server_time_to_first_token_seconds_count", "gen_ai_server_request_duration_seconds_count",
         "gen_ai_server_time_per_output_token_seconds_count", "baton_inter_token_latency_seconds_count",
-        "baton_queue_duration_seconds_count", "baton_prefill_duration_seconds_count",
-        "baton_transfer_duration_seconds_count", "baton_transfer_exposed_duration_seconds_count",
-        "baton_decode_duration_seconds_count", "baton_prefix_hit_tokens_total",
+        "baton_stage_duration_seconds_count", "baton_transfer_duration_seconds_count",
+        "baton_prefix_hit_tokens_total", "baton_prefix_ceiling_tokens_total",
     )  # fmt: skip
     prompt = prompt_of(70, 64)
     arithmetic_cluster.generate(token_ids=prompt, sampling=sampling(8))
@@ -458,8 +461,11 @@ def test_metrics_and_status_tell_of_every_workers_transfers(model_dir: Path) -> 
             assert counted("transfer_failures_total") == counted("pull_failures_total") == 0
             assert counted("transfer_bytes_total", by_way[way]) == counted("transfer_bytes_total") == num_bytes
             assert counted("transfer_chunks_total", by_way[way]) == counted("transfer_chunks_total") >= 1
-            exposed_s = answer.timing.transfer_s if way == "sent" else 0.0
-            assert counted("transfer_exposed_time_seconds_total") == pytest.approx(exposed_s, abs=1e-6)
+            exposed_s = counted("transfer_exposed_time_seconds_total")
+            if way == "sent":  # the client's is no more than the time to the second token
+                assert 0 < answer.timing.transfer_s <= exposed_s + 1e-6
+            else:
+                assert exposed_s == 0
             assert (counted("transfer_time_seconds_total") > 0) == (way == "sent"), "the sender counts seconds"
             assert counted("open_pairs") == 1
             assert counted("unsent_bytes") == counted("staging_slots_in_use") == 0, "idle"

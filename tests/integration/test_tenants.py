@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import re
 import subprocess
 import sys
 import urllib.request
@@ -20,13 +21,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.engine.arithmetic import expected_tokens
 from tests.integration.cluster import Answer, Cluster, request, running_cluster
 from tests.integration.test_operator_errors import baton, refused
-from tests.integration.test_plumbing import metric, prompt_of, sampling
+from tests.integration.test_plumbing import exposition, metric, prompt_of, sampling
 
 TENANTS = """
 alone: {{key_sha256: [{alone}]}}
 team: {{key_sha256: [{team}]}}
 team-batch: {{key_sha256: [{batch}], cache_scope: team}}
 """
+KINDS = ("prompt", "cached", "generated")
 KEYS = {name: f"key-of-{name}" for name in ("alone", "team", "batch")}
 
 
@@ -131,6 +133,29 @@ def test_tenants_hit_each_others_prefixes_only_where_they_share_a_scope(cluster:
     answers = [ask(cluster, KEYS[name], prompt) for name in ("team", "alone", "batch", "team", "alone")]
     assert [answer.usage.cached_tokens for answer in answers] == [0, 0, 144, 144, 144]
     assert all(answer.token_ids == expected_tokens(prompt, 4) for answer in answers)
+
+
+def test_each_tenants_requests_and_tokens_are_counted_and_nobody_elses(cluster: Cluster) -> None:
+    def counted() -> dict[str, float]:
+        kinds = {
+            kind: metric(cluster, "baton_tenant_tokens_total", 'tenant="team"', f'kind="{kind}"') for kind in KINDS
+        }
+        return kinds | {"met": metric(cluster, "baton_tenant_requests_total", 'tenant="team"', 'outcome="met"')}
+
+    prompt, before = prompt_of(5, 160), counted()
+    answers = [ask(cluster, KEYS["team"], prompt) for _ in range(2)]
+    new = {name: value - before[name] for name, value in counted().items()}
+    num_cached = sum(answer.usage.cached_tokens for answer in answers)
+    assert new == {"prompt": 320, "cached": num_cached, "generated": 8, "met": 2}
+    assert num_cached == 144
+    with pytest.raises(grpc.RpcError):
+        ask(cluster, "nobody", prompt)
+    with pytest.raises(grpc.RpcError):
+        ask(cluster, KEYS["team"], [])
+    assert metric(cluster, "baton_tenant_requests_total", 'tenant="team"', 'outcome="invalid"') == 1
+    shown = set(re.findall(r'^baton_tenant_\w+\{.*tenant="([^"]*)"', exposition(cluster), re.MULTILINE))
+    assert "team" in shown
+    assert shown <= {"alone", "team", "team-batch"}, "a key of nobody is no label"
 
 
 def test_tenants_caches_are_apart_over_http(cluster: Cluster) -> None:

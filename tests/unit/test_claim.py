@@ -39,19 +39,22 @@ def test_a_tenant_names_its_class() -> None:
         ({"ttft_ms": 2000.0}, Objective(2.0, 0.05)),
         ({"itl_ms": 20.0}, Objective(0.5, 0.02)),
         ({"ttft_ms": 1.0, "itl_ms": 1e6}, Objective(0.001, 1000.0)),
+        ({"e2e_ms": 3000.0}, Objective(0.5, 0.05, 3.0)),
     ],
 )
 def test_what_a_request_sets_goes_before_and_the_rest_is_its_class(
     asked: dict[str, float], objective: Objective
 ) -> None:
-    claim = claim_of(replace(REQUEST, ttft_ms=asked.get("ttft_ms"), itl_ms=asked.get("itl_ms")), ACME, CONFIG, 0.0)
+    request = replace(REQUEST, ttft_ms=asked.get("ttft_ms"), itl_ms=asked.get("itl_ms"), e2e_ms=asked.get("e2e_ms"))
+    claim = claim_of(request, ACME, CONFIG, 0.0)
     assert (claim.slo_class, claim.objective, claim.weights) == (CUSTOM_CLASS, objective, Weights(0.5, 0.25))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("name", ["ttft_ms", "itl_ms"])
+@pytest.mark.parametrize("name", ["ttft_ms", "itl_ms", "e2e_ms"])
 def test_an_objective_is_a_positive_number(name: str, value: float) -> None:
-    request = replace(REQUEST, ttft_ms=value) if name == "ttft_ms" else replace(REQUEST, itl_ms=value)
+    asked: dict[str, float] = {name: value}
+    request = GenerateRequest(Text("hello"), **asked)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=rf"slo\.{name} must be a positive number of milliseconds") as refusal:
         claim_of(request, ACME, CONFIG, 0.0)
     assert refusal.value.param == f"slo.{name}"

@@ -45,7 +45,7 @@ def another(name: str, value: Any) -> Any:
         case float() | int() if name == "ping_s":  # must not exceed others
             return value + 1
         case str():
-            return {"transformers": "arithmetic", "full": "off", "auto": "split", "info": "debug"}.get(
+            return {"transformers": "arithmetic", "full": "off", "auto": "split", "info": "debug", "text": "json"}.get(
                 value, value + "x"
             )
         case tuple():
@@ -166,6 +166,8 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
         ),
         ("router: {slo_classes: {default: {ttft_ms: 0}}}", "an objective must be more than 0, got ttft_ms 0.0"),
         ("router: {slo_classes: {default: {itl_ms: .nan}}}", "an objective must be more than 0, got itl_ms nan"),
+        ("router: {slo_classes: {default: {e2e_ms: -1}}}", "an objective must be more than 0, got e2e_ms -1.0"),
+        ("telemetry: {log_format: xml}", "telemetry.log_format must be one of text, json; got 'xml'"),
         ("router: {slo_classes: {default: {affinity_weight: -1}}}", "affinity_weight must be at least 0, got -1.0"),
         ("router: {slo_classes: {default: {affinity_weight: .inf}}}", "affinity_weight must be at least 0, got inf"),
         ("router: {slo_classes: {default: {interference_weight: .nan}}}", "interference_weight must be at least 0"),

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,13 +15,14 @@ import pytest
 
 from baton.cluster import ControllerInfo, Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import ClusterConfig, Config, IndexConfig
-from baton.errors import ConfigError, Conflict, StoreUnavailable, WorkerFailed
+from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
 from deploy.controller import controller as controller_module
 from deploy.controller import ray_actors
 from deploy.controller.controller import Controller
 from deploy.controller.orders import Orders
 from deploy.controller.ray_actors import RayActors, Started
 from deploy.controller.state import Flip, State, load, locked
+from deploy.kubernetes.serving_pool import PoolSpec
 from kvstore.index import MemoryStore, Mirror
 from kvstore.leases import MemoryLeases
 from tests.integration.cluster import free_port
@@ -67,7 +68,7 @@ class LocalActors(RayActors):
 
     async def start(self, actor: Actor) -> Started:
         await actor.may_start.wait()
-        return Started(1, self.address)
+        return Started(1, self.address, "")
 
     async def ended(self, actor: Actor) -> None:
         await actor.dead.wait()
@@ -353,6 +354,49 @@ async def test_an_actor_that_takes_long_to_make_is_still_known(monkeypatch: pyte
     monkeypatch.setattr(ray_actors, "ray", ray)
     monkeypatch.setattr(ray_actors, "NAME_TAKEN_S", 0.05)
     assert await RayActors(Config(), "", 0.0).create("decode-0", Role.DECODE) is ray.names["decode-0"]
+
+
+async def test_the_sizes_are_those_of_the_serving_pools(tmp_path: Path) -> None:
+    """As far as such pools can serve; a paused one is not followed; and both doors lead to the same size."""
+    async with bench(tmp_path) as it:
+        it.controller.follow(Role.DECODE, PoolSpec(size=3, asked=3, most=4))
+        await until(lambda: num_ready(it) == 3)
+        it.controller.follow(Role.DECODE, PoolSpec(size=0, asked=0, most=4))
+        it.controller.step()
+        report = it.controller.reports()[Role.DECODE]
+        assert (report.desired, report.num_workers, report.num_ready) == (3, 3, 3)
+        assert "at least 1 decode worker" in report.refusal
+        it.controller.follow(Role.DECODE, PoolSpec(size=1, asked=1, most=4, is_paused=True))
+        it.controller.step()
+        assert it.controller.pool(Role.DECODE).desired == 3
+        with pytest.raises(InvalidRequest, match="paused"):
+            await it.orders.scale("decode", 2)
+        it.controller.follow(Role.DECODE, PoolSpec(size=2, asked=2, most=4))
+        await until(lambda: len(it.controller.ids) == 2)
+        assert it.controller.reports()[Role.DECODE].refusal == ""
+        with pytest.raises(InvalidRequest, match="allows 0 to 4"):
+            await it.orders.scale("decode", 5)
+
+
+async def test_an_order_is_kept_in_kubernetes_before_it_is_carried_out(tmp_path: Path) -> None:
+    kept: list[dict[Role, int]] = []
+
+    async def keep(sizes: Mapping[Role, int]) -> None:
+        if is_away:
+            raise StoreUnavailable("Kubernetes is away")
+        kept.append(dict(sizes))
+
+    is_away = True
+    async with bench(tmp_path) as it:
+        orders = Orders(it.controller, keep)
+        await until(lambda: num_ready(it) == 1)
+        with pytest.raises(StoreUnavailable):
+            await orders.scale("decode", 2)
+        assert it.controller.pool(Role.DECODE).desired == 1
+        is_away = False
+        await orders.scale("decode", 2)
+        assert kept == [{Role.DECODE: 2}]
+        assert it.controller.pool(Role.DECODE).desired == 2
 
 
 def test_a_state_file_is_of_one_cluster_at_a_time(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from baton.api import Chat, GenerateChunk, GenerateRequest, Usage
 from baton.sampling import FinishReason
 from router.http import create_app
+from router.service import Door
 from router.tenants import DEFAULT_TENANT
 
 CHAT = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": %s}'
@@ -28,7 +29,9 @@ class Service:
         self.may_answer = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest, trace: Any, tenant: Any) -> AsyncGenerator[GenerateChunk]:
+    async def generate(
+        self, request: GenerateRequest, trace: Any, tenant: Any, door: Door
+    ) -> AsyncGenerator[GenerateChunk]:
         self.asked.append(request)
         try:
             await self.may_answer.wait()

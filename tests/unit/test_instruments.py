@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 
-from baton.cluster import ClusterStatus, Role, TransferCounts, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import (
+    BlockCounts,
+    ClusterStatus,
+    ControllerInfo,
+    PoolScaling,
+    Role,
+    TransferCounts,
+    Worker,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
+from baton.config import SloClassConfig
 from baton.telemetry.instruments import TRANSFER_COUNTERS, TRANSFER_GAUGES, Instruments
 
 COUNTS = TransferCounts(*range(1, len(dataclasses.fields(TransferCounts)) + 1))
@@ -64,7 +78,7 @@ def test_an_instrument_means_one_thing() -> None:
 def test_objectives_and_predictions_have_instruments() -> None:
     instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
     instruments.requests_slo.add(1, {"model": "m", "slo_class": "interactive", "outcome": "met"})
-    instruments.tokens_slo_met.add(30, {"model": "m"})
+    instruments.tokens_slo_met.add(30, {"model": "m", "slo_class": "interactive"})
     instruments.shed.add(2, {"tenant": "acme"})
     instruments.prediction_error.record(0.15, {"of": "ttft"})
     lines = instruments.exposition().decode().splitlines()
@@ -72,7 +86,7 @@ def test_objectives_and_predictions_have_instruments() -> None:
     found = {line for line in lines if line.startswith(names) and "_created" not in line}
     assert found >= {
         'baton_requests_slo_total{model="m",outcome="met",slo_class="interactive"} 1.0',
-        'baton_tokens_slo_met_total{model="m"} 30.0',
+        'baton_tokens_slo_met_total{model="m",slo_class="interactive"} 30.0',
         'baton_admission_shed_total{tenant="acme"} 2.0',
         'baton_placement_prediction_error_bucket{le="0.1",of="ttft"} 0.0',
         'baton_placement_prediction_error_bucket{le="0.2",of="ttft"} 1.0',
@@ -95,3 +109,138 @@ def test_a_bucket_holds_its_bound_and_every_row_has_every_label() -> None:
     assert f"{name}_sum{{{chat}}} 100.021" in found
     assert f'{name}_count{{error_type="Overloaded",gen_ai_operation_name="chat"}} 1.0' in found
     assert not any("baton_retries" in line for line in found), "nothing was booked"
+
+
+NOBODY = ClusterStatus({}, (), (), "", True, ())
+INFO = WorkerInfo("d0", Role.DECODE, "h:1", 1, "node-7", 1, "content", "wire", 16, 8192)
+LOAD = WorkerLoad(WorkerState.DRAINING, running=3, waiting=2, blocks=BlockCounts(8, 1, 5, 2), preemptions=4)
+SCALING = (PoolScaling("prefill", 0.25, 1), PoolScaling("decode", 0.75, 3))
+CLUSTER = dataclasses.replace(NOBODY, workers=(Worker(INFO, LOAD),), controller=ControllerInfo(1, "h:2", SCALING))
+
+
+def samples(instruments: Instruments, *names: str) -> set[str]:
+    lines = instruments.exposition().decode().splitlines()
+    return {line for line in lines if re.split("[{ ]", line)[0] in names}
+
+
+def test_every_instrument_is_defined_and_has_the_name_that_is_shown() -> None:
+    instruments = Instruments(lambda: CLUSTER, {"default": SloClassConfig()}, "m")
+    catalogue = instruments.catalogue()
+    for name, definition in catalogue.items():
+        assert re.fullmatch("(baton|gen_ai_server)_[a-z_]+|vllm:[a-z0-9_]+", name)
+        assert len(definition.description) >= 8, name
+        assert definition.description.endswith("."), name
+        assert name.endswith("_total") == (definition.kind == "counter"), name
+    heads = [line.split() for line in instruments.exposition().decode().splitlines() if line.startswith("# TYPE")]
+    shown = {name: kind for _, _, name, kind in heads if not name.endswith("_created")}
+    assert len(shown) > 20
+    for name, kind in shown.items():
+        assert catalogue[name].kind == kind, "what is shown is in the catalogue"
+
+
+def test_the_catalogue_has_what_dashboards_and_rules_ask_for() -> None:
+    catalogue = Instruments(lambda: NOBODY).catalogue()
+    counters = {
+        "baton_requests_slo_total", "baton_tokens_slo_met_total", "baton_slo_misses_total",
+        "baton_tenant_requests_total", "baton_tenant_tokens_total", "baton_prefix_ceiling_tokens_total",
+        "baton_prefix_hit_tokens_total", "baton_prompt_tokens_total", "baton_preemptions_total",
+        "baton_placements_total", "baton_retries_total", "baton_migrations_total", "baton_admission_shed_total",
+        "baton_index_stale_hints_total", "baton_index_stale_tokens_total", "baton_transfer_bytes_total",
+    }  # fmt: skip
+    gauges = {
+        "baton_slo_objective_seconds", "baton_hot_prefix_share", "baton_worker_state", "baton_worker_info",
+        "baton_build_info", "baton_autoscale_utilisation", "baton_autoscale_wanted_workers", "baton_kv_blocks",
+        "baton_worker_sequences", "baton_worker_ready", "baton_worker_self_check_ok", "baton_mirror_blocks",
+        "baton_mirror_lag_seconds", "baton_pool_workers", "baton_redis_up",
+    }  # fmt: skip
+    histograms = {
+        "baton_stage_duration_seconds", "baton_inter_token_latency_seconds", "baton_transfer_duration_seconds",
+        "gen_ai_server_request_duration_seconds", "gen_ai_server_time_to_first_token_seconds",
+        "gen_ai_server_time_per_output_token_seconds",
+    }  # fmt: skip
+    for kind, names in (("counter", counters), ("gauge", gauges), ("histogram", histograms)):
+        assert names <= {name for name, one in catalogue.items() if one.kind == kind}
+    replaced = {f"baton_{name}_duration_seconds" for name in ("queue", "prefill", "decode", "transfer_exposed")}
+    assert not replaced & catalogue.keys()
+    assert not any(name.startswith("vllm:") for name in catalogue), "only where they are asked for"
+
+
+def test_objectives_are_shown_where_there_are_any() -> None:
+    classes = {"default": SloClassConfig(), "batch": SloClassConfig(math.inf, 2000.0, 8000.0)}
+    assert samples(Instruments(lambda: NOBODY, classes), "baton_slo_objective_seconds") == {
+        'baton_slo_objective_seconds{objective="ttft",slo_class="default"} 60.0',
+        'baton_slo_objective_seconds{objective="itl",slo_class="default"} 1.0',
+        'baton_slo_objective_seconds{objective="itl",slo_class="batch"} 2.0',
+        'baton_slo_objective_seconds{objective="e2e",slo_class="batch"} 8.0',
+    }
+
+
+def test_what_a_worker_and_the_autoscaler_say() -> None:
+    worker = 'role="decode"'
+    names = ("baton_worker_state", "baton_worker_info", "baton_autoscale_utilisation", "baton_autoscale_wanted_workers")
+    assert samples(Instruments(lambda: CLUSTER), *names) == {
+        f'baton_worker_state{{{worker},state="starting",worker="d0"}} 0.0',
+        f'baton_worker_state{{{worker},state="ready",worker="d0"}} 0.0',
+        f'baton_worker_state{{{worker},state="draining",worker="d0"}} 1.0',
+        f'baton_worker_state{{{worker},state="dead",worker="d0"}} 0.0',
+        f'baton_worker_info{{block_size="16",node="node-7",{worker},wire_compat="wire",worker="d0"}} 1.0',
+        'baton_autoscale_utilisation{pool="prefill"} 0.25',
+        'baton_autoscale_utilisation{pool="decode"} 0.75',
+        'baton_autoscale_wanted_workers{pool="prefill"} 1.0',
+        'baton_autoscale_wanted_workers{pool="decode"} 3.0',
+    }
+    off = dataclasses.replace(CLUSTER, controller=ControllerInfo(1, "h:2"))
+    assert not samples(Instruments(lambda: off), *names[2:]), "the autoscaler is off"
+    assert not samples(Instruments(lambda: NOBODY), *names), "nobody is there"
+    (build,) = samples(Instruments(lambda: NOBODY), "baton_build_info")
+    assert re.fullmatch(r'baton_build_info\{version="\d[^"]*"\} 1\.0', build)
+
+
+def test_common_beginnings_are_shown() -> None:
+    instruments = Instruments(lambda: NOBODY)
+    for key in (b"\xab" * 16, b"\xab" * 16, b"\xcd" * 16, b"\xef" * 16):
+        instruments.prefixes.see_prompt([key])
+    shown = samples(instruments, "baton_hot_prefix_share")
+    assert shown == {'baton_hot_prefix_share{prefix="abababab"} 0.5'}
+
+
+def test_vllms_names_show_the_same_values() -> None:
+    instruments = Instruments(lambda: CLUSTER, vllm_model="m")
+    for value, error in ((0.3, ""), (0.4, ""), (0.5, "Overloaded")):
+        labels = {"gen_ai.operation.name": "chat", **({"error.type": error} if error else {})}
+        instruments.request_duration.record(value, labels)
+    instruments.request_duration.record(0.5, {"gen_ai.operation.name": "text_completion"})
+    for stage, seconds in (("queue", 0.25), ("prefill", 0.5), ("decode", 2.0), ("transfer", 4.0)):
+        instruments.stage_duration.record(seconds, {"stage": stage})
+    instruments.inter_token_latency.record(0.125, times=3)
+    instruments.prompt_tokens.add(100, {"model": "m"})
+    instruments.prefix_hit_tokens.add(64, {"model": "m"})
+    instruments.finished_choices.add(5, {"model": "m", "reason": "stop"})
+    instruments.finished_choices.add(2, {"model": "m", "reason": "length"})
+    lines = instruments.exposition().decode().splitlines()
+    worker, model = 'engine="d0",model_name="m"', 'model_name="m"'
+    values = {line for line in lines if line.startswith("vllm:") and "_bucket" not in line and "_created" not in line}
+    assert values == {
+        f"vllm:num_requests_running{{{worker}}} 3.0",
+        f"vllm:num_requests_waiting{{{worker}}} 2.0",
+        f"vllm:kv_cache_usage_perc{{{worker}}} 0.25",
+        f"vllm:num_preemptions_total{{{worker}}} 4.0",
+        f'vllm:cache_config_info{{block_size="16",{worker},num_gpu_blocks="8"}} 1.0',
+        f"vllm:prefix_cache_queries_total{{{model}}} 100.0",
+        f"vllm:prefix_cache_hits_total{{{model}}} 64.0",
+        f"vllm:prompt_tokens_total{{{model}}} 100.0",
+        f'vllm:request_success_total{{finished_reason="stop",{model}}} 5.0',
+        f'vllm:request_success_total{{finished_reason="length",{model}}} 2.0',
+        f"vllm:inter_token_latency_seconds_count{{{model}}} 3.0",
+        f"vllm:inter_token_latency_seconds_sum{{{model}}} 0.375",
+        f"vllm:e2e_request_latency_seconds_count{{{model}}} 3.0",
+        f"vllm:e2e_request_latency_seconds_sum{{{model}}} 1.2",
+        f"vllm:request_queue_time_seconds_count{{{model}}} 1.0",
+        f"vllm:request_queue_time_seconds_sum{{{model}}} 0.25",
+        f"vllm:request_prefill_time_seconds_count{{{model}}} 1.0",
+        f"vllm:request_prefill_time_seconds_sum{{{model}}} 0.5",
+        f"vllm:request_decode_time_seconds_count{{{model}}} 1.0",
+        f"vllm:request_decode_time_seconds_sum{{{model}}} 2.0",
+    }, "the refused one is none; nothing is booked of first tokens and of generated ones"
+    assert f'vllm:e2e_request_latency_seconds_bucket{{le="0.32",{model}}} 1.0' in lines
+    assert "# TYPE vllm:e2e_request_latency_seconds histogram" in lines

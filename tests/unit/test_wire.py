@@ -188,6 +188,7 @@ GENERATE_REQUESTS = st.builds(
     priority=SCALARS[FieldDescriptor.TYPE_INT32],
     ttft_ms=OBJECTIVES,
     itl_ms=OBJECTIVES,
+    e2e_ms=OBJECTIVES,
 )
 
 
@@ -315,12 +316,15 @@ def test_a_request_without_input_is_refused() -> None:
         wire.tokenize_request_from_pb(inference_pb2.TokenizeRequest())
 
 
-@pytest.mark.parametrize(("objectives", "has_slo"), [({}, False), ({"ttft_ms": 5.0}, True), ({"itl_ms": 7.0}, True)])
+@pytest.mark.parametrize(
+    ("objectives", "has_slo"), [({}, False), ({"ttft_ms": 5.0}, True), ({"itl_ms": 7.0}, True), ({"e2e_ms": 9.0}, True)]
+)
 def test_a_request_without_objectives_has_no_slo(objectives: dict[str, Any], has_slo: bool) -> None:
     message = wire.generate_request(api.GenerateRequest(api.Text("x"), **objectives))
     assert message.HasField("slo") is has_slo
     back = wire.generate_request_from_pb(through_bytes(message))
-    assert (back.ttft_ms, back.itl_ms) == (objectives.get("ttft_ms"), objectives.get("itl_ms"))
+    got = {"ttft_ms": back.ttft_ms, "itl_ms": back.itl_ms, "e2e_ms": back.e2e_ms}
+    assert {name: value for name, value in got.items() if value is not None} == objectives
 
 
 def test_tokenize() -> None:

@@ -1,0 +1,40 @@
+# syntax=docker/dockerfile:1.7
+# The router, and what gets the model: neither torch nor Ray.
+#   docker build -f deploy/docker/router.Dockerfile -t baton-router:0.1.0 .
+
+ARG PYTHON=3.11.11-slim-bookworm
+
+FROM python:${PYTHON} AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /build
+RUN python -m venv /opt/baton
+ENV PATH=/opt/baton/bin:$PATH
+COPY pyproject.toml deploy/docker/requirements.py ./
+# First what changes seldom. The extras' packages are those that download and convert a model.
+RUN python requirements.py local:gguf worker:huggingface-hub worker:numpy worker:safetensors > requirements.txt \
+    && pip install --only-binary=:all: -r requirements.txt
+COPY . .
+RUN pip install --no-deps .
+
+FROM python:${PYTHON}
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="baton-router" \
+      org.opencontainers.image.description="Router of Baton, a disaggregated serving cluster for large language models" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
+RUN groupadd --gid 1000 baton \
+    && useradd --uid 1000 --gid 1000 --create-home --shell /usr/sbin/nologin baton \
+    && install -d -o 1000 -g 1000 /etc/baton /var/cache/baton
+COPY --from=build /opt/baton /opt/baton
+ENV PATH=/opt/baton/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    BATON_CACHE=/var/cache/baton \
+    HF_HOME=/var/cache/baton/huggingface
+USER 1000:1000
+WORKDIR /home/baton
+EXPOSE 50051 8000
+# Kubernetes has probes of its own; this one is for compose.
+HEALTHCHECK --interval=10s --timeout=3s --start-period=60s \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/readyz', timeout=2)"]
+CMD ["baton", "run", "router"]

@@ -1,0 +1,152 @@
+"""`baton doctor`: checks that what must agree agrees, on a laptop, in a container and across a cluster, and says how to
+mend it. It changes nothing, and no look at a network takes longer than a few seconds.
+
+    laptop                          the installation, this machine, and the cluster if one runs
+    cluster                         the cluster alone, from wherever a router can be reached: inside of it sees most
+    router | controller | worker    what that container needs before it starts; nothing else has to run but Redis
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+
+from baton.config import Config
+from baton.errors import BatonError, ConfigError
+from deploy.controller.state import load as load_state
+from deploy.doctor import cluster, machine, redis
+from deploy.doctor.checks import Check, guarded, judged, show
+from deploy.doctor.reach import Target, reachability
+
+__all__ = ["Check", "Place", "diagnose", "not_configured", "show"]
+
+
+class Place(StrEnum):
+    LAPTOP = "laptop"
+    CLUSTER = "cluster"
+    ROUTER = "router"
+    CONTROLLER = "controller"
+    WORKER = "worker"
+
+
+def diagnose(
+    config: Config,
+    address: str,
+    part: Place = Place.LAPTOP,
+    api_key: str = "",
+    environ: Mapping[str, str] = os.environ,
+) -> list[Check]:
+    """Every check of the part, in order.
+
+    Args:
+        address: of a router; of no use to a part that does not run yet.
+    """
+    if part is Place.LAPTOP:
+        return _laptop(config, address, api_key, environ)
+    if part is Place.CLUSTER:
+        missing = Check("router", "fail", f"none answers at {address}", "name another one with --address")
+        return cluster.diagnose(config, address, api_key, _is_inside(environ)) or [missing]
+    checks = [Check("configuration", "ok", "valid")]
+    checks += _configured_redis(config)
+    if part is Place.ROUTER:
+        checks += guarded("tenants", lambda: machine.tenants(config))
+        checks += machine.cache_secret(config)
+        checks += machine.announced(config)
+        checks += guarded("model", lambda: machine.model(config, is_needed=True))
+        checks += guarded("ports", lambda: machine.ports(config))
+        checks += guarded("open files", lambda: machine.files(config))
+    elif part is Place.CONTROLLER:
+        checks += _named(config)
+        checks += guarded("state file", lambda: _state(config))
+        checks += guarded("kubernetes", lambda: _api_server(config, environ))
+        checks += guarded("packages", lambda: machine.packages({"worker"}))
+        checks += machine.shared_memory()
+    else:
+        checks += guarded("model", lambda: machine.model(config, is_needed=True))
+        checks += guarded("packages", lambda: machine.packages({"worker"}))
+        checks += guarded("torch", lambda: machine.torch_build(config))
+        checks += guarded("links", lambda: machine.links(config, environ))
+        checks += machine.shared_memory()
+        checks += machine.memory(config.engine.kv_cache_gib)
+    return checks
+
+
+def not_configured(error: ConfigError) -> list[Check]:
+    """The configuration cannot be read, so nothing else can be checked."""
+    return [
+        Check("configuration", "fail", str(error), "baton/config.py tells every setting; mend the file or variable")
+    ]
+
+
+def _laptop(config: Config, address: str, api_key: str, environ: Mapping[str, str]) -> list[Check]:
+    running = cluster.diagnose(config, address, api_key, _is_inside(environ))
+    checks: list[Check] = []
+    checks += machine.python()
+    checks += guarded("packages", lambda: machine.packages({"worker", "local"}))
+    checks += guarded("torch", lambda: machine.torch_build(config))
+    checks += guarded("links", lambda: machine.links(config, environ))
+    if not config.index.redis_url:
+        checks += guarded("embedded redis", machine.embedded_redis)
+    checks += guarded("model", lambda: machine.model(config, is_needed=False))
+    checks += machine.tenants(config)
+    checks += machine.memory(machine.MIN_MEMORY_GIB)
+    checks += machine.disk(config)
+    checks += machine.shared_memory()
+    checks += machine.files(config)
+    if not running:
+        if url := config.index.redis_url:
+            checks += redis.server(url, _seen(url))
+        checks += guarded("ports", lambda: machine.ports(config))
+        checks.append(Check("cluster", "ok", f"none runs at {address}", ""))
+    return checks + running
+
+
+def _is_inside(environ: Mapping[str, str]) -> bool:
+    """Whether this is a pod, from which every other one should be reached."""
+    return "KUBERNETES_SERVICE_HOST" in environ
+
+
+def _configured_redis(config: Config) -> Iterator[Check]:
+    url = config.index.redis_url
+    if not url:
+        yield Check("redis", "fail", "index.redis_url is empty", "set it (BATON_INDEX_REDIS_URL)")
+        return
+    shown, seen = redis.without_password(url), _seen(url)
+    if isinstance(seen, BatonError):
+        yield Check(
+            "redis", "fail", f"{shown}: {seen}", "does it run, and may this container reach it (NetworkPolicy)?"
+        )
+        return
+    yield Check("redis", "ok", shown)
+    yield from redis.server(url, seen)
+
+
+def _seen(url: str) -> redis.Look | BatonError:
+    try:
+        return redis.look(url)
+    except BatonError as error:
+        return error
+
+
+def _named(config: Config) -> Iterator[Check]:
+    name = config.cluster.name
+    yield judged("cluster name", bool(name), name or "cluster.name is empty", "set it: the same at every start")
+
+
+def _state(config: Config) -> Iterator[Check]:
+    path = config.cluster.state_file
+    if not path:
+        yield Check("state file", "fail", "cluster.state_file is empty", "set it: a file that outlives the controller")
+        return
+    yield machine.writable("state folder", Path(path).parent, "cluster.state_file")
+    state = load_state(Path(path))
+    yield Check("state file", "ok", f"{path} remembers {dict(state.desired)}" if state else f"{path} is not there yet")
+
+
+def _api_server(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
+    """Whether the Kubernetes API answers, where the pools' sizes are kept in it."""
+    if config.kubernetes.namespace and (host := environ.get("KUBERNETES_SERVICE_HOST")):
+        address = f"{host}:{environ.get('KUBERNETES_SERVICE_PORT', '443')}"
+        yield from reachability([Target("Kubernetes API", address)], is_inside=True)

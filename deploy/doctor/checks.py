@@ -1,0 +1,55 @@
+"""What a check finds, and how it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+
+from baton.errors import BatonError
+
+State = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing looked at. `mend` says what to do; empty when all is well."""
+
+    name: str
+    state: State
+    found: str
+    mend: str = ""
+
+
+def judged(name: str, is_good: bool, found: str, mend: str, otherwise: State = "fail") -> Check:
+    """Well, or `otherwise` with the remedy."""
+    return Check(name, "ok", found) if is_good else Check(name, otherwise, found, mend)
+
+
+def guarded(name: str, look: Callable[[], Iterable[Check]], mend: str = "run `make install` again") -> list[Check]:
+    """What a look finds, or a failure in its place: one broken part does not hide the others."""
+    checks = []
+    try:
+        for check in look():
+            checks.append(check)  # noqa: PERF402 - those before an error count
+    except (BatonError, ImportError, OSError, RuntimeError) as error:
+        checks.append(Check(name, "fail", f"{type(error).__name__}: {error}", mend))
+    return checks
+
+
+def show(checks: list[Check], console: Console) -> None:
+    marks = {"ok": "[green]ok  [/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]FAIL[/red]"}
+    for check in checks:
+        console.print(marks[check.state], end=" ")
+        console.print(f"{check.name}: {check.found}", highlight=False, soft_wrap=True, markup=False)
+        if check.mend:
+            console.print(f"     -> {check.mend}", highlight=False, soft_wrap=True, markup=False)
+
+
+def names(items: Iterable[str], most: int = 5) -> str:
+    """A list for people: the first few, and how many more there are."""
+    listed = sorted(items)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more

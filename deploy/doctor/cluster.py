@@ -1,0 +1,269 @@
+"""Checks of a cluster that runs, by what its router, its routers' metrics and its Redis tell."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from baton.config import Config
+from baton.errors import BatonError, InvalidRequest, NoWorker
+from deploy.client import Client, metadata_of
+from deploy.doctor import redis
+from deploy.doctor.checks import Check, guarded, judged, names
+from deploy.doctor.machine import DISTRIBUTION, hostname
+from deploy.doctor.reach import Target, reachability, wrongly_announced
+from deploy.scrape import Samples, Scraper, seen_from, split
+
+LAG_S = 2.0
+"""More, and a router places by what has long changed."""
+DRAIN_LOOK_S = 2.0
+"""Between two looks at a worker that drains."""
+HTTP_TIMEOUT_S = 2.0
+Status = Mapping[str, Any]
+
+
+def diagnose(config: Config, address: str, api_key: str, is_inside: bool) -> list[Check]:
+    """Empty when no router answers.
+
+    Args:
+        is_inside: this runs in the cluster's own network.
+    """
+    client = Client(address)
+    try:
+        status = client.status()
+        checks = [Check("router", "ok", f"answers at {address}")]
+        checks += guarded("drains", lambda: drains(status, client.status), "")
+    except NoWorker:
+        return []
+    except BatonError as error:
+        return [Check("router", "fail", str(error), f"is {address} the gRPC port of a Baton router?")]
+    finally:
+        client.close()
+    scraped = {router["id"]: _scraped(router["http"], address) for router in status["routers"]}
+    metrics = next((samples for samples in scraped.values() if samples is not None), None)
+    checks += metrics_seen(scraped)
+    checks += versions(_versions(status, scraped), importlib.metadata.version(DISTRIBUTION))
+    checks += pools(status)
+    checks += workers(status)
+    checks += mirrors(status)
+    checks += _redis(config, status, metrics)
+    targets = _targets(status)
+    nodes = {worker["node"] for worker in status["workers"]}
+    checks += wrongly_announced(targets, is_one_machine=nodes <= {hostname()})
+    checks += reachability([each for each in targets if not _is_nowhere(each)], is_inside)
+    checks += guarded("api key", lambda: _key(status, address, api_key), "")
+    return checks
+
+
+def metrics_seen(scraped: Mapping[str, Samples | None]) -> Iterator[Check]:
+    lost = [router for router, samples in scraped.items() if samples is None]
+    yield judged(
+        "metrics",
+        not lost,
+        f"of {len(scraped)} routers" if not lost else f"not to be had of {names(lost)}",
+        "Prometheus cannot have them either, unless it is elsewhere: is the HTTP port open to it?",
+        "warn",
+    )
+
+
+def versions(found: Mapping[str, str], ours: str) -> Iterator[Check]:
+    """
+    Args:
+        found: who -> its version, of those that tell.
+        ours: of the distribution that this command is from.
+    """
+    several = redis.by_value((who, version) for who, version in found.items())
+    if len(several) > 1:
+        yield Check(
+            "versions",
+            "warn",
+            redis.told(several),
+            "well while an upgrade is under way; else upgrade those that are behind",
+        )
+    elif several and ours not in several:
+        yield Check(
+            "versions",
+            "warn",
+            f"the cluster is {next(iter(several))}, this command {ours}",
+            "use a command of the cluster's version: orders and fields may differ",
+        )
+    elif several:
+        yield Check("versions", "ok", f"{ours}: this command, {names(found)}")
+    else:
+        yield Check(
+            "versions",
+            "warn",
+            f"this command is {ours}; the cluster does not tell",
+            "its HTTP port has to be reachable, and it has to be of a version that tells",
+        )
+
+
+def pools(status: Status) -> Iterator[Check]:
+    for name, pool in status["pools"].items():
+        yield judged(
+            f"pool {name}",
+            pool["ready"] >= pool["desired"],
+            f"{pool['ready']} of {pool['desired']} ready",
+            "is there room (GPUs, memory, Pending pods)? The controller's log names workers that do not start",
+            "warn",
+        )
+    controller = status.get("controller")
+    yield judged(
+        "controller",
+        bool(controller),
+        controller["address"] if controller else "none is known",
+        "nothing replaces workers that die, and pools cannot be changed, until it runs again: see its log",
+        "warn",
+    )
+
+
+def workers(status: Status) -> Iterator[Check]:
+    for worker in status["workers"]:
+        yield judged(
+            f"worker {worker['id']}",
+            worker["self_check"] == "ok",
+            worker["self_check"],
+            "a leak: please report it with the worker's log",
+        )
+
+
+def mirrors(status: Status) -> Iterator[Check]:
+    slow = {
+        f"{router['id']} by {router['mirror_lag_s']:.1f} s"
+        for router in status["routers"]
+        if router["mirror_lag_s"] > LAG_S
+    }
+    yield judged(
+        "prefix index",
+        not slow,
+        f"behind: {names(slow)}" if slow else "the routers' copies are current",
+        "the router, or its way to Redis, is held up: look at its CPU; more routers share the work",
+        "warn",
+    )
+
+
+def drains(status: Status, again: Callable[[], Status], wait_s: float = DRAIN_LOOK_S) -> Iterator[Check]:
+    """Workers that leave and do not get anywhere between two looks."""
+
+    def draining(status: Status) -> dict[tuple[str, int], tuple[int, int, int]]:
+        return {
+            (w["id"], w["epoch"]): (w["running"], w["waiting"], w["computed_tokens"])
+            for w in status["workers"]
+            if w["state"] == "draining"
+        }
+
+    if not (before := draining(status)):
+        return
+    time.sleep(wait_s)
+    after = draining(again())
+    for key, progress in after.items():
+        if key not in before:
+            continue
+        running, waiting, _ = progress
+        is_stuck = before[key] == progress
+        left = f"{running} running, {waiting} waiting"
+        mend = (
+            "it takes no more than cluster.drain_timeout_s: if it stays, see the worker's log, then `baton status`"
+            if running or waiting
+            else "it has nothing left to do: is its replacement on its way, and does the controller run?"
+        )
+        yield judged(f"drain of {key[0]}", not is_stuck, f"{left}{', nothing moves' if is_stuck else ''}", mend, "warn")
+
+
+def _versions(status: Status, scraped: Mapping[str, Samples | None]) -> dict[str, str]:
+    found = {}
+    for router, samples in scraped.items():
+        for sample in samples.of("baton_build_info") if samples else ():
+            found[router] = sample.labels["version"]
+    members = [*status["routers"], *status["workers"], *([status["controller"]] if status.get("controller") else [])]
+    for member in members:
+        if version := member.get("version"):
+            found[member.get("id", "controller")] = version
+    return found
+
+
+def _scraped(announced: str, asked: str) -> Samples | None:
+    scraper = Scraper(seen_from(announced, asked), HTTP_TIMEOUT_S)
+    try:
+        return scraper.read()
+    except NoWorker:
+        return None
+    finally:
+        scraper.close()
+
+
+def _redis(config: Config, status: Status, metrics: Samples | None) -> Iterator[Check]:
+    address, is_ok = status["redis"]["address"], status["redis"]["ok"]
+    yield judged(
+        "redis", is_ok, redis.without_password(address), "the router serves from memory; start Redis again", "warn"
+    )
+    # The status may leave a password out that our own configuration has.
+    url = config.index.redis_url or address
+    seen: redis.Look | BatonError
+    try:
+        seen = redis.look(url)
+    except BatonError as error:
+        seen = error
+    if is_ok or not isinstance(seen, BatonError):
+        yield from redis.server(url, seen)
+    if not isinstance(seen, BatonError):
+        yield from redis.leases(seen, config.index.lease_s)
+        return
+    # The routers' metrics say a part of it.
+    kinds = (
+        [(s.labels["worker"], s.labels["wire_compat"][:8]) for s in metrics.of("baton_worker_info")] if metrics else []
+    )
+    if kinds:
+        yield redis.kv_kinds(redis.by_value(iter(kinds)))
+    yield from redis.shapes([(w["id"], w["role"], w["block_size"], w["chunk_tokens"]) for w in status["workers"]])
+
+
+def _targets(status: Status) -> list[Target]:
+    targets = [Target(worker["id"], worker["address"]) for worker in status["workers"]]
+    for router in status["routers"]:
+        targets += [Target(f"{router['id']} gRPC", router["grpc"]), Target(f"{router['id']} HTTP", router["http"])]
+    if status.get("controller"):
+        targets.append(Target("controller", status["controller"]["address"]))
+    return targets
+
+
+def _is_nowhere(target: Target) -> bool:
+    return any(wrongly_announced([target], is_one_machine=True))
+
+
+def _key(status: Status, asked: str, api_key: str) -> Iterator[Check]:
+    headers = dict(metadata_of(api_key))
+    for address in seen_from(status["routers"][0]["http"], asked):
+        host, port = split(address)
+        connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)
+        try:
+            connection.request("GET", "/v1/models", headers=headers)
+            answer = connection.getresponse()
+            yield key_check(answer.status, answer.read(), bool(api_key))
+            return
+        except (OSError, http.client.HTTPException):
+            continue
+        finally:
+            connection.close()
+
+
+def key_check(http_status: int, body: bytes, has_key: bool) -> Check:
+    """What a router answered to who asked for its models."""
+    if http_status == 200:
+        return Check("api key", "ok", "yours is accepted" if has_key else "none is needed")
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = f"HTTP status {http_status}"
+    if http_status == InvalidRequest.http:
+        return Check("api key", "fail", message, "the router's log says more")
+    return Check(
+        "api key",
+        "warn" if not has_key else "fail",
+        message,
+        "give --api-key or BATON_API_KEY: the cluster has tenants (router.tenants_file)",
+    )

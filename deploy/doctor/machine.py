@@ -1,0 +1,400 @@
+"""Checks of the machine, or the container, that this runs on. They look and leave everything as it is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from baton.config import Config
+from baton.errors import BatonError, ModelLoadError
+from deploy.doctor.checks import Check, judged, names
+from deploy.models import CATALOGUE, cache_dir
+from deploy.models.folder import check_folder
+from deploy.processes import why_taken
+from deploy.redis import EmbeddedRedis
+from deploy.scrape import NOWHERE
+from router.tenants import TenantBook
+
+MIN_MEMORY_GIB = 4.0
+MIN_DISK_GIB = 3.0
+MIN_SHM_MIB = 256
+SPARE_FILES = 256
+"""Descriptors that a process needs besides its clients' connections."""
+DISTRIBUTION = "baton-serving"
+
+
+def python() -> Iterator[Check]:
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    yield judged("python", sys.version_info >= (3, 11), version, "install Python 3.11 or newer")
+
+
+def packages(extras: Collection[str]) -> Iterator[Check]:
+    """Installed versions against the pins of the distribution itself."""
+    wrong = []
+    for requirement in importlib.metadata.requires(DISTRIBUTION) or ():
+        spec, _, marker = requirement.partition(";")
+        name, _, wanted = spec.strip().partition("==")
+        extra = re.search(r"extra == ['\"]([\w-]+)", marker)
+        if extra and extra[1] not in extras:
+            continue
+        try:
+            found = importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            found = "missing"
+        if found != wanted:
+            wrong.append(f"{name} {found} (needs {wanted})")
+    listed = f"[{','.join(sorted(extras))}]" if extras else ""
+    yield judged(
+        "packages",
+        not wrong,
+        ", ".join(wrong) or "all at their pinned versions",
+        f"run `make install`, or pip install '{DISTRIBUTION}{listed}' of this version",
+    )
+
+
+def torch_build(config: Config, nvidia: Path = Path("/proc/driver/nvidia/version")) -> Iterator[Check]:
+    """The build of torch, and whether it sees the GPUs that `model.device` asks for."""
+    import torch
+
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Check("torch", "ok", f"{torch.__version__}, {cpus} CPUs")
+    driver = re.search(r"Kernel Module\D*([\d.]+)", nvidia.read_text()) if nvidia.exists() else None
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = names({torch.cuda.get_device_name(number) for number in range(num_gpus)})
+    yield gpu(config.model.device, num_gpus, gpus, torch.version.cuda or "", driver[1] if driver else "")
+
+
+def gpu(wanted: str, num_gpus: int, gpus: str, cuda: str, driver: str) -> Check:
+    """
+    Args:
+        wanted: `model.device`.
+        gpus: their names.
+        cuda: the version that torch is built for; empty: it is a CPU build.
+        driver: the kernel's; empty: there is none.
+    """
+    if num_gpus:
+        found = f"{num_gpus} x {gpus}; CUDA {cuda}, driver {driver or 'unknown'}"
+        if wanted == "cpu":
+            return Check("gpu", "warn", f"{found}; model.device is cpu", "set model.device to auto to use them")
+        return Check("gpu", "ok", found)
+    if not driver:
+        found = "none: no NVIDIA driver here"
+        mend = "ask for nvidia.com/gpu in the container's resources, or set model.device to cpu"
+    elif not cuda:
+        found = f"none for torch, which is a CPU build; the driver is {driver}"
+        mend = "install a CUDA build of torch (in an image: the CUDA variant)"
+    else:
+        found = f"none for torch (CUDA {cuda}), though there is a driver, {driver}"
+        mend = "is the driver older than CUDA needs, CUDA_VISIBLE_DEVICES empty, or no GPU given to this container?"
+    if wanted == "cuda":
+        return Check("gpu", "fail", found, mend)
+    if driver and wanted == "auto":
+        return Check("gpu", "warn", found, mend)
+    return Check("gpu", "ok", f"{found}; the CPU computes")
+
+
+def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
+    """What carries KV between workers: gloo, NCCL, RDMA."""
+    import torch
+    import torch.distributed as dist
+
+    is_there = dist.is_available() and dist.is_gloo_available()
+    yield judged(
+        "gloo",
+        is_there,
+        "available" if is_there else "missing from this build of torch",
+        "install the torch build that the Makefile installs",
+    )
+    if not torch.cuda.is_available() or "nccl" not in config.transfer.links:
+        return
+    version = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""  # type: ignore[no-untyped-call]
+    yield judged(
+        "nccl",
+        bool(version),
+        version or "missing from this build of torch",
+        "install torch's CUDA build; until then KV goes over TCP",
+        "warn",
+    )
+    up = [name for name, stats in psutil.net_if_stats().items() if stats.isup]
+    yield nccl_interfaces(environ.get("NCCL_SOCKET_IFNAME", ""), up)
+    yield rdma(
+        Path("/sys/class/infiniband"),
+        Path("/dev/infiniband"),
+        environ.get("NCCL_IB_DISABLE", "0") == "1",
+        resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+    )
+
+
+def nccl_interfaces(setting: str, up: Collection[str]) -> Check:
+    """Whether NCCL finds a network by NCCL_SOCKET_IFNAME: prefixes, `^` before those that are not meant, `=` for whole
+    names.
+
+    Args:
+        up: interfaces of this machine that are up.
+    """
+    is_excluding, rest = setting.startswith("^"), setting.removeprefix("^")
+    is_exact, listed = rest.startswith("="), [name for name in rest.removeprefix("=").split(",") if name]
+
+    def is_named(interface: str) -> bool:
+        return interface in listed if is_exact else any(interface.startswith(name) for name in listed)
+
+    if listed:
+        used = [name for name in up if is_named(name) != is_excluding]
+    else:  # NCCL's own choice: the loopback and Docker's bridge come last
+        used = [name for name in up if not name.startswith(("lo", "docker"))] or list(up)
+    shown = f"NCCL_SOCKET_IFNAME={setting}" if setting else "NCCL_SOCKET_IFNAME is not set"
+    if not used:
+        return Check(
+            "nccl network",
+            "fail",
+            f"{shown} matches no interface that is up ({names(up)})",
+            "name one of those, or leave the variable unset: NCCL then chooses",
+        )
+    if all(name.startswith("lo") for name in used):
+        return Check(
+            "nccl network",
+            "warn",
+            f"{shown}: only the loopback, {names(used)}",
+            "enough for one node; workers on other nodes need an interface between the nodes",
+        )
+    return Check("nccl network", "ok", f"{shown}: {names(used)}")
+
+
+def rdma(devices: Path, nodes: Path, is_disabled: bool, memlock: int) -> Check:
+    """RDMA devices of the machine, and whether this process may use them.
+
+    Args:
+        devices: the kernel's list of them.
+        nodes: where their device files are.
+        is_disabled: NCCL is told not to use them.
+        memlock: bytes that this process may lock; -1: any.
+    """
+    states = {path.name: _rdma_state(path) for path in devices.glob("*")}
+    active = [name for name, state in states.items() if "ACTIVE" in state]
+    if not states:
+        return Check("rdma", "ok", "no devices: NCCL uses TCP between nodes")
+    found = ", ".join(f"{name} {state}" for name, state in sorted(states.items()))
+    if is_disabled:
+        return Check("rdma", "warn", f"{found}; NCCL_IB_DISABLE=1", "unset it, unless TCP is what is wanted")
+    if not active:
+        return Check("rdma", "warn", found, "no port is active: look at cables, subnet manager and `ibstat`")
+    if not any(nodes.glob("uverbs*")):
+        return Check(
+            "rdma",
+            "warn",
+            f"{found}, but {nodes} is empty",
+            "ask for the RDMA resource of the cluster's device plugin (workers' `resources` in the chart)",
+        )
+    if 0 <= memlock < 2**30:
+        return Check(
+            "rdma",
+            "warn",
+            f"{found}, but only {memlock // 1024} KiB may be locked",
+            "raise the memlock limit: IPC_LOCK for the container, or `ulimit -l unlimited`",
+        )
+    return Check("rdma", "ok", found)
+
+
+def _rdma_state(device: Path) -> str:
+    ports = sorted(device.glob("ports/*/state"))
+    return " ".join(port.read_text().strip().partition(": ")[2] for port in ports) or "without ports"
+
+
+def embedded_redis() -> Iterator[Check]:
+    with EmbeddedRedis() as redis:
+        yield Check("embedded redis", "ok", f"starts and answers ({redis.url})")
+
+
+def model(config: Config, is_needed: bool) -> Iterator[Check]:
+    """Whether the model is where it is read from.
+
+    Args:
+        is_needed: it has to be there already; else whatever starts first fetches it.
+    """
+    name = config.model.path or config.model.id
+    lacking = "fail" if is_needed else "warn"
+    fetch = "`baton run model` fetches it" if is_needed else "`baton up` fetches it"
+    if not config.model.path and name in CATALOGUE:
+        folder = cache_dir(config.cluster) / "models" / CATALOGUE[name].folder_name
+        is_there = (folder / "model.safetensors").is_file()
+        found = f"{name}, converted in {folder}" if is_there else f"{name} is not converted yet in {folder.parent}"
+        yield judged("model", is_there, found, f"{fetch} and converts it (90 MB)", lacking)  # type: ignore[arg-type]
+    elif Path(name).expanduser().is_dir() or name.startswith(("/", "./", "../", "~")):
+        try:
+            check_folder(Path(name).expanduser())
+        except ModelLoadError as error:
+            yield Check("model", "fail", str(error), "mount the volume that holds it, or name another model")
+        else:
+            yield Check("model", "ok", name)
+    elif not is_needed:
+        yield Check("model", "ok", f"{name} comes from the Hugging Face hub")
+    else:
+        yield _hub_model(name, config.model.revision, fetch)
+
+
+def _hub_model(name: str, revision: str, fetch: str) -> Check:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return Check("model", "warn", f"{name}: cannot look, huggingface-hub is not installed", fetch)
+    found = try_to_load_from_cache(name, "config.json", revision=revision or None)
+    is_there = isinstance(found, str)
+    return judged("model", is_there, f"{name} is {'' if is_there else 'not '}in the Hugging Face cache", fetch)
+
+
+def memory(needed_gib: float) -> Iterator[Check]:
+    free = available_memory(Path("/sys/fs/cgroup"), psutil.virtual_memory().available) / 2**30
+    yield judged(
+        "memory",
+        free >= needed_gib,
+        f"{free:.1f} GiB available, {needed_gib:.1f} wanted",
+        "lower engine.kv_cache_gib (BATON_ENGINE_KV_CACHE_GIB) or the pool sizes, or give it more",
+        "warn",
+    )
+
+
+def available_memory(cgroup: Path, machine: int) -> int:
+    """Bytes that this process can still get: the machine's, or less where a container has a limit."""
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return machine
+    return machine if limit == "max" else min(machine, int(limit) - int(used))
+
+
+def disk(config: Config) -> Iterator[Check]:
+    folder = cache_dir(config.cluster)
+    existing = existing_parent(folder)
+    free = shutil.disk_usage(existing).free / 2**30
+    yield judged(
+        "disk",
+        free >= MIN_DISK_GIB,
+        f"{free:.1f} GiB free for {folder}",
+        "free some, or set BATON_CACHE to a folder with room",
+        "warn",
+    )
+
+
+def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
+    """Ray's objects and NCCL's buffers of one node lie there; Baton's own shared memory does not."""
+    if not path.is_dir():
+        yield Check("shared memory", "warn", f"there is no {path}", "mount a tmpfs there")
+        return
+    size = shutil.disk_usage(path).total / 2**20
+    yield judged(
+        "shared memory",
+        size >= MIN_SHM_MIB,
+        f"{path} has {size:,.0f} MiB",
+        f"mount an emptyDir of medium Memory there (or docker --shm-size): {MIN_SHM_MIB} MiB or more",
+        "warn",
+    )
+
+
+def files(config: Config) -> Iterator[Check]:
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield file_limit(limit, hard, config.router.max_in_flight + SPARE_FILES)
+
+
+def file_limit(limit: int, hard: int, needed: int) -> Check:
+    """Clients over HTTP/1.1 take a descriptor each. A limit of -1 is none."""
+    is_good = limit < 0 or limit >= needed
+    return judged(
+        "open files",
+        is_good,
+        f"{limit if limit >= 0 else 'any number'} may be open, {needed} are enough",
+        f"ulimit -n {needed}"
+        if hard < 0 or hard >= needed
+        else f"the hard limit is {hard}: raise it where containers are started, or lower router.max_in_flight",
+        "warn",
+    )
+
+
+def ports(config: Config) -> Iterator[Check]:
+    """Whether the router's ports are free, or else who has them."""
+    cluster = config.cluster
+    for name, port in (("BATON_GRPC_PORT", cluster.grpc_port), ("BATON_HTTP_PORT", cluster.http_port)):
+        if reason := why_taken(cluster.host, port):
+            owner = listener(port)
+            found = f"{reason} by {owner}" if owner else reason
+            yield Check(f"port {port}", "fail", found, f"stop what uses it, or set {name} to another port")
+        else:
+            yield Check(f"port {port}", "ok", "free")
+
+
+def listener(port: int) -> str:
+    """Who listens on a port: its name and pid; empty where that cannot be seen, as of other users' processes."""
+    try:
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
+                return f"{psutil.Process(each.pid).name()} (pid {each.pid})"
+    except (psutil.Error, OSError):
+        pass
+    return ""
+
+
+def tenants(config: Config) -> Iterator[Check]:
+    """The tenants' file is read as a router does it."""
+    path = config.router.tenants_file
+    if not path:
+        yield Check("tenants", "ok", "none: everybody is let in, whatever key they send")
+        return
+    try:
+        book = TenantBook.configured(path)
+        for slo_class in book.slo_classes:
+            config.router.slo_class(slo_class)
+    except BatonError as error:
+        yield Check("tenants", "fail", str(error), "mend the file, or mount the secret that holds it")
+    else:
+        yield Check("tenants", "ok", f"{path} is in order")
+
+
+def cache_secret(config: Config) -> Iterator[Check]:
+    yield judged(
+        "cache secret",
+        bool(config.router.cache_secret),
+        "set" if config.router.cache_secret else "router.cache_secret is empty",
+        "set BATON_ROUTER_CACHE_SECRET, the same for every router: `openssl rand -hex 32`",
+    )
+
+
+def announced(config: Config) -> Iterator[Check]:
+    cluster = config.cluster
+    address = cluster.advertise_host or cluster.host
+    yield judged(
+        "address",
+        address not in NOWHERE,
+        address,
+        "others cannot find it there: set cluster.advertise_host (BATON_CLUSTER_ADVERTISE_HOST) to the pod's address",
+        "warn",
+    )
+
+
+def writable(name: str, folder: Path, setting: str) -> Check:
+    """A file can be made there, and its parent folders where they lack."""
+    existing = existing_parent(folder)
+    is_good = os.access(existing, os.W_OK | os.X_OK) and existing.is_dir()
+    return judged(
+        name,
+        is_good,
+        f"{folder} {'can' if is_good else 'cannot'} be written by user {os.getuid()}",
+        f"mount a volume there that this user may write (fsGroup), or set {setting}",
+    )
+
+
+def existing_parent(folder: Path) -> Path:
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def hostname() -> str:
+    """As a worker announces it."""
+    return socket.gethostname()

@@ -1,0 +1,337 @@
+"""Checks of the Redis that keeps leases and owners, and of the leases in it. Nothing is written there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit, urlunsplit
+
+from baton.cluster import Worker
+from baton.errors import BatonError, StoreUnavailable
+from deploy.doctor.checks import Check, judged, names
+from kvstore.index import Connection
+from kvstore.index.keys import Keys
+from kvstore.leases.codec import decode_worker
+
+OLDEST = (6, 2)
+PINGS = 5
+SLOW_RTT_S = 0.01
+CLOCK_SKEW_S = 2.0
+FULL = 0.9
+TIMEOUT_S = 3.0
+"""For everything that is asked of a Redis."""
+SCANS, SCAN_KEYS = 50, 1000
+"""At most so many steps, of about so many keys, in search of clusters."""
+NEVER_EVICT = "noeviction"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a Redis says of itself."""
+
+    product: str
+    version: str
+    """Of Redis, or the one that it is compatible with."""
+    policy: str
+    evicted: int
+    used_bytes: int
+    limit_bytes: int
+    """0: none."""
+    appends: bool
+    """To a file."""
+    saves: str
+    """When it saves its state to disk, as `CONFIG GET save` says; empty: never, or it does not tell."""
+    round_trip_s: float
+    ahead_s: float
+    """Its clock before ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A worker in Redis."""
+
+    worker: Worker
+    left_s: float
+    """Until it expires."""
+    version: str
+    """Of the worker's distribution; empty: it does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    facts: Facts
+    leases: tuple[Lease, ...]
+    """Of every cluster that this Redis serves."""
+
+
+def look(url: str) -> Look:
+    """Raises StoreUnavailable or ConfigError."""
+    return asyncio.run(_look(url))
+
+
+async def _look(url: str) -> Look:
+    connection = Connection(url)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            return Look(await _facts(connection), tuple(await _leases(connection)))
+    except TimeoutError:
+        raise StoreUnavailable(f"Redis: no answer within {TIMEOUT_S:g} s") from None
+    finally:
+        await connection.close()
+
+
+async def _facts(connection: Connection) -> Facts:
+    await connection.call("PING")  # connects
+    trips, aheads = [], []
+    for _ in range(PINGS):
+        begin, begin_wall = time.monotonic(), time.time()
+        seconds, microseconds = await connection.call("TIME")
+        trips.append(time.monotonic() - begin)
+        aheads.append(int(seconds) + int(microseconds) / 1e6 - begin_wall - trips[-1] / 2)
+    info = await connection.call("INFO")  # CONFIG GET is often forbidden
+    try:
+        answer = await connection.call("CONFIG", "GET", "save")
+        saves = {_text(name): _text(value) for name, value in _pairs(answer)}.get("save", "")
+    except StoreUnavailable:
+        saves = ""
+    return Facts(
+        product="Valkey" if "valkey_version" in info else "Redis",
+        version=str(info["redis_version"]),
+        policy=str(info["maxmemory_policy"]),
+        evicted=int(info["evicted_keys"]),
+        used_bytes=int(info["used_memory"]),
+        limit_bytes=int(info["maxmemory"]),
+        appends=bool(int(info.get("aof_enabled", 0))),
+        saves=saves,
+        round_trip_s=statistics.median(trips),
+        ahead_s=statistics.median(aheads),
+    )
+
+
+def _pairs(answer: object) -> list[tuple[object, object]]:
+    if isinstance(answer, dict):
+        return list(answer.items())
+    assert isinstance(answer, list)
+    return list(zip(answer[::2], answer[1::2], strict=True))
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+async def _leases(connection: Connection) -> list[Lease]:
+    """Of every namespace: a router sees only those of its own model."""
+    found, cursor = [], 0
+    pattern = Keys("*").workers
+    for _ in range(SCANS):
+        cursor, keys = await connection.call("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_KEYS)
+        found += [_text(key) for key in keys]
+        cursor = int(cursor)
+        if not cursor:
+            break
+    leases = []
+    for key in sorted(set(found)):
+        keys_of = Keys(key[key.index("{") + 1 : key.rindex("}")])
+        ids = sorted(_text(each) for each in await connection.call("SMEMBERS", key))
+        rows = await connection.pipeline(
+            [
+                command
+                for each in ids
+                for command in (("HMGET", keys_of.lease(each), "info", "load"), ("PTTL", keys_of.lease(each)))
+            ]
+        )
+        for (info, load), left_ms in zip(rows[::2], rows[1::2], strict=True):
+            if info is not None and load is not None:
+                version = str(json.loads(info).get("version", ""))
+                leases.append(Lease(decode_worker(info, load), max(0, int(left_ms)) / 1e3, version))
+    return leases
+
+
+def server(url: str, seen: Look | BatonError) -> Iterator[Check]:
+    if isinstance(seen, BatonError):
+        # It stands for every other finding about the server.
+        mend = f"start Redis, or look from where {without_password(url)} answers; a NetworkPolicy may drop it"
+        yield Check("redis eviction", "warn", f"cannot look: {seen}", mend)
+        return
+    facts = seen.facts
+    version = (
+        f"{facts.product} {facts.version}" if facts.product == "Redis" else f"{facts.product} (as {facts.version})"
+    )
+    numbers = tuple(int(part) for part in facts.version.split(".")[:2])
+    yield judged("redis version", numbers >= OLDEST, version, "Baton needs Redis 6.2 or newer, or Valkey")
+    # Under any other policy it drops leases and owners when memory is short, and tells nobody.
+    yield judged(
+        "redis eviction",
+        facts.policy == NEVER_EVICT,
+        f"maxmemory-policy is {facts.policy}",
+        f"CONFIG SET maxmemory-policy {NEVER_EVICT}: evicted keys make the index lie",
+    )
+    if facts.evicted:
+        yield Check(
+            "redis evicted keys",
+            "warn",
+            f"{facts.evicted} since it started",
+            f"maxmemory-policy {NEVER_EVICT} from the start, and a Redis of Baton's own",
+        )
+    if facts.limit_bytes:
+        share = facts.used_bytes / facts.limit_bytes
+        yield judged(
+            "redis memory",
+            share < FULL,
+            f"{share:.0%} of {facts.limit_bytes / 2**20:,.0f} MiB",
+            "raise maxmemory: when it is full, workers cannot tell what they hold",
+            "warn",
+        )
+    kept = [what for what, is_so in (("appendonly", facts.appends), (f'save "{facts.saves}"', facts.saves)) if is_so]
+    yield judged(
+        "redis persistence",
+        not kept,
+        " and ".join(kept) or "off",
+        'CONFIG SET save "" and appendonly no: old state is of no use after a restart, and writing it costs',
+        "warn",
+    )
+    yield judged(
+        "redis round trip",
+        facts.round_trip_s < SLOW_RTT_S,
+        f"{facts.round_trip_s * 1e3:.1f} ms",
+        "place Redis near the workers and routers, and give it a CPU of its own",
+        "warn",
+    )
+    yield clock(facts)
+
+
+def clock(facts: Facts) -> Check:
+    """As far as the round trip lets it be known."""
+    unsure_s = facts.round_trip_s / 2
+    is_good = abs(facts.ahead_s) - unsure_s < CLOCK_SKEW_S
+    relation = "ahead of" if facts.ahead_s > 0 else "behind"
+    return judged(
+        "clock",
+        is_good,
+        f"Redis' is {abs(facts.ahead_s):.3f} s {relation} this machine's (+-{unsure_s:.3f})",
+        "let NTP set the clocks of both (`timedatectl`, chrony); epochs of workers and traces rest on them",
+        "warn",
+    )
+
+
+def leases(seen: Look, lease_s: float, now_s: Callable[[], float] = time.time) -> Iterator[Check]:
+    """What the workers' leases tell of their nodes and of each other.
+
+    Args:
+        lease_s: `index.lease_s`.
+        now_s: our wall clock.
+    """
+    if not seen.leases:
+        return
+    late = {
+        f"{lease.worker.info.id} ({lease.left_s:.1f} s left)" for lease in seen.leases if lease.left_s < lease_s / 2
+    }
+    yield judged(
+        "leases",
+        not late,
+        f"{len(seen.leases)}, all renewed in time" if not late else f"renewed late: {names(late)} of {lease_s:g}",
+        "these workers, or their way to Redis, are held up: look at their nodes' CPU and network",
+        "warn",
+    )
+    # A worker's epoch is its own clock's milliseconds when it joined.
+    redis_now_s = now_s() + seen.facts.ahead_s
+    ahead: dict[str, float] = {}
+    for lease in seen.leases:
+        info = lease.worker.info
+        if (by_s := info.epoch / 1e3 - redis_now_s) > CLOCK_SKEW_S:
+            ahead[info.node] = max(by_s, ahead.get(info.node, 0.0))
+    fast = {f"{node} by {by_s:.0f} s or more" for node, by_s in ahead.items()}
+    yield judged(
+        "clocks of the nodes",
+        not fast,
+        f"ahead: {names(fast)}" if fast else "none is seen to be ahead",
+        "let NTP set the clocks of these nodes",
+        "warn",
+    )
+    yield from kv_compatibility([lease.worker for lease in seen.leases])
+
+
+def kv_compatibility(workers: Sequence[Worker]) -> Iterator[Check]:
+    """Whether the workers can hand KV to each other, and share what they have cached."""
+    by_content: dict[str, list[Worker]] = defaultdict(list)
+    for worker in workers:
+        by_content[worker.info.content_id].append(worker)
+    if len(by_content) > 1:
+        groups = "; ".join(f"{content[:8]}: {names(w.info.id for w in group)}" for content, group in by_content.items())
+        yield Check(
+            "model of the workers",
+            "warn",
+            f"{len(by_content)} of them in one Redis ({groups})",
+            "an upgrade to another model ends with one; two clusters had better have a Redis (or DB) each",
+        )
+    for group in by_content.values():
+        kinds = by_value((w.info.id, w.info.wire_compat[:8]) for w in group)
+        yield kv_kinds(kinds)
+        yield from shapes([(w.info.id, w.info.role.value, w.info.block_size, w.info.chunk_tokens) for w in group])
+        lengths = by_value((w.info.id, str(w.info.max_model_len)) for w in group)
+        if len(lengths) > 1:
+            yield Check(
+                "context of the workers",
+                "warn",
+                told(lengths),
+                "the shortest is everybody's limit: give all workers the same engine.max_model_len and "
+                "engine.kv_cache_gib",
+            )
+
+
+def kv_kinds(kinds: dict[str, list[str]]) -> Check:
+    """
+    Args:
+        kinds: wire_compat -> workers.
+    """
+    if len(kinds) > 1:
+        return Check(
+            "kv compatibility",
+            "fail",
+            f"{len(kinds)} kinds of KV: {told(kinds)}",
+            "workers of different kinds refuse each other's KV, and such requests are computed again: bring "
+            "all to one release and one model revision (helm upgrade, or `baton drain` one after the other)",
+        )
+    return Check("kv compatibility", "ok", "all workers can hand over KV to each other")
+
+
+def shapes(workers: Sequence[tuple[str, str, int, int]]) -> Iterator[Check]:
+    """
+    Args:
+        workers: id, role, block size, chunk tokens.
+    """
+    for name, column in (("block size", 2), ("chunk tokens", 3)):
+        for role in sorted({worker[1] for worker in workers}):
+            found = by_value((worker[0], str(worker[column])) for worker in workers if worker[1] == role)
+            if len(found) > 1:
+                yield Check(
+                    f"{name} in pool {role}",
+                    "warn",
+                    told(found),
+                    "they work together, but not at the same pace: give a pool one configuration",
+                )
+
+
+def by_value(pairs: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
+    """Value -> who has it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for who, value in pairs:
+        found[value].append(who)
+    return dict(found)
+
+
+def told(found: dict[str, list[str]]) -> str:
+    return "; ".join(f"{value}: {names(who)}" for value, who in sorted(found.items()))
+
+
+def without_password(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))

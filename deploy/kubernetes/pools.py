@@ -1,0 +1,121 @@
+"""ServingPools: the pools' sizes as Kubernetes keeps them. Whoever changes a size, changes it there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+from lightkube import AsyncClient
+from lightkube.core.exceptions import ApiError
+from lightkube.generic_resource import create_namespaced_resource
+from lightkube.types import PatchType
+
+from baton.cluster import Role
+from baton.errors import StoreUnavailable
+from deploy.kubernetes.serving_pool import PoolReport, PoolSpec, spec_of, status_of
+
+logger = logging.getLogger(__name__)
+ServingPool = create_namespaced_resource("baton.dev", "v1alpha1", "ServingPool", "servingpools")
+WATCH_S = 240
+"""A watch is begun anew after so long, which tells everything again."""
+RETRY_S = 1.0
+
+
+class ServingPools:
+    """
+    Args:
+        names: of the ServingPools.
+    """
+
+    def __init__(self, client: AsyncClient, namespace: str, names: Mapping[Role, str]) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._names = names
+        self._known: dict[Role, PoolSpec] = {}
+        self._reported: dict[Role, dict[str, Any]] = {}
+
+    async def read(self) -> dict[Role, PoolSpec]:
+        """What they ask for now. Raises StoreUnavailable."""
+        for role, name in self._names.items():
+            async with _api(f"the question for ServingPool {name}"):
+                await self._learn(role, await self._client.get(ServingPool, name, namespace=self._namespace))
+        return dict(self._known)
+
+    async def run(self, told: Callable[[Role, PoolSpec], None]) -> None:
+        """Follows them until cancelled. While Kubernetes does not answer, the sizes stay as they are.
+
+        Args:
+            told: called with what one asks for: at first, whenever that changes, and again now and then.
+        """
+        roles = {name: role for role, name in self._names.items()}
+        while True:
+            try:
+                async for kind, pool in self._client.watch(
+                    ServingPool, namespace=self._namespace, server_timeout=WATCH_S
+                ):
+                    role = roles.get(_name(pool))
+                    if role is not None and kind != "DELETED" and (spec := await self._learn(role, pool)):
+                        told(role, spec)
+            except (ApiError, httpx2.HTTPError, OSError) as error:
+                logger.warning("the ServingPools cannot be watched: %s; trying again", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def set_sizes(self, sizes: Mapping[Role, int]) -> dict[Role, PoolSpec]:
+        """Returns what they ask for then. Raises StoreUnavailable: Kubernetes has not taken one of them."""
+        for role, size in sizes.items():
+            async with _api(f"the size of ServingPool {self._names[role]}"):
+                await self._learn(role, await self._patch(role, {"spec": {"replicas": size}}))
+        return {role: self._known[role] for role in sizes}
+
+    async def report(self, reports: Mapping[Role, PoolReport]) -> None:
+        """Writes what has changed. Raises StoreUnavailable."""
+        for role, report in reports.items():
+            spec = self._known.get(role)
+            if spec is None:
+                continue
+            status = status_of(spec, report, self._reported.get(role, {}))
+            if status == self._reported.get(role):
+                continue
+            async with _api(f"the status of ServingPool {self._names[role]}"):
+                await self._client.patch(
+                    ServingPool.Status,
+                    self._names[role],
+                    {"status": status},
+                    namespace=self._namespace,
+                    patch_type=PatchType.MERGE,
+                )
+            self._reported[role] = status
+
+    async def _learn(self, role: Role, pool: Any) -> PoolSpec | None:
+        """A pool that has no size yet gets the one that it is to begin with. None: it is no news."""
+        if "replicas" not in pool.spec:
+            logger.info("%s begins with %d workers", self._names[role], size := int(pool.spec["initialReplicas"]))
+            pool = await self._patch(role, {"spec": {"replicas": size}})
+        spec = spec_of(role, pool)
+        known = self._known.get(role)
+        if known is not None and spec.generation < known.generation:
+            return None  # older than what we have written ourselves
+        self._known[role] = spec
+        return spec
+
+    async def _patch(self, role: Role, change: dict[str, Any]) -> Any:
+        return await self._client.patch(
+            ServingPool, self._names[role], change, namespace=self._namespace, patch_type=PatchType.MERGE
+        )
+
+
+def _name(pool: Any) -> str:
+    return str(pool.metadata.name)
+
+
+@asynccontextmanager
+async def _api(what: str) -> AsyncGenerator[None]:
+    """Raises StoreUnavailable where Kubernetes refuses, or does not answer."""
+    try:
+        yield
+    except (ApiError, httpx2.HTTPError, OSError) as error:
+        raise StoreUnavailable(f"Kubernetes has not taken {what}: {error}") from error

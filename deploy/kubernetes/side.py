@@ -1,0 +1,85 @@
+"""The controller's side of Kubernetes, as one thing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from lightkube import AsyncClient, KubeConfig
+from lightkube.core.exceptions import ConfigError as NoAccess
+
+from baton.cluster import Role
+from baton.config import KubernetesConfig
+from baton.errors import ConfigError, StoreUnavailable
+from deploy.kubernetes.nodes import WorkerNodes
+from deploy.kubernetes.pools import ServingPools
+
+if TYPE_CHECKING:
+    from deploy.controller.controller import Controller
+
+logger = logging.getLogger(__name__)
+FIELD_MANAGER = "baton-controller"
+REPORT_S = 1.0
+
+
+class Kubernetes:
+    def __init__(self, client: AsyncClient, config: KubernetesConfig) -> None:
+        self._client = client
+        self._config = config
+        names = {Role.PREFILL: config.prefill_pool, Role.DECODE: config.decode_pool}
+        self._pools = ServingPools(client, config.namespace, names)
+
+    async def sizes(self) -> dict[Role, int]:
+        """That the ServingPools ask for. Raises StoreUnavailable."""
+        return {role: spec.size for role, spec in (await self._pools.read()).items()}
+
+    async def set_sizes(self, controller: Controller, sizes: Mapping[Role, int]) -> None:
+        """Raises StoreUnavailable: Kubernetes has not taken one of them."""
+        for role, spec in (await self._pools.set_sizes(sizes)).items():
+            controller.follow(role, spec)
+
+    async def run(self, controller: Controller) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._pools.run(controller.follow), name="pools")
+            tasks.create_task(self._report(controller), name="status")
+            deployments = {Role.PREFILL: self._config.prefill_deployment, Role.DECODE: self._config.decode_deployment}
+            if all(deployments.values()):
+                nodes = WorkerNodes(
+                    self._client,
+                    self._config.namespace,
+                    deployments,
+                    lambda: (controller.state.desired, controller.placed_workers()),
+                )
+                tasks.create_task(nodes.run(), name="nodes")
+
+    async def _report(self, controller: Controller) -> None:
+        while True:
+            try:
+                await self._pools.report(controller.reports())
+            except StoreUnavailable as error:
+                logger.warning("%s; trying again", error)
+            await asyncio.sleep(REPORT_S)
+
+
+@asynccontextmanager
+async def connected(config: KubernetesConfig) -> AsyncGenerator[Kubernetes]:
+    """As the pod's service account, or as $KUBECONFIG says.
+
+    Raises:
+        ConfigError: there is neither, or only one Deployment is named.
+    """
+    if bool(config.prefill_deployment) != bool(config.decode_deployment):
+        raise ConfigError("kubernetes.prefill_deployment and kubernetes.decode_deployment go together")
+    try:
+        access = KubeConfig.from_env()
+    except NoAccess as error:
+        raise ConfigError(f"kubernetes.namespace is set, and there is no access to Kubernetes: {error}") from error
+    client = AsyncClient(access, namespace=config.namespace, field_manager=FIELD_MANAGER)
+    try:
+        yield Kubernetes(client, config)
+    finally:
+        await client.close()

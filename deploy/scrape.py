@@ -1,0 +1,121 @@
+"""What a router's /metrics says, read by those who show it or judge it."""
+
+from __future__ import annotations
+
+import http.client
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.errors import NoWorker
+
+NOWHERE = ("0.0.0.0", "[::]", "::", "")
+"""Hosts to listen on, which are nobody's address."""
+
+
+class Sample(NamedTuple):
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+class Samples:
+    """One answer of /metrics. A name that it does not have is an empty sum: nothing of the kind has happened yet."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self._by_name: dict[str, list[Sample]] = {}
+        for sample in samples:
+            self._by_name.setdefault(sample.name, []).append(sample)
+
+    def without(self, label: str) -> Samples:
+        """Those that have no such label: of workers there may be many."""
+        return Samples(each for samples in self._by_name.values() for each in samples if label not in each.labels)
+
+    def of(self, name: str, **labels: str) -> Iterator[Sample]:
+        for sample in self._by_name.get(name, ()):
+            if all(sample.labels.get(label) == value for label, value in labels.items()):
+                yield sample
+
+    def sum(self, name: str, **labels: str) -> float:
+        return sum(sample.value for sample in self.of(name, **labels))
+
+    def by(self, label: str, name: str, **labels: str) -> Counter[str]:
+        """The sums for each value of a label."""
+        sums: Counter[str] = Counter()
+        for sample in self.of(name, **labels):
+            sums[sample.labels.get(label, "")] += sample.value  # type: ignore[assignment]
+        return sums
+
+    def buckets(self, name: str, **labels: str) -> dict[float, float]:
+        """A histogram's cumulative counts by upper bound, all its rows together."""
+        sums = self.by("le", f"{name}_bucket", **labels)
+        return dict(sorted((float(bound), count) for bound, count in sums.items()))
+
+
+def parse(text: str) -> Samples:
+    """Raises ValueError: it is not Prometheus' text format."""
+    families = text_string_to_metric_families(text)
+    return Samples(Sample(s.name, s.labels, s.value) for family in families for s in family.samples)
+
+
+class Scraper:
+    """Asks one router's HTTP port again and again over one connection: where several routers share a port, the answers
+    are then those of one of them.
+
+    Args:
+        addresses: host:port, the likeliest first; the first that answers is kept.
+    """
+
+    def __init__(self, addresses: Iterable[str], timeout_s: float = 2.0) -> None:
+        self._addresses = list(addresses)
+        self._timeout_s = timeout_s
+        self._connection: http.client.HTTPConnection | None = None
+
+    def read(self) -> Samples:
+        """Raises NoWorker: none of the addresses answers with metrics."""
+        reasons = []
+        for address in self._addresses:
+            try:
+                samples = parse(self._get(address, "/metrics"))
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                self.close()
+                reasons.append(f"{address}: {error or type(error).__name__}")
+            else:
+                self._addresses = [address]
+                return samples
+        raise NoWorker(f"no metrics ({'; '.join(reasons)})")
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _get(self, address: str, path: str) -> str:
+        if self._connection is None:
+            host, port = split(address)
+            self._connection = http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+        self._connection.request("GET", path)
+        answer = self._connection.getresponse()
+        body = answer.read()
+        if answer.status != 200:
+            raise ValueError(f"HTTP status {answer.status}")
+        return body.decode()
+
+
+def split(address: str) -> tuple[str, int]:
+    """host:port, where the host may be an IPv6 address in brackets. Raises ValueError: it is none."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ValueError(f"{address!r} is no HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def seen_from(announced: str, asked: str) -> list[str]:
+    """Where what a router announces may be reached by somebody who reached its gRPC port at `asked`: as announced, and
+    on the host that was asked, for the announced one may be known inside of the cluster only."""
+    host, _, port = announced.rpartition(":")
+    asked_host = asked.rpartition(":")[0]
+    found = [] if host in NOWHERE else [announced]
+    return list(dict.fromkeys([*found, f"{asked_host}:{port}"]))

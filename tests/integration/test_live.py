@@ -1,0 +1,146 @@
+"""`baton status --watch` on a terminal of its own, beside a cluster under load."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.integration.cluster import Cluster, running_cluster
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+GOODPUT = re.compile(r"goodput\s+([\d.]+) requests/s")
+
+
+@pytest.fixture(scope="module")
+def cluster(model_dir: Path) -> Iterator[Cluster]:
+    with running_cluster(engine_runner="arithmetic", engine_num_blocks="512", engine_arithmetic_step_ms="2") as found:
+        yield found
+
+
+@contextlib.contextmanager
+def load(cluster: Cluster) -> Iterator[None]:
+    """A client that asks one thing after the other, until the block is left."""
+    stop = threading.Event()
+
+    def ask() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            cluster.generate(text=f"request {number}", sampling={"max_tokens": 8, "ignore_eos": True})
+
+    client = threading.Thread(target=ask)
+    client.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        client.join()
+
+
+class Terminal:
+    """A command on a terminal of 100 columns."""
+
+    def __init__(self, *command: str) -> None:
+        self.seen = ""
+        self._fd, inner = pty.openpty()
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")} | {"TERM": "xterm"}
+        self.process = subprocess.Popen(
+            command, stdin=inner, stdout=inner, stderr=inner, start_new_session=True, env=environment
+        )
+        os.close(inner)
+
+    def read_for(self, seconds: float) -> None:
+        deadline_s = time.monotonic() + seconds
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if select.select([self._fd], [], [], left_s)[0]:
+                try:
+                    self.seen += os.read(self._fd, 65536).decode(errors="replace")
+                except OSError:  # the other end is closed
+                    return
+
+    def interrupt(self) -> int:
+        """Ctrl-C. Its exit status."""
+        self.process.send_signal(signal.SIGINT)
+        self.read_for(3)
+        return self.process.wait(10)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._fd)
+
+
+def test_the_numbers_change_under_load_and_ctrl_c_ends_it(cluster: Cluster) -> None:
+    terminal = Terminal(sys.executable, "-m", "deploy.cli", "status", "--watch", "--address", cluster.grpc)
+    try:
+        terminal.read_for(3)
+        with load(cluster):
+            terminal.read_for(6)
+        assert terminal.interrupt() == 0
+    finally:
+        terminal.close()
+    text = ESCAPES.sub("", terminal.seen)
+    goodput = [float(number) for number in GOODPUT.findall(text)]
+    assert goodput[0] == 0.0
+    assert max(goodput) > 1.0
+    assert len(set(goodput)) > 2, "it moves"
+    assert "Traceback" not in text
+    for wanted in ("decode-0", "prefill-0", "Redis ok", "controller ok", "100.0%"):
+        assert wanted in text, wanted
+    assert re.search(r"between tokens\s+p50 \d+ ms", text)
+    assert terminal.seen.rstrip().endswith("\x1b[?1049l"), "the screen is as it was before"
+
+
+def test_a_router_that_is_gone_is_said_and_the_next_one_shown(cluster: Cluster) -> None:
+    pid = cluster.client.status()["routers"][0]["pid"]
+    terminal = Terminal(sys.executable, "-m", "deploy.cli", "status", "--watch", "--address", cluster.grpc)
+    try:
+        terminal.read_for(3)
+        assert "lost: " not in terminal.seen
+        os.kill(pid, signal.SIGKILL)
+        terminal.read_for(2)
+        assert "lost: no router answers at" in ESCAPES.sub("", terminal.seen)
+        deadline_s = time.monotonic() + 60
+        while not is_served(cluster):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.2)
+        terminal.read_for(3)
+        terminal.seen = ""
+        terminal.read_for(2)
+        assert terminal.interrupt() == 0
+    finally:
+        terminal.close()
+    text = ESCAPES.sub("", terminal.seen)
+    assert "goodput" in text
+    assert "lost: " not in text
+
+
+def is_served(cluster: Cluster) -> bool:
+    try:
+        return httpx2.get(f"http://{cluster.http}/readyz").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+def test_the_page_and_its_metrics_are_there(cluster: Cluster) -> None:
+    page = httpx2.get(f"http://{cluster.http}/")
+    assert page.status_code == 200
+    assert 'fetch("metrics"' in page.text
+    assert "baton_pool_workers" in httpx2.get(f"http://{cluster.http}/metrics").text

@@ -1,0 +1,146 @@
+"""What the controller asks of Kubernetes, as pure functions: node pods and ServingPools."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.cluster import Role
+from deploy.kubernetes.node_plan import COST_OF_A_WORKER, NodePod, PlacedWorker, Plan, plan
+from deploy.kubernetes.serving_pool import PoolReport, PoolSpec, spec_of, status_of
+
+P, D = Role.PREFILL, Role.DECODE
+
+
+def pod(name: str, role: Role, cost: int = COST_OF_A_WORKER, leaving: bool = False) -> NodePod:
+    return NodePod(name, role, cost, leaving)
+
+
+def worker(role: Role, pod: str = "", stays: bool = True) -> PlacedWorker:
+    return PlacedWorker(role, pod, stays)
+
+
+def test_pools_as_they_should_be_change_nothing() -> None:
+    pods = [pod("p", P), pod("d", D)]
+    assert plan({P: 1, D: 1}, {P: 1, D: 1}, pods, [worker(P, "p"), worker(D, "d")]) == Plan({P: 1, D: 1}, {})
+
+
+def test_a_pool_that_grows_gets_nodes_at_once_and_only_as_many_as_lack() -> None:
+    pods, workers = [pod("p", P), pod("d", D)], [worker(P, "p"), worker(D, "d")]
+    assert plan({P: 1, D: 3}, {P: 1, D: 1}, pods, workers).sizes == {P: 1, D: 3}
+    waiting = [*workers, worker(D), worker(D)]
+    assert plan({P: 1, D: 3}, {P: 1, D: 3}, pods, waiting).sizes == {P: 1, D: 3}, "they are on their way"
+
+
+def test_a_node_stays_until_its_worker_has_gone_and_then_goes_itself() -> None:
+    pods = [pod("p", P), pod("a", D), pod("b", D)]
+    leaving = [worker(P, "p"), worker(D, "a"), worker(D, "b", stays=False)]
+    assert plan({P: 1, D: 1}, {P: 1, D: 2}, pods, leaving) == Plan({P: 1, D: 2}, {})
+    gone = plan({P: 1, D: 1}, {P: 1, D: 2}, pods, leaving[:2])
+    assert gone == Plan({P: 1, D: 1}, {"b": 0}), "and b is the one that costs least"
+
+
+def test_a_worker_that_changed_its_role_keeps_its_node() -> None:
+    """Of the prefill Deployment, in which it decodes now."""
+    pods = [pod("a", P), pod("b", P), pod("c", D)]
+    workers = [worker(P, "a"), worker(D, "b"), worker(D, "c")]
+    assert plan({P: 1, D: 2}, {P: 2, D: 1}, pods, workers) == Plan({P: 2, D: 1}, {})
+
+
+def test_a_drained_worker_has_a_node_until_its_successor_serves() -> None:
+    pods = [pod("p", P), pod("a", D)]
+    workers = [worker(P, "p"), worker(D, "a", stays=False), worker(D)]
+    assert plan({P: 1, D: 1}, {P: 1, D: 1}, pods, workers).sizes == {P: 1, D: 2}
+
+
+def test_a_rollout_makes_its_own_nodes() -> None:
+    """The Deployment replaces the pod that goes; its worker moves there, and the size stays."""
+    pods = [pod("p", P), pod("old", D, leaving=True), pod("new", D, cost=0)]
+    for workers in (
+        [worker(P, "p"), worker(D, "old")],
+        [worker(P, "p"), worker(D, "old", stays=False), worker(D)],
+        [worker(P, "p"), worker(D, "old", stays=False), worker(D, "new")],
+    ):
+        assert plan({P: 1, D: 1}, {P: 1, D: 1}, pods, workers).sizes == {P: 1, D: 1}
+
+
+def test_an_idle_node_of_the_other_deployment_is_used_first() -> None:
+    pods = [pod("a", P), pod("idle", P, cost=0), pod("d", D)]
+    workers = [worker(P, "a"), worker(D, "d"), worker(D)]
+    assert plan({P: 1, D: 2}, {P: 2, D: 1}, pods, workers).sizes == {P: 2, D: 1}
+
+
+sizes = st.fixed_dictionaries({P: st.integers(0, 4), D: st.integers(1, 4)})
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_whatever_happens_every_worker_gets_a_node_and_no_node_is_left_over(data: st.DataObject) -> None:
+    """A cluster that does as it is told, with workers that leave and change their roles on the way."""
+    desired, nodes, workers = data.draw(sizes), {P: 1, D: 1}, list[PlacedWorker]()
+    names = iter(range(10**6))
+    pods: list[NodePod] = []
+    for step in range(30):
+        if step < 6:
+            desired = data.draw(sizes)
+        for role in Role:  # the controller's part, as it would do it
+            have = [w for w in workers if w.role is role]
+            workers += [worker(role)] * (desired[role] - len(have))
+            for gone in have[desired[role] :]:
+                workers.remove(gone)
+        if step < 6 and workers and data.draw(st.booleans()):
+            flipped = workers.pop(0)
+            workers.append(PlacedWorker(D if flipped.role is P else P, flipped.pod, True))
+            desired = {role: sum(w.role is role for w in workers) for role in Role}
+        wanted = plan(desired, nodes, pods, workers)
+        pods = [NodePod(p.name, p.deployment, wanted.costs.get(p.name, p.cost)) for p in pods]
+        nodes = dict(wanted.sizes)
+        for role in Role:  # Kubernetes' part
+            mine = sorted((p for p in pods if p.deployment is role), key=lambda p: -p.cost)
+            pods = [p for p in pods if p.deployment is not role] + mine[: nodes[role]]
+            pods += [pod(f"pod-{next(names)}", role, cost=0) for _ in range(nodes[role] - len(mine))]
+        assert {w.pod for w in workers if w.pod} <= {p.name for p in pods}, "a node went with its worker"
+        free = [p.name for p in pods if p.name not in {w.pod for w in workers}]
+        workers = [w if w.pod else worker(w.role, free.pop() if free else "") for w in workers]  # Ray's part
+    assert all(w.pod for w in workers)
+    assert len(pods) == len(workers) == sum(nodes.values())
+
+
+def serving_pool(**spec: Any) -> Any:
+    metadata = SimpleNamespace(labels={"app.kubernetes.io/instance": "mine"}, generation=7)
+    return SimpleNamespace(metadata=metadata, spec={"role": "decode", "initialReplicas": 1, **spec})
+
+
+def test_a_serving_pools_size_is_kept_within_its_bounds() -> None:
+    spec = spec_of(D, serving_pool(replicas=9, minReplicas=2, maxReplicas=4, drainTimeoutSeconds=5))
+    assert (spec.size, spec.asked, spec.drain_timeout_s, spec.generation) == (4, 9, 5.0, 7)
+    assert spec.selector == "app.kubernetes.io/instance=mine,baton.dev/pool=decode"
+    assert spec_of(D, serving_pool(replicas=1, minReplicas=2)).size == 2
+    assert [bool(spec.why_not(size)) for size in (1, 2, 4, 5)] == [True, False, False, True]
+    assert "paused" in spec_of(D, serving_pool(replicas=2, paused=True)).why_not(3)
+
+
+def test_a_status_says_what_becomes_of_it_and_since_when() -> None:
+    spec = PoolSpec(size=4, asked=9, most=4, generation=7, selector="x=y")
+    first = status_of(spec, PoolReport(desired=4, num_workers=3, num_ready=2, num_draining=1), {})
+    conditions = {condition["type"]: condition for condition in first["conditions"]}
+    assert (first["replicas"], first["readyReplicas"], first["drainingReplicas"], first["desiredReplicas"]) == (
+        3,
+        2,
+        1,
+        4,
+    )
+    assert (first["observedGeneration"], first["selector"]) == (7, "x=y")
+    assert (conditions["Ready"]["status"], conditions["Limited"]["status"]) == ("False", "True")
+    assert "9 is outside" in conditions["Limited"]["message"]
+    for condition in first["conditions"]:
+        condition["lastTransitionTime"] = "before"
+    then = status_of(spec, PoolReport(desired=4, num_workers=4, num_ready=4, num_draining=0), first)
+    since = {condition["type"]: condition["lastTransitionTime"] for condition in then["conditions"]}
+    assert since["Limited"] == "before"
+    assert since["Ready"] != "before"
+    refused = status_of(PoolSpec(0, 0), PoolReport(1, 1, 1, 0, "there must be one"), {})
+    assert refused["conditions"][1]["message"] == "there must be one"
