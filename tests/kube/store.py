@@ -135,7 +135,7 @@ class Store:
     def update(self, key: Key, value: Object) -> Object:
         """Replaces an object. Its generation rises when anything but `metadata` and `status` has changed.
 
-        An object with a deletionTimestamp and no finalizers left is removed.
+        An object with a deletionTimestamp, no finalizers left and no grace period is removed.
 
         Raises:
             Missing; Stale: the value has a resourceVersion, and not the current one.
@@ -157,7 +157,11 @@ class Store:
                 return copy.deepcopy(old)  # no new version
             if _without_status(stored) != _without_status(old):
                 metadata["generation"] = old["metadata"]["generation"] + 1
-            if metadata.get("deletionTimestamp") and not metadata.get("finalizers"):
+            if (
+                metadata.get("deletionTimestamp")
+                and not metadata.get("finalizers")
+                and not metadata.get("deletionGracePeriodSeconds")
+            ):
                 del self._objects[key]
                 self._emit(Event("DELETED", key, copy.deepcopy(self._versioned(stored)), old))
                 return stored
