@@ -82,7 +82,7 @@ def up(
     from deploy.up import up as run_up
 
     settings = baton_config.load(config)
-    logs.configure(settings.telemetry.log_level)
+    logs.configure(settings.telemetry.log_level, settings.telemetry.log_format)
     cluster = settings.cluster
     cluster = dataclasses.replace(
         cluster,
@@ -109,7 +109,7 @@ def run(
     from deploy.parts import run as run_part
 
     settings = baton_config.load(config)
-    logs.configure(settings.telemetry.log_level)
+    logs.configure(settings.telemetry.log_level, settings.telemetry.log_format)
     run_part(part, settings, console)
 
 
@@ -130,7 +130,7 @@ def leave(
     from deploy.parts import with_model
 
     settings = baton_config.load(config)
-    logs.configure(settings.telemetry.log_level)
+    logs.configure(settings.telemetry.log_level, settings.telemetry.log_format)
     if timeout_s is None:
         timeout_s = settings.cluster.drain_timeout_s + settings.cluster.start_timeout_s
     left = asyncio.run(leave_cluster(with_model(settings, console), own_hosts(), timeout_s))

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Collection
@@ -19,17 +18,17 @@ import grpc
 import psutil
 
 from baton.blocks import content_id
-from baton.cluster import Worker
+from baton.cluster import ControllerInfo
 from baton.config import Config
 from baton.errors import StoreUnavailable, WorkerFailed
 from baton.rpc import channel, from_rpc_error
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from deploy.ray_node import place_nothing_on
 from kvstore.index import Connection
-from kvstore.leases import RedisLeases
+from kvstore.leases import LeaseStore, RedisLeases
 
 logger = logging.getLogger(__name__)
-POLL_S = 0.2
+POLL_S = 0.5
 ORDER_S = 5.0
 """For the controller's answer."""
 
@@ -42,58 +41,83 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
     Args:
         config: with the model's revision.
         hosts: addresses of this machine.
-
-    Raises:
-        StoreUnavailable: Redis does not answer, so nobody knows who is here.
     """
     deadline_s = time.monotonic() + timeout_s
     try:
         await asyncio.to_thread(place_nothing_on, hosts, config.cluster.ray_address, timeout_s)
     except WorkerFailed as error:
         logger.warning("%s", error)
+    here = workers_on(hosts)
     leases = RedisLeases(
         Connection(config.index.redis_url), content_id(config.model.revision), lease_s=config.index.lease_s
     )
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(leases.close)
-        here = {(w.info.id, w.info.epoch): w for w in await leases.list_workers() if _host(w) in hosts}
-        for worker in here.values():
-            logger.info("%s leaves", worker.info.id)
-            await _ask(leases, worker)
+    try:
+        drained_by: ControllerInfo | None = None
+        told: set[str] = set()
+        """To end: a second time would end them undrained."""
         while here and time.monotonic() < deadline_s:
+            controller = await _controller(leases)
+            if controller is None:
+                told |= _end({worker_id: here[worker_id] for worker_id in here.keys() - told})
+            elif drained_by is None or controller.address != drained_by.address:
+                drained_by = controller if await _drain(here, controller) else None
             await asyncio.sleep(POLL_S)
-            with contextlib.suppress(StoreUnavailable):
-                left = {(w.info.id, w.info.epoch) for w in await leases.list_workers()}
-                here = {key: worker for key, worker in here.items() if key in left and _lives(worker)}
-    return sorted(worker_id for worker_id, _ in here)
+            here = {worker_id: process for worker_id, process in here.items() if _runs(process)}
+    finally:
+        await leases.close()
+    return sorted(here)
+
+
+def workers_on(hosts: Collection[str]) -> dict[str, psutil.Process]:
+    """The workers' processes that listen on one of those addresses, by worker id; `deploy.worker` has the arguments."""
+    found: dict[str, psutil.Process] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            match process.cmdline():
+                case [_, "-m", "deploy.worker", _, worker_id, host, *_] if host in hosts:
+                    found[worker_id] = process
+    return found
 
 
 def own_hosts() -> set[str]:
-    """Addresses of this machine, and POD_IP."""
-    found = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
-    found = {address for address in found if "." in address or ":" in address} | {socket.gethostname()}
-    return {pod_ip} if (pod_ip := os.environ.get("POD_IP")) else found
+    """Addresses of this machine: POD_IP where it is set."""
+    if pod_ip := os.environ.get("POD_IP"):
+        return {pod_ip}
+    found = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return found | {socket.gethostname()}
 
 
-async def _ask(leases: RedisLeases, worker: Worker) -> None:
-    """The controller, who has another worker take its place first; or the worker itself."""
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+async def _controller(leases: LeaseStore) -> ControllerInfo | None:
     try:
-        if controller := await leases.get_controller():
-            async with channel(controller.address) as link:
-                request = admin_pb2.DrainWorkerRequest(worker_id=worker.info.id)
+        return await leases.get_controller()
+    except StoreUnavailable as error:
+        logger.warning("%s", error)
+        return None
+
+
+async def _drain(here: Collection[str], controller: ControllerInfo) -> bool:
+    """Asks for every worker, and returns whether the controller has taken it."""
+    try:
+        async with channel(controller.address) as link:
+            for worker_id in here:
+                request = admin_pb2.DrainWorkerRequest(worker_id=worker_id)
                 await admin_pb2_grpc.AdminStub(link).DrainWorker(request, timeout=ORDER_S)
-                return
-        reason = "no controller is known"
+                logger.info("%s leaves", worker_id)
     except grpc.aio.AioRpcError as error:
-        reason = str(from_rpc_error(error, "the controller"))
-    logger.warning("%s; %s is told itself", reason, worker.info.id)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(worker.info.pid, signal.SIGTERM)
+        logger.warning("%s; asking again", from_rpc_error(error, f"the controller at {controller.address}"))
+        return False
+    return True
 
 
-def _lives(worker: Worker) -> bool:
-    return psutil.pid_exists(worker.info.pid)
-
-
-def _host(worker: Worker) -> str:
-    return worker.info.address.rpartition(":")[0]
+def _end(here: dict[str, psutil.Process]) -> set[str]:
+    for worker_id, process in here.items():
+        logger.warning("no controller is known; %s is told to end", worker_id)
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    return set(here)

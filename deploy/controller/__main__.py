@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--end", action="store_true", help="end the workers of a controller that is gone")
     arguments = Arguments(**vars(parser.parse_args()))
     config = process_config()
-    logs.configure(config.telemetry.log_level)
+    logs.configure(config.telemetry.log_level, config.telemetry.log_format, "baton-controller")
     ready = Ready(arguments.ready_fd)
     try:
         with (

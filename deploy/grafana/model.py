@@ -1,0 +1,88 @@
+"""What a dashboard consists of, whatever shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+CLUSTER = 'namespace="$namespace", job="$job"'
+ZERO = f"on () 0 * max(baton_build_info{{{CLUSTER}}})"
+
+
+class Kind(StrEnum):
+    LINES = "timeseries"
+    STAT = "stat"
+    BARS = "bargauge"
+    STATES = "state-timeline"
+    TABLE = "table"
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    title: str
+    description: str
+    """What it shows, and what to do when it looks bad."""
+    unit: str
+    """Grafana's id of it."""
+    queries: dict[str, str]
+    """Legend -> expression. A line whose legend begins with `objective` or `ceiling` is a limit, and drawn dashed."""
+    kind: Kind = Kind.LINES
+    width: int = 12
+    """Of 24 columns."""
+    height: int = 8
+    is_stacked: bool = False
+    is_logarithmic: bool = False
+    bad_above: float | None = None
+    """From here on red."""
+    bad_below: float | None = None
+
+    @property
+    def is_instant(self) -> bool:
+        """Only the latest value matters."""
+        return self.kind in (Kind.BARS, Kind.TABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A choice at the top of a dashboard: the values of a label."""
+
+    name: str
+    metric: str
+    label: str
+    title: str
+    has_all: bool = True
+    """Several, or all, can be chosen: expressions use `=~`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    name: str
+    """Of its file; its uid is `baton-NAME`."""
+    title: str
+    description: str
+    variables: tuple[Variable, ...]
+    sections: tuple[Section, ...]
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        return tuple(panel for section in self.sections for panel in section.panels)
+
+
+NAMESPACE = Variable("namespace", "baton_build_info", "namespace", "Namespace", has_all=False)
+JOB = Variable("job", 'baton_build_info{namespace="$namespace"}', "job", "Release", has_all=False)
+MODEL = Variable("model", "baton_requests_slo_total{$cluster}", "model", "Model")
+SLO_CLASS = Variable("slo_class", "baton_requests_slo_total{$cluster}", "slo_class", "SLO class")
+ROLE = Variable("role", "baton_worker_info{$cluster}", "role", "Role")
+WORKER = Variable("worker", 'baton_worker_info{$cluster, role=~"$role"}', "worker", "Worker")
+TENANT = Variable("tenant", "baton_tenant_requests_total{$cluster}", "tenant", "Tenant")
+
+
+def expanded(expression: str) -> str:
+    """With what `$cluster` and `$zero` stand for."""
+    return expression.replace("$zero", ZERO).replace("$cluster", CLUSTER)

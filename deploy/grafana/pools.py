@@ -1,0 +1,139 @@
+"""The workers: how many, in what state, how full."""
+
+from __future__ import annotations
+
+from deploy.grafana.model import ROLE, WORKER, Dashboard, Kind, Panel, Section
+
+OF_WORKER = 'role=~"$role", worker=~"$worker"'
+STATES = 'max by (worker, role, state) (baton_worker_state{$cluster, role=~"$role"})'
+
+SIZE = Section(
+    "Size",
+    (
+        Panel(
+            "Ready and desired",
+            "Workers of each pool. Ready below desired for longer than a start takes: `baton status`, then the logs of "
+            "the head and of the worker's pod. `baton scale POOL N` sets what is desired.",
+            "short",
+            {"{{pool}} {{state}}": "max by (pool, state) (baton_pool_workers{$cluster})"},
+        ),
+        Panel(
+            "Workers by state",
+            "draining: it hands over what it does and leaves. If that takes longer than cluster.drain_timeout_s, what "
+            "is left is computed again elsewhere.",
+            "short",
+            {"{{role}} {{state}}": f"sum by (role, state) ({STATES})"},
+            is_stacked=True,
+        ),
+        Panel(
+            "Takes traffic",
+            "Green while a worker takes traffic. One that goes on and off: its log tells why; `baton drain WORKER` "
+            "replaces it.",
+            "short",
+            {"{{worker}}": f"max by (worker) (baton_worker_ready{{$cluster, {OF_WORKER}}})"},
+            Kind.STATES,
+            bad_below=1,
+        ),
+        Panel(
+            "Workers",
+            "What each says of itself. wire_compat is what two workers must have in common to hand KV over: during a "
+            "roll-out there are two, afterwards one.",
+            "short",
+            {"": f"max by (worker, role, node, wire_compat, block_size) (baton_worker_info{{$cluster, {OF_WORKER}}})"},
+            Kind.TABLE,
+        ),
+    ),
+)
+
+LOAD = Section(
+    "Load",
+    (
+        Panel(
+            "Running sequences",
+            "Sequences in a worker's batch. Uneven among decode workers: some are new, or hold what others pull; even "
+            "and at engine.max_num_seqs: the pool is full.",
+            "short",
+            {"{{worker}}": f'max by (worker) (baton_worker_sequences{{$cluster, state="running", {OF_WORKER}}})'},
+        ),
+        Panel(
+            "Waiting sequences",
+            "Sequences that wait for blocks or for their KV. Growing on prefill workers: prompts come faster than they "
+            "are computed. On decode workers: KV does not arrive, or there is no room for it.",
+            "short",
+            {"{{worker}}": f'max by (worker) (baton_worker_sequences{{$cluster, state="waiting", {OF_WORKER}}})'},
+        ),
+        Panel(
+            "KV in use",
+            "Share of a worker's blocks that sequences hold; cached ones can be taken at once and do not count. Above "
+            "90 %: sequences wait or are preempted. More workers, a larger engine.kv_cache_gib, or a smaller "
+            "engine.output_reservation.",
+            "percentunit",
+            {
+                "{{worker}}": "max by (worker) (baton_kv_blocks{$cluster, "
+                f'state="in_use", {OF_WORKER}}}) / sum by (worker) (max by (worker, state) '
+                f"(baton_kv_blocks{{$cluster, {OF_WORKER}}}))"
+            },
+            bad_above=0.9,
+        ),
+        Panel(
+            "KV blocks by state",
+            "free + cached + in_use is what the workers have. No cached blocks left: conversations come back to "
+            "nothing.",
+            "short",
+            {
+                "{{role}} {{state}}": "sum by (role, state) (max by (worker, role, state) "
+                f"(baton_kv_blocks{{$cluster, {OF_WORKER}}}))"
+            },
+            is_stacked=True,
+        ),
+    ),
+)
+
+TROUBLE = Section(
+    "Trouble",
+    (
+        Panel(
+            "Preemptions",
+            "Sequences a second that had to give their blocks back and are computed again: work done twice. Answers "
+            "are longer than engine.output_reservation, and the pool is too full for it.",
+            "ops",
+            {
+                "{{worker}}": "max by (worker) (rate(baton_preemptions_total{$cluster, "
+                f"{OF_WORKER}}}[$__rate_interval]))"
+            },
+        ),
+        Panel(
+            "Self-check",
+            "Red: a worker's own integrity check fails, so blocks have leaked. Keep its log, then `baton drain "
+            "WORKER`.",
+            "short",
+            {"{{worker}}": 'min by (worker) (baton_worker_self_check_ok{$cluster, worker=~"$worker"})'},
+            Kind.STATES,
+            bad_below=1,
+        ),
+        Panel(
+            "Redis",
+            "Red: a router does not reach Redis. Requests go on; prefixes found and workers that come or go are not "
+            "known any more. `baton doctor` tells what is wrong.",
+            "short",
+            {"{{instance}}": "min by (instance) (baton_redis_up{$cluster})"},
+            Kind.STATES,
+            bad_below=1,
+        ),
+        Panel(
+            "Versions",
+            "Routers by version: during a roll-out there are two.",
+            "short",
+            {"": "count by (version) (baton_build_info{$cluster})"},
+            Kind.TABLE,
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    "pools",
+    "Baton / Pools",
+    "The workers: how many, in what state, how full.",
+    (ROLE, WORKER),
+    (SIZE, LOAD, TROUBLE),
+)

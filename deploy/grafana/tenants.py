@@ -1,0 +1,105 @@
+"""Who asks how much, and who is served how well."""
+
+from __future__ import annotations
+
+from deploy.grafana.model import TENANT, Dashboard, Kind, Panel, Section
+
+
+def tokens(kinds: str) -> str:
+    labels = f'$cluster, tenant=~"$tenant", kind=~"{kinds}"'
+    return f"sum by (tenant) (rate(baton_tenant_tokens_total{{{labels}}}[$__rate_interval]))"
+
+
+def requests(outcome: str = "", by: str = "tenant") -> str:
+    """Args:
+    outcome: a matcher, such as `="met"`.
+    """
+    labels = '$cluster, tenant=~"$tenant"' + (f", outcome{outcome}" if outcome else "")
+    return f"sum by ({by}) (rate(baton_tenant_requests_total{{{labels}}}[$__rate_interval]))"
+
+
+MET, COUNTED, REFUSED = requests('="met"'), requests('!~"cancelled|invalid"'), requests('="rejected"')
+SHED = 'sum by (tenant) (rate(baton_admission_shed_total{$cluster, tenant=~"$tenant"}[$__rate_interval]))'
+
+REQUESTS = Section(
+    "Requests",
+    (
+        Panel(
+            "Requests by tenant",
+            "Finished requests a second. A tenant that floods the cluster hurts itself first: refusals go by weight.",
+            "reqps",
+            {"{{tenant}}": requests()},
+            is_stacked=True,
+        ),
+        Panel(
+            "Requests by outcome",
+            "Of the chosen tenants. rejected: over their share while the cluster is full.",
+            "reqps",
+            {"{{outcome}}": requests(by="outcome")},
+            is_stacked=True,
+        ),
+        Panel(
+            "In time",
+            "Share of a tenant's requests that met their objectives, without those cancelled and the invalid. One "
+            "tenant alone: its class may be too tight for its prompts, or its weight too small for what it asks.",
+            "percentunit",
+            {"{{tenant}}": f"({MET} or 0 * {requests()}) / ({COUNTED} > 0)"},
+            bad_below=0.99,
+        ),
+        Panel(
+            "Refused or made way",
+            "Requests a second that a tenant was refused, and those let in that had to make way for other tenants'. "
+            "Raise its `weight` in the tenants' file, or the pools.",
+            "reqps",
+            {"refused {{tenant}}": f"{REFUSED} or $zero", "made way {{tenant}}": f"{SHED} or $zero"},
+        ),
+    ),
+)
+
+TOKENS = Section(
+    "Tokens",
+    (
+        Panel(
+            "Generated",
+            "Tokens a second by tenant.",
+            "suffix: tok/s",
+            {"{{tenant}}": tokens("generated")},
+            width=8,
+            is_stacked=True,
+        ),
+        Panel(
+            "Prompts",
+            "Prompt tokens a second by tenant, cached ones included.",
+            "suffix: tok/s",
+            {"{{tenant}}": tokens("prompt")},
+            width=8,
+            is_stacked=True,
+        ),
+        Panel(
+            "Found in a cache",
+            "Share of a tenant's prompt tokens that were cached. Tenants with one `cache_scope` share their prefixes.",
+            "percentunit",
+            {"{{tenant}}": f"({tokens('cached')} or 0 * {tokens('prompt')}) / ({tokens('prompt')} > 0)"},
+            width=8,
+        ),
+        Panel(
+            "Most tokens",
+            "The tenants with most tokens, prompts and answers, within the chosen time.",
+            "short",
+            {
+                "{{tenant}}": "topk(20, sum by (tenant) (increase(baton_tenant_tokens_total{$cluster, "
+                'tenant=~"$tenant", kind=~"prompt|generated"}[$__range])))'
+            },
+            Kind.BARS,
+            width=24,
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    "tenants",
+    "Baton / Tenants",
+    "Who asks how much, and who is served how well.",
+    (TENANT,),
+    (REQUESTS, TOKENS),
+)

@@ -1,0 +1,261 @@
+"""A real Prometheus scrapes a real cluster under load: every expression that is shipped has something to show.
+
+The cluster has all that a panel may be about: tenants and SLO classes, one of which nobody can keep; more load than it
+can serve in time; transfers that fail, as BATON_FAULTS makes them; a worker that leaves; a Redis that stands still,
+while workers forget what the index says they have; an autoscaler that tells what it would do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import random
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.errors import BatonError
+from deploy.client import Client
+from deploy.grafana.catalogue import definitions
+from deploy.grafana.model import ZERO
+from tests.integration.cluster import Cluster, request, running_cluster
+from tests.integration.test_plumbing import prompt_of, sampling
+from tests.observability.prometheus import Prometheus, binaries, running_prometheus
+from tests.observability.shipped import JOB, RULES, dashboards, recorded, shown, substituted
+
+pytestmark = pytest.mark.timeout(240)
+
+TENANTS = """
+flood: {{key_sha256: ['{flood}'], slo_class: chat}}
+small: {{key_sha256: ['{small}'], slo_class: chat, weight: 8}}
+hurried: {{key_sha256: ['{hurried}'], slo_class: hurried}}
+operations: {{key_sha256: ['{operations}'], operator: true}}
+"""
+NAMES = ("flood", "small", "hurried", "operations")
+SLO_CLASSES = {
+    "default": {},
+    "chat": {"ttft_ms": 1500, "itl_ms": 500, "e2e_ms": 30_000},
+    "hurried": {"e2e_ms": 1},  # which nobody can keep
+}
+CLIENTS = {"flood": 14, "small": 3, "hurried": 1}
+SETTINGS = {
+    "engine_runner": "arithmetic", "engine_arithmetic_token_ms": "2", "engine_num_blocks": "512",
+    "router_slo_classes": json.dumps(SLO_CLASSES),
+    "autoscale_enabled": "true", "autoscale_dry_run": "true", "autoscale_window_s": "1",
+    "router_mode": "split", "index_renew_s": "0.5", "index_poll_s": "0.5",
+    "faults": "corrupt_chunk=12",
+}  # fmt: skip
+SYSTEM_PROMPT = prompt_of(1, 32)
+NUM_FLOOD = 8
+"""Requests that come at once."""
+NUM_CONVERSATIONS = 8
+"""Of one client, which comes back to them: more than the caches hold."""
+DATA_WITHIN_S = 75.0
+
+NOTHING_TO_SHOW = {
+    "overview / Alerts / firing": "the alerts wait for minutes before they fire",
+}
+"""Expressions that are 0 here by their `or $zero` alone, and why."""
+
+
+def key_of(name: str) -> str:
+    return f"key-of-{name}"
+
+
+class Load:
+    """Clients that ask until the block is left. What is refused or fails is what the dashboards are to show."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._stop = threading.Event()
+        self._threads = ThreadPoolExecutor(sum(CLIENTS.values()))
+
+    def __enter__(self) -> Load:
+        names = [name for name, number in CLIENTS.items() for _ in range(number)]
+        self._clients = [self._threads.submit(self._ask, name, number) for number, name in enumerate(names)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for client in self._clients:
+            client.result()
+        self._threads.shutdown()
+
+    def _ask(self, name: str, number: int) -> None:
+        drawn = random.Random(number)
+        while not self._stop.is_set():
+            conversation = prompt_of(1000 * (number + 1) + drawn.randrange(NUM_CONVERSATIONS), 160)
+            question = prompt_of(drawn.getrandbits(32), 100)
+            message = request(
+                token_ids=SYSTEM_PROMPT + conversation + question, sampling=sampling(drawn.randint(40, 120))
+            )
+            metadata = (("authorization", f"Bearer {key_of(name)}"),)
+            chunks = self._cluster.inference.Generate(message, timeout=60, metadata=metadata)
+            with contextlib.suppress(grpc.RpcError):
+                for _ in chunks:
+                    if drawn.random() < 0.001 or self._stop.is_set():
+                        chunks.cancel()
+            self._stop.wait(0.1)
+
+
+class Trouble:
+    """What happens to the cluster, again and again, while the block is entered."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._stop = threading.Event()
+        (self._redis,) = [process for process in cluster.processes() if "valkey-server" in process.name()]
+
+    def __enter__(self) -> Trouble:
+        self._threads = ThreadPoolExecutor(NUM_FLOOD + 1)
+        self._happening = self._threads.submit(self._happen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._threads.shutdown()
+        self._happening.result()
+
+    def _happen(self) -> None:
+        for number in itertools.count():
+            for each in (partial(self._drain, f"long-{number}"), self._flood, self._no_redis):
+                if self._stop.is_set():
+                    return
+                each()
+
+    def _drain(self, request_id: str) -> None:
+        """A worker leaves in the midst of a long answer, which goes on elsewhere."""
+        answer = streamed(self._cluster, "small", 50, 3000, 60_000, request_id)
+        with contextlib.closing(Client(self._cluster.grpc, key_of("operations"))) as operations:
+            with contextlib.suppress(grpc.RpcError, BatonError):  # it is refused, or has gone on elsewhere already
+                for _ in itertools.islice(answer, 50):
+                    pass
+                (told,) = operations.explain(request_id)
+                operations.drain(told.decode_worker)
+                self._stop.wait(3)
+            answer.cancel()
+
+    def _no_redis(self) -> None:
+        """Workers forget, and the index is not told."""
+        self._redis.suspend()
+        try:
+            self._stop.wait(4)
+        finally:
+            self._redis.resume()
+        self._stop.wait(2)
+
+    def _flood(self) -> None:
+        """One tenant fills the queues; for another one, some of it has to make way."""
+        flood = [self._threads.submit(ask, self._cluster, "flood", 500, 1, 60_000) for _ in range(NUM_FLOOD)]
+        self._stop.wait(0.5)
+        ask(self._cluster, "small", 100, 1, 1_000)
+        for each in flood:
+            each.result()
+
+
+def streamed(
+    cluster: Cluster, name: str, num_prompt_tokens: int, num_tokens: int, ttft_ms: float, request_id: str = ""
+) -> Any:
+    """The call of a request with a first-token objective of its own."""
+    prompt = prompt_of(random.getrandbits(32), num_prompt_tokens)
+    message = request(token_ids=prompt, sampling=sampling(num_tokens), slo={"ttft_ms": ttft_ms}, request_id=request_id)
+    return cluster.inference.Generate(message, timeout=60, metadata=(("authorization", f"Bearer {key_of(name)}"),))
+
+
+def ask(cluster: Cluster, name: str, num_prompt_tokens: int, num_tokens: int, ttft_ms: float) -> None:
+    """To the answer's end. Refused or not: the metrics tell."""
+    with contextlib.suppress(grpc.RpcError):
+        list(streamed(cluster, name, num_prompt_tokens, num_tokens, ttft_ms))
+
+
+@pytest.fixture(scope="module")
+def seen(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Prometheus]]:
+    """The cluster under load, and the Prometheus that scrapes it."""
+    binaries()
+    folder = tmp_path_factory.mktemp("prometheus")
+    tenants = folder / "tenants.yaml"
+    tenants.write_text(TENANTS.format(**{name: hashlib.sha256(key_of(name).encode()).hexdigest() for name in NAMES}))
+    with running_cluster("--prefill", "2", "--decode", "2", router_tenants_file=str(tenants), **SETTINGS) as cluster:
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(path) for path in RULES.glob("*.yaml")],
+            "scrape_configs": [{"job_name": JOB, "static_configs": [{"targets": [cluster.http]}]}],
+        }
+        with running_prometheus(folder, config) as prometheus, Load(cluster), Trouble(cluster):
+            yield cluster, prometheus
+
+
+def flaw(prometheus: Prometheus, expression: str) -> str:
+    """What is wrong with its data now; empty: nothing."""
+    vector = prometheus.query(expression)
+    if not vector:
+        return "no data"
+    wrong = [sample for sample in vector if not math.isfinite(float(sample["value"][1]))]
+    return f"not finite: {wrong}" if wrong else ""
+
+
+def test_every_panel_has_something_to_show(seen: tuple[Cluster, Prometheus]) -> None:
+    """With nothing but what was measured: `or $zero` is left out."""
+    _, prometheus = seen
+    waiting = {str(each): substituted(each.expression.replace(f" or {ZERO}", "")) for each in shown()}
+    for name in NOTHING_TO_SHOW:
+        del waiting[name]
+    assert len(waiting) > 80
+    deadline = time.monotonic() + DATA_WITHIN_S
+    while True:
+        flaws = {name: found for name, text in waiting.items() if (found := flaw(prometheus, text))}
+        if not flaws:
+            break
+        assert time.monotonic() < deadline, "\n".join(f"{name}: {flaws[name]}: {waiting[name]}" for name in flaws)
+        waiting = {name: waiting[name] for name in flaws}
+        time.sleep(1)
+    for each in shown():  # as they are shipped, all at the same time
+        assert flaw(prometheus, substituted(each.expression)) == "", each
+
+
+def test_variables_have_values(seen: tuple[Cluster, Prometheus]) -> None:
+    _, prometheus = seen
+    values: dict[str, list[str]] = {}
+    for dashboard in dashboards().values():
+        for variable in dashboard["templating"]["list"][1:]:
+            match = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
+            assert match
+            found = prometheus.get(f"label/{match[2]}/values", **{"match[]": substituted(match[1])})
+            values[variable["name"]] = found
+    assert values.pop("namespace") == [], "this is not Kubernetes"
+    assert values["job"] == [JOB]
+    assert values["slo_class"] == ["chat", "custom", "hurried"]
+    assert set(values["tenant"]) == set(CLIENTS)
+    assert values["role"] == ["decode", "prefill"]
+    assert all(values.values()), values
+
+
+def test_rules_are_evaluated_and_what_is_recorded_is_finite(seen: tuple[Cluster, Prometheus]) -> None:
+    _, prometheus = seen
+    groups = prometheus.get("rules")["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert {rule["health"] for rule in rules} == {"ok"}, rules
+    for rule in recorded():
+        assert flaw(prometheus, rule["record"]) == "", rule["record"]
+
+
+def test_nothing_is_exposed_that_the_catalogue_lacks(seen: tuple[Cluster, Prometheus]) -> None:
+    cluster, _ = seen
+    with urllib.request.urlopen(f"http://{cluster.http}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    exposed = {tuple(line.split(" ")[2:4]) for line in lines if line.startswith("# TYPE ")}
+    known = {(each.name, each.kind) for each in definitions()}
+    assert exposed <= known
+    assert {name for name, _ in known - exposed} == set(), "it was not booked under this load"

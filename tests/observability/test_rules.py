@@ -1,0 +1,133 @@
+"""The recording rules and alerts under promtool: real evaluation, in virtual time."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.observability.prometheus import binaries
+from tests.observability.shipped import RULES, alerts, cases, recorded
+
+LABELS = 'job="baton", slo_class="chat"'
+
+
+def promtool(*arguments: str | Path) -> None:
+    done = subprocess.run([binaries().promtool, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run(tests: list[dict[str, Any]], folder: Path) -> None:
+    path = folder / "tests.yaml"
+    files = sorted(RULES.glob("*.yaml"), reverse=True)  # recording.yaml comes before alerts.yaml
+    groups = [group["name"] for file in files for group in yaml.safe_load(file.read_text())["groups"]]
+    whole = {
+        "rule_files": [str(file) for file in files],
+        "group_eval_order": groups,
+        "evaluation_interval": "1m",
+        "tests": tests,
+    }
+    path.write_text(yaml.safe_dump(whole))
+    promtool("test", "rules", path)
+
+
+def given(series: dict[str, str]) -> dict[str, Any]:
+    return {"interval": "1m", "input_series": [{"series": name, "values": values} for name, values in series.items()]}
+
+
+def test_prometheus_accepts_the_rules() -> None:
+    promtool("check", "rules", *sorted(RULES.glob("*.yaml")))
+
+
+def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
+    """Neither a minute earlier."""
+    rules = {rule["alert"]: rule for rule in alerts()}
+    tests = []
+    for name, kinds in cases().items():
+        for kind, case in ((kind, case) for kind, each in kinds.items() for case in each):
+            expected = [_fired(rules[name], alert) for alert in case.get("alerts", [])]
+            asked = [
+                {"alertname": name, "eval_time": f"{case['at']}m", "exp_alerts": expected},
+                {"alertname": name, "eval_time": f"{case['at'] - 1}m", "exp_alerts": []},
+            ]
+            tests.append({"name": f"{name}: {kind}", **given(case["series"]), "alert_rule_test": asked})
+    run(tests, tmp_path)
+
+
+def _fired(rule: dict[str, Any], alert: dict[str, Any]) -> dict[str, Any]:
+    """The case tells what depends on the input. The rest is a text that stands in the rule."""
+    return {
+        "exp_labels": {**alert["labels"], **rule["labels"]},
+        "exp_annotations": {**rule["annotations"], "summary": alert["summary"]},
+    }
+
+
+def test_what_is_recorded(tmp_path: Path) -> None:
+    """Two routers add up, each worker counts once, and what was never booked is 0."""
+    slo, tokens = "baton_requests_slo_total", "baton_tokens_slo_met_total"
+    blocks, transfers = "baton_kv_blocks", "baton_kv_transfers_total"
+    series = {
+        f'{slo}{{{LABELS}, instance="a", model="m", outcome="met"}}': "0+60x400",
+        f'{slo}{{{LABELS}, instance="b", model="m", outcome="met"}}': "0+60x400",
+        f'{slo}{{{LABELS}, instance="b", model="m", outcome="itl_missed"}}': "0+120x400",
+        f'{slo}{{{LABELS}, instance="b", model="m", outcome="cancelled"}}': "0+240x400",
+        f'{slo}{{job="baton", slo_class="batch", outcome="met"}}': "0+60x400",
+        f'{slo}{{job="baton", slo_class="hopeless", outcome="error"}}': "0+60x400",
+        f'{tokens}{{{LABELS}, instance="a", model="m"}}': "0+600x400",
+        f'{tokens}{{{LABELS}, instance="b", model="m"}}': "0+600x400",
+        'baton_prompt_tokens_total{model="m"}': "0+240x400",
+        'baton_prefix_hit_tokens_total{model="m"}': "0+60x400",
+        'baton_prefix_ceiling_tokens_total{model="m"}': "0+120x400",
+        'gen_ai_server_time_to_first_token_seconds_bucket{le="0.5"}': "0+60x400",
+        'gen_ai_server_time_to_first_token_seconds_bucket{le="+Inf"}': "0+60x400",
+        'gen_ai_server_time_per_output_token_seconds_bucket{le="0.25"}': "0+60x400",
+        'gen_ai_server_time_per_output_token_seconds_bucket{le="+Inf"}': "0+60x400",
+        'baton_stage_duration_seconds_sum{stage="decode"}': "0+30x400",
+        'baton_stage_duration_seconds_count{stage="decode"}': "0+60x400",
+        'baton_index_stale_hints_total{instance="a"}': "0+60x400",
+        'baton_placements_total{instance="a", mode="split"}': "0+240x400",
+    }
+    for instance in "ab":
+        for state, number in (("in_use", 24), ("cached", 6), ("free", 2)):
+            series[f'{blocks}{{instance="{instance}", worker="d0", role="decode", state="{state}"}}'] = f"{number}x400"
+        for worker, running in (("d0", 3), ("d1", 4)):
+            labels = f'instance="{instance}", worker="{worker}", role="decode"'
+            series[f'baton_worker_sequences{{{labels}, state="running"}}'] = f"{running}x400"
+        for outcome, number in (("committed", 180), ("failed", 60)):
+            labels = f'instance="{instance}", worker="d0", role="decode", direction="received", outcome="{outcome}"'
+            series[f"{transfers}{{{labels}}}"] = f"0+{number}x400"
+    of_model = f'{LABELS}, model="m"'
+    expected = {
+        f"baton:goodput_requests:rate5m{{{of_model}}}": 2,
+        f"baton:goodput_tokens:rate5m{{{of_model}}}": 20,
+        f'baton:requests:rate5m{{{of_model}, outcome="cancelled"}}': 4,
+        **{
+            f'baton:slo_missed:ratio_rate{window}{{job="baton", slo_class="{slo_class}"}}': share
+            for window in ("5m", "30m", "1h", "6h")
+            for slo_class, share in (("chat", 0.5), ("batch", 0), ("hopeless", 1))
+        },
+        "baton:time_to_first_token_seconds:p99_rate5m": 0.495,
+        "baton:time_per_output_token_seconds:p99_rate5m": 0.2475,
+        'baton:stage_duration_seconds:mean_rate5m{stage="decode"}': 0.5,
+        'baton:kv_in_use:ratio{worker="d0", role="decode"}': 0.75,
+        'baton:sequences:sum{role="decode", state="running"}': 7,
+        'baton:kv_transfers:rate5m{direction="received", outcome="failed"}': 1,
+        "baton:kv_transfers_failed:ratio_rate5m": 0.25,
+        'baton:prefix_hit:ratio_rate5m{model="m"}': 0.25,
+        'baton:prefix_ceiling:ratio_rate5m{model="m"}': 0.5,
+        "baton:index_stale_hints:ratio_rate5m": 0.25,
+    }
+    # promtool compares floats exactly.
+    asked = [
+        {
+            "expr": f"round({name}, 1e-6)",
+            "eval_time": "395m",
+            "exp_samples": [{"labels": "{" + name.partition("{")[2] if "{" in name else "{}", "value": value}],
+        }
+        for name, value in expected.items()
+    ]
+    run([{**given(series), "promql_expr_test": asked}], tmp_path)
+    told = {name.partition("{")[0] for name in expected}
+    assert told == {rule["record"] for rule in recorded()}
