@@ -180,7 +180,7 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
             raise ConfigError(f"the ServingPools ask for what cannot be: {reason}")
         return State(sizes, arguments.cluster, gpus_per_worker=config.cluster.gpus_per_worker)
     deadline_s = time.monotonic() + wait_s
-    while not (resources := await ray_actors.resources()).get(RESOURCE) and time.monotonic() < deadline_s:
+    while not (resources := await ray_actors.resources()).get(RESOURCE) and time.monotonic() < deadline_s:  # noqa: ASYNC110
         await asyncio.sleep(NODES_POLL_S)
     if not resources.get(RESOURCE):
         raise ConfigError(

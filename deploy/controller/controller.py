@@ -150,8 +150,13 @@ class Controller:
             ConfigError: Ray does not answer.
         """
         found = set(await self._actors.ids())
+        told: dict[str, Role] = {}
+        with contextlib.suppress(StoreUnavailable):
+            told = {worker.info.id: worker.info.role for worker in await self._leases.list_workers()}
         for worker_id in sorted(found | self.state.roles.keys()):
-            worker = Tended(worker_id, self.state.roles.get(worker_id) or Role(worker_id.rpartition("-")[0]))
+            # A state file that is lost leaves what workers say of themselves, then the role they began with.
+            role = self.state.roles.get(worker_id) or told.get(worker_id) or Role(worker_id.rpartition("-")[0])
+            worker = Tended(worker_id, role)
             self._workers[worker_id] = worker
             if worker_id in found:
                 self._begin(worker, self._actors.get(worker_id))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster import ControllerInfo, Role, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import ControllerInfo, PoolStatus, Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import ClusterConfig, Config, IndexConfig
 from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
 from deploy.controller import controller as controller_module
@@ -169,6 +169,21 @@ async def test_a_controller_that_comes_back_takes_orders_at_once(tmp_path: Path)
     async with bench(tmp_path, is_first=False) as it:
         it.actors.may_start.clear()
         assert (await it.orders.scale("decode", 2)).ready == 0
+
+
+async def test_a_controller_that_has_lost_its_state_believes_what_workers_say_of_their_roles(tmp_path: Path) -> None:
+    """A head's pod that is replaced has an empty disk; the workers live on in Ray."""
+    it = Bench(tmp_path, CONFIG, {Role.PREFILL: 0, Role.DECODE: 2}, is_first=False)
+    for worker_id in ("prefill-0", "decode-0"):
+        await it.actors.create(worker_id, Role.DECODE)
+    flipped = WorkerInfo("prefill-0", Role.DECODE, "", 1, "", await it.leases.acquire("prefill-0"), "", "", 16, 0)
+    await it.leases.renew(flipped, WorkerLoad(WorkerState.READY))
+    await it.controller.adopt()
+    try:
+        assert it.controller.pool(Role.DECODE) == PoolStatus(desired=2, ready=2)
+        assert it.controller.state.roles == {"prefill-0": Role.DECODE, "decode-0": Role.DECODE}
+    finally:
+        await it.controller.let_go()
 
 
 async def test_a_worker_that_dies_soon_after_it_was_ready_waits_longer_each_time(
