@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib.metadata import version as _version_of
 
 from baton.costs import PRIOR, StepCosts
+
+VERSION = _version_of("baton-serving")
+"""Of this process."""
 
 
 class Role(StrEnum):
@@ -100,6 +104,8 @@ class WorkerInfo:
     max_model_len: int
     chunk_tokens: int = 512
     """Prompt tokens in one step."""
+    version: str = ""
+    """Of Baton; empty: of a release that did not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +152,7 @@ class RouterInfo:
     missed: int = 0
     """Those that were let in, and came too late or failed."""
     rejected: int = 0
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +174,7 @@ class ControllerInfo:
     """host:port of its `Admin` service."""
     scaling: tuple[PoolScaling, ...] = ()
     """Empty: the autoscaler is off, or has not decided yet."""
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True)

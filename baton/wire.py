@@ -449,6 +449,10 @@ def _worker(worker: Worker) -> admin_pb2.Worker:
         busy_s=load.busy_s,
         computed_tokens=load.computed_tokens,
         queued_tokens=load.queued_tokens,
+        version=info.version,
+        content_id=info.content_id,
+        wire_compat=info.wire_compat,
+        max_model_len=info.max_model_len,
     )
 
 

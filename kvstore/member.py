@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 from baton.blocks import content_id
-from baton.cluster import Role, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import VERSION, Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import Config
 from baton.engine.block_pool import Removed, Stored
 from baton.engine.engine import Engine
@@ -125,6 +125,7 @@ class Member:
                 block_size=spec.block_size,
                 max_model_len=self.runner.max_model_len,
                 chunk_tokens=self.config.engine.max_num_batched_tokens,
+                version=VERSION,
             )
             self.kv.receiver.kv_address = self.info.address
             self._publisher = self._publisher_of(epoch, index)

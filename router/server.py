@@ -16,14 +16,14 @@ import uvicorn
 
 from baton.api import ModelCard
 from baton.blocks import content_id
-from baton.cluster import RouterInfo, ServedModel
+from baton.cluster import VERSION, RouterInfo, ServedModel
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
 from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
-from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex
+from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex, without_password
 from kvstore.leases import RedisLeases, RedisRecords
 from router.admission import Limiter, ModelFacts, SloCounts
 from router.decisions import DecisionLog
@@ -99,7 +99,12 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     )
     found_at = config.cluster.advertise_host or config.cluster.host
     me = RouterInfo(
-        config.router.id, os.getpid(), f"{found_at}:{grpc_port}", f"{found_at}:{config.cluster.http_port}", 0.0
+        config.router.id,
+        os.getpid(),
+        f"{found_at}:{grpc_port}",
+        f"{found_at}:{config.cluster.http_port}",
+        0.0,
+        version=VERSION,
     )
     slo_counts = SloCounts()
     models = (ServedModel(name, config.model.path),)
@@ -111,7 +116,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         me,
         slo_counts,
         models,
-        config.index.redis_url,
+        without_password(config.index.redis_url),
         config.index.poll_s,
         config.index.lease_s,
         needs_prefill=config.router.mode == "split",

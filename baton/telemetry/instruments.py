@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from baton.cluster import ClusterStatus, PoolScaling, WorkerState
+from baton.cluster import VERSION, ClusterStatus, PoolScaling, WorkerState
 from baton.config import SloClassConfig
 from baton.telemetry.prefixes import PrefixBook
 from baton.telemetry.prometheus import Collector, Counter, Definition, Histogram, Instrument, Observation, Observed
@@ -202,7 +201,7 @@ class Instruments:
         )
         self.placements = counter("baton.placements", "Placements by mode and workers.")
 
-        build = {"version": version("baton-serving")}
+        build = {"version": VERSION}
         gauges: dict[str, tuple[str, Callable[[ClusterStatus], Iterable[Observation]]]] = {
             "baton.kv_blocks": ("KV blocks of a worker by state.", _block_counts),
             "baton.worker_sequences": ("Sequences on a worker by state.", _sequence_counts),

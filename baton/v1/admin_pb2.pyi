@@ -534,6 +534,10 @@ class Worker(_message.Message):
     BUSY_S_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CONTENT_ID_FIELD_NUMBER: _builtins.int
+    WIRE_COMPAT_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -558,6 +562,13 @@ class Worker(_message.Message):
     computed_tokens: _builtins.int
     queued_tokens: _builtins.int
     """Known and not computed yet."""
+    version: _builtins.str
+    """Of Baton; empty: of a release that did not tell."""
+    content_id: _builtins.str
+    """Whose KV is whose, and how it is laid out: workers of one cluster have the same."""
+    wire_compat: _builtins.str
+    max_model_len: _builtins.int
+    """Longest sequence that it can hold, in tokens."""
     @_builtins.property
     def blocks(self) -> Global___Blocks: ...
     @_builtins.property
@@ -588,10 +599,14 @@ class Worker(_message.Message):
         busy_s: _builtins.float = ...,
         computed_tokens: _builtins.int = ...,
         queued_tokens: _builtins.int = ...,
+        version: _builtins.str = ...,
+        content_id: _builtins.str = ...,
+        wire_compat: _builtins.str = ...,
+        max_model_len: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "costs", b"costs", "transfers", b"transfers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "blocks", b"blocks", "busy_s", b"busy_s", "chunk_tokens", b"chunk_tokens", "computed_tokens", b"computed_tokens", "costs", b"costs", "epoch", b"epoch", "id", b"id", "node", b"node", "pid", b"pid", "preemptions", b"preemptions", "queued_tokens", b"queued_tokens", "role", b"role", "running", b"running", "self_check", b"self_check", "state", b"state", "transfers", b"transfers", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "blocks", b"blocks", "busy_s", b"busy_s", "chunk_tokens", b"chunk_tokens", "computed_tokens", b"computed_tokens", "content_id", b"content_id", "costs", b"costs", "epoch", b"epoch", "id", b"id", "max_model_len", b"max_model_len", "node", b"node", "pid", b"pid", "preemptions", b"preemptions", "queued_tokens", b"queued_tokens", "role", b"role", "running", b"running", "self_check", b"self_check", "state", b"state", "transfers", b"transfers", "version", b"version", "waiting", b"waiting", "wire_compat", b"wire_compat"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -718,6 +733,7 @@ class Router(_message.Message):
     MET_FIELD_NUMBER: _builtins.int
     MISSED_FIELD_NUMBER: _builtins.int
     REJECTED_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     pid: _builtins.int
     grpc: _builtins.str
@@ -727,6 +743,7 @@ class Router(_message.Message):
     """Requests since it started: those that met their objectives, those that came too late or failed, those refused."""
     missed: _builtins.int
     rejected: _builtins.int
+    version: _builtins.str
     def __init__(
         self,
         *,
@@ -738,10 +755,11 @@ class Router(_message.Message):
         met: _builtins.int = ...,
         missed: _builtins.int = ...,
         rejected: _builtins.int = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc", b"grpc", "http", b"http", "id", b"id", "met", b"met", "mirror_lag_s", b"mirror_lag_s", "missed", b"missed", "pid", b"pid", "rejected", b"rejected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc", b"grpc", "http", b"http", "id", b"id", "met", b"met", "mirror_lag_s", b"mirror_lag_s", "missed", b"missed", "pid", b"pid", "rejected", b"rejected", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -756,8 +774,10 @@ class Controller(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     SCALING_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     address: _builtins.str
+    version: _builtins.str
     @_builtins.property
     def scaling(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolScaling]:
         """What the autoscaler last saw and wants; empty when it is off, or has not decided yet."""
@@ -768,10 +788,11 @@ class Controller(_message.Message):
         pid: _builtins.int = ...,
         address: _builtins.str = ...,
         scaling: _abc.Iterable[Global___PoolScaling] | None = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "pid", b"pid", "scaling", b"scaling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "pid", b"pid", "scaling", b"scaling", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

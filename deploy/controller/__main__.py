@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from baton.blocks import content_id
-from baton.cluster import ControllerInfo, Role
+from baton.cluster import VERSION, ControllerInfo, Role
 from baton.config import Config, process_config
 from baton.errors import BatonError, ConfigError
 from baton.rpc import RpcServer
@@ -101,7 +101,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         rpc = RpcServer(SERVICE_NAMES)
         host = config.cluster.controller_host
         port = rpc.bind(host, config.cluster.controller_port)
-        me = ControllerInfo(os.getpid(), f"{config.cluster.advertise_host or host}:{port}")
+        me = ControllerInfo(os.getpid(), f"{config.cluster.advertise_host or host}:{port}", version=VERSION)
         leases = RedisLeases(Connection(config.index.redis_url), content, lease_s=config.index.lease_s)
         stack.push_async_callback(leases.close)
         index = RedisIndex(Connection(config.index.redis_url), content)

@@ -19,6 +19,7 @@ from deploy.controller.state import load as load_state
 from deploy.doctor import cluster, machine, redis
 from deploy.doctor.checks import Check, guarded, judged, show
 from deploy.doctor.reach import Target, reachability
+from kvstore.index import without_password
 
 __all__ = ["Check", "Place", "diagnose", "not_configured", "show"]
 
@@ -113,7 +114,7 @@ def _configured_redis(config: Config) -> Iterator[Check]:
     if not url:
         yield Check("redis", "fail", "index.redis_url is empty", "set it (BATON_INDEX_REDIS_URL)")
         return
-    shown, seen = redis.without_password(url), _seen(url)
+    shown, seen = without_password(url), _seen(url)
     if isinstance(seen, BatonError):
         yield Check(
             "redis", "fail", f"{shown}: {seen}", "does it run, and may this container reach it (NetworkPolicy)?"

@@ -17,6 +17,7 @@ from deploy.doctor.checks import Check, guarded, judged, names
 from deploy.doctor.machine import DISTRIBUTION, hostname
 from deploy.doctor.reach import Target, reachability, wrongly_announced
 from deploy.scrape import Samples, Scraper, seen_from, split
+from kvstore.index import without_password
 
 LAG_S = 2.0
 """More, and a router places by what has long changed."""
@@ -198,9 +199,7 @@ def _scraped(announced: str, asked: str) -> Samples | None:
 
 def _redis(config: Config, status: Status, metrics: Samples | None) -> Iterator[Check]:
     address, is_ok = status["redis"]["address"], status["redis"]["ok"]
-    yield judged(
-        "redis", is_ok, redis.without_password(address), "the router serves from memory; start Redis again", "warn"
-    )
+    yield judged("redis", is_ok, without_password(address), "the router serves from memory; start Redis again", "warn")
     # The status may leave a password out that our own configuration has.
     url = config.index.redis_url or address
     seen: redis.Look | BatonError

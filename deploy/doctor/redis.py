@@ -9,12 +9,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit, urlunsplit
 
 from baton.cluster import Worker
 from baton.errors import BatonError, StoreUnavailable
 from deploy.doctor.checks import Check, judged, names
-from kvstore.index import Connection
+from kvstore.index import Connection, without_password
 from kvstore.index.keys import Keys
 from kvstore.leases.codec import decode_worker
 
@@ -327,11 +326,3 @@ def by_value(pairs: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
 
 def told(found: dict[str, list[str]]) -> str:
     return "; ".join(f"{value}: {names(who)}" for value, who in sorted(found.items()))
-
-
-def without_password(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))

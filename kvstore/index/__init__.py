@@ -1,6 +1,6 @@
 """Who owns which prefix. `protocol.py` tells the whole story; nothing here needs torch."""
 
-from kvstore.index.connection import Connection
+from kvstore.index.connection import Connection, without_password
 from kvstore.index.events import ORIGIN, Answer, BlockEvent, Cursor, IndexState, Op, Outcome, Position, Tier
 from kvstore.index.follower import MirrorFollower
 from kvstore.index.memory import MemoryIndex, MemoryStore
@@ -28,4 +28,5 @@ __all__ = [
     "PrefixIndex",
     "RedisIndex",
     "Tier",
+    "without_password",
 ]

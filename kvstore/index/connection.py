@@ -8,6 +8,7 @@ import hashlib
 import uuid
 from importlib import resources
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 5.0
 """Longest wait for one answer; blocking reads wait less than this."""
+
+
+def without_password(url: str) -> str:
+    """The URL as others may see it."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
 
 
 class Connection:

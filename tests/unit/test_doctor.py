@@ -24,6 +24,7 @@ from deploy.doctor.checks import guarded, names
 from deploy.doctor.reach import Target, knock, reachability, wrongly_announced
 from deploy.models import CATALOGUE
 from deploy.redis import EmbeddedRedis
+from kvstore.index import without_password
 
 # -- this machine ------------------------------------------------------------------------------------------------------
 
@@ -304,7 +305,7 @@ def test_workers_of_one_pool_that_differ_are_told_and_pools_may() -> None:
     ],
 )
 def test_no_password_is_shown(url: str, shown: str) -> None:
-    assert redis.without_password(url) == shown
+    assert without_password(url) == shown
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------

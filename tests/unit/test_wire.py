@@ -343,7 +343,9 @@ def test_list_models() -> None:
 
 
 def status(num_workers: int) -> ClusterStatus:
-    info = WorkerInfo("decode-0", Role.DECODE, "127.0.0.1:5", 77, "node", 2**40, "content", "wire", 16, 8192, 128)
+    info = WorkerInfo(
+        "decode-0", Role.DECODE, "127.0.0.1:5", 77, "node", 2**40, "content", "wire", 16, 8192, 128, "1.4"
+    )
     transfers = TransferCounts(
         sent_committed=2, received_committed=3, received_failed=1, pulled_tokens=2**40, open_pairs=4, slots_in_use=5,
         unsent_bytes=2**33,
@@ -353,11 +355,11 @@ def status(num_workers: int) -> ClusterStatus:
     return ClusterStatus(
         {"decode": PoolStatus(2, 1), "prefill": PoolStatus(0, 0)},
         (Worker(info, load),) * num_workers,
-        (RouterInfo("router-0", 5, "h:1", "h:2", 0.0, 7, 0, 1),),
+        (RouterInfo("router-0", 5, "h:1", "h:2", 0.0, 7, 0, 1, "1.3"),),
         "redis://x",
         False,
         (ServedModel("m", "/m"),),
-        ControllerInfo(3, "h:3", (PoolScaling("decode", 0.5, 3),)),
+        ControllerInfo(3, "h:3", (PoolScaling("decode", 0.5, 3),), "1.2"),
     )
 
 
@@ -419,6 +421,7 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
             "pid": 3,
             "address": "h:3",
             "scaling": [{"pool": "decode", "utilisation": 0.5, "wanted": 3}],
+            "version": "1.2",
         },
     }
 
