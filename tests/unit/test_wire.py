@@ -401,6 +401,10 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                 "busy_s": 0.5,
                 "computed_tokens": 2**33,
                 "queued_tokens": 100,
+                "version": "1.4",
+                "content_id": "content",
+                "wire_compat": "wire",
+                "max_model_len": 8192,
             }
         ],
         "routers": [
@@ -413,6 +417,7 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                 "met": 7,
                 "missed": 0,
                 "rejected": 1,
+                "version": "1.3",
             }
         ],
         "redis": {"address": "redis://x", "ok": False},
