@@ -1,0 +1,466 @@
+{{/* Names */}}
+
+{{- define "baton.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/* 45 characters, so that the longest suffix still fits into 63. */}}
+{{- define "baton.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 45 | trimSuffix "-" }}
+{{- else if contains (include "baton.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 45 | trimSuffix "-" }}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "baton.name" .) | trunc 45 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.host" -}}
+{{ include "baton.fullname" . }}.{{ .Release.Namespace }}.svc
+{{- end }}
+
+{{- define "baton.headHost" -}}
+{{ include "baton.fullname" . }}-head.{{ .Release.Namespace }}.svc
+{{- end }}
+
+{{- define "baton.rayStoreHost" -}}
+{{ include "baton.fullname" . }}-ray-store.{{ .Release.Namespace }}.svc
+{{- end }}
+
+{{- define "baton.redisHost" -}}
+{{ include "baton.fullname" . }}-redis.{{ .Release.Namespace }}.svc
+{{- end }}
+
+{{- define "baton.cacheSecretName" -}}
+{{ .Values.router.cacheSecret.existingSecret | default (printf "%s-router" (include "baton.fullname" .)) }}
+{{- end }}
+
+{{- define "baton.raySecretName" -}}
+{{ .Values.ray.token.existingSecret | default (printf "%s-ray" (include "baton.fullname" .)) }}
+{{- end }}
+
+{{- define "baton.tenantsSecretName" -}}
+{{- if .Values.router.tenants.existingSecret -}}
+{{ .Values.router.tenants.existingSecret }}
+{{- else if .Values.router.tenants.inline -}}
+{{ include "baton.fullname" . }}-tenants
+{{- end }}
+{{- end }}
+
+{{/* repository@digest or repository:tag. (list image root) */}}
+{{- define "baton.image" -}}
+{{- $image := index . 0 }}
+{{- $root := index . 1 }}
+{{- if $image.digest -}}
+{{ $image.repository }}@{{ $image.digest }}
+{{- else -}}
+{{ $image.repository }}:{{ $image.tag | default $root.Chart.AppVersion }}
+{{- end }}
+{{- end }}
+
+{{/* Labels. (list component root) */}}
+
+{{- define "baton.releaseSelector" -}}
+app.kubernetes.io/name: {{ include "baton.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "baton.selector" -}}
+{{ include "baton.releaseSelector" (index . 1) }}
+app.kubernetes.io/component: {{ index . 0 }}
+{{- end }}
+
+{{- define "baton.labels" -}}
+{{- $root := index . 1 -}}
+{{ include "baton.selector" . }}
+app.kubernetes.io/part-of: baton
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Of a pod: nothing that changes with the chart's version, or every upgrade would restart every pod.
+     (list component labels root) */}}
+{{- define "baton.podLabels" -}}
+{{- $root := index . 2 -}}
+{{ include "baton.selector" (list (index . 0) $root) }}
+{{- with merge (dict) (index . 1) $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* A pool's values: its own, and those of `worker` for what it does not say. (list role root) */}}
+{{- define "baton.pool" -}}
+{{- $root := index . 1 }}
+{{- toYaml (mergeOverwrite (deepCopy $root.Values.worker) (deepCopy (index $root.Values.pools (index . 0)))) }}
+{{- end }}
+
+{{/* Times */}}
+
+{{- define "baton.drainSeconds" -}}
+{{ ceil .Values.config.cluster.drain_timeout_s | int }}
+{{- end }}
+
+{{/* A worker's pod leaves when its work is handed over and the worker that replaces it serves. */}}
+{{- define "baton.leaveSeconds" -}}
+{{ add (include "baton.drainSeconds" . | int) (ceil .Values.config.cluster.start_timeout_s | int) }}
+{{- end }}
+
+{{/* (list role root) */}}
+{{- define "baton.workerGrace" -}}
+{{- $root := index . 1 }}
+{{- $pool := include "baton.pool" . | fromYaml }}
+{{- $least := add (include "baton.leaveSeconds" $root | int) 30 | int }}
+{{- $grace := $pool.terminationGracePeriodSeconds | int }}
+{{- if and $grace (lt $grace $least) }}
+{{- fail (printf "worker.terminationGracePeriodSeconds (%d) is too short for pool %s: draining (config.cluster.drain_timeout_s) and the start of the worker that replaces it (config.cluster.start_timeout_s) may take %s s; set at least %d, or 0 to have it computed" $grace (index . 0) (include "baton.leaveSeconds" $root) $least) }}
+{{- end }}
+{{- $grace | default $least }}
+{{- end }}
+
+{{- define "baton.routerGrace" -}}
+{{- $grace := .Values.router.terminationGracePeriodSeconds | int }}
+{{- $least := add (.Values.router.preStopSeconds | int) (ceil .Values.config.router.drain_timeout_s | int) 10 | int }}
+{{- if and $grace (lt $grace $least) }}
+{{- fail (printf "router.terminationGracePeriodSeconds (%d) is too short: router.preStopSeconds and config.router.drain_timeout_s need %d; 0 has it computed" $grace $least) }}
+{{- end }}
+{{- $grace | default $least }}
+{{- end }}
+
+{{/* What the values together cannot mean. The schema refuses what one value alone cannot. */}}
+{{- define "baton.validate" -}}
+{{- $values := .Values }}
+{{- if and $values.redis.enabled (or $values.redis.external.url $values.redis.external.existingSecret) }}
+{{- fail "redis.external is set, but redis.enabled is true: set redis.enabled=false to use your own Redis" }}
+{{- end }}
+{{- if not (or $values.redis.enabled $values.redis.external.url $values.redis.external.existingSecret) }}
+{{- fail "redis.enabled is false: set redis.external.url, or redis.external.existingSecret for a URL with a password" }}
+{{- end }}
+{{- if and $values.redis.external.url $values.redis.external.existingSecret }}
+{{- fail "set redis.external.url or redis.external.existingSecret, not both" }}
+{{- end }}
+{{- if contains "@" $values.redis.external.url }}
+{{- fail "redis.external.url holds a password: put the URL into a Secret, and name it in redis.external.existingSecret" }}
+{{- end }}
+{{- if and $values.router.tenants.existingSecret $values.router.tenants.inline }}
+{{- fail "set router.tenants.existingSecret or router.tenants.inline, not both" }}
+{{- end }}
+{{- if and (eq $values.modelCache.type "hostPath") (not $values.modelCache.hostPath) }}
+{{- fail "modelCache.type is hostPath: set modelCache.hostPath to a folder of the nodes" }}
+{{- end }}
+{{- if and $values.ingress.enabled (not $values.ingress.host) (not $values.ingress.grpcHost) }}
+{{- fail "ingress.enabled needs ingress.host or ingress.grpcHost" }}
+{{- end }}
+{{- if and $values.gateway.enabled (not $values.gateway.parentRefs) }}
+{{- fail "gateway.enabled needs gateway.parentRefs: the Gateway that takes the routes" }}
+{{- end }}
+{{- if and $values.monitoring.serviceMonitor.enabled $values.monitoring.podMonitor.enabled }}
+{{- fail "enable monitoring.serviceMonitor or monitoring.podMonitor, not both: every request would be counted twice" }}
+{{- end }}
+{{- if and $values.router.autoscaling.enabled (gt ($values.router.autoscaling.minReplicas | int) ($values.router.autoscaling.maxReplicas | int)) }}
+{{- fail (printf "router.autoscaling.minReplicas (%v) exceeds router.autoscaling.maxReplicas (%v)" $values.router.autoscaling.minReplicas $values.router.autoscaling.maxReplicas) }}
+{{- end }}
+{{- if and $values.router.autoscaling.enabled (not (dig "requests" "cpu" "" $values.router.resources)) }}
+{{- fail "router.autoscaling.enabled needs router.resources.requests.cpu, of which it measures the use" }}
+{{- end }}
+{{- if eq $values.pools.prefill.name $values.pools.decode.name }}
+{{- fail (printf "pools.prefill.name and pools.decode.name are both %q" $values.pools.decode.name) }}
+{{- end }}
+{{- $autoscale := $values.config.autoscale | default dict }}
+{{- $scalesItself := and $autoscale.enabled (not $autoscale.dry_run) }}
+{{- $gpus := dict }}
+{{- range $role := list "prefill" "decode" }}
+{{- $pool := include "baton.pool" (list $role $) | fromYaml }}
+{{- if gt ($pool.minReplicas | int) ($pool.maxReplicas | int) }}
+{{- fail (printf "pools.%s.minReplicas (%v) exceeds pools.%s.maxReplicas (%v)" $role $pool.minReplicas $role $pool.maxReplicas) }}
+{{- end }}
+{{- if or (lt ($pool.initialReplicas | int) ($pool.minReplicas | int)) (gt ($pool.initialReplicas | int) ($pool.maxReplicas | int)) }}
+{{- fail (printf "pools.%s.initialReplicas (%v) is outside minReplicas (%v) and maxReplicas (%v)" $role $pool.initialReplicas $pool.minReplicas $pool.maxReplicas) }}
+{{- end }}
+{{- if and $pool.hpa.enabled $pool.keda.enabled }}
+{{- fail (printf "enable pools.%s.hpa or pools.%s.keda, not both" $role $role) }}
+{{- end }}
+{{- if and (or $pool.hpa.enabled $pool.keda.enabled) $scalesItself }}
+{{- fail (printf "pools.%s has an autoscaler, and Baton's own is on: set config.autoscale.dry_run=true, so that it only tells what it would do" $role) }}
+{{- end }}
+{{- if and (or (and $pool.hpa.enabled (not $pool.hpa.metrics)) (and $pool.keda.enabled (not $pool.keda.query))) (not $autoscale.enabled) }}
+{{- fail (printf "the default metric of pools.%s's autoscaler is what Baton's own would do: set config.autoscale.enabled=true, config.autoscale.dry_run=true and config.autoscale.max_workers, or give a metric" $role) }}
+{{- end }}
+{{- if and $pool.keda.enabled (not $pool.keda.serverAddress) }}
+{{- fail (printf "pools.%s.keda.enabled needs pools.%s.keda.serverAddress: the URL of Prometheus" $role $role) }}
+{{- end }}
+{{- if and (or $pool.hpa.enabled $pool.keda.enabled) (lt ($pool.minReplicas | int) 1) }}
+{{- fail (printf "pools.%s has an autoscaler, so pools.%s.minReplicas must be at least 1: an empty pool shows no demand" $role $role) }}
+{{- end }}
+{{- $_ := set $gpus $role ($pool.gpu.count | int) }}
+{{- end }}
+{{- if ne $gpus.prefill $gpus.decode }}
+{{- fail (printf "pools.prefill.gpu.count (%d) and pools.decode.gpu.count (%d) differ: a worker of either pool may take the other's role" $gpus.prefill $gpus.decode) }}
+{{- end }}
+{{- end }}
+
+{{/* Settings: the user's, and what the chart knows. They are JSON inside, so that no number changes its form. */}}
+{{- define "baton.config" -}}
+{{- $full := include "baton.fullname" . }}
+{{- $config := deepCopy .Values.config }}
+{{- $gpus := (include "baton.pool" (list "decode" .) | fromYaml).gpu.count | int }}
+{{- $cluster := dict
+  "name" $full
+  "prefill" (.Values.pools.prefill.initialReplicas | int)
+  "decode" (.Values.pools.decode.initialReplicas | int)
+  "grpc_port" 50051
+  "http_port" 8000
+  "controller_host" "0.0.0.0"
+  "controller_port" 50052
+  "state_file" "/var/lib/baton/state.json"
+  "gpus_per_worker" $gpus }}
+{{- $kubernetes := dict
+  "namespace" .Release.Namespace
+  "prefill_pool" .Values.pools.prefill.name
+  "decode_pool" .Values.pools.decode.name }}
+{{- if eq .Values.orchestrator "deployments" }}
+{{- $_ := set $kubernetes "prefill_deployment" (printf "%s-prefill" $full) }}
+{{- $_ := set $kubernetes "decode_deployment" (printf "%s-decode" $full) }}
+{{- end }}
+{{- $set := dict "cluster" $cluster "kubernetes" $kubernetes }}
+{{- if .Values.redis.enabled }}
+{{- $_ := set $set "index" (dict "redis_url" (printf "redis://%s:6379/0" (include "baton.redisHost" .))) }}
+{{- else if .Values.redis.external.url }}
+{{- $_ := set $set "index" (dict "redis_url" .Values.redis.external.url) }}
+{{- end }}
+{{- if include "baton.tenantsSecretName" . }}
+{{- $_ := set $set "router" (dict "tenants_file" "/etc/baton-tenants/tenants.yaml") }}
+{{- end }}
+{{- range $section, $values := mergeOverwrite $config $set }}
+{{- if $values }}
+{{ $section }}:
+{{- range $name, $value := $values }}
+  {{ $name }}: {{ $value | toJson }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What a worker reads. When only another section changes, workers need not restart. */}}
+{{- define "baton.workerConfigChecksum" -}}
+{{- pick .Values.config "model" "engine" "transfer" "index" "telemetry" "faults" | toJson | sha256sum }}
+{{- end }}
+
+{{/* What the controller reads, and hands to workers. */}}
+{{- define "baton.controllerConfigChecksum" -}}
+{{- omit .Values.config "router" | toJson | sha256sum }}
+{{- end }}
+
+{{/* Pods */}}
+
+{{/* Where a pod may run. labelSelectors of spread constraints are filled in. (list values component root) */}}
+{{- define "baton.scheduling" -}}
+{{- $values := index . 0 }}
+{{- $component := index . 1 }}
+{{- $root := index . 2 }}
+{{- with $values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range . }}
+  {{- $selector := dict "matchLabels" (include "baton.selector" (list $component $root) | fromYaml) }}
+  - {{- merge (dict) . (dict "labelSelector" $selector) | toYaml | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What every pod begins with. Service links are off: a Service called `baton` would put BATON_PORT and others into the
+     environment, and Baton refuses settings that it does not know. (list service-account token root) */}}
+{{- define "baton.podCommon" -}}
+{{- $root := index . 2 -}}
+serviceAccountName: {{ index . 0 }}
+automountServiceAccountToken: {{ index . 1 }}
+enableServiceLinks: false
+securityContext:
+  {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
+{{- with $root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Of Baton's own processes, before their part's own. */}}
+{{- define "baton.env" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: BATON_CACHE
+  value: /var/cache/baton
+- name: HF_HOME
+  value: /var/cache/baton/huggingface
+- name: HOME
+  value: /var/tmp
+- name: TMPDIR
+  value: /var/tmp
+- name: USER
+  value: baton
+{{- with .Values.redis.external.existingSecret }}
+- name: BATON_INDEX_REDIS_URL
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.redis.external.key }}}}
+{{- end }}
+{{- end }}
+
+{{- define "baton.rayEnv" -}}
+- name: RAY_AUTH_MODE
+  value: token
+- name: RAY_AUTH_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ include "baton.raySecretName" . }}, key: {{ .Values.ray.token.key }}}}
+{{- end }}
+
+{{/* With a store, Ray's head may come back: nodes wait ten minutes for it, as KubeRay has them do. */}}
+{{- define "baton.rayWaitEnv" -}}
+{{- if .Values.ray.store.enabled }}
+- name: RAY_gcs_rpc_server_reconnect_timeout_s
+  value: "600"
+{{- end }}
+{{- end }}
+
+{{- define "baton.routerEnv" -}}
+{{ include "baton.env" . }}
+- name: BATON_ROUTER_ID
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: BATON_ROUTER_CACHE_SECRET
+  valueFrom: {secretKeyRef: {name: {{ include "baton.cacheSecretName" . }}, key: {{ .Values.router.cacheSecret.key }}}}
+- name: BATON_CLUSTER_HOST
+  value: 0.0.0.0
+- name: BATON_CLUSTER_ADVERTISE_HOST
+  value: $(POD_IP)
+{{- end }}
+
+{{- define "baton.controllerEnv" -}}
+{{ include "baton.env" . }}
+{{ include "baton.rayEnv" . }}
+{{- include "baton.rayWaitEnv" . }}
+- name: BATON_CLUSTER_RAY_ADDRESS
+  value: $(POD_IP):6379
+- name: BATON_CLUSTER_ADVERTISE_HOST
+  value: $(POD_IP)
+{{- end }}
+
+{{- define "baton.workerEnv" -}}
+{{ include "baton.env" . }}
+{{ include "baton.rayEnv" . }}
+{{- include "baton.rayWaitEnv" . }}
+- name: BATON_CLUSTER_RAY_ADDRESS
+  value: {{ include "baton.headHost" . }}:6379
+{{- end }}
+
+{{- define "baton.mounts" -}}
+- name: config
+  mountPath: /etc/baton
+  readOnly: true
+- name: model-cache
+  mountPath: /var/cache/baton
+- name: tmp
+  mountPath: /var/tmp
+{{- end }}
+
+{{/* /tmp/ray is Ray's own; /dev/shm holds its object store. */}}
+{{- define "baton.rayMounts" -}}
+{{ include "baton.mounts" . }}
+- name: ray
+  mountPath: /tmp/ray
+- name: shared-memory
+  mountPath: /dev/shm
+{{- end }}
+
+{{- define "baton.headMounts" -}}
+{{ include "baton.rayMounts" . }}
+- name: state
+  mountPath: /var/lib/baton
+{{- end }}
+
+{{- define "baton.volumes" -}}
+- name: config
+  configMap:
+    name: {{ include "baton.fullname" . }}-config
+- name: tmp
+  emptyDir: {}
+- name: model-cache
+{{- if eq .Values.modelCache.type "persistentVolumeClaim" }}
+  persistentVolumeClaim:
+    claimName: {{ .Values.modelCache.existingClaim | default (printf "%s-models" (include "baton.fullname" .)) }}
+{{- else if eq .Values.modelCache.type "hostPath" }}
+  hostPath:
+    path: {{ .Values.modelCache.hostPath }}
+    type: DirectoryOrCreate
+{{- else if .Values.modelCache.sizeLimit }}
+  emptyDir:
+    sizeLimit: {{ .Values.modelCache.sizeLimit }}
+{{- else }}
+  emptyDir: {}
+{{- end }}
+{{- end }}
+
+{{/* (list shared-memory-size root) */}}
+{{- define "baton.rayVolumes" -}}
+{{ include "baton.volumes" (index . 1) }}
+- name: ray
+  emptyDir: {}
+- name: shared-memory
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ index . 0 }}
+{{- end }}
+
+{{/* The model first, then the check of what the part needs.
+     (dict "part" "image" "env" "mounts" "resources" "securityContext" "extraEnv" "extraVolumeMounts" "root") */}}
+{{- define "baton.initContainers" -}}
+{{- $names := list "model" }}
+{{- if .root.Values.checks.enabled }}
+{{- $names = append $names "check" }}
+{{- end }}
+{{- range $name := $names }}
+- name: {{ $name }}
+  image: {{ include "baton.image" (list $.image $.root) }}
+  imagePullPolicy: {{ $.image.pullPolicy }}
+  {{- if eq $name "model" }}
+  command: [baton, run, model, --config, /etc/baton/baton.yaml]
+  {{- else }}
+  command: [baton, doctor, --part, {{ $.part }}, --config, /etc/baton/baton.yaml]
+  {{- end }}
+  env:
+    {{- $.env | nindent 4 }}
+    {{- if and (eq $name "model") $.root.Values.huggingFace.existingSecret }}
+    - name: HF_TOKEN
+      valueFrom: {secretKeyRef: {name: {{ $.root.Values.huggingFace.existingSecret }}, key: {{ $.root.Values.huggingFace.key }}}}
+    {{- end }}
+    {{- with $.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  resources:
+    {{- toYaml $.resources | nindent 4 }}
+  securityContext:
+    {{- toYaml $.securityContext | nindent 4 }}
+  volumeMounts:
+    {{- $.mounts | nindent 4 }}
+    {{- with $.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+{{- end }}

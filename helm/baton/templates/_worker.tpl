@@ -1,0 +1,113 @@
+{{/* A worker's pod: a Ray node with room for one worker. The controller places the worker there. (list role root) */}}
+{{- define "baton.workerTemplate" -}}
+{{- $role := index . 0 }}
+{{- $root := index . 1 }}
+{{- $pool := include "baton.pool" . | fromYaml }}
+{{- $kuberay := eq $root.Values.orchestrator "kuberay" }}
+{{- $labels := merge (dict "baton.dev/pool" $role) $pool.podLabels }}
+{{- $resources := include "baton.workerResources" $pool | fromYaml }}
+{{- $securityContext := include "baton.workerSecurityContext" (list $pool $root) | fromYaml }}
+metadata:
+  labels:
+    {{- include "baton.podLabels" (list $role $labels $root) | nindent 4 }}
+  annotations:
+    checksum/config: {{ include "baton.workerConfigChecksum" $root }}
+    {{- with $pool.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  {{- include "baton.podCommon" (list (include "baton.fullname" $root) false $root) | nindent 2 }}
+  {{- include "baton.scheduling" (list $pool $role $root) | nindent 2 }}
+  terminationGracePeriodSeconds: {{ include "baton.workerGrace" . }}
+  initContainers:
+    {{- include "baton.initContainers" (dict
+        "part" "worker"
+        "image" $root.Values.image.worker
+        "env" (include "baton.workerEnv" $root)
+        "mounts" (include "baton.rayMounts" $root)
+        "resources" $resources
+        "securityContext" $securityContext
+        "extraEnv" $pool.extraEnv
+        "extraVolumeMounts" $pool.extraVolumeMounts
+        "root" $root) | nindent 4 }}
+  containers:
+    - name: worker
+      image: {{ include "baton.image" (list $root.Values.image.worker $root) }}
+      imagePullPolicy: {{ $root.Values.image.worker.pullPolicy }}
+      {{- if not $kuberay }}
+      command:
+        - ray
+        - start
+        - --block
+        - --address={{ include "baton.headHost" $root }}:6379
+        - --node-ip-address=$(POD_IP)
+        - --num-cpus=0
+        - --num-gpus={{ $pool.gpu.count | int }}
+        - '--resources={"baton_worker": 1}'
+        - --object-store-memory=100000000
+        - --node-manager-port=6380
+        - --min-worker-port=0
+        - --max-worker-port=0
+        - --disable-usage-stats
+      {{- end }}
+      env:
+        {{- include "baton.workerEnv" $root | nindent 8 }}
+        {{- with $pool.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        - name: raylet
+          containerPort: 6380
+      startupProbe:
+        tcpSocket: {port: raylet}
+        periodSeconds: 2
+        failureThreshold: 90
+      readinessProbe:
+        tcpSocket: {port: raylet}
+        periodSeconds: 5
+      livenessProbe:
+        tcpSocket: {port: raylet}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 6
+      lifecycle:
+        preStop:
+          exec:
+            command: [baton, leave, --config, /etc/baton/baton.yaml, --timeout, {{ include "baton.leaveSeconds" $root | quote }}]
+      resources:
+        {{- toYaml $resources | nindent 8 }}
+      securityContext:
+        {{- toYaml $securityContext | nindent 8 }}
+      volumeMounts:
+        {{- include "baton.rayMounts" $root | nindent 8 }}
+        {{- with $pool.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    {{- include "baton.rayVolumes" (list $pool.sharedMemory $root) | nindent 4 }}
+    {{- with $pool.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{/* With the pool's GPUs and RDMA devices. Kubernetes takes the limit of a device as its request. */}}
+{{- define "baton.workerResources" -}}
+{{- $devices := dict }}
+{{- if .gpu.count }}
+{{- $_ := set $devices .gpu.resource (.gpu.count | int) }}
+{{- end }}
+{{- if .rdma.enabled }}
+{{- $_ := set $devices .rdma.resource (.rdma.count | int) }}
+{{- end }}
+{{- toYaml (mergeOverwrite (deepCopy .resources) (dict "limits" $devices)) }}
+{{- end }}
+
+{{/* RDMA pins memory. */}}
+{{- define "baton.workerSecurityContext" -}}
+{{- $pool := index . 0 }}
+{{- $context := deepCopy (index . 1).Values.containerSecurityContext }}
+{{- if $pool.rdma.enabled }}
+{{- $context = mergeOverwrite $context (dict "capabilities" (dict "add" (list "IPC_LOCK"))) }}
+{{- end }}
+{{- toYaml $context }}
+{{- end }}

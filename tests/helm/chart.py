@@ -1,0 +1,193 @@
+"""Renders the chart, and finds one's way in what comes out."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from tests.kube.binaries import binaries
+
+Object = dict[str, Any]
+
+CHART = Path(__file__).parents[2] / "helm" / "baton"
+NAMESPACE = "serving"
+MAJORS = (3, 4)
+
+
+class Values(NamedTuple):
+    file: str = ""
+    """One of the chart's own: `values-NAME.yaml`."""
+    sets: tuple[str, ...] = ()
+    """As for `--set`."""
+    name: str = "baton"
+
+
+AUTOSCALE = ("config.autoscale.enabled=true", "config.autoscale.dry_run=true", "config.autoscale.max_workers=8")
+MONITORING = tuple(f"monitoring.{what}.enabled=true" for what in ("serviceMonitor", "prometheusRule", "dashboards"))
+HASH = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+TOGGLES: dict[str, tuple[str, ...]] = {
+    "defaults": (),
+    "kuberay": ("orchestrator=kuberay",),
+    "external-redis": (
+        "redis.enabled=false",
+        "redis.external.url=redis://redis.example:6380/2",
+        "redis.external.port=6380",
+    ),
+    "redis-with-a-password": ("redis.enabled=false", "redis.external.existingSecret=redis"),
+    "own-secrets": (
+        *("router.cacheSecret.existingSecret=cache", "ray.token.existingSecret=ray", "huggingFace.existingSecret=hub"),
+        *("router.tenants.existingSecret=tenants", "test.apiKey.existingSecret=key", "imagePullSecrets[0].name=pull"),
+    ),
+    "tenants": (f"router.tenants.inline.acme.key_sha256[0]={HASH}", "router.tenants.inline.acme.operator=true"),
+    "a-claim": ("modelCache.type=persistentVolumeClaim", "modelCache.storageClassName=fast"),
+    "an-existing-claim": ("modelCache.type=persistentVolumeClaim", "modelCache.existingClaim=models"),
+    "a-host-path": ("modelCache.type=hostPath", "modelCache.hostPath=/srv/models", "checks.enabled=false"),
+    "ray-store": ("ray.store.enabled=true", "ray.store.existingClaim=ray"),
+    "ray-store-kuberay": ("ray.store.enabled=true", "orchestrator=kuberay"),
+    "router-hpa": ("router.autoscaling.enabled=true",),
+    "pool-hpa": (*AUTOSCALE, "pools.decode.hpa.enabled=true", "pools.prefill.hpa.enabled=true"),
+    "keda": (
+        *(*AUTOSCALE, "pools.decode.keda.enabled=true", "pools.decode.keda.serverAddress=http://prometheus:9090"),
+        *("pools.prefill.keda.enabled=true", "pools.prefill.keda.serverAddress=http://prometheus:9090"),
+    ),
+    "monitoring": MONITORING,
+    "pod-monitor": ("monitoring.podMonitor.enabled=true", "monitoring.podMonitor.labels.release=prometheus"),
+    "ingress": (
+        *("ingress.enabled=true", "ingress.host=baton.example", "ingress.grpcHost=grpc.example"),
+        *("ingress.tlsSecret=tls", "ingress.className=nginx"),
+    ),
+    "gateway": ("gateway.enabled=true", "gateway.parentRefs[0].name=door", "gateway.hostnames[0]=baton.example"),
+    "policies": (
+        *("networkPolicy.clients[0].namespaceSelector.matchLabels.team=a", "config.telemetry.otlp_endpoint=otlp:4317"),
+        "networkPolicy.monitoring[0].namespaceSelector.matchLabels.name=monitoring",
+    ),
+    "no-policies": ("networkPolicy.enabled=false", "router.podDisruptionBudget.enabled=false"),
+    "gpus": (
+        *("worker.gpu.count=1", "worker.rdma.enabled=true", "worker.runtimeClassName=nvidia", "pools.decode.name=big"),
+        *("worker.nodeSelector.gpu=h100", "pools.decode.sharedMemory=8Gi", "pools.decode.paused=true"),
+    ),
+    "extras": tuple(
+        f"{part}.{value}"
+        for part in ("router", "head", "worker")
+        for value in (
+            *("extraEnv[0].name=A", "extraEnv[0].value=b", "extraVolumes[0].name=more", "podLabels.tier=x"),
+            *("extraVolumes[0].emptyDir.sizeLimit=1Gi", "extraVolumeMounts[0].name=more"),
+            *("extraVolumeMounts[0].mountPath=/more", "podAnnotations.note=y", "priorityClassName=high"),
+        )
+    ),
+}
+ORCHESTRATORS = ("deployments", "kuberay")
+MATRIX: dict[str, Values] = {
+    **{name: Values(sets=sets) for name, sets in TOGGLES.items()},
+    **{
+        f"{file}-{orchestrator}": Values(file, (f"orchestrator={orchestrator}",))
+        for file in ("cpu", "gpu-node", "gpu-cluster")
+        for orchestrator in ORCHESTRATORS
+    },
+    "everything-kuberay": Values(
+        "gpu-cluster", ("orchestrator=kuberay", *TOGGLES["ingress"], *TOGGLES["tenants"], *TOGGLES["policies"])
+    ),
+    "one-gpu": Values(
+        "gpu-node", ("config.router.mode=aggregated", "pools.prefill.initialReplicas=0", "pools.prefill.minReplicas=0")
+    ),
+    "another-name": Values(sets=("commonLabels.team=ml",), name="a-release-with-a-name-that-is-as-long-as-can-be-here"),
+}
+"""What every test of the rendered objects goes through."""
+
+
+def helm(major: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([binaries(major).helm, *arguments], capture_output=True, text=True, check=False)
+
+
+def template(major: int, values: Values) -> subprocess.CompletedProcess[str]:
+    arguments = ["template", values.name, str(CHART), "--namespace", NAMESPACE]
+    if values.file:
+        arguments += ["--values", str(CHART / f"values-{values.file}.yaml")]
+    for item in values.sets:
+        arguments += ["--set", item]
+    return helm(major, *arguments)
+
+
+@cache
+def render(values: Values = Values(), major: int = 4) -> tuple[Object, ...]:  # noqa: B008
+    """The objects. They are shared: do not change them."""
+    done = template(major, values)
+    assert done.returncode == 0, done.stderr
+    return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
+
+
+def of_kind(objects: tuple[Object, ...], *kinds: str) -> list[Object]:
+    return [each for each in objects if each["kind"] in kinds]
+
+
+def the(objects: tuple[Object, ...], kind: str, name: str) -> Object:
+    (found,) = (each for each in of_kind(objects, kind) if each["metadata"]["name"] == name)
+    return found
+
+
+class Pod(NamedTuple):
+    owner: str
+    """kind/name, with the group for a RayCluster's."""
+    template: Object
+    in_raycluster: bool = False
+
+    @property
+    def spec(self) -> Object:
+        spec: Object = self.template["spec"]
+        return spec
+
+    @property
+    def labels(self) -> dict[str, str]:
+        labels: dict[str, str] = self.template["metadata"]["labels"]
+        return labels
+
+    @property
+    def component(self) -> str:
+        return self.labels["app.kubernetes.io/component"]
+
+    @property
+    def containers(self) -> list[Object]:
+        return [*self.spec.get("initContainers", []), *self.spec["containers"]]
+
+    @property
+    def serving(self) -> list[Object]:
+        """Those that run on: the others come before and end."""
+        sidecars = [each for each in self.spec.get("initContainers", []) if each.get("restartPolicy") == "Always"]
+        return [*sidecars, *self.spec["containers"]]
+
+
+def pods(objects: tuple[Object, ...]) -> list[Pod]:
+    """Of every object that makes pods."""
+    return list(_pods(objects))
+
+
+def _pods(objects: tuple[Object, ...]) -> Iterator[Pod]:
+    for each in objects:
+        owner = f"{each['kind']}/{each['metadata']['name']}"
+        if each["kind"] == "Deployment":
+            yield Pod(owner, each["spec"]["template"])
+        elif each["kind"] == "Pod":
+            yield Pod(owner, each)
+        elif each["kind"] == "RayCluster":
+            yield Pod(f"{owner}/head", each["spec"]["headGroupSpec"]["template"], True)
+            for group in each["spec"]["workerGroupSpecs"]:
+                yield Pod(f"{owner}/{group['groupName']}", group["template"], True)
+
+
+def pod_of(objects: tuple[Object, ...], component: str) -> Pod:
+    (found,) = (pod for pod in pods(objects) if pod.component == component)
+    return found
+
+
+def selects(selector: Object, labels: dict[str, str]) -> bool:
+    """Whether a label selector (matchLabels, matchExpressions of In) selects an object with those labels."""
+    expressions = selector.get("matchExpressions", [])
+    assert all(expression["operator"] == "In" for expression in expressions)
+    return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()) and all(
+        labels.get(expression["key"]) in expression["values"] for expression in expressions
+    )

@@ -1,0 +1,183 @@
+"""Every process gets settings that it takes: the rendered file and environment go through Baton's own reader."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton import config as baton_config
+from baton.config import Config
+from baton.errors import ConfigError
+from deploy.chart_docs import config_schema
+from tests.helm.chart import CHART, MATRIX, NAMESPACE, Object, Pod, Values, helm, of_kind, pod_of, pods, render, the
+
+POD_IP = "10.1.2.3"
+FIELDS = {"metadata.name": "a-pod", "status.podIP": POD_IP}
+FOREIGN_SECRET = "redis://:word@redis.example:6379/0"
+"""What Secrets hold that are not the chart's."""
+
+
+def environment(objects: tuple[Object, ...], container: Object) -> dict[str, str]:
+    """As the kubelet makes it: in order, with what came before put in."""
+    found: dict[str, str] = {}
+    for variable in container.get("env", []):
+        if "value" in variable:
+            value = re.sub(r"\$\((\w+)\)", lambda match: found[match[1]], variable["value"])
+        elif "fieldRef" in variable["valueFrom"]:
+            value = FIELDS[variable["valueFrom"]["fieldRef"]["fieldPath"]]
+        else:
+            value = _secret(objects, variable["valueFrom"]["secretKeyRef"])
+        found[variable["name"]] = value
+    return found
+
+
+def _secret(objects: tuple[Object, ...], reference: Object) -> str:
+    for each in of_kind(objects, "Secret"):
+        if each["metadata"]["name"] == reference["name"]:
+            return base64.b64decode(each["data"][reference["key"]]).decode()
+    return FOREIGN_SECRET
+
+
+def loaded(objects: tuple[Object, ...], container: Object, folder: Path) -> Config:
+    file = folder / "baton.yaml"
+    (config,) = (each for each in of_kind(objects, "ConfigMap") if each["metadata"]["name"].endswith("-config"))
+    file.write_text(config["data"]["baton.yaml"])
+    return baton_config.load(file, environment(objects, container))
+
+
+def baton_containers(pod: Pod) -> list[Object]:
+    """Those with the configuration."""
+    return [
+        each
+        for each in pod.containers
+        if any(mount["mountPath"] == "/etc/baton" for mount in each.get("volumeMounts", []))
+    ]
+
+
+@pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
+def test_every_container_takes_its_settings(values: Values, tmp_path: Path) -> None:
+    objects = render(values)
+    count = 0
+    for pod in pods(objects):
+        for container in baton_containers(pod):
+            config = loaded(objects, container, tmp_path)
+            assert config.index.redis_url.startswith("redis://")
+            assert config.cluster.cache_dir == "/var/cache/baton"
+            assert config.kubernetes.namespace == NAMESPACE
+            count += 1
+    assert count >= 8
+
+
+def test_the_router_listens_to_all_and_says_where_it_is(tmp_path: Path) -> None:
+    objects = render(MATRIX["tenants"])
+    pod = pod_of(objects, "router")
+    config = loaded(objects, pod.spec["containers"][0], tmp_path)
+    assert config.cluster.host == "0.0.0.0"
+    assert config.cluster.advertise_host == POD_IP
+    assert config.router.id == "a-pod"
+    assert len(config.router.cache_secret) >= 32
+    ports = {port["name"]: port["containerPort"] for port in pod.spec["containers"][0]["ports"]}
+    assert ports == {"grpc": config.cluster.grpc_port, "http": config.cluster.http_port}
+    folder, file = config.router.tenants_file.rsplit("/", 1)
+    (mount,) = (each for each in pod.spec["containers"][0]["volumeMounts"] if each["mountPath"] == folder)
+    (volume,) = (each for each in pod.spec["volumes"] if each["name"] == mount["name"])
+    assert [item["path"] for item in volume["secret"]["items"]] == [file]
+
+
+def test_the_tenants_of_the_values_are_ones_that_the_router_takes(tmp_path: Path) -> None:
+    from router.tenants import TenantBook
+
+    objects = render(MATRIX["tenants"])
+    file = tmp_path / "tenants.yaml"
+    file.write_bytes(base64.b64decode(the(objects, "Secret", "baton-tenants")["data"]["tenants.yaml"]))
+    assert TenantBook.load(file).slo_classes == {""}
+
+
+@pytest.mark.parametrize("orchestrator", ["defaults", "kuberay"])
+def test_the_controller_knows_its_cluster(orchestrator: str, tmp_path: Path) -> None:
+    objects = render(MATRIX[orchestrator])
+    pod = pod_of(objects, "head")
+    (container,) = (each for each in pod.containers if each["name"] == "controller")
+    config = loaded(objects, container, tmp_path)
+    assert config.cluster.name == "baton"
+    assert config.cluster.ray_address == f"{POD_IP}:6379"
+    assert config.cluster.controller_host == "0.0.0.0"
+    assert config.cluster.advertise_host == POD_IP
+    assert container["ports"] == [{"name": "controller", "containerPort": config.cluster.controller_port}]
+    assert container["readinessProbe"]["grpc"]["port"] == config.cluster.controller_port
+    assert container["livenessProbe"]["grpc"]["port"] == config.cluster.controller_port
+    folder = config.cluster.state_file.rsplit("/", 1)[0]
+    assert folder in [mount["mountPath"] for mount in container["volumeMounts"]]
+    pools = {pool["spec"]["role"]: pool["metadata"]["name"] for pool in of_kind(objects, "ServingPool")}
+    assert pools == {"prefill": config.kubernetes.prefill_pool, "decode": config.kubernetes.decode_pool}
+    deployments = (config.kubernetes.prefill_deployment, config.kubernetes.decode_deployment)
+    if orchestrator == "kuberay":
+        assert deployments == ("", "")
+    else:
+        assert [the(objects, "Deployment", name)["metadata"]["name"] for name in deployments]
+
+
+def test_a_worker_is_told_where_ray_is(tmp_path: Path) -> None:
+    """`baton leave` asks it; the pod's own node has no address of the head."""
+    for values in ("defaults", "kuberay"):
+        objects = render(MATRIX[values])
+        container = pod_of(objects, "decode").spec["containers"][0]
+        assert loaded(objects, container, tmp_path).cluster.ray_address == "baton-head.serving.svc:6379"
+
+
+def test_gpus_of_a_worker_are_those_of_its_pod(tmp_path: Path) -> None:
+    objects = render(MATRIX["gpus"])
+    container = pod_of(objects, "decode").spec["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert loaded(objects, container, tmp_path).cluster.gpus_per_worker == 1
+    assert "--num-gpus=1" in container["command"]
+
+
+def test_settings_that_the_schema_offers_are_taken(tmp_path: Path) -> None:
+    """All of them at once, at their defaults: Baton then has its own defaults."""
+    settings = {
+        section: {
+            name: field["default"] for name, field in schema["properties"].items() if field["default"] is not None
+        }
+        for section, schema in config_schema()["properties"].items()
+    }
+    for values in settings["router"]["slo_classes"].values():
+        values.pop("e2e_ms", None)  # JSON knows no infinity
+    file = tmp_path / "values.yaml"
+    file.write_text(json.dumps({"config": settings}))
+    done = helm(4, "template", "baton", str(CHART), "--namespace", NAMESPACE, "--values", str(file))
+    assert done.returncode == 0, done.stderr
+    objects = tuple(document for document in yaml.safe_load_all(done.stdout) if document)
+    config = loaded(objects, pod_of(objects, "router").spec["containers"][0], tmp_path)
+    default = Config()
+    for section in ("engine", "transfer", "autoscale", "telemetry", "faults", "model"):
+        assert getattr(config, section) == getattr(default, section)
+
+
+def test_times_are_baton_s_own_unless_set() -> None:
+    cluster = yaml.safe_load((CHART / "values.yaml").read_text())["config"]["cluster"]
+    default = Config().cluster
+    assert cluster == {
+        name: getattr(default, name) for name in ("drain_timeout_s", "start_timeout_s", "stop_timeout_s")
+    }
+
+
+def test_a_router_s_grace_is_longer_than_its_drain(tmp_path: Path) -> None:
+    objects = render()
+    pod = pod_of(objects, "router")
+    config = loaded(objects, pod.spec["containers"][0], tmp_path)
+    sleep = int(pod.spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert pod.spec["terminationGracePeriodSeconds"] > sleep + config.router.drain_timeout_s
+
+
+def test_service_links_are_off() -> None:
+    """A Service called `baton` would put BATON_PORT into the environment, and Baton takes no unknown settings."""
+    for name in ("defaults", "kuberay"):
+        assert all(pod.spec["enableServiceLinks"] is False for pod in pods(render(MATRIX[name])))
+    with pytest.raises(ConfigError, match="BATON_PORT"):
+        baton_config.load(None, {"BATON_PORT": "tcp://10.0.0.1:50051"})
