@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 ORDER_S = 5.0
 """For the controller's answer."""
+NO_CONTROLLER_S = 30.0
+"""After so long without one, there is none: one that starts again is known within this time."""
 
 
 async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> list[str]:
@@ -53,13 +55,16 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
     )
     try:
         drained_by: ControllerInfo | None = None
+        known_s = time.monotonic()
         told: set[str] = set()
         """To end: a second time would end them undrained."""
         while here and time.monotonic() < deadline_s:
             controller = await _controller(leases)
-            if controller is None:
+            if controller is not None:
+                known_s = time.monotonic()
+            elif time.monotonic() - known_s > NO_CONTROLLER_S:
                 told |= _end({worker_id: here[worker_id] for worker_id in here.keys() - told})
-            elif drained_by is None or controller.address != drained_by.address:
+            if controller is not None and (drained_by is None or controller.address != drained_by.address):
                 drained_by = controller if await _drain(here, controller) else None
             await asyncio.sleep(POLL_S)
             here = {worker_id: process for worker_id, process in here.items() if _runs(process)}

@@ -101,11 +101,11 @@ def test_the_tenants_of_the_values_are_ones_that_the_router_takes(tmp_path: Path
 @pytest.mark.parametrize("orchestrator", ["defaults", "kuberay"])
 def test_the_controller_knows_its_cluster(orchestrator: str, tmp_path: Path) -> None:
     objects = render(MATRIX[orchestrator])
-    pod = pod_of(objects, "head")
+    pod = pod_of(objects, "controller")
     (container,) = (each for each in pod.containers if each["name"] == "controller")
     config = loaded(objects, container, tmp_path)
     assert config.cluster.name == "baton"
-    assert config.cluster.ray_address == f"{POD_IP}:6379"
+    assert config.cluster.ray_address == "baton-head.serving.svc:6379"
     assert config.cluster.controller_host == "0.0.0.0"
     assert config.cluster.advertise_host == POD_IP
     assert container["ports"] == [{"name": "controller", "containerPort": config.cluster.controller_port}]

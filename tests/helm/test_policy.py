@@ -137,16 +137,20 @@ def test_policies_close_every_pod_both_ways(values: Values) -> None:
         assert closed == {"Ingress", "Egress"}, pod.owner
 
 
-def test_nobody_but_the_head_reaches_the_api_server() -> None:
-    objects = render(Values(sets=("networkPolicy.modelDownloads=false",)))
-    with_api = [
+@pytest.mark.parametrize(
+    ("orchestrator", "who"), [("deployments", {"controller"}), ("kuberay", {"controller", "head"})]
+)
+def test_nobody_else_reaches_the_api_server(orchestrator: str, who: set[str]) -> None:
+    """Under KubeRay, Ray's autoscaler is in the head's pod."""
+    objects = render(Values(sets=("networkPolicy.modelDownloads=false", f"orchestrator={orchestrator}")))
+    with_api = {
         pod.component
         for pod in pods(objects)
         for policy in of_kind(objects, "NetworkPolicy")
         if selects(policy["spec"]["podSelector"], pod.labels)
         and any(port["port"] == 6443 for rule in policy["spec"].get("egress", []) for port in rule.get("ports", []))
-    ]
-    assert with_api == ["head"]
+    }
+    assert with_api == who
 
 
 def test_no_secret_of_the_chart_s_is_guessable() -> None:

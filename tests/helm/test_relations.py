@@ -111,8 +111,8 @@ def test_service_accounts_roles_and_tokens_belong_together(values: Values) -> No
             assert users[subject["name"]].spec["automountServiceAccountToken"] is True
             assert subject["namespace"] == NAMESPACE
     assert bound == names(objects, "Role")
-    with_token = [pod.component for pod in pods(objects) if pod.spec["automountServiceAccountToken"]]
-    assert with_token == ["head"]
+    with_token = {pod.component for pod in pods(objects) if pod.spec["automountServiceAccountToken"]}
+    assert with_token == {"controller", *(["head"] if of_kind(objects, "RayCluster") else [])}
 
 
 @every_values
@@ -358,25 +358,21 @@ def test_grace_is_what_leaving_may_take() -> None:
     assert pod.spec["terminationGracePeriodSeconds"] == 120 + 900 + 30
 
 
-STORE = "ray.store.enabled=true"
 RESTARTS: dict[str, set[str]] = {
     "config.router.max_in_flight=99": {"router"},
-    "config.autoscale.cool_down_s=99": {"router"},
-    "config.engine.block_size=32": {"router", "prefill", "decode"},
-    "config.transfer.window=3": {"router", "prefill", "decode"},
+    "config.autoscale.cool_down_s=99": {"router", "controller"},
+    "config.engine.block_size=32": {"router", "controller", "prefill", "decode"},
+    "config.transfer.window=3": {"router", "controller", "prefill", "decode"},
     f"router.tenants.inline.acme.key_sha256[0]={'a' * 64}": {"router"},
     "router.replicas=5": set(),
     "pools.decode.maxReplicas=9": set(),
-    "image.worker.tag=v2": {"head", "prefill", "decode"},
-    f"config.router.max_in_flight=99,{STORE}": {"router"},
-    f"config.autoscale.cool_down_s=99,{STORE}": {"router", "head"},
-    f"config.engine.block_size=32,{STORE}": {"router", "head", "prefill", "decode"},
+    "image.worker.tag=v2": {"head", "controller", "prefill", "decode"},
 }
 
 
 @pytest.mark.parametrize(("change", "restarted"), RESTARTS.items(), ids=RESTARTS)
 def test_a_change_restarts_no_more_than_it_must(change: str, restarted: set[str]) -> None:
-    before = render(Values(sets=(STORE,) if STORE in change else ()))
+    before = render(Values())
     after = render(Values(sets=(change,)))
     deployments = [pod.component for pod in pods(before) if pod.owner.startswith("Deployment")]
     changed = {name for name in deployments if pod_of(before, name).template != pod_of(after, name).template}
@@ -386,7 +382,7 @@ def test_a_change_restarts_no_more_than_it_must(change: str, restarted: set[str]
 def test_ray_s_head_and_its_nodes_wait_for_each_other_where_it_has_a_store() -> None:
     objects = render(MATRIX["ray-store"])
     waits = {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "600"}
-    for component in ("head", "prefill", "decode"):
+    for component in ("head", "controller", "prefill", "decode"):
         assert all(waits in container["env"] for container in pod_of(objects, component).serving)
     (ray,) = (each for each in pod_of(objects, "head").serving if each["name"] == "ray")
     values = {variable["name"]: variable.get("value") for variable in ray["env"]}

@@ -304,21 +304,25 @@ imagePullSecrets:
 {{- end }}
 
 {{/* Of Baton's own processes, before their part's own. */}}
-{{- define "baton.env" -}}
+{{- define "baton.podEnv" -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
-- name: BATON_CACHE
-  value: /var/cache/baton
-- name: HF_HOME
-  value: /var/cache/baton/huggingface
 - name: HOME
   value: /var/tmp
 - name: TMPDIR
   value: /var/tmp
 - name: USER
   value: baton
+{{- end }}
+
+{{- define "baton.env" -}}
+{{ include "baton.podEnv" . }}
+- name: BATON_CACHE
+  value: /var/cache/baton
+- name: HF_HOME
+  value: /var/cache/baton/huggingface
 {{- with .Values.redis.external.existingSecret }}
 - name: BATON_INDEX_REDIS_URL
   valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.redis.external.key }}}}
@@ -357,7 +361,7 @@ imagePullSecrets:
 {{ include "baton.rayEnv" . }}
 {{- include "baton.rayWaitEnv" . }}
 - name: BATON_CLUSTER_RAY_ADDRESS
-  value: $(POD_IP):6379
+  value: {{ include "baton.headHost" . }}:6379
 - name: BATON_CLUSTER_ADVERTISE_HOST
   value: $(POD_IP)
 {{- end }}
@@ -380,27 +384,43 @@ imagePullSecrets:
   mountPath: /var/tmp
 {{- end }}
 
-{{/* /tmp/ray is Ray's own; /dev/shm holds its object store. */}}
-{{- define "baton.rayMounts" -}}
-{{ include "baton.mounts" . }}
+{{/* Of a Ray node: /tmp/ray is Ray's own; /dev/shm holds its object store. */}}
+{{- define "baton.nodeMounts" -}}
 - name: ray
   mountPath: /tmp/ray
 - name: shared-memory
   mountPath: /dev/shm
+- name: tmp
+  mountPath: /var/tmp
 {{- end }}
 
-{{- define "baton.headMounts" -}}
+{{/* The same with what Baton's own processes read. */}}
+{{- define "baton.rayMounts" -}}
+{{ include "baton.nodeMounts" . }}
+- name: config
+  mountPath: /etc/baton
+  readOnly: true
+- name: model-cache
+  mountPath: /var/cache/baton
+{{- end }}
+
+{{- define "baton.controllerMounts" -}}
 {{ include "baton.rayMounts" . }}
 - name: state
   mountPath: /var/lib/baton
 {{- end }}
 
 {{- define "baton.volumes" -}}
+- name: tmp
+  emptyDir: {}
+{{ include "baton.ownVolumes" . }}
+{{- end }}
+
+{{/* What Baton's own processes read. */}}
+{{- define "baton.ownVolumes" -}}
 - name: config
   configMap:
     name: {{ include "baton.fullname" . }}-config
-- name: tmp
-  emptyDir: {}
 - name: model-cache
 {{- if eq .Values.modelCache.type "persistentVolumeClaim" }}
   persistentVolumeClaim:
@@ -417,15 +437,22 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* (list shared-memory-size root) */}}
-{{- define "baton.rayVolumes" -}}
-{{ include "baton.volumes" (index . 1) }}
+{{/* Of a Ray node. (shared-memory-size) */}}
+{{- define "baton.nodeVolumes" -}}
 - name: ray
+  emptyDir: {}
+- name: tmp
   emptyDir: {}
 - name: shared-memory
   emptyDir:
     medium: Memory
-    sizeLimit: {{ index . 0 }}
+    sizeLimit: {{ . }}
+{{- end }}
+
+{{/* (list shared-memory-size root) */}}
+{{- define "baton.rayVolumes" -}}
+{{ include "baton.nodeVolumes" (index . 0) }}
+{{ include "baton.ownVolumes" (index . 1) }}
 {{- end }}
 
 {{/* The model first, then the check of what the part needs.

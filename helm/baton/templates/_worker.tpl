@@ -36,40 +36,15 @@ spec:
       imagePullPolicy: {{ $root.Values.image.worker.pullPolicy }}
       {{- if not $kuberay }}
       command:
-        - ray
-        - start
-        - --block
-        - --address={{ include "baton.headHost" $root }}:6379
-        - --node-ip-address=$(POD_IP)
-        - --num-cpus=0
-        - --num-gpus={{ $pool.gpu.count | int }}
+        {{- include "baton.nodeCommand" (list ($pool.gpu.count | int) $root) | nindent 8 }}
         - '--resources={"baton_worker": 1}'
-        - --object-store-memory=100000000
-        - --node-manager-port=6380
-        - --min-worker-port=0
-        - --max-worker-port=0
-        - --disable-usage-stats
       {{- end }}
       env:
         {{- include "baton.workerEnv" $root | nindent 8 }}
         {{- with $pool.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
-      ports:
-        - name: raylet
-          containerPort: 6380
-      startupProbe:
-        tcpSocket: {port: raylet}
-        periodSeconds: 2
-        failureThreshold: 90
-      readinessProbe:
-        tcpSocket: {port: raylet}
-        periodSeconds: 5
-      livenessProbe:
-        tcpSocket: {port: raylet}
-        periodSeconds: 10
-        timeoutSeconds: 5
-        failureThreshold: 6
+      {{- include "baton.nodeProbes" $root | nindent 6 }}
       lifecycle:
         preStop:
           exec:
@@ -110,4 +85,35 @@ spec:
 {{- $context = mergeOverwrite $context (dict "capabilities" (dict "add" (list "IPC_LOCK"))) }}
 {{- end }}
 {{- toYaml $context }}
+{{- end }}
+
+{{/* A Ray node; `ray start --block` ends when its raylet does. (list GPUs root) */}}
+{{- define "baton.nodeCommand" -}}
+- ray
+- start
+- --block
+- --address={{ include "baton.headHost" (index . 1) }}:6379
+- --node-ip-address=$(POD_IP)
+- --num-cpus=0
+- --num-gpus={{ index . 0 }}
+- --object-store-memory=100000000
+- --temp-dir=/tmp/ray
+- --min-worker-port=0
+- --max-worker-port=0
+- --disable-usage-stats
+{{- end }}
+
+{{- define "baton.nodeProbes" -}}
+startupProbe:
+  exec: {command: [sh, -c, test -S /tmp/ray/session_latest/sockets/raylet]}
+  periodSeconds: 2
+  failureThreshold: 90
+readinessProbe:
+  exec: {command: [sh, -c, test -S /tmp/ray/session_latest/sockets/raylet]}
+  periodSeconds: 5
+livenessProbe:
+  exec: {command: [sh, -c, test -S /tmp/ray/session_latest/sockets/raylet]}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
 {{- end }}
