@@ -243,7 +243,7 @@ def test_a_worker_that_ends_waits_until_its_last_choice_has_moved() -> None:
 
 def test_two_workers_that_leave_at_once_lose_no_kv() -> None:
     """The one that was to take over leaves as well: what the first one holds is pulled from there all the same."""
-    num_streams, num_prompt_tokens, max_tokens = 4, 1500, 150
+    num_streams, num_prompt_tokens, max_tokens = 4, 1500, 600
     router = RouterConfig(mode="aggregated", cache_secret="drain")
     with running_fleet(TransferConfig(), router, step_ms=STEP_MS) as fleet:
         fleet.wait_for(fleet.add(Role.DECODE, "decode-0"))

@@ -62,7 +62,13 @@ class Terminal:
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
         environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")} | {"TERM": "xterm"}
         self.process = subprocess.Popen(
-            command, stdin=inner, stdout=inner, stderr=inner, start_new_session=True, env=environment
+            command,
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            start_new_session=True,
+            env=environment,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which whoever runs the tests may ignore
         )
         os.close(inner)
 

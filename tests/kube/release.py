@@ -1,0 +1,207 @@
+"""The chart, installed on the test cluster: real helm and kubectl; routers, workers, Ray and Redis as processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from baton.engine.arithmetic import expected_tokens
+from baton.v1 import inference_pb2_grpc
+from deploy.redis import valkey_binary
+from tests.integration.cluster import request
+from tests.kube.apiserver import RunningApi, running_api
+from tests.kube.binaries import Binaries, binaries
+from tests.kube.machine import Machine, running_machine
+from tests.kube.store import Key, Resource
+
+CHART = Path(__file__).parents[2] / "helm" / "baton"
+NAMESPACE, NAME = "serving", "baton"
+PODS, SERVICES = Resource("", "pods"), Resource("", "services")
+SERVING_POOLS = Resource("baton.dev", "servingpools")
+TIMEOUT_S = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    api: RunningApi
+    machine: Machine
+    binaries: Binaries
+    environment: dict[str, str]
+    values: tuple[str, ...]
+
+    def helm(self, *arguments: str) -> str:
+        return self._run(self.binaries.helm, *arguments)
+
+    def kubectl(self, *arguments: str) -> str:
+        return self._run(self.binaries.kubectl, *arguments)
+
+    def install(self, *arguments: str) -> None:
+        self.helm("install", NAME, str(CHART), *self.values, "--wait", f"--timeout={TIMEOUT_S}s", *arguments)
+
+    def upgrade(self, *arguments: str) -> None:
+        self.helm("upgrade", NAME, str(CHART), *self.values, "--wait", f"--timeout={TIMEOUT_S}s", *arguments)
+
+    def baton(self, *arguments: str) -> str:
+        command = [str(Path(sys.executable).with_name("baton")), *arguments, "--address", self.grpc]
+        return self._run(*command)
+
+    def baton_status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.baton("status", "--json"))
+        return found
+
+    @property
+    def grpc(self) -> str:
+        """host:port of the routers' Service."""
+        service = self.api.store.get(Key(SERVICES, NAMESPACE, NAME))
+        return f"{service['spec']['clusterIP']}:50051"
+
+    def pool(self, role: str) -> dict[str, Any]:
+        return self.api.store.get(Key(SERVING_POOLS, NAMESPACE, role))
+
+    def pods(self, component: str) -> list[dict[str, Any]]:
+        """That are not about to go."""
+        pods = self.api.store.objects(PODS, NAMESPACE)
+        return [
+            pod
+            for pod in pods
+            if pod["metadata"].get("labels", {}).get("app.kubernetes.io/component") == component
+            and "deletionTimestamp" not in pod["metadata"]
+        ]
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.picture()
+            time.sleep(0.1)
+
+    def wait_for_pool(self, role: str, size: int) -> None:
+        """Until it has so many workers, all of them serve, and as many pods are there for both pools together."""
+
+        def is_so() -> bool:
+            status = self.pool(role).get("status", {})
+            found = [status.get(name) for name in ("desiredReplicas", "replicas", "readyReplicas")]
+            return found == [size] * 3
+
+        self.wait_for(is_so)
+
+    def picture(self) -> str:
+        """What an operator would look at."""
+        lines = [self.kubectl("get", "servingpools,deployments,pods", "-n", NAMESPACE)]
+        for pod in self.api.store.objects(PODS, NAMESPACE):
+            for container, path in json.loads(
+                pod["metadata"].get("annotations", {}).get("baton.dev/test-log", "{}")
+            ).items():
+                text = Path(path).read_text(errors="replace") if Path(path).exists() else "(no log)"
+                lines.append(f"--- {pod['metadata']['name']} {container}\n{text[-1500:]}")
+        return "\n".join(lines)
+
+    def _run(self, *command: object) -> str:
+        result = subprocess.run(
+            [str(part) for part in command],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S + 60,
+        )
+        assert result.returncode == 0, f"{command}: {result.stdout}\n{result.stderr}\n{self._safe_picture()}"
+        return result.stdout
+
+    def _safe_picture(self) -> str:
+        pods = self.api.store.objects(PODS, NAMESPACE)
+        return "\n".join(
+            f"{pod['metadata']['name']}: {json.dumps(pod.get('status', {}).get('containerStatuses', []))[:600]}"
+            for pod in pods
+        )
+
+
+@contextlib.contextmanager
+def kube_cluster(helm_major: int, folder: Path, cache: Path, *values: str) -> Generator[Release]:
+    """A cluster with nothing in it but the namespace; the values are those of every install and upgrade.
+
+    Args:
+        cache: Baton's cache folder, with the model.
+    """
+    programs = folder / "redis-bin"
+    programs.mkdir()
+    (programs / "redis-server").symlink_to(valkey_binary())
+    venv = str(Path(sys.executable).parent)
+    system = ["/usr/local/bin", "/usr/bin", "/bin"]
+    images = {
+        "baton-router": [venv, *system],
+        "baton-worker": [venv, *system],
+        "docker.io/library/redis": [str(programs), *system],
+    }
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # else Ray takes no second node on one machine
+        "GRPC_ENABLE_FORK_SUPPORT": "0",
+    }
+    with (
+        running_api() as api,
+        running_machine(api.store, images, lambda user: api.kubeconfig(user=user), environment=environment) as machine,
+    ):
+        client = os.environ | {
+            "KUBECONFIG": str(api.kubeconfig(namespace=NAMESPACE)),
+            "HOME": str(folder),  # kubectl keeps what it knows of a server there
+            "HELM_CACHE_HOME": str(folder / "helm"),
+            "HELM_CONFIG_HOME": str(folder / "helm"),
+            "HELM_DATA_HOME": str(folder / "helm"),
+        }
+        hosted = ("--set", "modelCache.type=hostPath", "--set", f"modelCache.hostPath={cache}")
+        release = Release(api, machine, binaries(helm_major), client, (*hosted, *values))
+        release.kubectl("create", "namespace", NAMESPACE)
+        yield release
+
+
+@dataclass(slots=True)
+class Load:
+    """Requests to the routers, a few at a time, each compared with what the arithmetic model has to say."""
+
+    address: str
+    num_clients: int = 3
+    num_tokens: int = 60
+    num_answered: int = 0
+    failures: list[str] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def _client(self, number: int) -> None:
+        turn = 0
+        with grpc.insecure_channel(self.address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            while not self._stop.is_set():
+                turn += 1
+                prompt = [1 + (number * 7919 + turn * 31 + i) % 40_000 for i in range(100 + turn % 50)]
+                sampling = {"temperature": 0, "max_tokens": self.num_tokens, "ignore_eos": True}
+                try:
+                    stream = stub.Generate(request(token_ids=prompt, sampling=sampling), timeout=60)
+                    tokens = [token for message in stream for token in message.token_ids]
+                except grpc.RpcError as error:
+                    self.failures.append(str(error))
+                    continue
+                if tokens != expected_tokens(prompt, self.num_tokens):
+                    self.failures.append(f"{len(tokens)} tokens, and wrong ones")
+                self.num_answered += 1
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Load]:
+        """While the block is entered."""
+        threads = [threading.Thread(target=self._client, args=(number,)) for number in range(self.num_clients)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join()

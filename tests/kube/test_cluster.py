@@ -1,0 +1,118 @@
+"""The chart on the test cluster, with everything running: what an operator does, of which clients notice nothing.
+
+One story a helm: every step leaves the cluster as the next one finds it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.kube.release import NAME, NAMESPACE, Load, Release, kube_cluster
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+SETTINGS = (
+    "config.engine.runner=arithmetic",
+    "config.engine.num_blocks=1024",
+    "config.engine.arithmetic_step_ms=5",
+    "worker.resources.requests.memory=1Gi",
+)
+
+
+@pytest.fixture(params=[3, 4], ids=["helm3", "helm4"])
+def release(request: pytest.FixtureRequest, tmp_path: Path, model_dir: Path) -> Iterator[Release]:
+    values = [part for setting in SETTINGS for part in ("--set", setting)]
+    with kube_cluster(request.param, tmp_path, model_dir.parents[1], *values) as cluster:
+        yield cluster
+
+
+def test_a_release_from_its_first_to_its_last_day(release: Release) -> None:
+    """Install, scale, upgrade, roll out, roll back, uninstall, all of it under load from the first answer on."""
+    release.install()
+    assert (
+        json.loads(release.baton("generate", "Hello", "--max-tokens", "3", "--json"))["usage"]["completion_tokens"] == 3
+    )
+    with Load(release.grpc).running() as load:
+        scale_with_kubectl(release)
+        keeps_its_size_in_an_upgrade(release)
+        scale_with_baton(release)
+        rolls_its_workers_out(release)
+        rolls_back(release)
+        num_answered = load.num_answered
+        release.wait_for(lambda: load.num_answered > num_answered + 10)
+    assert load.failures == []
+    print(f"{load.num_answered} requests, none failed")
+    uninstall_leaves_nothing(release)
+
+
+def scale_with_kubectl(release: Release) -> None:
+    release.kubectl("scale", "servingpool/decode", "--replicas=3", "-n", NAMESPACE)
+    release.kubectl(
+        "wait", "servingpool/decode", "-n", NAMESPACE, "--for=jsonpath={.status.readyReplicas}=3", "--timeout=120s"
+    )
+    release.wait_for_pool("decode", 3)
+    assert num_pods(release, "decode") == 3
+    release.wait_for(lambda: release.baton_status()["pools"]["decode"] == {"desired": 3, "ready": 3})
+
+
+def keeps_its_size_in_an_upgrade(release: Release) -> None:
+    before = {pod["metadata"]["uid"] for pod in release.pods("router")}
+    release.upgrade("--set", "config.router.max_in_flight=300")
+    assert not before & {pod["metadata"]["uid"] for pod in release.pods("router")}, "no router has the new setting"
+    assert release.pool("decode")["spec"]["replicas"] == 3
+    release.wait_for_pool("decode", 3)
+    assert num_pods(release, "decode") == 3
+
+
+def scale_with_baton(release: Release) -> None:
+    """The other door to the same truth. The pod that goes is one whose worker has left."""
+    release.baton("scale", "decode", "2")
+    assert release.pool("decode")["spec"]["replicas"] == 2
+    release.wait_for_pool("decode", 2)
+    release.wait_for(lambda: num_pods(release, "decode") == 2)
+
+
+def rolls_its_workers_out(release: Release) -> None:
+    """New pods for every worker, one after the other: each hands its work over first."""
+    before = {pod["metadata"]["uid"] for role in ("prefill", "decode") for pod in release.pods(role)}
+    release.upgrade("--set", "config.router.max_in_flight=300", "--set", "worker.podAnnotations.revision=second")
+    for role, size in (("prefill", 1), ("decode", 2)):
+        release.wait_for(lambda role=role, size=size: num_pods(release, role) == size)  # type: ignore[misc]
+        release.wait_for_pool(role, size)
+    assert not before & {pod["metadata"]["uid"] for role in ("prefill", "decode") for pod in release.pods(role)}
+
+
+def rolls_back(release: Release) -> None:
+    release.helm("rollback", NAME, "2", "--wait", "--timeout=240s")
+    for role, size in (("prefill", 1), ("decode", 2)):
+        release.wait_for_pool(role, size)
+    assert release.pool("decode")["spec"]["replicas"] == 2
+
+
+def uninstall_leaves_nothing(release: Release) -> None:
+    release.helm("uninstall", NAME)
+    release.wait_for(lambda: not release.machine.pods())
+    kinds = (
+        "all,configmaps,secrets,servingpools,persistentvolumeclaims,networkpolicies,serviceaccounts,roles,rolebindings"
+    )
+    left = json.loads(release.kubectl("get", f"{kinds},poddisruptionbudgets", "-n", NAMESPACE, "-o", "json"))["items"]
+    assert [(item["kind"], item["metadata"]["name"]) for item in left if item["metadata"]["name"] != "default"] == []
+    release.wait_for(
+        lambda: not [c for c in psutil.Process().children(recursive=True) if "deploy.worker" in command(c)]
+    )
+
+
+def num_pods(release: Release, component: str) -> int:
+    return len(release.pods(component))
+
+
+def command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
