@@ -6,11 +6,16 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progre
 STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract
 # What these hold against the clock, another test beside them would hold up. The others wait most of their time.
-ALONE := $(addprefix tests/integration/, test_admission.py test_cancel_latency.py test_overload.py test_prefix_pull.py \
+ALONE := $(addprefix tests/integration/, test_admission.py test_cancel_latency.py test_overload.py \
 	test_transfer_processes.py)
 SOAK := tests/chaos/test_streams.py
 # Of the chaos tests, those that are short enough for every run.
 SHORT_CHAOS := $(SOAK) tests/chaos/test_kills.py
+# Of the others, what takes minutes and has a sibling that stays: a second helm, other kinds of spoiled blocks.
+LONG := tests/integration/test_autoscale.py::test_pools_follow_the_load \
+	'tests/kube/test_cluster.py::test_a_release_from_its_first_to_its_last_day[helm3]' \
+	'tests/integration/test_real_model.py::test_spoiled_blocks_change_the_answer_when_nobody_checks[corrupt_chunk=1]' \
+	'tests/integration/test_real_model.py::test_spoiled_blocks_change_the_answer_when_nobody_checks[drop_chunk=1]'
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: serve test chaos check proto bench clean install
@@ -31,12 +36,13 @@ serve: $(STAMP)
 
 test: check
 	$(BIN)/python -m pytest $(ALONE)
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration $(SHORT_CHAOS) \
-		$(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest -n 3 --dist loadfile --durations 25 tests/integration tests/kube tests/helm \
+		tests/observability $(SHORT_CHAOS) $(addprefix --ignore=,$(ALONE)) $(addprefix --deselect=,$(LONG))
 
 # Ten minutes of faults under load, a minute of everything else, ten thousand cancels; `make test` has a part of it.
 chaos: $(STAMP)
 	CHAOS_SECONDS=60 $(BIN)/python -m pytest -s tests/chaos tests/integration/test_cancel.py $(addprefix --ignore=,$(SOAK))
+	$(BIN)/python -m pytest -s $(LONG)
 	CHAOS_SECONDS=600 $(BIN)/python -m pytest -s $(SOAK)
 
 check: $(STAMP) proto-is-current
