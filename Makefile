@@ -61,6 +61,11 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(B
 proto: $(STAMP)
 	$(call PROTOC,.)
 
+.PHONY: generated
+generated: $(STAMP)
+	$(BIN)/python -m deploy.grafana
+	$(BIN)/python -m deploy.chart_docs
+
 .PHONY: proto-is-current
 proto-is-current: $(STAMP)
 	@rm -rf $(VENV)/proto && mkdir -p $(VENV)/proto

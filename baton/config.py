@@ -125,6 +125,7 @@ class TransferConfig:
     """Pairs that a sender keeps open; the one that was idle longest makes room. 0: 8 on a GPU, where each takes about
     30 MB, else 64."""
     open_timeout_s: float = 10.0
+    """Longest wait for a session with another worker, and its link, to be open."""
     op_timeout_s: float = 10.0
     """Longest wait for one message of a link, or for the peer's answer to one of the session."""
     pull_timeout_s: float = 2.0
@@ -176,10 +177,13 @@ class IndexConfig:
     redis_url: str = ""
     """redis://HOST:PORT/DB or unix://PATH. Empty: `baton up` starts an embedded one."""
     lease_s: float = 10.0
+    """Whoever has not renewed its lease for so long is gone."""
     renew_s: float = 1.0
+    """How often leases are renewed."""
     blocks_ttl_s: float = 60.0
     """Life of a dead worker's block set."""
     stream_max_events: int = 100_000
+    """Of who owns which prefix, that are kept for routers to catch up with."""
     poll_s: float = 1.0
     """How often a router reads the leases."""
 
@@ -294,6 +298,7 @@ class ClusterConfig:
     start_timeout_s: float = 180.0
     """For the whole cluster, and afterwards for every worker that is started, once a node has room for it."""
     stop_timeout_s: float = 20.0
+    """How long each part may take to end before it is killed."""
 
     def __post_init__(self) -> None:
         _require_at_least_one("cluster", self, ("routers",))
@@ -325,14 +330,17 @@ class AutoscaleConfig:
     """How the controller sizes the pools by itself. `baton autoscale --dry-run` tells what these settings would do."""
 
     enabled: bool = False
+    """The controller sizes the pools by itself."""
     dry_run: bool = False
     """Decide and log, and order nothing."""
     min_prefill: int = 1
     """Not in mode `aggregated`, in which nobody uses that pool."""
     min_decode: int = 1
+    """Workers of the decode pool, at least."""
     max_prefill: int = 0
-    """0: as many as `max_workers` allows; the same for `max_decode`."""
+    """0: as many as `max_workers` allows."""
     max_decode: int = 0
+    """As `max_prefill`."""
     max_workers: int = 0
     """Of both pools together. 0: as many as there are, which change their roles and do not become more or fewer."""
     window_s: float = 10.0
@@ -375,6 +383,7 @@ class TelemetryConfig:
     otlp_endpoint: str = ""
     """host:port of an OTLP gRPC receiver for traces; empty: spans are not exported."""
     sample_ratio: float = 1.0
+    """Share of the traces that begin here which are exported."""
     log_level: str = "info"
     """debug, info, warning, error or critical."""
     log_format: str = "text"

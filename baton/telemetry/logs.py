@@ -39,7 +39,7 @@ def configure(level: str, log_format: str = "text", service: str = "baton") -> N
     if log_format == "json":
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
-    for name in ("uvicorn", "httpx", "opentelemetry"):
+    for name in ("uvicorn", "httpx", "httpx2", "opentelemetry"):
         logging.getLogger(name).setLevel("WARNING")
 
 

@@ -6,6 +6,7 @@ One story a helm: every step leaves the cluster as the next one finds it.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,11 @@ import pytest
 
 from tests.kube.release import NAME, NAMESPACE, Load, Release, kube_cluster
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc, for pods that have the same ports"),
+]
 
 SETTINGS = (
     "config.engine.runner=arithmetic",
@@ -37,6 +42,7 @@ def test_a_release_from_its_first_to_its_last_day(release: Release) -> None:
     assert (
         json.loads(release.baton("generate", "Hello", "--max-tokens", "3", "--json"))["usage"]["completion_tokens"] == 3
     )
+    release.helm("test", NAME, "--timeout=120s")
     with Load(release.grpc).running() as load:
         scale_with_kubectl(release)
         keeps_its_size_in_an_upgrade(release)

@@ -469,7 +469,7 @@ imagePullSecrets:
   {{- if eq $name "model" }}
   command: [baton, run, model, --config, /etc/baton/baton.yaml]
   {{- else }}
-  command: [baton, doctor, --part, {{ $.part }}, --config, /etc/baton/baton.yaml]
+  command: [baton, doctor, --part, {{ $.part }}, --wait, "60", --config, /etc/baton/baton.yaml]
   {{- end }}
   env:
     {{- $.env | nindent 4 }}
