@@ -15,7 +15,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx2
@@ -81,6 +81,18 @@ class Terminal:
                 except OSError:  # the other end is closed
                     return
 
+    def read_until(self, shows: Callable[[str], bool], timeout_s: float = 60.0) -> None:
+        """Until what was drawn in the last two seconds is so."""
+        deadline_s = time.monotonic() + timeout_s
+        while not shows(self.text):
+            assert time.monotonic() < deadline_s, self.text
+            self.seen = ""
+            self.read_for(2)
+
+    @property
+    def text(self) -> str:
+        return ESCAPES.sub("", self.seen)
+
     def interrupt(self) -> int:
         """Ctrl-C. Its exit status."""
         self.process.send_signal(signal.SIGINT)
@@ -96,13 +108,13 @@ class Terminal:
 def test_the_numbers_change_under_load_and_ctrl_c_ends_it(cluster: Cluster) -> None:
     terminal = Terminal(sys.executable, "-m", "deploy.cli", "status", "--watch", "--address", cluster.grpc)
     try:
-        terminal.read_for(3)
+        terminal.read_until(lambda text: "decode-0" in text)
         with load(cluster):
             terminal.read_for(6)
         assert terminal.interrupt() == 0
     finally:
         terminal.close()
-    text = ESCAPES.sub("", terminal.seen)
+    text = terminal.text
     goodput = [float(number) for number in GOODPUT.findall(text)]
     assert goodput[0] == 0.0
     assert max(goodput) > 1.0
@@ -118,24 +130,17 @@ def test_a_router_that_is_gone_is_said_and_the_next_one_shown(cluster: Cluster) 
     pid = cluster.client.status()["routers"][0]["pid"]
     terminal = Terminal(sys.executable, "-m", "deploy.cli", "status", "--watch", "--address", cluster.grpc)
     try:
-        terminal.read_for(3)
-        assert "lost: " not in terminal.seen
+        terminal.read_until(lambda text: "decode-0" in text and "lost: " not in text)
         os.kill(pid, signal.SIGKILL)
-        terminal.read_for(2)
-        assert "lost: no router answers at" in ESCAPES.sub("", terminal.seen)
-        deadline_s = time.monotonic() + 60
-        while not is_served(cluster):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.2)
-        terminal.read_for(3)
-        terminal.seen = ""
-        terminal.read_for(2)
+        terminal.read_until(lambda text: "lost: no router answers at" in text)
+        terminal.read_until(lambda text: "goodput" in text and "lost: " not in text)
         assert terminal.interrupt() == 0
     finally:
         terminal.close()
-    text = ESCAPES.sub("", terminal.seen)
-    assert "goodput" in text
-    assert "lost: " not in text
+    deadline_s = time.monotonic() + 60
+    while not is_served(cluster):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
 
 
 def is_served(cluster: Cluster) -> bool:
