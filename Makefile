@@ -8,8 +8,6 @@ FAST_TESTS := tests/unit tests/contract
 # What these hold against the clock, another test beside them would hold up. The others wait most of their time.
 ALONE := $(addprefix tests/integration/, test_admission.py test_cancel_latency.py test_overload.py \
 	test_transfer_processes.py)
-# Of the others, the longest go first, or they would be waited for at the end.
-FIRST := tests/integration/test_real_model.py tests/kube/test_cluster.py
 SOAK := tests/chaos/test_streams.py
 # Of the chaos tests, those that are short enough for every run.
 SHORT_CHAOS := $(SOAK) tests/chaos/test_kills.py
@@ -38,9 +36,8 @@ serve: $(STAMP)
 
 test: check
 	$(BIN)/python -m pytest $(ALONE)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(FIRST) tests/observability \
-		$(SHORT_CHAOS) tests/integration tests/kube tests/helm \
-		$(addprefix --ignore=,$(ALONE)) $(addprefix --deselect=,$(LONG))
+	$(BIN)/python -m pytest -n 3 --dist loadfile --durations 25 tests/integration tests/kube tests/helm \
+		tests/observability $(SHORT_CHAOS) $(addprefix --ignore=,$(ALONE)) $(addprefix --deselect=,$(LONG))
 
 # Ten minutes of faults under load, a minute of everything else, ten thousand cancels; `make test` has a part of it.
 chaos: $(STAMP)
