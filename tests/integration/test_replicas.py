@@ -336,6 +336,7 @@ def test_what_a_router_noted_is_what_another_goes_on_from(fleet: Fleet) -> None:
     victim, survivor = alive(fleet)[0], fleet.routers[-1]
     request = replace(seeded(prompt_of(11, 20), 1000, 4, n=2), request_id=next(REQUEST_IDS))
     whole = Listener(request).listen(survivor)
+    time.sleep(1.0)  # until that router has forgotten the id, and with it whatever another one notes of it
     listener = Listener(request)
 
     def dies() -> bool:
@@ -346,18 +347,18 @@ def test_what_a_router_noted_is_what_another_goes_on_from(fleet: Fleet) -> None:
     with contextlib.suppress(grpc.RpcError):
         listener.listen(victim, dies)
     kill(victim)
-    began = time.monotonic()
-    arrivals: list[float] = []
+    num_messages = 0
     heard_before = listener.num_tokens
     fresh = Listener(request)
     fresh.num_streams = 1
 
     def hears() -> bool:
-        arrivals.append(time.monotonic() - began)
+        nonlocal num_messages
+        num_messages += 1
         return fresh.num_tokens > 1000
 
     fresh.listen(survivor, hears)
-    assert arrivals[-1] < 500 * STEP_MS / 1e3, "it was generated again, which takes a step for every two tokens"
+    assert num_messages < 300, "it was generated again, and each token came by itself"
     listener.listen(survivor)
     listener.same_as(whole)
     assert heard_before < listener.num_tokens
