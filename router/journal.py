@@ -14,13 +14,13 @@ import logging
 import secrets
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.errors import StoreUnavailable
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
 from kvstore.index.backoff import backoff_s
-from kvstore.leases import Entry, Noted, Part, RecordKey, RecordStore
+from kvstore.leases import Ended, Entry, Noted, Part, RecordKey, RecordStore, field_of
 from kvstore.leases.journal import DIGEST_BYTES, WRITER_BYTES
 from router.dispatch import ChoiceRecord
 
@@ -39,6 +39,8 @@ class _Noting:
     records: Sequence[ChoiceRecord]
     finish_reasons: Sequence[FinishReason | None]
     num_written: list[int]
+    fields: list[bytes] = field(default_factory=list)
+    """Of its record, those that were written."""
 
 
 class Journal:
@@ -48,7 +50,7 @@ class Journal:
         self._store = store
         self._writer = secrets.token_bytes(WRITER_BYTES)
         self._notings: dict[RecordKey, _Noting] = {}
-        self._ended: list[RecordKey] = []
+        self._ended: list[Ended] = []
         """To be forgotten in the store."""
 
     @contextlib.contextmanager
@@ -72,8 +74,10 @@ class Journal:
             yield
         finally:
             del self._notings[key]
-        if is_continued or any(noting.num_written):
-            self._ended.append(key)
+        if is_continued:  # with what another router has noted, which is of no use any more
+            self._ended.append(Ended(key))
+        elif noting.fields:
+            self._ended.append(Ended(key, tuple(noting.fields)))
 
     async def recall(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
         """What a router has noted of this request, by choice; empty: none has, or it cannot be had in time."""
@@ -123,7 +127,11 @@ class Journal:
             if end > start:
                 parts.append(Part(index, start, record.emitted[start:], noting.finish_reasons[index]))
                 noting.num_written[index] = end
-        return Entry(key, noting.digest, self._writer, parts) if parts else None
+        if not parts:
+            return None
+        entry = Entry(key, noting.digest, self._writer, parts)
+        noting.fields += (field_of(entry, part) for part in parts)
+        return entry
 
 
 def digest_of(content_id: str, spec: SequenceSpec) -> bytes:

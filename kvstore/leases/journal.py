@@ -53,6 +53,16 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """A request of which nothing has to be known any more."""
+
+    key: RecordKey
+    fields: tuple[bytes, ...] | None = None
+    """Of its record, those that this router has written; None: all of it, whoever has. Another router may serve the
+    same id by now, and note what it does."""
+
+
+@dataclass(frozen=True, slots=True)
 class Noted:
     """What is known of one choice."""
 
@@ -63,8 +73,8 @@ class Noted:
 class RecordStore(Protocol):
     """Every method raises `StoreUnavailable` when the store cannot be reached; what it did until then is unknown."""
 
-    async def write(self, entries: Sequence[Entry], ended: Sequence[RecordKey]) -> None:
-        """Forgets the records of `ended`, then adds `entries`. A record written to lives on."""
+    async def write(self, entries: Sequence[Entry], ended: Sequence[Ended]) -> None:
+        """Forgets what `ended` names, then adds `entries`. A record written to lives on."""
 
     async def read(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
         """The choices of a request; empty if nothing is known of it, or only of another one under the same key.
@@ -76,12 +86,15 @@ class RecordStore(Protocol):
     async def close(self) -> None: ...
 
 
+def field_of(entry: Entry, part: Part) -> bytes:
+    """The name under which the store keeps it."""
+    return _FIELD.pack(entry.digest, entry.writer, part.choice_index, part.start)
+
+
 def fields_of(entry: Entry) -> dict[bytes, bytes]:
     """What the store keeps of it."""
     return {
-        _FIELD.pack(entry.digest, entry.writer, part.choice_index, part.start): (
-            (part.finish_reason or "").encode() + b"\0" + array("I", part.token_ids).tobytes()
-        )
+        field_of(entry, part): (part.finish_reason or "").encode() + b"\0" + array("I", part.token_ids).tobytes()
         for part in entry.parts
     }
 

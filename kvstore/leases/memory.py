@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from baton.cluster import ControllerInfo, RouterInfo, WorkerInfo, WorkerLoad
-    from kvstore.leases.journal import Entry, Noted, RecordKey
+    from kvstore.leases.journal import Ended, Entry, Noted, RecordKey
 
 
 class MemoryLeases:
@@ -92,10 +92,15 @@ class MemoryRecords:
         self._store = store
         self._ttl_s = ttl_s
 
-    async def write(self, entries: Sequence[Entry], ended: Sequence[RecordKey]) -> None:
+    async def write(self, entries: Sequence[Entry], ended: Sequence[Ended]) -> None:
         records, now = self._store.records, self._store.clock()
         for past in ended:
-            records.pop((past.tenant_id, past.request_id), None)
+            key = (past.key.tenant_id, past.key.request_id)
+            if past.fields is None:
+                records.pop(key, None)
+            elif key in records:
+                for name in past.fields:
+                    records[key][1].pop(name, None)
         for entry in entries:
             key = (entry.key.tenant_id, entry.key.request_id)
             records[key] = (now + self._ttl_s, self._fields(key) | fields_of(entry))

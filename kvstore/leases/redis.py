@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
-    from kvstore.leases.journal import Entry, Noted, RecordKey
+    from kvstore.leases.journal import Ended, Entry, Noted, RecordKey
 
 ACQUIRE = Script("kvstore.leases", "acquire.lua")
 RENEW = Script("kvstore.leases", "renew.lua")
@@ -143,9 +143,9 @@ class RedisRecords:
         self._keys = Keys(namespace)
         self._ttl_ms = int(ttl_s * 1000)
 
-    async def write(self, entries: Sequence[Entry], ended: Sequence[RecordKey]) -> None:
-        if ended:
-            await self._connection.call("UNLINK", *map(self._name, ended))
+    async def write(self, entries: Sequence[Entry], ended: Sequence[Ended]) -> None:
+        for begin in range(0, len(ended), BATCH):
+            await self._connection.pipeline([self._forget(past) for past in ended[begin : begin + BATCH]])
         for begin in range(0, len(entries), BATCH):
             commands: list[tuple[object, ...]] = []
             for entry in entries[begin : begin + BATCH]:
@@ -159,6 +159,11 @@ class RedisRecords:
 
     async def close(self) -> None:
         await self._connection.close()
+
+    def _forget(self, past: Ended) -> tuple[object, ...]:
+        """A record without fields is none."""
+        name = self._name(past.key)
+        return ("UNLINK", name) if past.fields is None else ("HDEL", name, *past.fields)
 
     def _name(self, key: RecordKey) -> str:
         return self._keys.record(key.tenant_id, key.request_id)

@@ -10,7 +10,7 @@ from baton.errors import StoreUnavailable
 from baton.sampling import FinishReason
 from kvstore.index import Connection
 from kvstore.index.keys import Keys
-from kvstore.leases import Entry, MemoryRecords, Noted, Part, RecordKey, RecordStore, RedisRecords
+from kvstore.leases import Ended, Entry, MemoryRecords, Noted, Part, RecordKey, RecordStore, RedisRecords, field_of
 
 if TYPE_CHECKING:
     from tests.contract.conftest import Backend, RedisServer
@@ -70,13 +70,26 @@ async def test_two_routers_notes_are_not_mixed(records: RecordStore) -> None:
     assert await records.read(KEY, DIGEST) == {0: Noted((1, 2)), 1: Noted((6, 7))}
 
 
+async def test_a_router_that_is_done_leaves_what_another_one_notes(records: RecordStore) -> None:
+    """Of the same id, which its client has sent there meanwhile."""
+    mine, others = entry(Part(0, 0, [1, 2, 3]), writer=A), entry(Part(0, 0, [1]), writer=B)
+    await records.write([mine], [])
+    await records.write([others], [])
+    done = Ended(KEY, tuple(field_of(mine, part) for part in mine.parts))
+    await records.write([], [done])
+    await records.write([entry(Part(0, 1, [2]), writer=B)], [done])
+    assert await records.read(KEY, DIGEST) == {0: Noted((1, 2))}
+    await records.write([], [Ended(KEY)])
+    assert await records.read(KEY, DIGEST) == {}
+
+
 async def test_what_has_ended_is_forgotten_before_the_new_is_noted(records: RecordStore) -> None:
     other = RecordKey("acme", "r-2")
     await records.write([entry(Part(0, 0, [1])), entry(Part(0, 0, [2]), key=other)], [])
-    await records.write([entry(Part(0, 0, [3]))], [KEY, other])
+    await records.write([entry(Part(0, 0, [3]))], [Ended(KEY), Ended(other)])
     assert await records.read(KEY, DIGEST) == {0: Noted((3,))}
     assert await records.read(other, DIGEST) == {}
-    await records.write([], [KEY])
+    await records.write([], [Ended(KEY)])
     await records.write([], [])
     assert await records.read(KEY, DIGEST) == {}
 
@@ -117,7 +130,7 @@ async def test_what_cannot_be_read_is_an_error_of_values(server: RedisServer, na
 async def test_without_redis_it_says_so() -> None:
     records = RedisRecords(Connection("redis://127.0.0.1:1/0"), "ns")
     with pytest.raises(StoreUnavailable):
-        await records.write([entry(Part(0, 0, [1]))], [KEY])
+        await records.write([entry(Part(0, 0, [1]))], [Ended(KEY)])
     with pytest.raises(StoreUnavailable):
         await records.read(KEY, DIGEST)
     await records.close()

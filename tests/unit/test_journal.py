@@ -14,7 +14,7 @@ from baton.errors import StoreUnavailable, WorkerFailed
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
 from kvstore.index import MemoryStore
-from kvstore.leases import Entry, MemoryRecords, Noted, RecordKey
+from kvstore.leases import Ended, Entry, MemoryRecords, Noted, RecordKey
 from router.dispatch import ChoiceRecord
 from router.journal import READ_S, Journal, digest_of
 from router.service import RouterService
@@ -30,11 +30,11 @@ class Records(MemoryRecords):
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
-        self.written: list[tuple[Sequence[Entry], Sequence[RecordKey]]] = []
+        self.written: list[tuple[Sequence[Entry], Sequence[Ended]]] = []
         self.is_away = self.hangs = False
         self.tried = asyncio.Event()
 
-    async def write(self, entries: Sequence[Entry], ended: Sequence[RecordKey]) -> None:
+    async def write(self, entries: Sequence[Entry], ended: Sequence[Ended]) -> None:
         self.written.append((entries, ended))
         self.tried.set()
         if self.is_away:
