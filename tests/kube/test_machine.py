@@ -517,11 +517,11 @@ def test_an_http_probe_goes_by_the_status(kube: Kube, status: int, is_ready: boo
 
 def test_init_containers_come_one_after_another(kube: Kube) -> None:
     volumes = [{"name": "work", "emptyDir": {}}]
-    mounted = {"volumeMounts": [{"name": "work", "mountPath": "/work"}]}
+    mounted = {"volumeMounts": [{"name": "work", "mountPath": "/data"}]}
     # The first does not succeed at once.
-    first = shell("sleep 0.2; echo first >> /work/log; [ $(wc -l < /work/log) = 2 ]", name="first", **mounted)
-    second = shell("echo second >> /work/log", name="second", **mounted)
-    main = shell("""echo "\\"$(cat /work/log | tr '\\n' ' ')\\""; exec sleep 1000""", **mounted)
+    first = shell("sleep 0.2; echo first >> /data/log; [ $(wc -l < /data/log) = 2 ]", name="first", **mounted)
+    second = shell("echo second >> /data/log", name="second", **mounted)
+    main = shell("""echo "\\"$(cat /data/log | tr '\\n' ' ')\\""; exec sleep 1000""", **mounted)
     key = kube.pod("p", main, initContainers=[first, second], volumes=volumes)
     kube.wait_until_ready(key)
     assert kube.logged(key) == "first first second "
@@ -538,12 +538,12 @@ def test_a_failed_init_container_fails_a_pod_that_does_not_restart(kube: Kube) -
 
 def test_a_sidecar_is_there_before_and_after(kube: Kube) -> None:
     volumes = [{"name": "work", "emptyDir": {}}]
-    mounted = {"volumeMounts": [{"name": "work", "mountPath": "/work"}]}
-    probe = {"exec": {"command": ["test", "-e", "/work/up"]}, "periodSeconds": 0.1, "failureThreshold": 30}
-    told = "trap 'echo sidecar >> /work/log; cat /work/log; exit' TERM"
-    waits = f"sleep 0.3; touch /work/up; {told}; while :; do sleep 0.02; done"
+    mounted = {"volumeMounts": [{"name": "work", "mountPath": "/data"}]}
+    probe = {"exec": {"command": ["test", "-e", "/data/up"]}, "periodSeconds": 0.1, "failureThreshold": 30}
+    told = "trap 'echo sidecar >> /data/log; cat /data/log; exit' TERM"
+    waits = f"sleep 0.3; touch /data/up; {told}; while :; do sleep 0.02; done"
     sidecar = shell(waits, name="sidecar", restartPolicy="Always", startupProbe=probe, **mounted)
-    main = shell("test -e /work/up || exit 1; sleep 0.2; echo main >> /work/log", **mounted)
+    main = shell("test -e /data/up || exit 1; sleep 0.2; echo main >> /data/log", **mounted)
     key = kube.pod("p", main, initContainers=[sidecar], volumes=volumes, restartPolicy="Never")
     kube.wait_for(lambda: kube.status(key).get("phase") == "Succeeded")
     kube.wait_for(lambda: kube.machine.logs("p", "sidecar").split() == ["main", "sidecar"])
