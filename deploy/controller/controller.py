@@ -333,11 +333,12 @@ class Controller:
             for stays in [worker.id not in self.state.retiring and worker.phase is not Phase.LEAVING]
         ]
 
-    def why_not(self, role: Role, size: int) -> str:
-        """Why a pool must not have that size; empty: it may."""
-        spec = self._specs.get(role)
-        reason = spec.why_not(size) if spec else ""
-        return reason or why_not({**self.state.desired, role: size}, self.config)
+    def why_not(self, sizes: Mapping[Role, int]) -> str:
+        """Why the pools must not have those sizes; empty: they may."""
+        for role, size in sizes.items():
+            if (spec := self._specs.get(role)) and (reason := spec.why_not(size)):
+                return reason
+        return why_not({**self.state.desired, **sizes}, self.config)
 
     def _drain_timeout_s(self, role: Role) -> float:
         spec = self._specs.get(role)

@@ -55,7 +55,7 @@ class Orders:
         """Sets how many workers a pool should have. Answers at once."""
         controller = self._controller
         role = _role(pool, "pool")
-        if reason := controller.why_not(role, num_workers):
+        if reason := controller.why_not({role: num_workers}):
             raise InvalidRequest(f"{pool} cannot have {num_workers} workers: {reason}", "desired")
         self._refuse_during_the_start()
         self._refuse_during_a_flip()
@@ -103,6 +103,8 @@ class Orders:
                 f"`baton scale {worker.role} {pool.desired + 1}`"
             )
         flip = Flip(worker_id, target)
+        if reason := controller.why_not(controller.sizes_after(flip)):
+            raise Conflict(f"{worker_id} cannot become a {target} worker: {reason}")
         controller.record(replace(controller.state, flip=flip))
         logger.info("%s is to become a %s worker", worker_id, target)
         await asyncio.shield(self._begin_flip(flip))

@@ -391,6 +391,9 @@ async def test_the_sizes_are_those_of_the_serving_pools(tmp_path: Path) -> None:
         assert it.controller.reports()[Role.DECODE].refusal == ""
         with pytest.raises(InvalidRequest, match="allows 0 to 4"):
             await it.orders.scale("decode", 5)
+        it.controller.follow(Role.PREFILL, PoolSpec(size=0, asked=0, most=0))
+        with pytest.raises(Conflict, match="decode-0 cannot become a prefill worker: its ServingPool allows 0 to 0"):
+            await it.orders.set_role("decode-0", "prefill")
 
 
 async def test_an_order_is_kept_in_kubernetes_before_it_is_carried_out(tmp_path: Path) -> None:
