@@ -11,7 +11,8 @@ ALONE := $(addprefix tests/integration/, test_admission.py test_cancel_latency.p
 SOAK := tests/chaos/test_streams.py
 # Of the chaos tests, those that are short enough for every run.
 SHORT_CHAOS := $(SOAK) tests/chaos/test_kills.py
-# Of the others, what takes minutes and has a sibling that stays: a second helm, other kinds of spoiled blocks.
+# Of the others, what takes minutes and has a sibling that stays: the autoscaler live (the simulator runs the same
+# function), a second helm, other kinds of spoiled blocks.
 LONG := tests/integration/test_autoscale.py::test_pools_follow_the_load \
 	'tests/kube/test_cluster.py::test_a_release_from_its_first_to_its_last_day[helm3]' \
 	'tests/integration/test_real_model.py::test_spoiled_blocks_change_the_answer_when_nobody_checks[corrupt_chunk=1]' \
