@@ -8,11 +8,11 @@ FAST_TESTS := tests/unit tests/contract
 # What these hold against the clock, another test beside them would hold up. The others wait most of their time.
 ALONE := $(addprefix tests/integration/, test_admission.py test_cancel_latency.py test_overload.py \
 	test_transfer_processes.py)
-# In the order in which they are begun: the longest tests have shorter ones beside them until the end.
-OTHERS := tests/helm tests/observability tests/kube tests/integration $(SHORT_CHAOS)
 SOAK := tests/chaos/test_streams.py
 # Of the chaos tests, those that are short enough for every run.
 SHORT_CHAOS := $(SOAK) tests/chaos/test_kills.py
+# In the order in which they are begun: the longest tests have shorter ones beside them until the end.
+OTHERS := tests/helm tests/observability tests/kube tests/integration $(SHORT_CHAOS)
 # Of the others, what takes minutes and has a sibling that stays: the autoscaler live (the simulator runs the same
 # function), a second helm, the proof that spoiled blocks would have been seen.
 LONG := tests/integration/test_autoscale.py::test_pools_follow_the_load \
