@@ -11,7 +11,9 @@ reading their KV, and comes on top.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 
 ITL_TARGET = 0.9
 """Steps are planned for this share of the objective of who decodes: predictions err."""
@@ -86,3 +88,25 @@ PRIOR = StepCosts(
     s_per_kv_token=2e-8,
 )
 """Before anything was measured: a model of tens of billions of parameters on a server's GPUs."""
+
+
+_NAMES = tuple(f.name for f in fields(StepCosts))
+
+
+def typical(costs: Collection[StepCosts]) -> StepCosts:
+    """The median of each cost, of the workers that have measured it; the prior's if none has."""
+    values = {}
+    for name in _NAMES:
+        prior = getattr(PRIOR, name)
+        measured = [value for one in costs if (value := getattr(one, name)) != prior]
+        values[name] = statistics.median(measured) if measured else prior
+    return StepCosts(**values)
+
+
+def completed(costs: StepCosts, usual: StepCosts) -> StepCosts:
+    """One worker's, and of what it has not measured yet, what is usual.
+
+    A worker that is thought slower than it is would not be asked, and never measure anything.
+    """
+    own = {name: value for name in _NAMES if (value := getattr(costs, name)) != getattr(PRIOR, name)}
+    return replace(usual, **own)

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator
 
 from baton.cluster import Role, Worker, WorkerState
+from baton.costs import typical
 from router.placement import Candidate, Job, LoadBook, Prompt, Residence, Turn
 
 SUSPICION_S = 10.0
@@ -49,13 +50,14 @@ class PoolView:
     async def update(self, workers: Collection[Worker]) -> None:
         """Takes over what the leases say; whoever has none is gone."""
         self._workers = {worker.info.id: worker for worker in sorted(workers, key=lambda worker: worker.info.id)}
+        usual = {role: typical([w.load.costs for w in workers if w.info.role is role]) for role in Role}
         known = self._books
         # A lease that is missing once must not make a worker look idle.
         self._books = {incarnation: book for incarnation, book in known.items() if book.is_busy}
         for worker in self._workers.values():
             incarnation = worker.info.id, worker.info.epoch
             book = self._books[incarnation] = known.get(incarnation) or LoadBook.of(worker, self._residence)
-            book.report(worker)
+            book.report(worker, usual[worker.info.role])
         self._ready, self._draining = (
             [
                 self._books[worker.info.id, worker.info.epoch]

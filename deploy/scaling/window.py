@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import statistics
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from baton.cluster import ClusterStatus, Role, RouterInfo, Worker, WorkerState
-from baton.costs import PRIOR, StepCosts
+from baton.costs import typical
 from deploy.scaling.policy import Measured, PoolMeasured
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 LEAST_BUSY_S = 1.0
 """With less time spent on prompts, what they take is what the workers' fits say."""
@@ -76,7 +74,7 @@ def _pool(role: Role, status: ClusterStatus, spent: Sequence[_Spent], window_s: 
     mine = [one for one in spent if one.worker.info.role is role]
     ready = [one.worker for one in mine if one.worker.load.state is WorkerState.READY]
     busy_s, num_tokens = sum(one.busy_s for one in mine), sum(one.num_tokens for one in mine)
-    costs = _typical(worker.load.costs for worker in ready)
+    costs = typical([worker.load.costs for worker in ready])
     # A sequence that decodes always has one token which is not computed.
     queued = sum(max(0, one.worker.load.queued_tokens - one.worker.load.running) for one in mine)
     is_known = busy_s >= LEAST_BUSY_S and num_tokens
@@ -103,11 +101,3 @@ def _past(router: RouterInfo, before: RouterInfo | None) -> tuple[int, int, int]
     if before is None or router.pid != before.pid or router.met < before.met:
         return 0, 0, 0
     return before.met, before.missed, before.rejected
-
-
-def _typical(costs: Iterable[StepCosts]) -> StepCosts:
-    """The median of each cost."""
-    known = list(costs)
-    if not known:
-        return PRIOR
-    return StepCosts(**{f.name: statistics.median(getattr(one, f.name) for one in known) for f in fields(StepCosts)})

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.costs import PRIOR, completed, typical
 from baton.errors import Overloaded
 from deploy.simulate.policy import Decision
 from deploy.simulate.worker import key_of
@@ -74,7 +75,7 @@ class Production:
         at_most = request.num_output_tokens if self._knows_lengths else UNLIMITED_TOKENS
         expected = self._history.expect(DEFAULT_TENANT.id, at_most, self._knows_lengths)
         prompt = Prompt(request.num_prompt_tokens, tuple(map(key_of, request.block_ids[:2])), expected)
-        books = [self._book(v, Role.PREFILL) for v in prefill] + [self._book(v, Role.DECODE) for v in decode]
+        books = [*self._books_of(prefill, Role.PREFILL), *self._books_of(decode, Role.DECODE)]
         views = [*prefill, *decode]
         candidates = [
             book.seen((0, False), view.num_cached_tokens, now_s) for book, view in zip(books, views, strict=True)
@@ -145,7 +146,16 @@ class Production:
         if job.decoding_at:
             job.decoding_at.finished(job, now_s)
 
-    def _book(self, view: WorkerView, role: Role) -> LoadBook:
+    def _books_of(self, pool: Sequence[WorkerView], role: Role) -> list[LoadBook]:
+        """With the costs that a router goes by."""
+        costs = [view.costs for view in pool]
+        # As soon as all have computed a prompt, what is missing is missing everywhere.
+        if any(one.s_per_token == PRIOR.s_per_token for one in costs):
+            usual = typical(costs)
+            costs = [completed(one, usual) for one in costs]
+        return [self._book(view, role, one) for view, one in zip(pool, costs, strict=True)]
+
+    def _book(self, view: WorkerView, role: Role, costs: StepCosts) -> LoadBook:
         book = self._books.get(view.index)
         if book is None or book.candidate.role is not role:
             info = WorkerInfo(
@@ -157,7 +167,7 @@ class Production:
                 book = self._books[view.index] = LoadBook.of(worker, self._residence)
             else:
                 book.report(worker)
-        book.candidate.costs = _times(view.costs, self._error)
+        book.candidate.costs = _times(costs, self._error)
         return book
 
 

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from baton.cluster import Role, Worker, WorkerState
+from baton.costs import PRIOR, StepCosts, completed
 from router.placement.policy import Candidate
 
 UNLIMITED_TOKENS = 10**9
@@ -84,14 +85,19 @@ class LoadBook:
     def incarnation(self) -> tuple[str, int]:
         return self.worker_id, self.epoch
 
-    def report(self, worker: Worker) -> None:
-        """What the worker says of itself."""
+    def report(self, worker: Worker, usual: StepCosts = PRIOR) -> None:
+        """What the worker says of itself.
+
+        Args:
+            usual: what steps cost in its pool, which counts for what it has not measured itself.
+        """
         self._reported = worker
         candidate, load = self.candidate, worker.load
         candidate.takes_work = load.state is WorkerState.READY
         candidate.role = worker.info.role  # it may change, and what was booked stays booked
-        candidate.costs, candidate.chunk_tokens = load.costs, worker.info.chunk_tokens
-        self._others_s = max(0.0, load.queued_tokens * load.costs.s_per_token - sum(self._queue_s.values()))
+        candidate.costs = completed(load.costs, usual)
+        candidate.chunk_tokens = worker.info.chunk_tokens
+        self._others_s = max(0.0, load.queued_tokens * candidate.costs.s_per_token - sum(self._queue_s.values()))
         self._refresh()
 
     def seen(self, turn: Turn, num_cached_tokens: int, now: float) -> Candidate:

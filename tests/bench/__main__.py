@@ -23,6 +23,7 @@ BENCHMARKS = (
     "placement",
     "recovery",
     "router",
+    "routing",
     "wire_dtypes",
 )
 ON_REQUEST = ("simulator", "transfer_engines")

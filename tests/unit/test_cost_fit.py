@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.costs import PRIOR, StepCosts
+from baton.costs import PRIOR, StepCosts, completed, typical
 from baton.engine.scheduler import Scheduled
 from baton.engine.sequence import Purpose, Sequence
 from baton.engine.step_fit import StepFit, StepSize
@@ -34,6 +35,17 @@ def test_a_step_reads_the_weights_while_it_computes() -> None:
     assert COSTS.step_s(20, 100, 0, 0) == 1 + (10 + 25)
     assert COSTS.step_s(22, 100, 2, 16) == 1 + (11 + 25) + 4 + 2
     assert COSTS.decoding_s(2, 16) == 6
+
+
+def test_what_one_worker_has_not_measured_is_what_it_is_for_the_others() -> None:
+    assert typical([]) == typical([PRIOR, PRIOR]) == completed(PRIOR, PRIOR) == PRIOR
+    slow = replace(COSTS, s_per_token=5.0)
+    assert typical([PRIOR, COSTS, COSTS, slow]) == COSTS, "the median of those that know"
+    assert completed(PRIOR, COSTS) == COSTS
+    assert completed(slow, COSTS) == slow
+    only_decodes = replace(slow, s_per_token=PRIOR.s_per_token, s_per_pair=PRIOR.s_per_pair)
+    assert completed(only_decodes, COSTS) == COSTS
+    assert typical([only_decodes]).s_per_token == PRIOR.s_per_token
 
 
 def test_a_prompt_alone_is_computed_in_chunks() -> None:

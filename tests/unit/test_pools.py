@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
-from baton.costs import StepCosts
+from baton.costs import PRIOR, StepCosts
 from router.placement import Candidate, Job, Prompt, Turn
 from router.pools import SUSPICION_S, PoolView
 
@@ -36,9 +36,10 @@ def worker(
     blocks: BlockCounts = BLOCKS,
     running: int = 0,
     max_model_len: int = 8192,
+    costs: StepCosts = COSTS,
 ) -> Worker:
     info = WorkerInfo(worker_id, role, "h:1", 1, "node", epoch, "content", "wire", block_size, max_model_len)
-    return Worker(info, WorkerLoad(state, running, queued_tokens=queued_tokens, blocks=blocks, costs=COSTS))
+    return Worker(info, WorkerLoad(state, running, queued_tokens=queued_tokens, blocks=blocks, costs=costs))
 
 
 def job(num_tokens: int, turn: Turn = NORMAL) -> Job:
@@ -99,6 +100,18 @@ async def test_is_ready_is_told_by_role() -> None:
     assert not pools.is_ready(Role.PREFILL)
     pools.suspect(pools.get("d"))
     assert not pools.is_ready(Role.DECODE)
+
+
+async def test_who_has_measured_nothing_costs_what_the_others_of_its_pool_do() -> None:
+    pools, _ = view()
+    new = worker("new", costs=PRIOR, queued_tokens=100)
+    await pools.update([worker("old"), new, worker("p", role=Role.PREFILL, costs=PRIOR)])
+    assert candidate(pools, "new").costs == COSTS
+    assert load_of(pools, "new") == 100
+    assert candidate(pools, "p").costs == PRIOR, "of its pool nobody knows"
+    measured = replace(COSTS, s_per_token=2e-3)
+    await pools.update([worker("old"), worker("new", costs=measured)])
+    assert candidate(pools, "new").costs == measured
 
 
 async def test_a_suspect_is_passed_over_for_a_while() -> None:

@@ -416,6 +416,14 @@ def test_the_routers_own_admission_refuses_who_would_be_late_until_there_is_room
     assert production.place(asked[3], [], [view(0)], 9.0) is not None
 
 
+def test_who_is_faster_than_one_would_think_does_not_get_everything() -> None:
+    """Sparse prompts that have nothing in common. Once the first is computed, one worker is known to be quick."""
+    quick = CostModel(StepCosts(1e-5, 1e-6, 0.0, 1e-5, 1e-6, 0.0), 1e-3, 0.0)
+    requests = trace(*(request(1.0 * n, 320, 2, 100 * n) for n in range(40)))
+    served = World(requests, Production(RouterConfig(), Objective(), FREE), shape(512), quick, decode=4).run()
+    assert len({one.worker for one in served[:10]}) == 4
+
+
 def test_predictions_that_err_refuse_more_or_fewer() -> None:
     def num_let_in(error: float) -> int:
         return len(placed(Production(RouterConfig(), Objective(30.0, math.inf), FREE, error), 40, [], [view(0)]))
