@@ -19,6 +19,8 @@ ITL_TARGET = 0.9
 """Steps are planned for this share of the objective of who decodes: predictions err."""
 LEAST_SHARE = 8
 """Prompts get at least one in so many of a step's tokens, or a batch that breaks its objective would starve them."""
+ALIKE = 1.25
+"""Workers whose steps differ by no more than this factor are of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +105,20 @@ def typical(costs: Collection[StepCosts]) -> StepCosts:
     return StepCosts(**values)
 
 
-def completed(costs: StepCosts, usual: StepCosts) -> StepCosts:
-    """One worker's, and of what it has not measured yet, what is usual.
+def believed(costs: StepCosts, usual: StepCosts) -> StepCosts:
+    """What a router takes one worker's to be: what is usual, for what it has not measured, and unless it differs much.
 
-    A worker that is thought slower than it is would not be asked, and never measure anything.
+    A worker that is thought slower than it is would not be asked while others are idle, its cache would stay empty and
+    its costs as they are. Fits of like workers differ by what else their machines did, so small differences are none.
     """
     own = {name: value for name in _NAMES if (value := getattr(costs, name)) != getattr(PRIOR, name)}
-    return replace(usual, **own)
+    completed = replace(usual, **own)
+    if _are_alike(completed.prefill_s(1000, 0, 1000), usual.prefill_s(1000, 0, 1000)) and _are_alike(
+        completed.decode_step_s(8, 8000), usual.decode_step_s(8, 8000)
+    ):
+        return usual
+    return completed
+
+
+def _are_alike(one_s: float, other_s: float) -> bool:
+    return one_s <= ALIKE * other_s and other_s <= ALIKE * one_s

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
-from baton.costs import PRIOR, completed, typical
+from baton.costs import PRIOR, believed, typical
 from baton.errors import Overloaded
 from deploy.simulate.policy import Decision
 from deploy.simulate.worker import key_of
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from deploy.simulate.policy import WorkerView
     from deploy.simulate.trace import TraceRequest
 
+REPORT_S = 1.0
+"""How often workers tell routers what their steps cost."""
 UNLIMITED_TOKENS = 10**9
 """A trace does not say what its requests asked for at most."""
 
@@ -63,6 +65,10 @@ class Production:
         self._history = AnswerHistory(config.expected_output_floor, config.expected_output_default)
         self._residence = Residence()
         self._books: dict[int, LoadBook] = {}
+        self._costs: dict[int, StepCosts] = {}
+        """Of each worker, as of the last report."""
+        self._prior = _times(PRIOR, error)
+        self._next_report_s: dict[Role, float] = {}
         self._placed: dict[int, _Placed] = {}
         """By the request's identity."""
         self._let_in: set[int] = set()
@@ -75,7 +81,7 @@ class Production:
         at_most = request.num_output_tokens if self._knows_lengths else UNLIMITED_TOKENS
         expected = self._history.expect(DEFAULT_TENANT.id, at_most, self._knows_lengths)
         prompt = Prompt(request.num_prompt_tokens, tuple(map(key_of, request.block_ids[:2])), expected)
-        books = [*self._books_of(prefill, Role.PREFILL), *self._books_of(decode, Role.DECODE)]
+        books = [*self._books_of(prefill, Role.PREFILL, now_s), *self._books_of(decode, Role.DECODE, now_s)]
         views = [*prefill, *decode]
         candidates = [
             book.seen((0, False), view.num_cached_tokens, now_s) for book, view in zip(books, views, strict=True)
@@ -146,16 +152,14 @@ class Production:
         if job.decoding_at:
             job.decoding_at.finished(job, now_s)
 
-    def _books_of(self, pool: Sequence[WorkerView], role: Role) -> list[LoadBook]:
-        """With the costs that a router goes by."""
-        costs = [view.costs for view in pool]
-        # As soon as all have computed a prompt, what is missing is missing everywhere.
-        if any(one.s_per_token == PRIOR.s_per_token for one in costs):
-            usual = typical(costs)
-            costs = [completed(one, usual) for one in costs]
-        return [self._book(view, role, one) for view, one in zip(pool, costs, strict=True)]
+    def _books_of(self, pool: Sequence[WorkerView], role: Role, now_s: float) -> list[LoadBook]:
+        if now_s >= self._next_report_s.get(role, 0.0):
+            self._next_report_s[role] = now_s + REPORT_S
+            usual = typical([view.costs for view in pool])
+            self._costs |= {view.index: _times(believed(view.costs, usual), self._error) for view in pool}
+        return [self._book(view, role) for view in pool]
 
-    def _book(self, view: WorkerView, role: Role, costs: StepCosts) -> LoadBook:
+    def _book(self, view: WorkerView, role: Role) -> LoadBook:
         book = self._books.get(view.index)
         if book is None or book.candidate.role is not role:
             info = WorkerInfo(
@@ -167,7 +171,7 @@ class Production:
                 book = self._books[view.index] = LoadBook.of(worker, self._residence)
             else:
                 book.report(worker)
-        book.candidate.costs = _times(costs, self._error)
+        book.candidate.costs = self._costs.get(view.index, self._prior)
         return book
 
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from baton.cluster import Role, Worker, WorkerState
-from baton.costs import PRIOR, StepCosts, completed
+from baton.costs import PRIOR, StepCosts, believed
 from router.placement.policy import Candidate
 
 UNLIMITED_TOKENS = 10**9
@@ -89,13 +89,13 @@ class LoadBook:
         """What the worker says of itself.
 
         Args:
-            usual: what steps cost in its pool, which counts for what it has not measured itself.
+            usual: what steps cost in its pool.
         """
         self._reported = worker
         candidate, load = self.candidate, worker.load
         candidate.takes_work = load.state is WorkerState.READY
         candidate.role = worker.info.role  # it may change, and what was booked stays booked
-        candidate.costs = completed(load.costs, usual)
+        candidate.costs = believed(load.costs, usual)
         candidate.chunk_tokens = worker.info.chunk_tokens
         self._others_s = max(0.0, load.queued_tokens * candidate.costs.s_per_token - sum(self._queue_s.values()))
         self._refresh()

@@ -26,13 +26,13 @@ from baton.rpc.server import CHANNEL_OPTIONS
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.models import cache_dir, resolve
 from deploy.redis import EmbeddedRedis
-from tests.bench.caching_workers import BLOCK_SIZE, remember
+from tests.bench.caching_workers import BLOCK_SIZE, COSTS, remember
 from tests.bench.peer import Peer
 from tests.bench.report import Report, Table
 from tests.bench.router import running_router
 from tests.bench.stats import spread
 
-NUM_WORKERS = 4
+NUM_WORKERS = len(COSTS)
 NUM_BLOCKS = 384
 """Of one worker's cache: all four together hold three fifths of what is ever asked."""
 NUM_AT_ONCE = 8
@@ -112,7 +112,7 @@ def run(quick: bool) -> Report:
 def _through_router(config: Config, turns: Sequence[Turn]) -> Found:
     with EmbeddedRedis() as redis, Peer("tests.bench.caching_workers") as workers:
         revision = config.model.revision
-        workers.ask("start", redis_url=redis.url, revision=revision, num_workers=NUM_WORKERS, num_blocks=NUM_BLOCKS)
+        workers.ask("start", redis_url=redis.url, revision=revision, num_blocks=NUM_BLOCKS)
         config = replace(config, index=IndexConfig(redis_url=redis.url))
         with running_router(config, "aggregated") as router:
             uvloop.run(_ask_all(router.grpc, turns))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.costs import PRIOR, StepCosts, completed, typical
+from baton.costs import ALIKE, PRIOR, StepCosts, believed, typical
 from baton.engine.scheduler import Scheduled
 from baton.engine.sequence import Purpose, Sequence
 from baton.engine.step_fit import StepFit, StepSize
@@ -38,14 +38,29 @@ def test_a_step_reads_the_weights_while_it_computes() -> None:
 
 
 def test_what_one_worker_has_not_measured_is_what_it_is_for_the_others() -> None:
-    assert typical([]) == typical([PRIOR, PRIOR]) == completed(PRIOR, PRIOR) == PRIOR
-    slow = replace(COSTS, s_per_token=5.0)
+    assert typical([]) == typical([PRIOR, PRIOR]) == believed(PRIOR, PRIOR) == PRIOR
+    slow = replace(COSTS, s_per_token=500.0)
     assert typical([PRIOR, COSTS, COSTS, slow]) == COSTS, "the median of those that know"
-    assert completed(PRIOR, COSTS) == COSTS
-    assert completed(slow, COSTS) == slow
+    assert believed(PRIOR, COSTS) == COSTS
+    assert believed(slow, COSTS) == slow
     only_decodes = replace(slow, s_per_token=PRIOR.s_per_token, s_per_pair=PRIOR.s_per_pair)
-    assert completed(only_decodes, COSTS) == COSTS
+    assert believed(only_decodes, COSTS) == COSTS
     assert typical([only_decodes]).s_per_token == PRIOR.s_per_token
+
+
+def test_workers_that_differ_a_little_are_taken_to_be_alike() -> None:
+    def times(factor: float) -> StepCosts:
+        return StepCosts(*(factor * value for value in astuple(COSTS)))
+
+    for factor in (1.01 / ALIKE, 1.0, 0.99 * ALIKE):
+        assert believed(times(factor), COSTS) == COSTS
+    for factor in (0.99 / ALIKE, 1.01 * ALIKE):
+        assert believed(times(factor), COSTS) == times(factor)
+    only_decodes_slower = replace(COSTS, s_per_kv_token=2 * COSTS.s_per_kv_token)
+    assert believed(only_decodes_slower, COSTS) == only_decodes_slower
+    free = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert believed(free, free) == free
+    assert believed(COSTS, free) == COSTS
 
 
 def test_a_prompt_alone_is_computed_in_chunks() -> None:

@@ -109,8 +109,8 @@ async def test_who_has_measured_nothing_costs_what_the_others_of_its_pool_do() -
     assert candidate(pools, "new").costs == COSTS
     assert load_of(pools, "new") == 100
     assert candidate(pools, "p").costs == PRIOR, "of its pool nobody knows"
-    measured = replace(COSTS, s_per_token=2e-3)
-    await pools.update([worker("old"), worker("new", costs=measured)])
+    measured = replace(COSTS, s_per_token=5e-3)
+    await pools.update([worker("old"), worker("older"), worker("new", costs=measured)])
     assert candidate(pools, "new").costs == measured
 
 
