@@ -145,6 +145,8 @@ class NewTokens:
     prefill_s: float = 0.0
     num_pulled_tokens: int = 0
     pull_s: float = 0.0
+    room_s: float = 0.0
+    """The part of `queue_s` in which there was no room for the next one to begin."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,7 @@ def serve_response(events: Iterable[tuple[int, m.Event]]) -> worker_pb2.ServeRes
             tokens.prefill_s = event.prefill_s
             tokens.num_pulled_tokens = event.num_pulled_tokens
             tokens.pull_s = event.pull_s
+            tokens.room_s = event.room_s
         else:
             field, pb_class = _EVENTS[type(event)]
             response.events.add(call_id=call_id, **{field: _to_pb(event, pb_class)})
@@ -186,6 +187,7 @@ def _event(message: worker_pb2.Event) -> m.Event | None:
             tokens.prefill_s,
             tokens.num_pulled_tokens,
             tokens.pull_s,
+            tokens.room_s,
         )
     event: m.Event | None = _from_pb(getattr(message, field), _EVENT_KIND[field]) if field else None
     return event

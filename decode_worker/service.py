@@ -134,4 +134,5 @@ def _first_message(
         prefill_s=sequence.first_token_s - sequence.scheduled_s,
         num_pulled_tokens=num_pulled,
         pull_s=pull_s,
+        room_s=sequence.full_s,
     )

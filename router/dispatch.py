@@ -600,7 +600,7 @@ class Dispatcher:
         if answer.num_pulled_tokens:
             self._prices.pulled(answer.num_pulled_tokens, answer.pull_s)
         now_s = time.monotonic()
-        record.stages.computed(now_s, answer.prefill_s)
+        record.stages.computed(now_s, answer.prefill_s, answer.room_s if isinstance(answer, NewTokens) else 0.0)
         elapsed_s = now_s - record.began_s
         if record.decision is not None and attempt.spec.attempt == 0:
             record.decision.ttft_s = elapsed_s

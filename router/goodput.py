@@ -6,8 +6,9 @@
                                                       computing hid
 
 - **queue**: everything before the first token that is nothing of the rest: router, tokenizing, placement, the worker's
-  queue, a prefix that is pulled. Where one worker computes and decodes, waiting for its room is a part of it.
-- **decode admission**: from the call that asks the decode worker for room to its ticket.
+  queue, a prefix that is pulled.
+- **decode admission**: from the call that asks the decode worker for room to its ticket. Where one worker computes and
+  decodes: what of its queue was for want of room.
 - **prefill**: what the worker that computed the prompt says that it took; it ends with the first token.
 - **transfer**: of the hand-over, what came after the first token, and no more than the time to the second one.
 - **decode**: everything after the first token that is nothing of the rest, other choices that take longer included.
@@ -93,13 +94,20 @@ class StageLog:
         self.noted.append(Phase(Stage.DECODE_ADMISSION, self._asked_s, now_s))
         self._asked_s = 0.0
 
-    def computed(self, now_s: float, prefill_s: float) -> None:
-        """The attempt's first token has come from the worker that computed the prompt in `prefill_s`."""
+    def computed(self, now_s: float, prefill_s: float, room_s: float = 0.0) -> None:
+        """The attempt's first token has come from the worker that computed the prompt in `prefill_s`.
+
+        Args:
+            room_s: before that, for want of room there.
+        """
         if self._lost_s:
             self.noted.append(Phase(Stage.RECOVERY, self._lost_s, now_s))
             self._lost_s = 0.0
         else:
-            self.noted.append(Phase(Stage.PREFILL, now_s - prefill_s, now_s))
+            began_s = now_s - prefill_s
+            if room_s > 0:
+                self.noted.append(Phase(Stage.DECODE_ADMISSION, began_s - room_s, began_s))
+            self.noted.append(Phase(Stage.PREFILL, began_s, now_s))
         self._first_token_s, self._second_token_s = now_s, 0.0
 
     def decodes(self, now_s: float) -> None:

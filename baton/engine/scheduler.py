@@ -74,6 +74,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.reserved: list[Sequence] = []
         self.num_preemptions = 0
+        self._full_since_s: float | None = None
+        """The first that waits has had no room since."""
         self._state_slots = list(range(limits.num_state_slots - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -100,6 +102,7 @@ class Scheduler:
             if budget > 0 and is_running and self._grow(sequence, sequence.num_tokens, scheduled):
                 scheduled.append(self._part(sequence, 1))
                 budget -= 1
+        self._note_full(now)
         prompts = [s for s in self.running if s.num_tokens - s.num_computed_tokens > 1] + self.waiting
         if not prompts:
             return tuple(scheduled), []
@@ -111,10 +114,13 @@ class Scheduler:
         may_admit = True
         for sequence in prompts:
             is_waiting = sequence.status is Status.WAITING
-            if is_waiting and not (may_admit and (budget > 0 or sequence.awaits_kv) and self._admit(sequence, now)):
-                may_admit = False  # nobody overtakes the first that waits
-                continue
             if is_waiting:
+                is_tried = may_admit and (budget > 0 or sequence.awaits_kv)
+                if not is_tried or not self._admit(sequence, now):
+                    may_admit = False  # nobody overtakes the first that waits
+                    if is_tried:
+                        self._full_since_s = now
+                    continue
                 admitted.append(sequence)
             if sequence.status is not Status.RUNNING or budget <= 0:
                 continue
@@ -131,6 +137,13 @@ class Scheduler:
             budget = budget - num_tokens if within >= num_missing else min(budget - num_tokens, least)
             room_s -= num_tokens * (self.costs.s_per_token + self.costs.s_per_pair * (context + num_tokens / 2))
         return tuple(scheduled), admitted
+
+    def _note_full(self, now: float) -> None:
+        if self._full_since_s is not None:
+            for sequence in self.waiting:
+                if not sequence.was_admitted:
+                    sequence.full_s += now - max(self._full_since_s, sequence.arrival_s)
+            self._full_since_s = None
 
     def _urgency(self, sequence: Sequence, now: float) -> tuple[int, bool, float, float]:
         """Least first: by priority; those that can still make their deadline; by deadline; by arrival.

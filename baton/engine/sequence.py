@@ -61,6 +61,8 @@ class Sequence:
     """Part of the batch that is being executed: its blocks must not be given away."""
     aborted: bool = False
     scheduled_s: float = 0.0
+    full_s: float = 0.0
+    """Of its wait for the first admission, how long whoever was first had no room."""
     first_token_s: float = 0.0
 
     def __post_init__(self) -> None:

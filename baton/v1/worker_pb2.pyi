@@ -786,6 +786,7 @@ class NewTokens(_message.Message):
     PREFILL_S_FIELD_NUMBER: _builtins.int
     NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     PULL_S_FIELD_NUMBER: _builtins.int
+    ROOM_S_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     num_cached_tokens: _builtins.int
     """In the first message: as in FirstToken (aggregated mode only)."""
@@ -793,6 +794,8 @@ class NewTokens(_message.Message):
     prefill_s: _builtins.float
     num_pulled_tokens: _builtins.int
     pull_s: _builtins.float
+    room_s: _builtins.float
+    """The part of queue_s in which there was no room for the next one to begin."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -805,10 +808,11 @@ class NewTokens(_message.Message):
         prefill_s: _builtins.float = ...,
         num_pulled_tokens: _builtins.int = ...,
         pull_s: _builtins.float = ...,
+        room_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "prefill_s", b"prefill_s", "pull_s", b"pull_s", "queue_s", b"queue_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "prefill_s", b"prefill_s", "pull_s", b"pull_s", "queue_s", b"queue_s", "room_s", b"room_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

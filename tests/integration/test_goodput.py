@@ -27,7 +27,7 @@ from router.goodput import Stage
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import request
 from tests.integration.conftest import TraceReceiver
-from tests.integration.test_plumbing import prompt_of
+from tests.integration.test_plumbing import prompt_of, soon
 
 STAGES = ("queue_s", "admission_s", "prefill_s", "transfer_s", "decode_s", "recovery_s")
 PHASES = {f"request.{stage}" for stage in Stage}
@@ -253,6 +253,22 @@ def test_a_delay_is_blamed_on_the_stage_that_it_is_in(
     injected.remove_workers()
     blamed = [_whole_trace(trace_receiver[0], asked) for asked in late]
     assert blamed.count(stage.value) >= 0.9 * len(late)
+
+
+def test_where_workers_do_both_a_lack_of_blocks_is_not_called_a_queue(model_dir: Path) -> None:
+    with running_fleet(TransferConfig(), RouterConfig(mode="aggregated", worker_wait_s=20.0)) as fleet:
+        fleet.wait_for()
+        injected = Injected(fleet)
+        injected.add(Role.DECODE, num_blocks=40, arithmetic_step_ms=20.0)
+        before = injected.ask(500, 100)
+        soon(lambda: any(worker["running"] for worker in fleet.client.status()["workers"]))
+        late = injected.at_once(20, 100, 4, e2e_ms=700)
+        for asked in [before, *late]:
+            asked.wait()
+        misses = injected.misses()
+        assert misses.total() >= 0.9 * len(late)
+        assert misses["e2e_missed", Stage.DECODE_ADMISSION] >= 0.99 * misses.total(), misses
+        injected.remove_workers()
 
 
 SUMS = ("gen_ai_server_request_duration_seconds_sum", "baton_stage_duration_seconds_sum")

@@ -55,6 +55,18 @@ def test_the_first_tokens_way_to_the_client_makes_no_phase() -> None:
     assert life[2:5] == [(QUEUE, 13.0, 16.25), (PREFILL, 16.25, 20.25), (TRANSFER, 20.25, 20.5)]
 
 
+def test_where_one_worker_does_both_its_wait_for_room_comes_before_the_prompt() -> None:
+    log = StageLog()
+    log.attempt(11.0)
+    log.computed(20.0, 4.0, room_s=3.0)
+    assert phases(10.0, 20.0, 21.0, log.until(21.0)) == [
+        (QUEUE, 10.0, 13.0),
+        (ADMISSION, 13.0, 16.0),
+        (PREFILL, 16.0, 20.0),
+        (DECODE, 20.0, 21.0),
+    ]
+
+
 def test_a_hand_over_takes_no_longer_than_to_the_second_token() -> None:
     """Whether its report comes before that token or after it."""
     for booked in ("after", "before"):

@@ -135,6 +135,27 @@ def test_nobody_overtakes_the_first_that_waits() -> None:
     assert run_step(scheduler) == [(large, 64)]
 
 
+def test_waiting_for_room_is_told_from_waiting_for_ones_turn() -> None:
+    scheduler = make_scheduler(8)
+    running = add(scheduler, 60)
+    assert run_step(scheduler, 1.0) == [(running, 60)]
+    large, small = add(scheduler, 100, first=200), add(scheduler, 3, first=400)
+    large.arrival_s, small.arrival_s = 2.0, 4.5
+    run_step(scheduler, 4.0)
+    assert large.full_s == small.full_s == 0.0, "nobody knew yet"
+    run_step(scheduler, 5.0)
+    assert (large.full_s, small.full_s) == (1.0, 0.5)
+    scheduler.remove(running, Status.FINISHED)
+    assert run_step(scheduler, 7.0) == [(large, 64)]
+    assert (large.scheduled_s, large.full_s) == (7.0, 3.0)
+    assert small.full_s == 2.5, "behind it"
+    assert run_step(scheduler, 8.0) == [(large, 36)]
+    assert small.full_s == 2.5, "then the budget was used up, which is no lack of room"
+    assert run_step(scheduler, 9.0) == [(large, 1)]
+    assert small.full_s == 3.5, "now it is the first, and the other has all blocks"
+    assert large.full_s == 3.0
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "max_tokens", "reservation", "num_blocks"),
     [
