@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on
 STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract
-# What these hold against the clock, another test beside them would hold up. The others wait most of their time.
+# What these hold against the clock, others beside them would hold up: they have few.
 ALONE := $(addprefix tests/integration/, test_admission.py test_cancel_latency.py test_overload.py \
 	test_transfer_processes.py)
 SOAK := tests/chaos/test_streams.py
@@ -13,11 +13,14 @@ SOAK := tests/chaos/test_streams.py
 SHORT_CHAOS := $(SOAK) tests/chaos/test_kills.py
 # In the order in which they are begun: the longest tests have shorter ones beside them until the end.
 OTHERS := tests/helm tests/observability tests/kube tests/integration $(SHORT_CHAOS)
-# Of the others, what takes minutes and has a sibling that stays: the autoscaler live (the simulator runs the same
-# function), a second helm, the proof that spoiled blocks would have been seen.
+# Of the others, what takes long and has a sibling that stays: the autoscaler live (the simulator runs the same
+# function), a second helm, the proof that spoiled blocks would have been seen, pulls between workers of the real model
+# (with arithmetic they stay), thousands of cancels (hundreds stay).
 LONG := tests/integration/test_autoscale.py::test_pools_follow_the_load \
-	'tests/kube/test_cluster.py::test_a_release_from_its_first_to_its_last_day[helm3]' \
-	tests/integration/test_real_model.py::test_spoiled_blocks_change_the_answer_when_nobody_checks
+	'tests/kube/test_cluster.py::test_a_release_from_its_first_to_its_last_day[helm3-and-new-workers]' \
+	tests/integration/test_real_model.py::test_spoiled_blocks_change_the_answer_when_nobody_checks \
+	tests/integration/test_prefix_pull.py::test_a_pulled_prefix_gives_the_tokens_of_generate \
+	tests/integration/test_cancel.py
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: serve test chaos check proto bench clean install
@@ -37,24 +40,24 @@ serve: $(STAMP)
 	@$(BIN)/baton up --ask "The capital of France is"
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ALONE)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(OTHERS) \
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ALONE)
+	NUM_TRANSFERS=6000 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(OTHERS) \
 		$(addprefix --ignore=,$(ALONE)) $(addprefix --deselect=,$(LONG))
 
-# Ten minutes of faults under load, a minute of everything else, ten thousand cancels; `make test` has a part of it.
+# Ten minutes of faults under load, a minute of everything else, ten thousand cancels and transfers with faults;
+# `make test` has a part of it.
 chaos: $(STAMP)
-	CHAOS_SECONDS=60 $(BIN)/python -m pytest -s tests/chaos tests/integration/test_cancel.py $(addprefix --ignore=,$(SOAK))
-	$(BIN)/python -m pytest -s $(LONG)
+	CHAOS_SECONDS=60 $(BIN)/python -m pytest -s tests/chaos $(LONG) tests/integration/test_transfer_faults.py \
+		$(addprefix --ignore=,$(SOAK))
 	CHAOS_SECONDS=600 $(BIN)/python -m pytest -s $(SOAK)
 
 check: $(STAMP) proto-is-current
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	PATH=$(BIN):$$PATH $(BIN)/lint-imports
 	$(BIN)/buf lint proto
 	.ci/buf-breaking $(BIN)/buf
-	$(BIN)/python -m pytest -q -n 2 $(FAST_TESTS)
+	@$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -q -n 2 $(FAST_TESTS); tests=$$?; wait $$types && exit $$tests
 
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \

@@ -171,15 +171,18 @@ def test_aggregated_answers_are_the_same(split_cluster: Cluster, model_dir: Path
         {"temperature": 0.7, "seed": 8, "max_tokens": 10, "stop": ["\n", " the"]},
     ]
     with running_cluster("--prefill", "0", "--decode", "1") as aggregated:
-        for prompt in chosen:
-            for sampling in settings:
-                split = split_cluster.generate(token_ids=prompt, sampling=sampling)
-                whole = aggregated.generate(token_ids=prompt, sampling=sampling)
-                assert (split.timing.mode, whole.timing.mode) == ("split", "aggregated")
-                assert split.token_ids == whole.token_ids
-                assert split.text == whole.text
-                assert split.finish_reason == whole.finish_reason
-                assert split.usage.completion_tokens == whole.usage.completion_tokens
+        for prompt, sampling in [
+            *((chosen[0], each) for each in settings),
+            (chosen[1], settings[1]),
+            (chosen[2], settings[2]),
+        ]:
+            split = split_cluster.generate(token_ids=prompt, sampling=sampling)
+            whole = aggregated.generate(token_ids=prompt, sampling=sampling)
+            assert (split.timing.mode, whole.timing.mode) == ("split", "aggregated")
+            assert split.token_ids == whole.token_ids
+            assert split.text == whole.text
+            assert split.finish_reason == whole.finish_reason
+            assert split.usage.completion_tokens == whole.usage.completion_tokens
 
 
 def test_the_same_prompt_again_is_cached(split_cluster: Cluster, reference: Reference) -> None:

@@ -117,16 +117,16 @@ def tokens_in(held: Held, num_tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("tp_sizes", "block_sizes"),
+    ("tp_sizes", "block_sizes", "num_tokens"),
     [
-        pytest.param((), (), id="straight"),
-        pytest.param((3,), (16,), id="over-three-ranks"),
-        pytest.param((6, 3), (16, 16), id="over-six-ranks-with-each-head-twice"),
-        pytest.param((1,), (32,), id="over-blocks-of-32"),
-        pytest.param((3, 1, 6), (32, 64, 16), id="over-everything"),
+        pytest.param((), (), 100, id="straight"),
+        pytest.param((3,), (16,), 128, id="over-three-ranks"),
+        pytest.param((6, 3), (16, 16), 100, id="over-six-ranks-with-each-head-twice"),
+        pytest.param((1,), (32,), 128, id="over-blocks-of-32"),
+        pytest.param((3, 1, 6), (32, 64, 16), 100, id="over-everything"),
+        pytest.param((3, 1, 6), (32, 64, 16), 128, id="over-everything-in-whole-blocks"),
     ],
 )
-@pytest.mark.parametrize("num_tokens", [100, 128])
 def test_kv_that_went_through_other_layouts_gives_the_same_tokens(
     prefill: Engine,
     decode: Engine,
