@@ -12,15 +12,16 @@ SOAK := tests/chaos/test_streams.py
 # Of the chaos tests, those that are short enough for every run.
 SHORT_CHAOS := $(SOAK) tests/chaos/test_kills.py
 # In the order in which they are begun: the longest tests have shorter ones beside them until the end.
-OTHERS := tests/helm tests/observability tests/kube tests/integration $(SHORT_CHAOS)
+OTHERS := tests/helm tests/observability tests/kube $(SHORT_CHAOS) tests/integration
 # Of the others, what takes long and has a sibling that stays: the autoscaler live (the simulator runs the same
 # function), a second helm, the proof that spoiled blocks would have been seen, pulls between workers of the real model
-# (with arithmetic they stay), thousands of cancels (hundreds stay).
+# (with arithmetic they stay), thousands of cancels (hundreds stay), `baton bench` on a cluster (its replay stays).
 LONG := tests/integration/test_autoscale.py::test_pools_follow_the_load \
 	'tests/kube/test_cluster.py::test_a_release_from_its_first_to_its_last_day[helm3-and-new-workers]' \
 	tests/integration/test_real_model.py::test_spoiled_blocks_change_the_answer_when_nobody_checks \
 	tests/integration/test_prefix_pull.py::test_a_pulled_prefix_gives_the_tokens_of_generate \
-	tests/integration/test_cancel.py
+	tests/integration/test_prefix_pull.py::test_left_to_itself_the_next_turn_goes_where_the_conversation_is \
+	tests/integration/test_bench.py tests/integration/test_cancel.py
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: serve test chaos check proto bench clean install
@@ -31,24 +32,21 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	@echo "==> Setting up $(VENV): a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "==> 1 of 3: torch";             $(PIP) torch==2.13.0
-	@echo "==> 2 of 3: what serving needs"; $(PIP) -e '.[worker,local]'
-	@echo "==> 3 of 3: tools and tests";    $(PIP) -e '.[worker,local,dev]'
+	@echo "==> 1 of 2: torch";            $(PIP) torch==2.13.0
+	@echo "==> 2 of 2: everything else";  $(PIP) -e '.[worker,local,dev]'
 	@touch $(STAMP)
 
 serve: $(STAMP)
 	@$(BIN)/baton up --ask "The capital of France is"
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ALONE)
-	NUM_TRANSFERS=6000 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(OTHERS) \
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ALONE)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(OTHERS) \
 		$(addprefix --ignore=,$(ALONE)) $(addprefix --deselect=,$(LONG))
 
-# Ten minutes of faults under load, a minute of everything else, ten thousand cancels and transfers with faults;
-# `make test` has a part of it.
+# Ten minutes of faults under load, a minute of everything else, ten thousand cancels; `make test` has a part of it.
 chaos: $(STAMP)
-	CHAOS_SECONDS=60 $(BIN)/python -m pytest -s tests/chaos $(LONG) tests/integration/test_transfer_faults.py \
-		$(addprefix --ignore=,$(SOAK))
+	CHAOS_SECONDS=60 $(BIN)/python -m pytest -s tests/chaos $(LONG) $(addprefix --ignore=,$(SOAK))
 	CHAOS_SECONDS=600 $(BIN)/python -m pytest -s $(SOAK)
 
 check: $(STAMP) proto-is-current

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,8 +24,8 @@ from tests.bench.report import Report, Table
 from tests.integration.cluster import Cluster, running_cluster
 
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 256, 24
-NUM_CLIENTS = 8
-"""Of the closed loop: enough to keep both workers busy."""
+NUM_CLIENTS = (8, 16, 32)
+"""Of the closed loop: with some number of them both workers are as busy as they can be."""
 OVERLOAD = 2.0
 SMALL_SHARE = 0.1
 TTFT_S = 6.0
@@ -74,14 +74,18 @@ class Run:
 
 
 def run(quick: bool) -> Report:
-    capacity, overload, preemptions = measure(*((15.0, 30.0) if quick else (40.0, 90.0)))
+    capacity, overload, preemptions = measure(*((15.0, 30.0) if quick else (40.0, 120.0)))
     return Report("overload", [_table(capacity, overload, preemptions)])
 
 
-def measure(closed_s: float, open_s: float, **settings: str) -> tuple[Run, Run, int]:
+def measure(
+    closed_s: float, open_s: float, num_clients: Sequence[int] = NUM_CLIENTS, **settings: str
+) -> tuple[Run, Run, int]:
     """The capacity, the overload, and how often a sequence was preempted.
 
     Args:
+        closed_s: for each number of clients.
+        num_clients: of the closed loop; the number that is served most counts.
         settings: of the cluster.
     """
     with TemporaryDirectory() as folder:
@@ -92,8 +96,9 @@ def measure(closed_s: float, open_s: float, **settings: str) -> tuple[Run, Run, 
             "--prefill", "1", "--decode", "1", router_tenants_file=str(tenants), **settings
         ) as cluster:
             rng = random.Random(5)
-            asyncio.run(_closed(cluster, rng, min(8.0, closed_s / 2)))  # the workers learn what their steps take
-            capacity = asyncio.run(_closed(cluster, rng, closed_s))
+            asyncio.run(_closed(cluster, rng, 8, min(8.0, closed_s / 2)))  # the workers learn what their steps take
+            closed = [asyncio.run(_closed(cluster, rng, num, closed_s)) for num in num_clients]
+            capacity = max(closed, key=lambda run: run.served_per_s)
             overload = asyncio.run(_open(cluster, rng, open_s, OVERLOAD * capacity.served_per_s))
             preemptions = sum(w["preemptions"] for w in cluster.wait_until_idle()["workers"])
     return capacity, overload, preemptions
@@ -125,7 +130,7 @@ def _table(capacity: Run, overload: Run, preemptions: int) -> Table:
     return table
 
 
-async def _closed(cluster: Cluster, rng: random.Random, seconds: float) -> Run:
+async def _closed(cluster: Cluster, rng: random.Random, num_clients: int, seconds: float) -> Run:
     """Clients that each send one request after the other."""
     async with grpc.aio.insecure_channel(cluster.grpc) as channel:
         began_s = time.monotonic()
@@ -137,7 +142,7 @@ async def _closed(cluster: Cluster, rng: random.Random, seconds: float) -> Run:
                 await _ask(channel, rng, outcome, has_objective=False)
                 outcomes.append(outcome)
 
-        await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
+        await asyncio.gather(*(client() for _ in range(num_clients)))
         return Run(time.monotonic() - began_s, outcomes)
 
 

@@ -202,10 +202,7 @@ class Asked:
         return (self.error and self.error.details()) or ""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(mode, marks=pytest.mark.xdist_group(mode)) for mode in ("aggregated", "split")],
-)
+@pytest.fixture(scope="module", params=["aggregated", "split"])
 def slow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowCluster]:
     tenants = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
     tenants.write_text(TENANTS.format(**{name: hashlib.sha256(key.encode()).hexdigest() for name, key in KEYS.items()}))

@@ -13,7 +13,7 @@ SLOW = {"engine_runner": "arithmetic", "engine_arithmetic_token_ms": "2", "engin
 
 
 def test_twice_the_load_costs_nobody_what_it_has() -> None:
-    capacity, overload, preemptions = measure(10.0, 20.0, **SLOW)
+    capacity, overload, preemptions = measure(10.0, 20.0, (8,), **SLOW)
     assert preemptions == 0, "room to decode was there before the prompts were computed"
     assert [o.error for o in overload.outcomes if o.error] == [], "a refusal is the only failure"
     assert overload.count(lambda o: o.was_refused) > 0, "else this was no overload"
