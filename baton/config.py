@@ -227,6 +227,9 @@ class RouterConfig:
     """Placements of one choice that may fail, with hardly a token between them, before its client sees the failure."""
     drain_timeout_s: float = 5.0
     """How long requests in flight may go on when the router is told to end."""
+    max_connection_age_s: float = math.inf
+    """A gRPC client is asked to connect anew after so long; what it has asked for goes on. Behind a balancer of
+    connections it finds all routers so, and none that is about to end; .inf: never."""
     worker_wait_s: float = 30.0
     """How long an accepted request waits for a worker to become ready."""
     pull_above_tokens: int = 64
@@ -252,6 +255,10 @@ class RouterConfig:
         _require_one_of("router.mode", self.mode, ("auto", "split", "aggregated"))
         _require_at_least_one("router", self, ("max_in_flight", "max_attempts", "pull_above_tokens"))
         _require_at_least_one("router", self, ("expected_output_floor", "expected_output_default"))
+        if not self.max_connection_age_s > 0:
+            raise ConfigError(
+                f"router.max_connection_age_s must be more than 0 seconds, got {self.max_connection_age_s}"
+            )
         if DEFAULT_CLASS not in self.slo_classes:
             raise ConfigError(f"router.slo_classes must have a class {DEFAULT_CLASS!r}")
 

@@ -86,7 +86,12 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     journal = Journal(RedisRecords(Connection(config.index.redis_url), content))
 
     shares_ports = config.cluster.routers > 1
-    rpc = RpcServer(SERVICE_NAMES, [Authentication(tenants)], shares_port=shares_ports)
+    rpc = RpcServer(
+        SERVICE_NAMES,
+        [Authentication(tenants)],
+        shares_port=shares_ports,
+        max_connection_age_s=config.router.max_connection_age_s,
+    )
     grpc_port = rpc.bind(config.cluster.host, config.cluster.grpc_port)
     http_sockets = bound(config.cluster.host, config.cluster.http_port, shares_ports)
     http = _HttpServer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import grpc
@@ -44,6 +45,7 @@ class RpcServer:
         interceptors: further ones. They see a call before its handler does, and their handlers may raise typed errors.
         shares_port: other processes of this user may listen on the same port. The kernel gives each connection to one
             of them.
+        max_connection_age_s: a client is asked to connect anew after so long. What runs on its old connection goes on.
     """
 
     def __init__(
@@ -52,8 +54,11 @@ class RpcServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         *,
         shares_port: bool = False,
+        max_connection_age_s: float = math.inf,
     ) -> None:
         options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))]
+        if max_connection_age_s < math.inf:
+            options.append(("grpc.max_connection_age_ms", round(max_connection_age_s * 1e3)))
         self.server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=options)
         self._health = health.aio.HealthServicer()
         self._service_names = service_names

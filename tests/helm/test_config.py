@@ -173,6 +173,7 @@ def test_a_router_s_grace_is_longer_than_its_drain(tmp_path: Path) -> None:
     config = loaded(objects, pod.spec["containers"][0], tmp_path)
     sleep = int(pod.spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1])
     assert pod.spec["terminationGracePeriodSeconds"] > sleep + config.router.drain_timeout_s
+    assert 1.1 * config.router.max_connection_age_s < sleep, "a call on an old connection may be lost when it stops"
 
 
 def test_service_links_are_off() -> None:

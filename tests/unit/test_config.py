@@ -172,6 +172,7 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
         ("router: {slo_classes: {default: {affinity_weight: .inf}}}", "affinity_weight must be at least 0, got inf"),
         ("router: {slo_classes: {default: {interference_weight: .nan}}}", "interference_weight must be at least 0"),
         ("cluster: {routers: 0}", "cluster.routers must be at least 1, got 0"),
+        ("router: {max_connection_age_s: 0}", "router.max_connection_age_s must be more than 0 seconds, got 0.0"),
         ("cluster: {drain_timeout_s: 0}", "cluster.drain_timeout_s must be more than 0 seconds, got 0.0"),
         ("cluster: {start_timeout_s: -1}", "cluster.start_timeout_s must be more than 0 seconds, got -1.0"),
         ("cluster: {stop_timeout_s: .nan}", "cluster.stop_timeout_s must be more than 0 seconds, got nan"),
