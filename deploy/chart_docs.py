@@ -33,7 +33,7 @@ BEGIN, END = "<!-- values: written by `python -m deploy.chart_docs` -->", "<!-- 
 SET_BY_CHART = {
     "model": {"path"},
     "index": {"redis_url"},
-    "router": {"id", "cache_secret", "tenants_file"},
+    "router": {"id", "cache_secret", "max_connection_age_s", "tenants_file"},
     "cluster": {
         *("advertise_host", "cache_dir", "controller_host", "controller_port", "decode", "gpus_per_worker"),
         *("grpc_port", "host", "http_port", "name", "prefill", "ray_address", "routers", "state_file"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 from pathlib import Path
 
@@ -173,7 +174,17 @@ def test_a_router_s_grace_is_longer_than_its_drain(tmp_path: Path) -> None:
     config = loaded(objects, pod.spec["containers"][0], tmp_path)
     sleep = int(pod.spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1])
     assert pod.spec["terminationGracePeriodSeconds"] > sleep + config.router.drain_timeout_s
-    assert 1.1 * config.router.max_connection_age_s < sleep, "a call on an old connection may be lost when it stops"
+
+
+@pytest.mark.parametrize("sleep_s", [0, 1, 5, 30])
+def test_clients_leave_a_router_before_it_stops(sleep_s: int, tmp_path: Path) -> None:
+    objects = render(Values(sets=(f"router.preStopSeconds={sleep_s}",)))
+    pod = pod_of(objects, "router")
+    config = loaded(objects, pod.spec["containers"][0], tmp_path)
+    if sleep_s:
+        assert 1.1 * config.router.max_connection_age_s < sleep_s, "a call on an old connection may be lost"
+    else:
+        assert config.router.max_connection_age_s == math.inf
 
 
 def test_service_links_are_off() -> None:

@@ -231,9 +231,15 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- else if .Values.redis.external.url }}
 {{- $_ := set $set "index" (dict "redis_url" .Values.redis.external.url) }}
 {{- end }}
+{{- $router := dict }}
 {{- if include "baton.tenantsSecretName" . }}
-{{- $_ := set $set "router" (dict "tenants_file" "/etc/baton-tenants/tenants.yaml") }}
+{{- $_ := set $router "tenants_file" "/etc/baton-tenants/tenants.yaml" }}
 {{- end }}
+{{- /* gRPC lets an age vary by a tenth: even so, all clients have gone elsewhere before a router stops. */}}
+{{- if .Values.router.preStopSeconds }}
+{{- $_ := set $router "max_connection_age_s" (mulf 0.8 .Values.router.preStopSeconds) }}
+{{- end }}
+{{- $_ := set $set "router" $router }}
 {{- range $section, $values := mergeOverwrite $config $set }}
 {{- if $values }}
 {{ $section }}:
