@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
-from baton.costs import PRIOR, believed, typical
+from baton.costs import believed, typical
 from baton.errors import Overloaded
 from deploy.simulate.policy import Decision
 from deploy.simulate.worker import key_of
@@ -67,7 +67,6 @@ class Production:
         self._books: dict[int, LoadBook] = {}
         self._costs: dict[int, StepCosts] = {}
         """Of each worker, as of the last report."""
-        self._prior = _times(PRIOR, error)
         self._next_report_s: dict[Role, float] = {}
         self._placed: dict[int, _Placed] = {}
         """By the request's identity."""
@@ -153,7 +152,8 @@ class Production:
             job.decoding_at.finished(job, now_s)
 
     def _books_of(self, pool: Sequence[WorkerView], role: Role, now_s: float) -> list[LoadBook]:
-        if now_s >= self._next_report_s.get(role, 0.0):
+        joined = any(view.index not in self._costs for view in pool)
+        if joined or now_s >= self._next_report_s.get(role, 0.0):
             self._next_report_s[role] = now_s + REPORT_S
             usual = typical([view.costs for view in pool])
             self._costs |= {view.index: _times(believed(view.costs, usual), self._error) for view in pool}
@@ -171,7 +171,7 @@ class Production:
                 book = self._books[view.index] = LoadBook.of(worker, self._residence)
             else:
                 book.report(worker)
-        book.candidate.costs = self._costs.get(view.index, self._prior)
+        book.candidate.costs = self._costs[view.index]
         return book
 
 
