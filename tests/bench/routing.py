@@ -14,7 +14,6 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import grpc
 import uvloop
@@ -126,7 +125,7 @@ async def _ask_all(address: str, turns: Sequence[Turn]) -> None:
     locks = [asyncio.Lock() for _ in range(NUM_CONVERSATIONS)]
     left = iter(turns)
 
-    async def ask(stub: Any) -> None:
+    async def ask(stub: inference_pb2_grpc.InferenceAsyncStub) -> None:
         for turn in left:
             async with locks[turn.conversation]:
                 prompt = inference_pb2.TokenIds(ids=turn.prompt.encode())
