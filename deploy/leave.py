@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 ORDER_S = 5.0
 """For the controller's answer."""
+RAY_S = 5.0
+"""For Ray's answer. Where its head is gone, it can place nothing here either, and is told once there is a new one."""
 NO_CONTROLLER_S = 30.0
 """After so long without one, there is none: one that starts again is known within this time."""
 
@@ -41,14 +43,13 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
     Ray is told first, or it might start here what leaves here.
 
     Args:
-        config: with the model's revision.
+        config: with the model's revision, and host:port of Ray's head as `cluster.ray_address`.
         hosts: addresses of this machine.
     """
     deadline_s = time.monotonic() + timeout_s
-    try:
-        await asyncio.to_thread(place_nothing_on, hosts, config.cluster.ray_address, timeout_s)
-    except WorkerFailed as error:
-        logger.warning("%s", error)
+    told_ray = asyncio.create_task(_tell_ray(hosts, config.cluster.ray_address, deadline_s))
+    if not (await asyncio.wait([told_ray], timeout=RAY_S))[0]:
+        logger.warning("Ray's head at %s does not answer", config.cluster.ray_address)
     here = workers_on(hosts)
     leases = RedisLeases(
         Connection(config.index.redis_url), content_id(config.model.revision), lease_s=config.index.lease_s
@@ -69,6 +70,7 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
             await asyncio.sleep(POLL_S)
             here = {worker_id: process for worker_id, process in here.items() if _runs(process)}
     finally:
+        told_ray.cancel()
         await leases.close()
     return sorted(here)
 
@@ -96,6 +98,22 @@ def _runs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+async def _tell_ray(hosts: Collection[str], address: str, deadline_s: float) -> None:
+    """Once its head listens, as Ray's own client takes 40 s to find that it does not."""
+    host, _, port = address.rpartition(":")
+    while True:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(RAY_S):
+                _, connection = await asyncio.open_connection(host, port)
+            connection.close()
+            break
+        await asyncio.sleep(POLL_S)
+    try:
+        await asyncio.to_thread(place_nothing_on, hosts, address, deadline_s - time.monotonic())
+    except WorkerFailed as error:
+        logger.warning("%s", error)
 
 
 async def _controller(leases: LeaseStore) -> ControllerInfo | None:

@@ -335,7 +335,10 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
+{{/* preStop has drained a node before it is told to end; Ray would try again, for long where the head is gone. */}}
 {{- define "baton.rayEnv" -}}
+- name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+  value: "0"
 - name: RAY_AUTH_MODE
   value: token
 - name: RAY_AUTH_TOKEN
