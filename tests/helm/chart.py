@@ -47,8 +47,9 @@ TOGGLES: dict[str, tuple[str, ...]] = {
     "a-claim": ("modelCache.type=persistentVolumeClaim", "modelCache.storageClassName=fast"),
     "an-existing-claim": ("modelCache.type=persistentVolumeClaim", "modelCache.existingClaim=models"),
     "a-host-path": ("modelCache.type=hostPath", "modelCache.hostPath=/srv/models", "checks.enabled=false"),
-    "ray-store": ("ray.store.enabled=true", "ray.store.existingClaim=ray"),
-    "ray-store-kuberay": ("ray.store.enabled=true", "orchestrator=kuberay"),
+    "ray-store-that-lasts": ("ray.store.existingClaim=ray",),
+    "no-ray-store": ("ray.store.enabled=false",),
+    "no-ray-store-kuberay": ("ray.store.enabled=false", "orchestrator=kuberay"),
     "router-hpa": ("router.autoscaling.enabled=true",),
     "pool-hpa": (*AUTOSCALE, "pools.decode.hpa.enabled=true", "pools.prefill.hpa.enabled=true"),
     "keda": (

@@ -380,7 +380,7 @@ def test_a_change_restarts_no_more_than_it_must(change: str, restarted: set[str]
 
 
 def test_ray_s_head_and_its_nodes_wait_for_each_other_where_it_has_a_store() -> None:
-    objects = render(MATRIX["ray-store"])
+    objects = render()
     waits = {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "600"}
     for component in ("head", "controller", "prefill", "decode"):
         assert all(waits in container["env"] for container in pod_of(objects, component).serving)
@@ -388,7 +388,9 @@ def test_ray_s_head_and_its_nodes_wait_for_each_other_where_it_has_a_store() -> 
     values = {variable["name"]: variable.get("value") for variable in ray["env"]}
     assert values["RAY_REDIS_ADDRESS"] == "baton-ray-store.serving.svc:6379"
     assert "RAY_REDIS_ADDRESS" not in json.dumps(pod_of(objects, "decode").template)
-    assert "ray-store" not in json.dumps(render())
+    without = json.dumps(render(MATRIX["no-ray-store"]))
+    assert "ray-store" not in without
+    assert waits["name"] not in without
 
 
 def test_a_new_chart_version_alone_restarts_nothing() -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,7 +37,7 @@ SETTINGS = (
 def test_a_release_from_its_first_to_its_last_day(
     helm_major: int, rolls_out: bool, tmp_path: Path, model_dir: Path
 ) -> None:
-    """Install, scale, upgrade, roll out, roll back, uninstall, all of it under load from the first answer on."""
+    """Install, lose Ray's head, scale, upgrade, roll out, roll back, uninstall: under load from the first answer on."""
     values = [part for setting in SETTINGS for part in ("--set", setting)]
     with kube_cluster(helm_major, tmp_path, model_dir.parents[1], *values) as release:
         live_through(release, rolls_out)
@@ -48,7 +50,7 @@ def live_through(release: Release, rolls_out: bool) -> None:
     )
     release.helm("test", NAME, "--timeout=120s")
     with Load(release.grpc).running() as load:
-        scale_with_kubectl(release)
+        outlives_ray_s_head(release, then=scale_with_kubectl)
         keeps_its_size_in_an_upgrade(release)
         scale_with_baton(release)
         if rolls_out:
@@ -59,6 +61,16 @@ def live_through(release: Release, rolls_out: bool) -> None:
     assert load.failures == []
     print(f"{load.num_answered} requests, none failed")
     uninstall_leaves_nothing(release)
+
+
+def outlives_ray_s_head(release: Release, then: Callable[[Release], None]) -> None:
+    """Workers go on without a head, and the next one knows them and makes more."""
+    before = pids(release)
+    (head,) = release.pods("head")
+    release.kubectl("delete", "pod", head["metadata"]["name"], "-n", NAMESPACE, "--wait=false")
+    release.wait_for(lambda: [is_ready(pod) for pod in release.pods("head")] == [True])
+    then(release)
+    assert before.items() <= pids(release).items(), "a worker was started again"
 
 
 def scale_with_kubectl(release: Release) -> None:
@@ -89,9 +101,9 @@ def scale_with_baton(release: Release) -> None:
 
 
 def rolls_its_workers_out(release: Release) -> None:
-    """New pods for every worker, one after the other: each hands its work over first."""
+    """A new image for them, the controller and Ray's head. Each worker hands its work over first."""
     before = {pod["metadata"]["uid"] for role in ("prefill", "decode") for pod in release.pods(role)}
-    release.upgrade("--set", "config.router.max_in_flight=300", "--set", "worker.podAnnotations.revision=second")
+    release.upgrade("--set", "config.router.max_in_flight=300", "--set", "image.worker.tag=another")
     for role, size in (("prefill", 1), ("decode", 2)):
         release.wait_for(lambda role=role, size=size: num_pods(release, role) == size)  # type: ignore[misc]
         release.wait_for_pool(role, size)
@@ -116,6 +128,16 @@ def uninstall_leaves_nothing(release: Release) -> None:
     release.wait_for(
         lambda: not [c for c in psutil.Process().children(recursive=True) if "deploy.worker" in command(c)]
     )
+
+
+def pids(release: Release) -> dict[str, int]:
+    """Of the workers' processes, by worker id."""
+    return {worker["id"]: worker["pid"] for worker in release.baton_status()["workers"]}
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    conditions = pod.get("status", {}).get("conditions", [])
+    return any((each["type"], each["status"]) == ("Ready", "True") for each in conditions)
 
 
 def num_pods(release: Release, component: str) -> int:
