@@ -47,7 +47,7 @@ class OtherWork:
     """How many cores other processes kept busy while the block was entered.
 
     What the system was busy with, less what this process and its children (all reaped by then) used. Interrupt work
-    that the kernel charges to nobody counts as others'.
+    that the kernel charges to nobody counts as others', and so do the workers that Ray runs.
     """
 
     cores: float = 0.0
