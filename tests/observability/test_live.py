@@ -35,7 +35,7 @@ from tests.integration.test_plumbing import prompt_of, sampling
 from tests.observability.prometheus import Prometheus, binaries, running_prometheus
 from tests.observability.shipped import JOB, RULES, dashboards, recorded, shown, substituted
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 TENANTS = """
 flood: {{key_sha256: ['{flood}'], slo_class: chat}}
@@ -62,7 +62,7 @@ NUM_FLOOD = 8
 """Requests that come at once."""
 NUM_CONVERSATIONS = 8
 """Of one client, which comes back to them: more than the caches hold."""
-DATA_WITHIN_S = 75.0
+DATA_WITHIN_S = 150.0
 
 NOTHING_TO_SHOW = {
     "overview / Alerts / firing": "the alerts wait for minutes before they fire",
@@ -142,9 +142,9 @@ class Trouble:
             with contextlib.suppress(grpc.RpcError, BatonError):  # it is refused, or has gone on elsewhere already
                 for _ in itertools.islice(answer, 50):
                     pass
-                (told,) = operations.explain(request_id)
-                operations.drain(told.decode_worker)
-                self._stop.wait(3)
+                for told in operations.explain(request_id):  # none, where others have pushed it out of what is kept
+                    operations.drain(told.decode_worker)
+                    self._stop.wait(3)
             answer.cancel()
 
     def _no_redis(self) -> None:
