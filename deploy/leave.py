@@ -49,7 +49,7 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
     deadline_s = time.monotonic() + timeout_s
     told_ray = asyncio.create_task(_tell_ray(hosts, config.cluster.ray_address, deadline_s))
     if not (await asyncio.wait([told_ray], timeout=RAY_S))[0]:
-        logger.warning("Ray's head at %s does not answer", config.cluster.ray_address)
+        logger.warning("Ray's head at %s has not answered within %g s; going on", config.cluster.ray_address, RAY_S)
     here = workers_on(hosts)
     leases = RedisLeases(
         Connection(config.index.redis_url), content_id(config.model.revision), lease_s=config.index.lease_s
