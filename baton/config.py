@@ -64,6 +64,9 @@ class ModelConfig:
     """auto, cpu or cuda."""
 
 
+ENGINE_COUNTS = ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "num_threads", "tensor_parallel")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """One worker's engine."""
@@ -77,7 +80,7 @@ class EngineConfig:
     block_size: int = 16
     """Tokens a KV block; a multiple of 16."""
     kv_cache_gib: float = 2.0
-    """Memory of the KV pool, in GiB."""
+    """Memory of the KV pool, in GiB; with several ranks, of each of them."""
     num_blocks: int = 0
     """Blocks of the KV pool; 0: as many as fit into `kv_cache_gib`."""
     max_num_seqs: int = 64
@@ -91,11 +94,18 @@ class EngineConfig:
     output_reservation: int = 512
     """Answer tokens for which a decode worker reserves blocks up front; longer answers grow block by block."""
     num_threads: int = 1
-    """Compute threads of one worker. Two contended threads can be 40 times slower than one."""
+    """Compute threads of one rank. Two contended threads can be 40 times slower than one."""
+    tensor_parallel: int = 1
+    """Ranks of one worker: processes on one machine, each with a GPU of its own where there are GPUs, which share the
+    model's weights and KV heads and compute every step together. Has to divide the number of KV heads."""
+    rank_timeout_s: float = 60.0
+    """With several ranks: a step that takes longer will never end, since a rank hangs; then the worker ends."""
 
     def __post_init__(self) -> None:
         _require_one_of("engine.runner", self.runner, ("transformers", "arithmetic"))
-        _require_at_least_one("engine", self, ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "num_threads"))
+        _require_at_least_one("engine", self, ENGINE_COUNTS)
+        if not self.rank_timeout_s > 0:
+            raise ConfigError(f"engine.rank_timeout_s must be more than 0 seconds, got {self.rank_timeout_s}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"engine.max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least engine.max_num_seqs "

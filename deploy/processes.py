@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -10,26 +9,18 @@ import socket
 import sys
 from collections.abc import Callable
 
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+from baton.parent import die_with
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
-    """A `preexec_fn` for subprocess.Popen: the child gets this signal when this process dies, however it dies.
+    """A `preexec_fn` for subprocess.Popen: the child gets this signal when this process dies (`baton.parent`).
 
-    Linux ties this to the *thread* that starts the child, so start it from one that lives as long as the process. Other
-    systems have no such thing: None.
+    None where there is no such thing.
     """
-    if _libc is None:
+    if sys.platform != "linux":
         return None
-    libc, parent = _libc, os.getpid()
-
-    def in_child() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, number)
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
-
-    return in_child
+    parent = os.getpid()
+    return lambda: die_with(parent, number)
 
 
 def tell_parent(ready_fd: int, **values: object) -> None:

@@ -116,6 +116,7 @@ async def serve(
         async with contextlib.AsyncExitStack() as stack:
             try:
                 runner = await asyncio.to_thread(build, config)
+                stack.callback(runner.close)
                 # Not before: until there is something to drain, the signal may end the process at once.
                 asyncio.get_running_loop().add_signal_handler(
                     signal.SIGTERM, lambda: (stop_now if stop.is_set() else stop).set()

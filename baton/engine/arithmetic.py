@@ -54,6 +54,7 @@ class ArithmeticRunner:
         states = (StateSpec("token_sum", (1,), torch.int64),) if with_state else ()
         spec = KVSpec(block_size, (LayerGroup("all", tuple(range(num_layers)), 1, 1, 1, torch.int64),), states)
         self.cache = KVCache(spec, num_blocks, 2 * max_num_seqs)
+        self.caches = (self.cache,)
         self.vocab_size = vocab_size
         self.max_model_len = min(max_model_len, num_blocks * block_size)
         self.eos_token_ids = eos_token_ids
@@ -75,6 +76,9 @@ class ArithmeticRunner:
         return [
             drawn(self._answer(part), part.sequence.spec, part.end, self.vocab_size) for part in batch if part.sample
         ]
+
+    def close(self) -> None:
+        pass
 
     def _pages(self, layer: int) -> torch.Tensor:
         """`[block, K or V, token]`."""

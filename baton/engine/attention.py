@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from baton.blocks import num_blocks_for
 from baton.engine.kv_cache import KVCache
 from baton.engine.runner import LayerDone
-from baton.engine.scheduler import Scheduled
+from baton.engine.scheduler import Part
 
 ATTENTION_NAME = "baton_paged"
 
@@ -75,12 +75,12 @@ def set_step(step: StepContext) -> None:
     _STEP.set(step)
 
 
-def order_for_packing(batch: tuple[Scheduled, ...]) -> list[int]:
+def order_for_packing(batch: Sequence[Part]) -> list[int]:
     """Batch indices in packed order: segments first, then single tokens."""
     return sorted(range(len(batch)), key=lambda index: batch[index].num_tokens == 1)
 
 
-def step_context(cache: KVCache, parts: list[Scheduled], layer_done: LayerDone) -> StepContext:
+def step_context(cache: KVCache, parts: Sequence[Part], layer_done: LayerDone) -> StepContext:
     """The index tensors of a step. `parts` are in packed order."""
     block_size, num_heads = cache.spec.block_size, cache.spec.groups[0].num_kv_heads
     heads = torch.arange(num_heads)
@@ -115,7 +115,7 @@ def step_context(cache: KVCache, parts: list[Scheduled], layer_done: LayerDone) 
     )
 
 
-def begun_blocks(cache: KVCache, parts: Sequence[Scheduled]) -> list[int]:
+def begun_blocks(cache: KVCache, parts: Sequence[Part]) -> list[int]:
     """Blocks whose first token this step writes and whose last it does not.
 
     They must be zeroed first: attention masks the places behind the last token, but a masked NaN or infinity that

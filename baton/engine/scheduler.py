@@ -40,16 +40,13 @@ class SchedulerLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
-    """One sequence's part of a step: compute `token_ids` at positions `start`, `start + 1`, ..."""
+class Part:
+    """What a step computes of one sequence: `token_ids` at positions `start`, `start + 1`, ..."""
 
-    sequence: Sequence
     token_ids: tuple[int, ...]
     start: int
     block_table: tuple[int, ...]
     """Blocks of positions 0 to the last computed one."""
-    sample: bool
-    """The known tokens end here, so this step yields the next one."""
 
     @property
     def num_tokens(self) -> int:
@@ -59,6 +56,15 @@ class Scheduled:
     def end(self) -> int:
         """One past the last computed position."""
         return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled(Part):
+    """A part of a step, and whose it is."""
+
+    sequence: Sequence
+    sample: bool
+    """The known tokens end here, so this step yields the next one."""
 
 
 Batch = tuple[Scheduled, ...]
@@ -229,10 +235,10 @@ class Scheduler:
         assert num_tokens > 0, f"{sequence.sequence_id} is scheduled with nothing to compute"
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         return Scheduled(
-            sequence,
             tuple(sequence.token_ids[start:end]),
             start,
             tuple(sequence.block_table[: num_blocks_for(end, self.limits.block_size)]),
+            sequence,
             sample=end == sequence.num_tokens,
         )
 

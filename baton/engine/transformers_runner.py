@@ -1,56 +1,40 @@
-"""Runs unmodified transformers models over the paged KV cache."""
+"""Runs unmodified transformers models over the paged KV cache, on one device or several."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.attention import ATTENTION_NAME, begun_blocks, order_for_packing, set_step, step_context
-from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
-from baton.engine.runner import LayerDone, ignore_layer
+from baton.engine.attention import order_for_packing
+from baton.engine.kv_cache import KVCache
+from baton.engine.ranks import OtherRanks
+from baton.engine.runner import Fence, LayerDone, ignore_layer
 from baton.engine.sampler import sample
-from baton.engine.scheduler import Batch
+from baton.engine.scheduler import Batch, Part
+from baton.engine.transformers_model import ModelRank, Step, eos_token_ids, load_config, rank_spec
 from baton.errors import ModelLoadError
 
-LLAMA_FAMILY = (
-    "cohere", "ernie4_5", "gemma", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi3", "qwen2", "qwen3",
-    "qwen3_moe", "smollm3", "starcoder2",
-)  # fmt: skip
-"""Model types whose attention is what `paged_attention` computes; each is tested on a tiny random model."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FULL_LENGTH_SEQUENCES = 64
 """The pool is not made larger than this many sequences of full length."""
 
 
 class TransformersRunner:
-    """A causal language model and its KV cache on one device.
+    """A causal language model and its KV caches. This process is rank 0, which samples; it starts the others.
 
     Raises:
-        ModelLoadError: the folder is not a model this engine runs, or the KV pool is too small; the message says why.
+        ModelLoadError: the folder is not a model this engine runs, the KV pool is too small, or the ranks do not suit
+            model or machine; the message says why.
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
-        torch.set_num_threads(engine.num_threads)
-        transformers_logging.set_verbosity_error()  # it warns of generation settings that are not its business here
-        transformers_logging.disable_progress_bar()
-        self.device = torch.device(_device_name(model.device))
-        config = _load_config(model.path)
-        dtype = _dtype(model.dtype, self.device, config)
-        try:
-            self.model = AutoModelForCausalLM.from_pretrained(
-                model.path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ModelLoadError(f"cannot load the weights in {model.path}: {error}") from error
-        self.model.to(self.device).eval()
-        spec = kv_spec(config, engine.block_size, dtype)
+        devices = _devices(model.device, engine.tensor_parallel)
+        config = load_config(model.path)
+        spec = rank_spec(config, engine.block_size, _dtype(model.dtype, devices[0], config), len(devices))
         model_len: int = engine.max_model_len or config.max_position_embeddings
         num_blocks = engine.num_blocks or min(
             int(engine.kv_cache_gib * 2**30 // spec.block_bytes),
@@ -61,71 +45,75 @@ class TransformersRunner:
                 f"a KV pool of {num_blocks} blocks is too small (a block is {spec.block_bytes} bytes); "
                 "raise engine.kv_cache_gib or engine.num_blocks"
             )
-        self.cache = KVCache(spec, num_blocks, engine.max_num_seqs, self.device)
+        self.caches = tuple(KVCache(spec, num_blocks, engine.max_num_seqs, device) for device in devices)
+        self.cache = self.caches[0]
         self.max_model_len = min(model_len, num_blocks * engine.block_size)
         self.eos_token_ids = eos_token_ids(Path(model.path))
+        self._others = OtherRanks(model, engine, self.caches) if len(devices) > 1 else None
+        self.rank = ModelRank(model, engine, self.cache)
+        if self._others is not None:
+            self._others.wait_ready()
 
-    @torch.inference_mode()
     def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
         order = order_for_packing(batch)
-        parts = [batch[index] for index in order]
-        token_ids = torch.tensor([[token for part in parts for token in part.token_ids]], device=self.device)
-        positions = torch.cat([torch.arange(p.start, p.end) for p in parts])[None].to(self.device)
-        ends = torch.tensor([p.num_tokens for p in parts]).cumsum(0) - 1
-        sampling = [row for row, part in enumerate(parts) if part.sample]
-        if begun := begun_blocks(self.cache, parts):
-            self.cache.clear_blocks(begun)
-        set_step(step_context(self.cache, parts, layer_done))
-        # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
-        rows = ends[sampling].to(self.device) if sampling else 1
-        logits = self.model(
-            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows
-        ).logits[0]  # fmt: skip
+        sampling = [row for row, index in enumerate(order) if batch[index].sample]
+        parts = [Part(batch[index].token_ids, batch[index].start, batch[index].block_table) for index in order]
+        step = Step(parts, sampling)
+        if self._others is None:
+            logits = self.rank.compute(step, layer_done)
+        else:
+            with self._others.computing(step):
+                logits = self.rank.compute(step, _one_behind(layer_done))
+                self._wait_for_stream()
+            layer_done(self.cache.spec.num_layers - 1, None)
         if not sampling:
-            if self.device.type == "cuda":  # with a row to sample from, reading its token waits for the step
-                torch.cuda.current_stream(self.device).synchronize()
+            self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
             return []
-        sequences = [parts[row].sequence for row in sampling]
+        sequences = [batch[order[row]].sequence for row in sampling]
         sampled = sample(logits, [s.spec for s in sequences], [s.num_tokens for s in sequences])
         by_batch_index = {order[row]: token for row, token in zip(sampling, sampled, strict=True)}
         return [by_batch_index[index] for index in sorted(by_batch_index)]
 
+    def close(self) -> None:
+        if self._others is not None:
+            self._others.close()
 
-def kv_spec(config: Any, block_size: int, dtype: torch.dtype) -> KVSpec:
-    """The KV layout of a dense model: one group of all layers, no state."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layers = tuple(range(config.num_hidden_layers))
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return KVSpec(block_size, (LayerGroup("all", layers, num_kv_heads, head_dim, head_dim, dtype),))
-
-
-def eos_token_ids(folder: Path) -> frozenset[int]:
-    """End-of-sequence ids: those of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if eos is not None:
-            return frozenset(eos if isinstance(eos, list) else [eos])
-    return frozenset()
+    def _wait_for_stream(self) -> None:
+        if self.cache.device.type == "cuda":
+            torch.cuda.current_stream(self.cache.device).synchronize()
 
 
-def _load_config(path: str) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} is not a model folder that transformers can read: {error}") from error
-    if config.model_type not in LLAMA_FAMILY:
+def _one_behind(layer_done: LayerDone) -> LayerDone:
+    """Tells each layer when the next one begins.
+
+    By then the ranks have summed what their attention over it gave, and each had written its KV before that. The last
+    layer is left to whoever waits for the step.
+    """
+
+    def next_began(layer: int, fence: Fence | None) -> None:
+        if layer > 0:
+            layer_done(layer - 1, fence)
+
+    return next_began
+
+
+def _devices(name: str, num_ranks: int) -> list[torch.device]:
+    """One a rank. Raises ModelLoadError: the ranks cannot have theirs."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        if num_ranks > 1 and torch.cuda.is_available():
+            raise ModelLoadError(
+                "transformers splits a model over the GPUs that it sees; for several ranks on CPUs make "
+                "CUDA_VISIBLE_DEVICES empty"
+            )
+        return [torch.device("cpu")] * num_ranks
+    if num_ranks == 1:
+        return [torch.device("cuda")]
+    if num_ranks > torch.cuda.device_count():
         raise ModelLoadError(
-            f"{path} holds a model of type {config.model_type!r}, which this version does not run; "
-            f"it runs {', '.join(LLAMA_FAMILY)}"
+            f"engine.tensor_parallel is {num_ranks}, but this worker has {torch.cuda.device_count()} GPUs; "
+            "each rank needs one of its own"
         )
-    return config
-
-
-def _device_name(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
+    return [torch.device("cuda", rank) for rank in range(num_ranks)]
 
 
 def _dtype(name: str, device: torch.device, config: Any) -> torch.dtype:

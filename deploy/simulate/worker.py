@@ -47,11 +47,15 @@ class CostlyRunner:
         group = LayerGroup("none", (0,), 1, 1, 0, torch.uint8)
         self.cache = KVCache(KVSpec(shape.block_tokens, (group,)), 1, 1)
         self.cache.num_blocks = shape.num_blocks
+        self.caches = (self.cache,)
         self.max_model_len = shape.num_blocks * shape.block_tokens
         self.eos_token_ids: frozenset[int] = frozenset()
 
     def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
         return [part.sequence.token_ids[-1] + 1 for part in batch if part.sample]
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(slots=True)

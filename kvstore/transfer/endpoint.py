@@ -51,7 +51,7 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         host: str,
         faults: FaultsConfig | None = None,
     ) -> None:
-        caches = (loop.engine.runner.cache,)
+        caches = loop.engine.runner.caches
         self.sender = KvSender(worker_id, incarnation, caches, wire_compat, config, host, faults)
         self.receiver = KvReceiver(worker_id, incarnation, caches, wire_compat, config, host)
         self._worker_id = worker_id

@@ -19,10 +19,8 @@ from baton.config import EngineConfig, ModelConfig, load
 from baton.engine.attention import begun_blocks, set_step, step_context
 from baton.engine.kv_cache import KVCache
 from baton.engine.runner import ignore_layer
-from baton.engine.scheduler import Scheduled
-from baton.engine.sequence import Purpose, Sequence
+from baton.engine.scheduler import Part
 from baton.engine.transformers_runner import TransformersRunner
-from baton.messages import SequenceSpec
 from deploy.models import cache_dir, resolve
 from kvstore.transfer.layout import layout_of
 from kvstore.transfer.plan import WireOptions, plan
@@ -94,16 +92,13 @@ class Model:
     @torch.inference_mode()
     def _forward(self, cache: KVCache, tokens: list[int], start: int) -> torch.Tensor:
         """Computes tokens at `start`, `start + 1`, ... and returns all their logits."""
-        spec = SequenceSpec(
-            "", 0, tuple(tokens), len(tokens), 1, 0.0, 0, 1.0, 0.0, 0, (), ignore_eos=True, cache_seed=b""
-        )
         blocks = self._blocks[: -(-(start + len(tokens)) // cache.spec.block_size)]
-        part = Scheduled(Sequence(spec, Purpose.GENERATE, 0.0), tuple(tokens), start, blocks, sample=False)
+        part = Part(tuple(tokens), start, blocks)
         if begun := begun_blocks(cache, [part]):
             cache.clear_blocks(begun)
         set_step(step_context(cache, [part], ignore_layer))
         positions = torch.arange(start, start + len(tokens))[None]
-        logits: torch.Tensor = self._runner.model(
+        logits: torch.Tensor = self._runner.rank.model(
             input_ids=torch.tensor([tokens]), position_ids=positions, use_cache=False
         ).logits[0]
         return logits

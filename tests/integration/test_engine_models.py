@@ -18,10 +18,12 @@ import torch
 
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.engine import Engine, Generated
+from baton.engine.kv_cache import KVCache
 from baton.engine.runner import Fence
 from baton.engine.scheduler import Batch, SchedulerLimits
 from baton.engine.sequence import Purpose, Sequence
-from baton.engine.transformers_runner import LLAMA_FAMILY, TransformersRunner, eos_token_ids
+from baton.engine.transformers_model import LLAMA_FAMILY, eos_token_ids
+from baton.engine.transformers_runner import TransformersRunner
 from baton.errors import ModelLoadError
 from baton.messages import SequenceSpec
 from router.text import Tokenizer
@@ -134,7 +136,10 @@ def same_up_to_near_ties(answer: list[int], reference: Reference) -> bool:
 
 
 def make_engine(folder: Path, config: EngineConfig = ENGINE) -> Engine:
-    runner = TransformersRunner(ModelConfig(path=str(folder), device="cpu"), config)
+    return engine_of(TransformersRunner(ModelConfig(path=str(folder), device="cpu"), config), config)
+
+
+def engine_of(runner: TransformersRunner, config: EngineConfig) -> Engine:
     limits = SchedulerLimits(
         config.block_size, config.max_num_seqs, config.max_num_batched_tokens, output_reservation=8, num_state_slots=0
     )
@@ -215,9 +220,8 @@ def test_what_others_left_in_the_blocks_does_not_matter(tmp_path: Path) -> None:
     assert answers(spoiled, specs, steps_between=2)[0] == answers(clean, specs, steps_between=2)[0]
 
 
-def rows_of(engine: Engine, batch: Batch, layer: int) -> torch.Tensor:
+def rows_of(cache: KVCache, batch: Batch, layer: int) -> torch.Tensor:
     """A copy of K and V of all known tokens of a batch in one layer: `[tokens, heads, k_dim + v_dim]`."""
-    cache = engine.runner.cache
     group, block_size = cache.group_of(layer), cache.spec.block_size
     pages = cache.layer(layer).view(cache.num_blocks, group.num_kv_heads, -1)
     rows = []
@@ -246,10 +250,10 @@ def test_a_layer_that_is_done_is_final(kind: str, extra: dict[str, Any], tmp_pat
         def layer_done(layer: int, fence: Fence | None, batch: Batch = batch, seen: Any = seen) -> None:
             assert fence is None
             assert layer == len(seen)
-            seen.append([rows_of(engine, batch, other) for other in range(4)])
+            seen.append([rows_of(engine.runner.cache, batch, other) for other in range(4)])
 
         sampled = engine.runner.execute(batch, layer_done)
-        final = [rows_of(engine, batch, layer) for layer in range(4)]
+        final = [rows_of(engine.runner.cache, batch, layer) for layer in range(4)]
         assert len(seen) == 4
         for layer, then in enumerate(seen):
             assert [other for other in range(4) if then[other].equal(final[other])] == list(range(layer + 1))

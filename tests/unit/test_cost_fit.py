@@ -260,7 +260,7 @@ def test_hand_overs_that_take_longer_the_longer_the_prompt_are_learned_as_such()
 def part(num_known: int, num_prompt: int, start: int, num_tokens: int) -> Scheduled:
     sequence = Sequence(make_spec(range(num_prompt)), Purpose.GENERATE, 0.0)
     sequence.token_ids += [7] * (num_known - num_prompt)
-    return Scheduled(sequence, (7,) * num_tokens, start, (), False)
+    return Scheduled((7,) * num_tokens, start, (), sequence, sample=False)
 
 
 def test_the_size_of_a_step_is_that_of_its_parts() -> None:

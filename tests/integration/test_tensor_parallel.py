@@ -1,0 +1,214 @@
+"""A model over several ranks, each a process, answers as transformers' own `generate` on one."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import uvloop
+
+from baton.cluster import Role
+from baton.config import Config, EngineConfig, ModelConfig, RouterConfig, TransferConfig
+from baton.engine.engine import Engine
+from baton.engine.runner import Fence
+from baton.engine.scheduler import Batch
+from baton.engine.sequence import Purpose
+from baton.engine.transformers_model import LLAMA_FAMILY
+from baton.engine.transformers_runner import TransformersRunner
+from baton.errors import ModelLoadError
+from baton.parent import die_with
+from deploy.worker import serve
+from tests.chaos.fleet import Fleet, running_fleet
+from tests.integration.cluster import request
+from tests.integration.test_engine_models import (
+    ENGINE,
+    EXTRAS,
+    VOCAB_SIZE,
+    Reference,
+    answers,
+    engine_of,
+    load_reference,
+    make_engine,
+    make_spec,
+    refer,
+    rows_of,
+    same_up_to_near_ties,
+    save_tiny,
+)
+
+pytestmark = pytest.mark.integration
+
+NOT_BY_HEAD = ("olmo2", "phi3")
+OFTEN = ("llama", "qwen3_moe")
+"""Of all types, these two are in every run: a dense model, and one with experts and norms within the heads."""
+SPLIT = (*OFTEN, *(kind for kind in LLAMA_FAMILY if kind not in (*NOT_BY_HEAD, *OFTEN)))
+TWO_RANKS = replace(ENGINE, tensor_parallel=2)
+RANK_TIMEOUT_S = 3.0
+
+
+@contextlib.contextmanager
+def over_ranks(folder: Path, config: EngineConfig = TWO_RANKS) -> Iterator[Engine]:
+    runner = TransformersRunner(ModelConfig(path=str(folder), device="cpu"), config)
+    try:
+        assert len(multiprocessing.active_children()) == config.tensor_parallel - 1
+        yield engine_of(runner, config)
+    finally:
+        runner.close()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_a_tiny_model_of_each_type_answers_as_generate(kind: str, tmp_path: Path) -> None:
+    save_tiny(kind, EXTRAS.get(kind, {}), tmp_path)
+    reference = load_reference(tmp_path)
+    draw = random.Random(7)
+    prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 17, 16, 130, 61)]
+    references = [refer(reference, prompt, 12) for prompt in prompts]
+    with over_ranks(tmp_path) as engine:
+        assert [cache.spec.groups[0].num_kv_heads for cache in engine.runner.caches] == [1, 1]
+        specs = [make_spec(f"first-{i}", prompt, 12, ignore_eos=True) for i, prompt in enumerate(prompts)]
+        got, _ = answers(engine, specs, steps_between=2)
+        # Again, longer than before: the prompt and most of the answer come from the ranks' caches.
+        specs = [
+            make_spec(f"again-{i}", prompt + reference.tokens[:10], 2, ignore_eos=True)
+            for i, (prompt, reference) in enumerate(zip(prompts, references, strict=True))
+        ]
+        again, sequences = answers(engine, specs, steps_between=0)
+    num_same = sum(map(same_up_to_near_ties, got, references))
+    assert sequences[3].num_cached_tokens >= 128
+    assert [answer == reference.tokens[10:] for answer, reference in zip(again, references, strict=True)].count(
+        True
+    ) >= 4
+    print(f"{kind}: {num_same} of 5 answers equal to the last token")
+    assert num_same >= 4, "too many near ties for a test that means something"
+
+
+def test_no_layer_is_told_before_all_ranks_have_it(tmp_path: Path) -> None:
+    """Who reads a layer, reads all ranks' heads of it. Bit for bit, and for single tokens as for prompts."""
+    save_tiny("llama", {}, tmp_path)
+    with over_ranks(tmp_path) as engine:
+        (other,) = (psutil.Process(child.pid) for child in multiprocessing.active_children())
+        engine.add(make_spec("one", list(range(40)), 3, ignore_eos=True), Purpose.GENERATE, 0.0)
+        num_steps = 0
+        while batch := engine.schedule(0.0)[0]:
+            told: list[list[torch.Tensor]] = []
+
+            def layer_done(layer: int, fence: Fence | None, batch: Batch = batch, told: Any = told) -> None:
+                assert fence is None
+                assert layer == len(told)
+                told.append([rows_of(cache, batch, layer) for cache in engine.runner.caches])
+
+            other.suspend()
+            with ThreadPoolExecutor(1) as thread:
+                step = thread.submit(engine.runner.execute, batch, layer_done)
+                time.sleep(0.5)
+                assert not told, "the other rank has done nothing yet"
+                other.resume()
+                sampled = step.result()
+            final = [[rows_of(cache, batch, layer) for cache in engine.runner.caches] for layer in range(4)]
+            assert [[a.equal(b) for a, b in zip(*layer, strict=True)] for layer in zip(told, final, strict=True)] == [
+                [True, True]
+            ] * 4
+            engine.commit(batch, sampled, 0.0)
+            num_steps += 1
+        assert num_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "sentence"),
+    [
+        ("phi3", 2, "does not split the heads of a model of type 'phi3'; set engine.tensor_parallel to 1"),
+        ("llama", 4, "engine.tensor_parallel is 4, which does not divide the model's 4 heads and 2 KV heads"),
+    ],
+)
+def test_ranks_that_do_not_suit_the_model_are_refused(kind: str, num_ranks: int, sentence: str, tmp_path: Path) -> None:
+    save_tiny(kind, {}, tmp_path)
+    with pytest.raises(ModelLoadError, match=sentence):
+        make_engine(tmp_path, replace(ENGINE, tensor_parallel=num_ranks))
+    assert not multiprocessing.active_children()
+
+
+class RankedFleet:
+    """A prefill worker of one rank and decode workers of two, of a tiny model, which answer as `generate` does."""
+
+    def __init__(self, fleet: Fleet, folder: Path) -> None:
+        self.fleet = fleet
+        self._folder = folder
+        self._model = load_reference(folder)
+        self._draw = random.Random(11)
+
+    def add(self, role: Role, worker_id: str, num_ranks: int) -> None:
+        engine = replace(TWO_RANKS, tensor_parallel=num_ranks, rank_timeout_s=RANK_TIMEOUT_S)
+        config = self.fleet.config
+        config = replace(config, model=replace(config.model, path=str(self._folder), device="cpu"), engine=engine)
+        process = multiprocessing.get_context("spawn").Process(
+            target=run_real_worker, args=(role, worker_id, config.to_json(), os.getpid())
+        )
+        process.start()
+        self.fleet.workers[worker_id] = process
+
+    def other_ranks(self, worker_id: str) -> list[psutil.Process]:
+        children = psutil.Process(self.fleet.workers[worker_id].pid).children()
+        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+    def ask(self, num_tokens: int, max_tokens: int) -> tuple[Reference, Iterator[list[int]]]:
+        """A new prompt: what `generate` says, and the tokens that come here, message by message."""
+        prompt = [self._draw.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
+        reference = refer(self._model, prompt, max_tokens)
+        sampling = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        answer = self.fleet.inference.Generate(request(token_ids=prompt, sampling=sampling), timeout=120)
+        return reference, (list(message.token_ids) for message in answer)
+
+    def open_pairs(self) -> dict[str, int]:
+        time.sleep(3 * self.fleet.config.index.renew_s)  # leases tell it a little later
+        return {w["id"]: w["transfers"]["open_pairs"] for w in self.fleet.client.status()["workers"]}
+
+
+def run_real_worker(role: Role, worker_id: str, config_json: str, parent: int) -> None:
+    """The worker's process."""
+    die_with(parent)
+    uvloop.run(serve(Config.from_json(config_json), Role(role), worker_id, "127.0.0.1"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+def test_workers_of_several_ranks_serve_and_die_whole(number: signal.Signals, tmp_path: Path) -> None:
+    """KV goes from one rank to two; a rank that is killed or hangs takes its worker along, and no stream."""
+    save_tiny("llama", {"max_position_embeddings": 1024}, tmp_path)
+    with running_fleet(TransferConfig(), RouterConfig(mode="split")) as fleet:
+        ranked = RankedFleet(fleet, tmp_path)
+        ranked.add(Role.PREFILL, "prefill-0", 1)
+        ranked.add(Role.DECODE, "decode-0", 2)
+        fleet.wait_for("prefill-0", "decode-0")
+        num_same = 0
+        for num_tokens in (1, 17, 100, 200):
+            reference, messages = ranked.ask(num_tokens, 12)
+            num_same += same_up_to_near_ties([token for message in messages for token in message], reference)
+        assert num_same >= 3
+        assert ranked.open_pairs() == {"prefill-0": 2, "decode-0": 2}, "one of each pair of ranks"
+
+        reference, messages = ranked.ask(100, 60)
+        first = [next(messages) for _ in range(20)]
+        process, (other,) = fleet.workers["decode-0"], ranked.other_ranks("decode-0")
+        other.send_signal(number)
+        ranked.add(Role.DECODE, "decode-1", 2)  # which takes over
+        tokens = [token for message in (*first, *messages) for token in message]
+        assert same_up_to_near_ties(tokens, reference)
+        process.join(30)
+        assert process.exitcode == 1
+        del fleet.workers["decode-0"]
+        assert not psutil.wait_procs([other], timeout=5)[1], "the rank outlives its worker"
+        left = ranked.other_ranks("decode-1")
+    assert len(left) == 1
+    assert not psutil.wait_procs(left, timeout=5)[1], "the rank outlives its worker"
