@@ -309,7 +309,8 @@ class ClusterConfig:
     one cluster a file. Empty: they are kept for the life of `baton up`, and with `ray_address` a file in the cache
     folder says which workers to end if all of it is killed."""
     gpus_per_worker: float = 0.0
-    """0: one, or an equal share where the pools start with more workers than there are GPUs."""
+    """0: one for each of `engine.tensor_parallel`; for a single rank an equal share, where the pools start with more
+    workers than there are GPUs."""
     drain_timeout_s: float = 30.0
     """How long a worker that leaves may take to hand over what it does. What is left then is computed again."""
     start_timeout_s: float = 180.0
@@ -434,6 +435,14 @@ class Config:
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
+
+    def __post_init__(self) -> None:
+        ranks, gpus = self.engine.tensor_parallel, self.cluster.gpus_per_worker
+        if ranks > 1 and gpus and gpus != ranks:
+            raise ConfigError(
+                f"cluster.gpus_per_worker is {gpus:g} and engine.tensor_parallel {ranks}: each rank has one GPU; "
+                "leave cluster.gpus_per_worker at 0"
+            )
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ class TransformersRunner:
                 f"a KV pool of {num_blocks} blocks is too small (a block is {spec.block_bytes} bytes); "
                 "raise engine.kv_cache_gib or engine.num_blocks"
             )
+        if len(devices) > 1 and devices[0].type == "cpu":
+            _require_shared_memory((len(devices) - 1) * num_blocks * spec.block_bytes)
         self.caches = tuple(KVCache(spec, num_blocks, engine.max_num_seqs, device) for device in devices)
         self.cache = self.caches[0]
         self.max_model_len = min(model_len, num_blocks * engine.block_size)
@@ -114,6 +117,18 @@ def _devices(name: str, num_ranks: int) -> list[torch.device]:
             "each rank needs one of its own"
         )
     return [torch.device("cuda", rank) for rank in range(num_ranks)]
+
+
+def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> None:
+    """Raises ModelLoadError: the other ranks' caches do not fit. Who writes there nevertheless is killed."""
+    if not folder.is_dir():
+        return
+    found = os.statvfs(folder)
+    if (free := found.f_bavail * found.f_frsize) < num_bytes:
+        raise ModelLoadError(
+            f"the KV caches of the other ranks need {num_bytes / 2**20:.0f} MiB of shared memory and {folder} has "
+            f"{free / 2**20:.0f} left; make it larger, or lower engine.kv_cache_gib"
+        )
 
 
 def _dtype(name: str, device: torch.device, config: Any) -> torch.dtype:

@@ -189,8 +189,7 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
         )
     desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}  # as `up` found them
     num_gpus = resources.get("GPU", 0.0) if config.model.device != "cpu" else 0.0
-    share = min(1.0, num_gpus / sum(desired.values()))
-    gpus_per_worker = (config.cluster.gpus_per_worker or share) if num_gpus else 0.0
+    gpus_per_worker = ray_actors.gpus_per_worker(config, num_gpus, sum(desired.values()))
     return State(desired, arguments.cluster, gpus_per_worker=gpus_per_worker)
 
 

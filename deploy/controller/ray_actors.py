@@ -63,6 +63,15 @@ async def resources() -> dict[str, float]:
     return found
 
 
+def gpus_per_worker(config: Config, num_gpus: float, num_workers: int) -> float:
+    """Of Ray's `num_gpus`: an equal share, but no part of a GPU where a worker has several ranks."""
+    if not num_gpus:
+        return 0.0
+    ranks = config.engine.tensor_parallel
+    share = min(1.0, num_gpus / num_workers) if ranks == 1 else float(ranks)
+    return config.cluster.gpus_per_worker or share
+
+
 async def end_all(namespace: str) -> list[str]:
     """Ends the actors of a cluster whose controller is gone, and returns their names.
 

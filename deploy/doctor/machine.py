@@ -70,13 +70,15 @@ def torch_build(config: Config, nvidia: Path = Path("/proc/driver/nvidia/version
     driver = re.search(r"Kernel Module\D*([\d.]+)", nvidia.read_text()) if nvidia.exists() else None
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = names({torch.cuda.get_device_name(number) for number in range(num_gpus)})
-    yield gpu(config.model.device, num_gpus, gpus, torch.version.cuda or "", driver[1] if driver else "")
+    ranks = config.engine.tensor_parallel
+    yield gpu(config.model.device, ranks, num_gpus, gpus, torch.version.cuda or "", driver[1] if driver else "")
 
 
-def gpu(wanted: str, num_gpus: int, gpus: str, cuda: str, driver: str) -> Check:
+def gpu(wanted: str, num_ranks: int, num_gpus: int, gpus: str, cuda: str, driver: str) -> Check:
     """
     Args:
         wanted: `model.device`.
+        num_ranks: of a worker.
         gpus: their names.
         cuda: the version that torch is built for; empty: it is a CPU build.
         driver: the kernel's; empty: there is none.
@@ -85,6 +87,9 @@ def gpu(wanted: str, num_gpus: int, gpus: str, cuda: str, driver: str) -> Check:
         found = f"{num_gpus} x {gpus}; CUDA {cuda}, driver {driver or 'unknown'}"
         if wanted == "cpu":
             return Check("gpu", "warn", f"{found}; model.device is cpu", "set model.device to auto to use them")
+        if num_ranks > max(1, num_gpus):
+            mend = "lower engine.tensor_parallel, or give a worker more GPUs (in the chart: worker.gpu.count)"
+            return Check("gpu", "fail", f"{found}; engine.tensor_parallel is {num_ranks}", mend)
         return Check("gpu", "ok", found)
     if not driver:
         found = "none: no NVIDIA driver here"

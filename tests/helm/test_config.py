@@ -139,6 +139,14 @@ def test_gpus_of_a_worker_are_those_of_its_pod(tmp_path: Path) -> None:
     assert "--num-gpus=1" in container["command"]
 
 
+def test_a_worker_has_a_rank_for_each_of_its_gpus(tmp_path: Path) -> None:
+    objects = render(Values("gpu-node", ("worker.gpu.count=4",)))
+    container = pod_of(objects, "decode").spec["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    config = loaded(objects, container, tmp_path)
+    assert (config.engine.tensor_parallel, config.cluster.gpus_per_worker) == (4, 4)
+
+
 def test_settings_that_the_schema_offers_are_taken(tmp_path: Path) -> None:
     """All of them at once, at their defaults: Baton then has its own defaults."""
     settings = {

@@ -26,7 +26,7 @@ TYPOS = {
     "a setting that is none of those known": ("config.router.mode=fast", ("config", "router", "mode", "aggregated")),
     "too few": ("router.replicas=0", ("router", "replicas", "1")),
     "too few of a setting": ("config.engine.max_num_seqs=0", ("config", "engine", "max_num_seqs", "1")),
-    "more GPUs than a worker can have": ("worker.gpu.count=2", ("worker", "gpu", "count", "1")),
+    "more GPUs than a machine can have": ("worker.gpu.count=17", ("worker", "gpu", "count", "16")),
     "a fraction of a worker": ("pools.decode.maxReplicas=1.5", ("pools", "decode", "maxReplicas", "integer")),
     "an amount that is none": ("worker.sharedMemory=lots", ("worker", "sharedMemory")),
     "a digest that is none": ("image.router.digest=abc", ("image", "router", "digest")),
@@ -56,6 +56,10 @@ CONTRADICTIONS = {
     "more than most": ("pools.decode.minReplicas=9", "pools.decode.minReplicas (9) exceeds"),
     "a beginning outside": ("pools.prefill.initialReplicas=0", "pools.prefill.initialReplicas (0) is outside"),
     "pools of one name": ("pools.prefill.name=decode", 'both "decode"'),
+    "a rank without a GPU": (
+        "worker.gpu.count=2,config.engine.tensor_parallel=4",
+        "config.engine.tensor_parallel (4) is not worker.gpu.count (2)",
+    ),
     "unequal workers": ("pools.decode.gpu.count=1", "differ: a worker of either pool"),
     "two autoscalers": (
         "config.autoscale.enabled=true,pools.decode.hpa.enabled=true",

@@ -177,6 +177,12 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
         ("cluster: {start_timeout_s: -1}", "cluster.start_timeout_s must be more than 0 seconds, got -1.0"),
         ("cluster: {stop_timeout_s: .nan}", "cluster.stop_timeout_s must be more than 0 seconds, got nan"),
         ("cluster: {gpus_per_worker: -0.5}", "cluster.gpus_per_worker must be at least 0, got -0.5"),
+        (
+            "{cluster: {gpus_per_worker: 1}, engine: {tensor_parallel: 4}}",
+            r"cluster.gpus_per_worker is 1 and engine.tensor_parallel 4: each rank has one GPU",
+        ),
+        ("engine: {tensor_parallel: 0}", "engine.tensor_parallel must be at least 1, got 0"),
+        ("engine: {rank_timeout_s: 0}", "engine.rank_timeout_s must be more than 0 seconds, got 0"),
         ("transfer: {window: 0}", "transfer.window must be at least 1, got 0"),
         ("engine: {", "cannot read the configuration"),
     ],

@@ -47,9 +47,16 @@ from kvstore.index import without_password
 def test_gpus_are_there_where_the_configuration_asks_for_them(
     wanted: str, num_gpus: int, cuda: str, driver: str, state: str, words: str
 ) -> None:
-    check = machine.gpu(wanted, num_gpus, "H200", cuda, driver)
+    check = machine.gpu(wanted, 1, num_gpus, "H200", cuda, driver)
     assert (check.state, bool(check.mend)) == (state, state != "ok")
     assert words in check.found
+
+
+def test_every_rank_of_a_worker_needs_a_gpu() -> None:
+    assert machine.gpu("auto", 2, 2, "H200", "12.9", "550.1").state == "ok"
+    check = machine.gpu("auto", 4, 2, "H200", "12.9", "550.1")
+    assert (check.state, check.found) == ("fail", "2 x H200; CUDA 12.9, driver 550.1; engine.tensor_parallel is 4")
+    assert machine.gpu("auto", 4, 0, "", "", "").state == "ok", "on CPUs ranks share what there is"
 
 
 @pytest.mark.parametrize(

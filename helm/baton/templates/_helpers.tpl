@@ -197,6 +197,10 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- end }}
 {{- $_ := set $gpus $role ($pool.gpu.count | int) }}
 {{- end }}
+{{- $ranks := dig "engine" "tensor_parallel" $gpus.decode $values.config | int }}
+{{- if and $gpus.decode (ne $ranks $gpus.decode) }}
+{{- fail (printf "config.engine.tensor_parallel (%d) is not worker.gpu.count (%d): each rank of a worker has one GPU" $ranks $gpus.decode) }}
+{{- end }}
 {{- if ne $gpus.prefill $gpus.decode }}
 {{- fail (printf "pools.prefill.gpu.count (%d) and pools.decode.gpu.count (%d) differ: a worker of either pool may take the other's role" $gpus.prefill $gpus.decode) }}
 {{- end }}
@@ -226,6 +230,9 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- $_ := set $kubernetes "decode_deployment" (printf "%s-decode" $full) }}
 {{- end }}
 {{- $set := dict "cluster" $cluster "kubernetes" $kubernetes }}
+{{- if $gpus }}
+{{- $_ := set $set "engine" (dict "tensor_parallel" $gpus) }}
+{{- end }}
 {{- if .Values.redis.enabled }}
 {{- $_ := set $set "index" (dict "redis_url" (printf "redis://%s:6379/0" (include "baton.redisHost" .))) }}
 {{- else if .Values.redis.external.url }}
