@@ -1,4 +1,4 @@
-"""The KV cache of one worker: layer groups of blocks, plus a small named state per sequence.
+"""The KV cache of one rank of a worker: layer groups of blocks, plus a small named state per sequence.
 
 A dense model is the case with one group and no state. Models whose layers differ in head shape have several groups;
 recurrent layers keep their state outside the blocks. What crosses a hand-over is, for every family, the blocks of
@@ -93,24 +93,34 @@ class KVSpec:
 
 
 class KVCache:
-    """The tensors of one worker's KV cache.
+    """The tensors of one rank's KV cache.
+
+    Args:
+        shared: other processes will get it. On a CPU it lies in shared memory from the first, since it would be copied
+            there otherwise; of what is in a GPU's memory they get a handle anyway.
 
     Attributes:
         groups: one tensor a layer group, `[layers, num_blocks, row_numel]`.
         states: one tensor a named state, `[max_num_seqs, *shape]`.
     """
 
-    def __init__(self, spec: KVSpec, num_blocks: int, max_num_seqs: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        max_num_seqs: int,
+        device: torch.device | None = None,
+        shared: bool = False,
+    ) -> None:
         self.spec = spec
         self.num_blocks = num_blocks
         self.device = device or torch.device("cpu")
+        zeros = _shared_zeros if shared and self.device.type == "cpu" else torch.zeros
         self.groups = [
-            torch.zeros(len(g.layers), num_blocks, g.row_numel(spec.block_size), dtype=g.dtype, device=self.device)
+            zeros(len(g.layers), num_blocks, g.row_numel(spec.block_size), dtype=g.dtype, device=self.device)
             for g in spec.groups
         ]
-        self.states = {
-            s.name: torch.zeros(max_num_seqs, *s.shape, dtype=s.dtype, device=self.device) for s in spec.states
-        }
+        self.states = {s.name: zeros(max_num_seqs, *s.shape, dtype=s.dtype, device=self.device) for s in spec.states}
         self._place = {layer: (g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)}
 
     def layer(self, layer_index: int) -> torch.Tensor:
@@ -131,3 +141,9 @@ class KVCache:
         """Zeroes the states of the given sequence slots."""
         for state in self.states.values():
             state[list(slots)] = 0
+
+
+def _shared_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU. Unlike `zeros`, it takes all of its memory at once."""
+    storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=dtype).set_(storage).view(shape)

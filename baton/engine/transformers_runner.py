@@ -48,7 +48,10 @@ class TransformersRunner:
             )
         if len(devices) > 1 and devices[0].type == "cpu":
             _require_shared_memory((len(devices) - 1) * num_blocks * spec.block_bytes)
-        self.caches = tuple(KVCache(spec, num_blocks, engine.max_num_seqs, device) for device in devices)
+        self.caches = tuple(
+            KVCache(spec, num_blocks, engine.max_num_seqs, device, shared=rank > 0)
+            for rank, device in enumerate(devices)
+        )
         self.cache = self.caches[0]
         self.max_model_len = min(model_len, num_blocks * engine.block_size)
         self.eos_token_ids = eos_token_ids(Path(model.path))
@@ -120,7 +123,7 @@ def _devices(name: str, num_ranks: int) -> list[torch.device]:
 
 
 def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> None:
-    """Raises ModelLoadError: the other ranks' caches do not fit. Who writes there nevertheless is killed."""
+    """Raises ModelLoadError: the other ranks' caches do not fit."""
     if not folder.is_dir():
         return
     found = os.statvfs(folder)

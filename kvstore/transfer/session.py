@@ -158,10 +158,11 @@ class Session:
             self.break_off(TransferError(f"the session failed: {bug!r}"))
 
     async def _read(self, requests: AsyncIterator[FromSender]) -> None:
-        async for message in requests:
-            self._heard_s = self._loop.time()
-            if not self._ended:  # an offer taken after the end would wait for its lease
-                self._on(message)
+        with contextlib.suppress(grpc.aio.BaseError):  # this server stops, and the stream with it
+            async for message in requests:
+                self._heard_s = self._loop.time()
+                if not self._ended:  # an offer taken after the end would wait for its lease
+                    self._on(message)
 
     async def _write(self, context: Any) -> None:
         with contextlib.suppress(grpc.aio.InternalError):  # the peer is gone, and the stream's end says so
