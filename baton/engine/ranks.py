@@ -55,7 +55,7 @@ class OtherRanks:
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, caches: Sequence[KVCache]) -> None:
         self._timeout_s = engine.rank_timeout_s
-        self._ending = False
+        self._ending = self._ready = False
         self._step_began_s: float | None = None
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         spawn = multiprocessing.get_context("spawn")
@@ -77,6 +77,7 @@ class OtherRanks:
         with contextlib.suppress(EOFError):  # one has ended: `_watch` ends this process
             for pipe in self._pipes:
                 pipe.recv()
+            self._ready = True
 
     @contextlib.contextmanager
     def computing(self, step: Step) -> Generator[None]:
@@ -112,6 +113,8 @@ class OtherRanks:
             for sentinel in connection.wait(list(sentinels), WATCH_S):
                 process = sentinels[sentinel]  # type: ignore[index]
                 process.join()
+                if not self._ready:  # what one cannot load, this one cannot either: it says so better
+                    time.sleep(END_S)
                 self._die(f"{process.name} ended with status {process.exitcode}")
             began_s = self._step_began_s
             if began_s is not None and time.monotonic() - began_s > self._timeout_s:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
@@ -67,7 +68,7 @@ class ModelRank:
                 local_files_only=True,
                 **split,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ModelLoadError(f"cannot load the weights in {model.path}: {error}") from error
         self.model.to(cache.device).eval()
         self.cache = cache

@@ -56,7 +56,11 @@ class TransformersRunner:
         self.max_model_len = min(model_len, num_blocks * engine.block_size)
         self.eos_token_ids = eos_token_ids(Path(model.path))
         self._others = OtherRanks(model, engine, self.caches) if len(devices) > 1 else None
-        self.rank = ModelRank(model, engine, self.cache)
+        try:
+            self.rank = ModelRank(model, engine, self.cache)
+        except ModelLoadError:
+            self.close()
+            raise
         if self._others is not None:
             self._others.wait_ready()
 

@@ -158,6 +158,14 @@ def test_caches_that_shared_memory_cannot_hold_are_refused(tmp_path: Path) -> No
         make_engine(tmp_path, replace(TWO_RANKS, num_blocks=10**11))
 
 
+def test_weights_that_cannot_be_loaded_are_an_error_and_leave_no_process(tmp_path: Path) -> None:
+    save_tiny("llama", {}, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ModelLoadError, match="cannot load the weights in"):
+        make_engine(tmp_path, TWO_RANKS)
+    assert not multiprocessing.active_children()
+
+
 class RankedFleet:
     """A prefill worker of one rank and decode workers of two, of a tiny model, which answer as `generate` does."""
 
