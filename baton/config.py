@@ -104,6 +104,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _require_one_of("engine.runner", self.runner, ("transformers", "arithmetic"))
         _require_at_least_one("engine", self, ENGINE_COUNTS)
+        if self.runner == "arithmetic" and self.tensor_parallel > 1:
+            raise ConfigError("engine.runner arithmetic has one rank; set engine.tensor_parallel to 1")
         if not self.rank_timeout_s > 0:
             raise ConfigError(f"engine.rank_timeout_s must be more than 0 seconds, got {self.rank_timeout_s}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -132,8 +134,8 @@ class TransferConfig:
     window: int = 4
     """Staging slots that one pair may hold at a time."""
     max_pairs: int = 0
-    """Pairs that a sender keeps open; the one that was idle longest makes room. 0: 8 on a GPU, where each takes about
-    30 MB, else 64."""
+    """Pairs that a sender keeps open, one for each rank there and here; the one that was idle longest makes room. 0: 8
+    where nccl is used, of which each takes about 30 MB of the GPU, else 64 a rank."""
     open_timeout_s: float = 10.0
     """Longest wait for a session with another worker, and its link, to be open."""
     op_timeout_s: float = 10.0
@@ -156,8 +158,8 @@ class TransferConfig:
     """auto (the narrower of the two caches'), float32, bfloat16, float16 or int8 (one scale a head and page). A type
     narrower than both caches' is lossy: split and aggregated answers may then differ."""
     links: tuple[str, ...] = LINK_KINDS
-    """Link kinds to offer, best first. nccl needs CUDA on both sides, shm two CPU caches on one host; tcp and gloo suit
-    all, tcp at three quarters of gloo's processor time."""
+    """Link kinds to offer, best first. nccl needs CUDA and a single rank on both sides, shm two CPU caches on one host;
+    tcp and gloo suit all, tcp at three quarters of gloo's processor time."""
 
     def __post_init__(self) -> None:
         _require_one_of("transfer.checksum", self.checksum, ("full", "off"))

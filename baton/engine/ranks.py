@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -31,6 +32,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from baton.engine.runner import ignore_layer
 from baton.engine.transformers_model import ModelRank, Step
+from baton.errors import ModelLoadError
 from baton.parent import die_with
 
 if TYPE_CHECKING:
@@ -57,13 +59,15 @@ class OtherRanks:
         self._timeout_s = engine.rank_timeout_s
         self._ending = self._ready = False
         self._step_began_s: float | None = None
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with socket.create_server(("127.0.0.1", 0)) as server:  # by itself it would listen on all addresses
+            port = server.getsockname()[1]
+            store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=server.detach())
         spawn = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank, cache in enumerate(caches[1:], start=1):
             ours, theirs = spawn.Pipe()
-            arguments = (rank, os.getpid(), store.port, theirs, model, engine, cache)
+            arguments = (rank, os.getpid(), port, theirs, model, engine, cache)
             process = spawn.Process(target=_run, args=arguments, name=f"rank-{rank}", daemon=True)
             process.start()
             theirs.close()
@@ -73,11 +77,17 @@ class OtherRanks:
         _join(0, len(caches), caches[0].device, store)
 
     def wait_ready(self) -> None:
-        """Returns once all have loaded their part of the model."""
-        with contextlib.suppress(EOFError):  # one has ended: `_watch` ends this process
-            for pipe in self._pipes:
+        """Returns once all have loaded their part of the model.
+
+        Raises:
+            ModelLoadError: one has ended instead.
+        """
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            try:
                 pipe.recv()
-            self._ready = True
+            except EOFError as error:
+                raise ModelLoadError(f"{process.name} ended while it loaded its part; the log says why") from error
+        self._ready = True
 
     @contextlib.contextmanager
     def computing(self, step: Step) -> Generator[None]:
@@ -100,11 +110,15 @@ class OtherRanks:
         self._ending = True
         for pipe in self._pipes:
             pipe.close()
+        deadline_s = time.monotonic() + END_S
         for process in self._processes:
-            process.join(END_S)
+            process.join(max(0.0, deadline_s - time.monotonic()))
             process.kill()
             process.join()
-        dist.destroy_process_group()
+        if (
+            dist.get_backend() == "gloo"
+        ):  # a group of NCCL's may wait for the ranks that are gone; it ends with the process
+            dist.destroy_process_group()
 
     def _watch(self) -> None:
         """Ends this process when another rank has ended, or when a step hangs."""
@@ -113,8 +127,8 @@ class OtherRanks:
             for sentinel in connection.wait(list(sentinels), WATCH_S):
                 process = sentinels[sentinel]  # type: ignore[index]
                 process.join()
-                if not self._ready:  # what one cannot load, this one cannot either: it says so better
-                    time.sleep(END_S)
+                if not self._ready:  # this process finds that out by itself, and says why
+                    time.sleep(2 * END_S)
                 self._die(f"{process.name} ended with status {process.exitcode}")
             began_s = self._step_began_s
             if began_s is not None and time.monotonic() - began_s > self._timeout_s:
@@ -139,7 +153,7 @@ def _run(
     with contextlib.suppress(EOFError):
         while True:
             model_rank.compute(pipe.recv(), ignore_layer)
-    dist.destroy_process_group()
+    os._exit(0)  # without a word to the group, for which NCCL may wait
 
 
 def _join(rank: int, num_ranks: int, device: torch.device, store: Store) -> None:

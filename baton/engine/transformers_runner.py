@@ -58,11 +58,11 @@ class TransformersRunner:
         self._others = OtherRanks(model, engine, self.caches) if len(devices) > 1 else None
         try:
             self.rank = ModelRank(model, engine, self.cache)
+            if self._others is not None:
+                self._others.wait_ready()
         except ModelLoadError:
             self.close()
             raise
-        if self._others is not None:
-            self._others.wait_ready()
 
     def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
         order = order_for_packing(batch)

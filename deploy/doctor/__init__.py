@@ -69,8 +69,8 @@ def diagnose(
         checks += guarded("packages", lambda: machine.packages({"worker"}))
         checks += guarded("torch", lambda: machine.torch_build(config))
         checks += guarded("links", lambda: machine.links(config, environ))
-        checks += machine.shared_memory()
-        checks += machine.memory(config.engine.kv_cache_gib)
+        checks += guarded("shared memory", lambda: machine.shared_memory(machine.ranks_memory_mib(config)))
+        checks += machine.memory(config.engine.kv_cache_gib * config.engine.tensor_parallel)
     return checks
 
 
@@ -86,7 +86,8 @@ def _laptop(config: Config, address: str, api_key: str, environ: Mapping[str, st
     checks: list[Check] = []
     checks += machine.python()
     checks += guarded("packages", lambda: machine.packages({"worker", "local"}))
-    checks += guarded("torch", lambda: machine.torch_build(config))
+    num_workers = config.cluster.prefill + config.cluster.decode
+    checks += guarded("torch", lambda: machine.torch_build(config, num_workers))
     checks += guarded("links", lambda: machine.links(config, environ))
     if not config.index.redis_url:
         checks += guarded("embedded redis", machine.embedded_redis)
@@ -94,7 +95,7 @@ def _laptop(config: Config, address: str, api_key: str, environ: Mapping[str, st
     checks += machine.tenants(config)
     checks += machine.memory(machine.MIN_MEMORY_GIB)
     checks += machine.disk(config)
-    checks += machine.shared_memory()
+    checks += guarded("shared memory", lambda: machine.shared_memory(num_workers * machine.ranks_memory_mib(config)))
     checks += machine.files(config)
     if not running:
         if url := config.index.redis_url:

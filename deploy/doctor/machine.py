@@ -61,8 +61,10 @@ def packages(extras: Collection[str]) -> Iterator[Check]:
     )
 
 
-def torch_build(config: Config, nvidia: Path = Path("/proc/driver/nvidia/version")) -> Iterator[Check]:
-    """The build of torch, and whether it sees the GPUs that `model.device` asks for."""
+def torch_build(
+    config: Config, num_workers: int = 1, nvidia: Path = Path("/proc/driver/nvidia/version")
+) -> Iterator[Check]:
+    """The build of torch, and whether it sees the GPUs that `model.device` asks for, of all workers on this machine."""
     import torch
 
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -71,14 +73,15 @@ def torch_build(config: Config, nvidia: Path = Path("/proc/driver/nvidia/version
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = names({torch.cuda.get_device_name(number) for number in range(num_gpus)})
     ranks = config.engine.tensor_parallel
-    yield gpu(config.model.device, ranks, num_gpus, gpus, torch.version.cuda or "", driver[1] if driver else "")
+    needed = ranks * num_workers if ranks > 1 else 0
+    yield gpu(config.model.device, needed, num_gpus, gpus, torch.version.cuda or "", driver[1] if driver else "")
 
 
-def gpu(wanted: str, num_ranks: int, num_gpus: int, gpus: str, cuda: str, driver: str) -> Check:
+def gpu(wanted: str, needed: int, num_gpus: int, gpus: str, cuda: str, driver: str) -> Check:
     """
     Args:
         wanted: `model.device`.
-        num_ranks: of a worker.
+        needed: GPUs at least, where there are any.
         gpus: their names.
         cuda: the version that torch is built for; empty: it is a CPU build.
         driver: the kernel's; empty: there is none.
@@ -87,9 +90,9 @@ def gpu(wanted: str, num_ranks: int, num_gpus: int, gpus: str, cuda: str, driver
         found = f"{num_gpus} x {gpus}; CUDA {cuda}, driver {driver or 'unknown'}"
         if wanted == "cpu":
             return Check("gpu", "warn", f"{found}; model.device is cpu", "set model.device to auto to use them")
-        if num_ranks > max(1, num_gpus):
-            mend = "lower engine.tensor_parallel, or give a worker more GPUs (in the chart: worker.gpu.count)"
-            return Check("gpu", "fail", f"{found}; engine.tensor_parallel is {num_ranks}", mend)
+        if needed > num_gpus:
+            mend = "lower engine.tensor_parallel or the pool sizes, or add GPUs (in the chart: worker.gpu.count)"
+            return Check("gpu", "fail", f"{found}; engine.tensor_parallel asks for {needed} here", mend)
         return Check("gpu", "ok", found)
     if not driver:
         found = "none: no NVIDIA driver here"
@@ -289,17 +292,26 @@ def disk(config: Config) -> Iterator[Check]:
     )
 
 
-def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
-    """Ray's objects and NCCL's buffers of one node lie there; Baton's own shared memory does not."""
+def ranks_memory_mib(config: Config) -> float:
+    """Of shared memory: on CPUs the KV caches of a worker's ranks but the first lie there."""
+    import torch
+
+    if config.model.device != "cpu" and torch.cuda.is_available():
+        return 0.0
+    return (config.engine.tensor_parallel - 1) * config.engine.kv_cache_gib * 1024
+
+
+def shared_memory(ranks_mib: float = 0.0, path: Path = Path("/dev/shm")) -> Iterator[Check]:
+    """Ray's objects and NCCL's buffers of one node lie there, and what `ranks_memory_mib` says."""
     if not path.is_dir():
         yield Check("shared memory", "warn", f"there is no {path}", "mount a tmpfs there")
         return
     size = shutil.disk_usage(path).total / 2**20
     yield judged(
         "shared memory",
-        size >= MIN_SHM_MIB,
+        size >= MIN_SHM_MIB + ranks_mib,
         f"{path} has {size:,.0f} MiB",
-        f"mount an emptyDir of medium Memory there (or docker --shm-size): {MIN_SHM_MIB} MiB or more",
+        f"mount an emptyDir of medium Memory there (or docker --shm-size): {MIN_SHM_MIB + ranks_mib:,.0f} MiB or more",
         "warn",
     )
 

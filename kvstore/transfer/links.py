@@ -16,7 +16,7 @@ from kvstore.transfer.tcp_link import TcpReceiver, TcpSender
 from kvstore.transfer.torch_link import GlooLink, NcclLink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from baton.config import TransferConfig
     from kvstore.transfer.link import ReceivingLink, SendingLink
@@ -27,18 +27,20 @@ _WARM_BYTES = 2**20
 """Half of what a core's second-level cache holds on the machines of today."""
 
 
-def usable_links(device: torch.device, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the link kinds wanted, those that a cache on `device` can use here, in order.
+def usable_links(devices: Sequence[torch.device], wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the link kinds wanted, those that a worker with caches on `devices`, one a rank, can use here, in order.
 
-    Whether the peer can use them too is another question; for shm the answer is that its `host_id` is the same.
+    Whether the peer can use them too is another question; for shm the answer is that its `host_id` is the same. NCCL
+    forbids transfers beside the sums of several ranks in no order that all agree on, and a link knows nothing of those.
 
     Raises:
         ConfigError: there is none.
     """
+    device = devices[0]
     can_use = {
         "gloo": True,
         "tcp": True,
-        "nccl": device.type == "cuda" and dist.is_nccl_available(),
+        "nccl": device.type == "cuda" and len(devices) == 1 and dist.is_nccl_available(),
         "shm": device.type == "cpu",
     }
     usable = tuple(kind for kind in wanted if can_use[kind])

@@ -65,7 +65,7 @@ class Pairs:
         self._config = config
         self._host = host
         self._faults = faults
-        self._max_pairs = config.max_pairs or (8 if devices[0].type == "cuda" else 64)
+        self._max_pairs = config.max_pairs or (8 if "nccl" in hello.links else 64 * len(devices))
         self._routes: dict[tuple[int, Peer], _Route] = {}
         self._alive: set[Pair] = set()
         """Pairs whose stream, link or thread is not gone yet."""

@@ -109,7 +109,7 @@ class KvReceiver:
         self._config = config
         self._host = host
         self._wire_compat = wire_compat
-        self._links = usable_links(caches[0].device, config.links)
+        self._links = usable_links([cache.device for cache in caches], config.links)
         self._staging = StagingPools(config)
         self._ledger = Ledger()
         self._book: Shared[Ledger, Instruction] = Shared(self._ledger, self._carry_out)

@@ -69,12 +69,12 @@ class KvSender:
     ) -> None:
         self.layout = layout_of(caches[0].spec, len(caches), num_kv_heads)
         require_fitting_slots(self.layout, config.slot_bytes, config.wire_dtype)
-        links = usable_links(caches[0].device, config.links)
+        devices = [cache.device for cache in caches]
+        links = usable_links(devices, config.links)
         hello = Hello(PROTOCOL_VERSION, worker_id, incarnation, wire_compat, links, self.layout, 0, 0, host_id())
         self._caches = tuple(caches)
         self._config = config
         self._wire_compat = wire_compat
-        devices = [cache.device for cache in caches]
         self._pairs = Pairs(hello, devices, config, host, parse_faults((faults or FaultsConfig()).spec))
         self._live: set[PairTransfer] = set()
         self._ended = asyncio.Event()

@@ -17,7 +17,16 @@ from typing import Any
 import pytest
 
 from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad
-from baton.config import ClusterConfig, Config, IndexConfig, KubernetesConfig, ModelConfig, RouterConfig, TransferConfig
+from baton.config import (
+    ClusterConfig,
+    Config,
+    EngineConfig,
+    IndexConfig,
+    KubernetesConfig,
+    ModelConfig,
+    RouterConfig,
+    TransferConfig,
+)
 from baton.errors import ConfigError, StoreUnavailable
 from deploy.doctor import Check, Place, cluster, diagnose, machine, not_configured, redis
 from deploy.doctor.checks import guarded, names
@@ -47,7 +56,7 @@ from kvstore.index import without_password
 def test_gpus_are_there_where_the_configuration_asks_for_them(
     wanted: str, num_gpus: int, cuda: str, driver: str, state: str, words: str
 ) -> None:
-    check = machine.gpu(wanted, 1, num_gpus, "H200", cuda, driver)
+    check = machine.gpu(wanted, 0, num_gpus, "H200", cuda, driver)
     assert (check.state, bool(check.mend)) == (state, state != "ok")
     assert words in check.found
 
@@ -55,7 +64,8 @@ def test_gpus_are_there_where_the_configuration_asks_for_them(
 def test_every_rank_of_a_worker_needs_a_gpu() -> None:
     assert machine.gpu("auto", 2, 2, "H200", "12.9", "550.1").state == "ok"
     check = machine.gpu("auto", 4, 2, "H200", "12.9", "550.1")
-    assert (check.state, check.found) == ("fail", "2 x H200; CUDA 12.9, driver 550.1; engine.tensor_parallel is 4")
+    asked = "2 x H200; CUDA 12.9, driver 550.1; engine.tensor_parallel asks for 4 here"
+    assert (check.state, check.found) == ("fail", asked)
     assert machine.gpu("auto", 4, 0, "", "", "").state == "ok", "on CPUs ranks share what there is"
 
 
@@ -123,11 +133,20 @@ def test_open_files_suffice_for_the_clients() -> None:
 
 def test_a_small_shared_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "MIN_SHM_MIB", 10**12)
-    (check,) = machine.shared_memory(tmp_path)
+    (check,) = machine.shared_memory(path=tmp_path)
     assert (check.state, "medium Memory" in check.mend) == ("warn", True)
     monkeypatch.setattr(machine, "MIN_SHM_MIB", 0)
-    assert next(machine.shared_memory(tmp_path)).state == "ok"
-    assert "there is no" in next(machine.shared_memory(tmp_path / "none")).found
+    assert next(machine.shared_memory(path=tmp_path)).state == "ok"
+    assert "there is no" in next(machine.shared_memory(path=tmp_path / "none")).found
+
+
+def test_ranks_on_cpus_need_shared_memory_for_their_caches(tmp_path: Path) -> None:
+    one, three = (
+        Config(model=ModelConfig(device="cpu"), engine=EngineConfig(tensor_parallel=ranks, kv_cache_gib=1.5))
+        for ranks in (1, 3)
+    )
+    assert (machine.ranks_memory_mib(one), machine.ranks_memory_mib(three)) == (0, 3072)
+    assert next(machine.shared_memory(10.0**12, tmp_path)).state == "warn"
 
 
 def test_who_has_a_port_is_named() -> None:

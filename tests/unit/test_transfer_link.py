@@ -451,10 +451,12 @@ def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
 
 
 def test_kinds_are_chosen_for_the_cache_and_the_wish() -> None:
-    assert usable_links(CPU, ("shm", "nccl", "tcp", "gloo")) == ("shm", "tcp", "gloo")
-    assert usable_links(torch.device("cuda"), ("shm", "tcp", "gloo")) == ("tcp", "gloo")
+    assert usable_links([CPU], ("shm", "nccl", "tcp", "gloo")) == ("shm", "tcp", "gloo")
+    assert usable_links([torch.device("cuda")], ("shm", "tcp", "gloo")) == ("tcp", "gloo")
+    gpus = [torch.device("cuda", rank) for rank in range(2)]
+    assert usable_links(gpus, ("nccl", "tcp", "gloo")) == ("tcp", "gloo"), "beside the sums of two ranks"
     with pytest.raises(ConfigError, match=r"none of transfer.links \(nccl\) works for a KV cache on cpu"):
-        usable_links(CPU, ("nccl",))
+        usable_links([CPU], ("nccl",))
     assert staging_device("nccl", torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert staging_device("gloo", torch.device("cuda", 1)) == CPU
 
