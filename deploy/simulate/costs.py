@@ -53,8 +53,8 @@ class CostModel:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of short prompts, at full speed."""
-        return 1 / self.steps.s_per_token
+        """Of short prompts, at full speed. A fit of few prompts may say that they take no time."""
+        return 1 / max(self.steps.s_per_token, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)

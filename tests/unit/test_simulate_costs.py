@@ -94,6 +94,12 @@ def test_steps_with_a_prompt_take_longer_where_sequences_are_decoded_too() -> No
     assert split.ttft_s == pytest.approx(1 + 20 * 0.1), "a prefill worker's own steps have it all"
 
 
+def test_a_worker_that_has_seen_hardly_a_prompt_can_be_simulated() -> None:
+    costs = replace(COSTS, steps=replace(STEPS, s_per_token=0.0))
+    (one,) = served(costs, request(0.0, 20, 3))
+    assert one.ttft_s == pytest.approx(1.0)
+
+
 # From a replay
 
 
