@@ -22,14 +22,15 @@ from baton.errors import ModelLoadError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FULL_LENGTH_SEQUENCES = 64
 """The pool is not made larger than this many sequences of full length."""
+WARM_UP_TOKENS = 64
 
 
 class TransformersRunner:
     """A causal language model and its KV caches. This process is rank 0, which samples; it starts the others.
 
     Raises:
-        ModelLoadError: the folder is not a model this engine runs, the KV pool is too small, or the ranks do not suit
-            model or machine; the message says why.
+        ModelLoadError: the folder is not a model this engine runs, the KV pool is too small, the ranks do not suit
+            model or machine, or the model cannot compute a first step; the message says why.
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
@@ -60,6 +61,7 @@ class TransformersRunner:
             self.rank = ModelRank(model, engine, self.cache)
             if self._others is not None:
                 self._others.wait_ready()
+            self._warm_up()
         except ModelLoadError:
             self.close()
             raise
@@ -68,14 +70,7 @@ class TransformersRunner:
         order = order_for_packing(batch)
         sampling = [row for row, index in enumerate(order) if batch[index].sample]
         parts = [Part(batch[index].token_ids, batch[index].start, batch[index].block_table) for index in order]
-        step = Step(parts, sampling)
-        if self._others is None:
-            logits = self.rank.compute(step, layer_done)
-        else:
-            with self._others.computing(step):
-                logits = self.rank.compute(step, _one_behind(layer_done))
-                self._wait_for_stream()
-            layer_done(self.cache.spec.num_layers - 1, None)
+        logits = self._compute(Step(parts, sampling), layer_done)
         if not sampling:
             self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
             return []
@@ -87,6 +82,33 @@ class TransformersRunner:
     def close(self) -> None:
         if self._others is not None:
             self._others.close()
+
+    def _compute(self, step: Step, layer_done: LayerDone) -> torch.Tensor:
+        if self._others is None:
+            return self.rank.compute(step, layer_done)
+        with self._others.computing(step):
+            logits = self.rank.compute(step, _one_behind(layer_done))
+            self._wait_for_stream()
+        layer_done(self.cache.spec.num_layers - 1, None)
+        return logits
+
+    def _warm_up(self) -> None:
+        """A prompt and a step of decoding in blocks that are nobody's yet.
+
+        A process's first step loads kernels, which takes seconds on a GPU. It is to be neither some client's first
+        token nor what steps are taken to cost.
+
+        Raises:
+            ModelLoadError: the device has too little memory for a step, or the like.
+        """
+        num_tokens = min(WARM_UP_TOKENS, self.max_model_len)
+        blocks = tuple(range(num_blocks_for(num_tokens, self.cache.spec.block_size)))
+        try:
+            for part in (Part((0,) * num_tokens, 0, blocks), Part((0,), num_tokens - 1, blocks)):
+                self._compute(Step([part], [0]), ignore_layer)
+            self._wait_for_stream()
+        except RuntimeError as error:
+            raise ModelLoadError(f"the model cannot compute a first step: {error}") from error
 
     def _wait_for_stream(self) -> None:
         if self.cache.device.type == "cuda":

@@ -19,10 +19,10 @@ import torch
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.engine import Engine, Generated
 from baton.engine.kv_cache import KVCache
-from baton.engine.runner import Fence
+from baton.engine.runner import Fence, LayerDone
 from baton.engine.scheduler import Batch, SchedulerLimits
 from baton.engine.sequence import Purpose, Sequence
-from baton.engine.transformers_model import LLAMA_FAMILY, eos_token_ids
+from baton.engine.transformers_model import LLAMA_FAMILY, ModelRank, Step, eos_token_ids
 from baton.engine.transformers_runner import TransformersRunner
 from baton.errors import ModelLoadError
 from baton.messages import SequenceSpec
@@ -313,6 +313,31 @@ def test_the_pool_bounds_the_context_and_memory_bounds_the_pool(tmp_path: Path) 
     assert runner.cache.num_blocks == 2**20 // runner.cache.spec.block_bytes
     assert runner.cache.spec.block_bytes == 4 * 2 * 16 * (16 + 16) * 4  # layers, heads, tokens, K and V, float32
     assert runner.max_model_len == 512
+
+
+def test_the_first_steps_are_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt and a token were computed before any client comes; a device that cannot compute them is found out."""
+    save_tiny("llama", {}, tmp_path)
+    compute = ModelRank.compute
+    computed: list[tuple[int, int]] = []
+
+    def noted(self: ModelRank, step: Step, layer_done: LayerDone) -> torch.Tensor:
+        computed.extend((part.start, part.num_tokens) for part in step.parts)
+        return compute(self, step, layer_done)
+
+    monkeypatch.setattr(ModelRank, "compute", noted)
+    make_engine(tmp_path)
+    assert computed == [(0, 64), (63, 1)]
+    computed.clear()
+    make_engine(tmp_path, replace(ENGINE, num_blocks=2))
+    assert computed == [(0, 32), (31, 1)]
+
+    def failing(self: ModelRank, step: Step, layer_done: LayerDone) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ModelRank, "compute", failing)
+    with pytest.raises(ModelLoadError, match="the model cannot compute a first step: CUDA out of memory"):
+        make_engine(tmp_path)
 
 
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
