@@ -37,6 +37,7 @@ from baton.parent import die_with
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
 
     from baton.config import EngineConfig, ModelConfig
     from baton.engine.kv_cache import KVCache
@@ -125,14 +126,18 @@ class OtherRanks:
         sentinels = {process.sentinel: process for process in self._processes}
         while not self._ending:
             for sentinel in connection.wait(list(sentinels), WATCH_S):
-                process = sentinels[sentinel]  # type: ignore[index]
-                process.join()
-                if not self._ready:  # this process finds that out by itself, and says why
-                    time.sleep(2 * END_S)
-                self._die(f"{process.name} ended with status {process.exitcode}")
+                self._has_ended(sentinels[sentinel])  # type: ignore[index]
             began_s = self._step_began_s
             if began_s is not None and time.monotonic() - began_s > self._timeout_s:
                 self._die(f"a step takes longer than {self._timeout_s:g} s")
+
+    def _has_ended(self, process: SpawnProcess) -> None:
+        if self._ending:
+            return  # it is `close` who waits for it: of two who do, one may hear nothing
+        process.join()
+        if not self._ready:  # this process finds that out by itself, and says why
+            time.sleep(2 * END_S)
+        self._die(f"{process.name} ended with status {process.exitcode}")
 
     def _die(self, reason: str) -> None:
         if not self._ending:
