@@ -47,8 +47,8 @@ def trace_receiver() -> Iterator[tuple[TraceReceiver, str]]:
 
 @pytest.fixture(scope="module")
 def split_cluster(model_dir: Path) -> Iterator[Cluster]:
-    """The real model, one worker a pool, every prompt handed over."""
-    with running_cluster(router_mode="split") as cluster:
+    """The real model, one worker a pool, every prompt handed over. None is refused, however slow the machine."""
+    with running_cluster(router_mode="split", router_slo_classes='{"default": {"ttft_ms": 600000}}') as cluster:
         yield cluster
 
 

@@ -30,6 +30,7 @@ NAMESPACE, NAME = "serving", "baton"
 PODS, SERVICES = Resource("", "pods"), Resource("", "services")
 SERVING_POOLS = Resource("baton.dev", "servingpools")
 TIMEOUT_S = 240
+"""On a busy machine `ray start` gives up after 30 s, and is started again, more than once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Release:
             and "deletionTimestamp" not in pod["metadata"]
         ]
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, self.picture()

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.kube.release import NAME, NAMESPACE, Load, Release, kube_cluster
+from tests.kube.release import NAME, NAMESPACE, TIMEOUT_S, Load, Release, kube_cluster
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc, for pods that have the same ports"),
 ]
 
@@ -48,7 +48,7 @@ def live_through(release: Release, rolls_out: bool) -> None:
     assert (
         json.loads(release.baton("generate", "Hello", "--max-tokens", "3", "--json"))["usage"]["completion_tokens"] == 3
     )
-    release.helm("test", NAME, "--timeout=120s")
+    release.helm("test", NAME, f"--timeout={TIMEOUT_S}s")
     with Load(release.grpc).running() as load:
         outlives_ray_s_head(release, then=scale_with_kubectl)
         keeps_its_size_in_an_upgrade(release)
@@ -76,7 +76,12 @@ def outlives_ray_s_head(release: Release, then: Callable[[Release], None]) -> No
 def scale_with_kubectl(release: Release) -> None:
     release.kubectl("scale", "servingpool/decode", "--replicas=3", "-n", NAMESPACE)
     release.kubectl(
-        "wait", "servingpool/decode", "-n", NAMESPACE, "--for=jsonpath={.status.readyReplicas}=3", "--timeout=120s"
+        "wait",
+        "servingpool/decode",
+        "-n",
+        NAMESPACE,
+        "--for=jsonpath={.status.readyReplicas}=3",
+        f"--timeout={TIMEOUT_S}s",
     )
     release.wait_for_pool("decode", 3)
     assert num_pods(release, "decode") == 3
@@ -111,7 +116,7 @@ def rolls_its_workers_out(release: Release) -> None:
 
 
 def rolls_back(release: Release, revision: int) -> None:
-    release.helm("rollback", NAME, str(revision), "--wait", "--timeout=240s")
+    release.helm("rollback", NAME, str(revision), "--wait", f"--timeout={TIMEOUT_S}s")
     for role, size in (("prefill", 1), ("decode", 2)):
         release.wait_for_pool(role, size)
     assert release.pool("decode")["spec"]["replicas"] == 2
