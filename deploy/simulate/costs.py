@@ -5,6 +5,7 @@ Derived on paper for known GPUs, or read from what `baton bench --json` has meas
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,6 +15,7 @@ from baton.costs import StepCosts
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from baton.engine.step_fit import StepSize
@@ -33,6 +35,10 @@ class CostModel:
     prompt_step_s: float = 0.0
     """Of workers that decode: what a step with a prompt takes beyond `steps`, in which such a step has no overhead that
     one without a prompt has not."""
+    decoding_s: tuple[tuple[int, float], ...] = ()
+    """What decoding takes beyond `steps`, which has the same for each further sequence: `(sequences, seconds)` for some
+    rising numbers of sequences; between two of them it is interpolated. Seconds may be negative, but no step
+    takes less than a quarter of what `steps` says."""
 
     def transfer_s(self, num_tokens: int) -> float:
         """From the first byte of a prompt's KV to the commit."""
@@ -40,11 +46,13 @@ class CostModel:
 
     def of_prefill(self) -> CostModel:
         """A prefill worker's, all of whose steps have prompts."""
-        return replace(self, steps=self.prefill_steps or self.steps, prompt_step_s=0.0)
+        return replace(self, steps=self.prefill_steps or self.steps, prompt_step_s=0.0, decoding_s=())
 
     def step_s(self, size: StepSize) -> float:
         """One step."""
         step_s = self.steps.step_s(size.num_new, size.num_pairs, size.num_decoding, size.num_kv_tokens)
+        if size.num_decoding and self.decoding_s:
+            step_s = max(step_s / 4, step_s + interpolated(self.decoding_s, size.num_decoding))
         return step_s + self.prompt_step_s if size.num_new > size.num_decoding else step_s
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,6 +63,15 @@ class CostModel:
     def tokens_per_s(self) -> float:
         """Of short prompts, at full speed. A fit of few prompts may say that they take no time."""
         return 1 / max(self.steps.s_per_token, 1e-9)
+
+
+def interpolated(points: Sequence[tuple[int, float]], x: int) -> float:
+    """The line through `points`, whose first values rise; beyond both ends it is flat."""
+    above = bisect.bisect_left(points, x, key=lambda point: point[0])
+    if above == 0 or above == len(points):
+        return points[min(above, len(points) - 1)][1]
+    (left, low), (right, high) = points[above - 1], points[above]
+    return low + (high - low) * (x - left) / (right - left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +173,10 @@ def read_bench(path: Path) -> Bench:
         steps = _steps(costs.pop("steps"))
         prefill_steps = costs.pop("prefill_steps")
         model = CostModel(
-            steps, prefill_steps=_steps(prefill_steps) if prefill_steps else None, **_numbers(costs, CostModel)
+            steps,
+            decoding_s=_points(costs.pop("decoding_s", [])),
+            prefill_steps=_steps(prefill_steps) if prefill_steps else None,
+            **_numbers(costs, CostModel),
         )
         return Bench(model, **{name: int(worker[name]) for name in WORKER_FIELDS})
     except OSError as error:
@@ -170,6 +190,16 @@ def read_bench(path: Path) -> Bench:
 
 def _steps(values: dict[str, Any]) -> StepCosts:
     return StepCosts(**_numbers(values, StepCosts))
+
+
+def _points(values: list[list[float]]) -> tuple[tuple[int, float], ...]:
+    """Raises ValueError for what is no rising list of numbers of sequences with seconds."""
+    points = tuple((int(number), float(seconds)) for number, seconds in values)
+    if not all(math.isfinite(seconds) for _, seconds in points) or sorted({n for n, _ in points}) != [
+        n for n, _ in points
+    ]:
+        raise ValueError(f"decoding_s is {values!r}")
+    return points
 
 
 def _numbers(values: dict[str, Any], cls: type[StepCosts | CostModel]) -> dict[str, float]:

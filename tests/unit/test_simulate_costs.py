@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from baton.costs import StepCosts
 from baton.engine.step_fit import StepFit, StepSize
 from baton.errors import ConfigError
 from deploy.bench.connection import ServingWorker
-from deploy.bench.fit import cost_model, median_costs, prompt_step_s, request_overhead_s
+from deploy.bench.fit import OFTEN, cost_model, decoding_s, median_costs, prompt_step_s, request_overhead_s
 from deploy.bench.replay import Observed
 from deploy.simulate.command import measured_scenario
 from deploy.simulate.costs import Bench, CostModel, read_bench
@@ -31,7 +32,13 @@ STEPS = StepCosts(1.0, 0.1, 0.0, 0.0, 0.0, 0.0)
 """A step takes 1 s and 0.1 s a token."""
 SLOW_STEPS = replace(STEPS, s_per_token=0.2)
 COSTS = CostModel(STEPS, transfer_latency_s=0.25, transfer_s_per_token=0.0)
-BENCH = Bench(replace(COSTS, prefill_steps=SLOW_STEPS, request_overhead_s=0.5), 64, BLOCK, 128, 200)
+BENCH = Bench(
+    replace(COSTS, prefill_steps=SLOW_STEPS, request_overhead_s=0.5, decoding_s=((1, 0.0), (4, -0.25))),
+    64,
+    BLOCK,
+    128,
+    200,
+)
 
 
 def request(arrival_s: float, num_prompt: int, num_output: int, *blocks: int) -> TraceRequest:
@@ -143,16 +150,54 @@ def test_what_steps_with_a_prompt_take_beyond_the_workers_own_fit() -> None:
     decoding = observed(request(0.0, 20, 100), 0.0, (3.9, 1), (99.0, 99), prefill_s=3.9, **here)
     beside = observed(request(0.0, 30, 1), 10.0, (12.6, 1), cached=20, prefill_s=2.6, **here)
     elsewhere = observed(request(0.0, 20, 1), 9.0, (12.6, 1), prefill_s=3.5, **here | {"decode_worker": "d1"})
-    assert prompt_step_s([decoding], STEPS, 128) == pytest.approx(0.9)
-    assert prompt_step_s([decoding, beside, elsewhere], STEPS, 128) == pytest.approx(0.5), "one decodes beside one"
+    assert prompt_step_s([decoding], COSTS, 128) == pytest.approx(0.9)
+    assert prompt_step_s([decoding, beside, elsewhere], COSTS, 128) == pytest.approx(0.5), "one decodes beside one"
     at_once = [observed(request(0.0, 20, 1), 50.0, (60.0, 1), prefill_s=5.0, **here) for _ in range(9)]
-    assert prompt_step_s([decoding, beside, elsewhere, *at_once], STEPS, 128) == pytest.approx(0.5), "they share steps"
+    assert prompt_step_s([decoding, beside, elsewhere, *at_once], COSTS, 128) == pytest.approx(0.5), "they share steps"
     long = [observed(request(0.0, 90, 1), t, (t + 20.0, 1), prefill_s=20.0, **here) for t in (100.0, 200.0, 300.0)]
-    assert prompt_step_s([decoding, beside, elsewhere, *long], STEPS, 128) == pytest.approx(0.5), "of several steps"
+    assert prompt_step_s([decoding, beside, elsewhere, *long], COSTS, 128) == pytest.approx(0.5), "of several steps"
     split = observed(request(0.0, 20, 1), 0.0, (9.0, 1), prefill_s=9.0)
-    assert prompt_step_s([split], STEPS, 128) == 0.0
+    assert prompt_step_s([split], COSTS, 128) == 0.0
     quick = observed(request(0.0, 20, 1), 0.0, (2.0, 1), prefill_s=2.0, **here)
-    assert prompt_step_s([quick], STEPS, 128) == 0.0, "no cost is negative"
+    assert prompt_step_s([quick], COSTS, 128) == 0.0, "no cost is negative"
+
+
+def test_what_decoding_takes_beyond_the_workers_own_fit() -> None:
+    """A step takes 1 s and 0.1 s a token; a sequence alone decodes a token a second, three of them one in 0.9 s."""
+
+    def every(step_s: float, began_s: float, num_tokens: int, **timing: Any) -> Observed:
+        times = [(began_s + step_s * n, 1) for n in range(num_tokens)]
+        return observed(request(0.0, 20, num_tokens), 0.0, *times, **timing)
+
+    alone = [every(1.0, 0.0, OFTEN + 2)]
+    assert decoding_s(alone, STEPS) == ((1, near(1.0 - 1.1)),)
+    assert decoding_s([every(1.0, 0.0, OFTEN + 1)], STEPS) == (), "too few, without the first, to say anything"
+    three = [every(0.9, 100.0 + late_s, OFTEN + 2) for late_s in (0.0, 0.01, 0.02)]
+    assert decoding_s([*alone, *three], STEPS) == ((1, near(1.0 - 1.1)), (3, near(0.9 - 1.3)))
+    apart = [every(0.9, 100.0, OFTEN + 2, decode_worker=f"d{number}") for number in range(3)]
+    assert decoding_s(apart, STEPS) == ((1, near(0.9 - 1.1)),)
+
+    here: dict[str, Any] = {"prefill_worker": "", "mode": "aggregated"}
+    prompt = observed(request(0.0, 30, 1), 0.0, (5.5, 1), prefill_s=3.0, **here)
+    assert decoding_s([*alone, prompt], STEPS) == (), "four of the intervals had a prompt's steps in them"
+    assert decoding_s([every(1.0, 0.0, OFTEN + 6), prompt], STEPS) == ((1, near(1.0 - 1.1)),)
+    at_once = observed(request(0.0, 20, 99), 0.0, (0.0, 1), *((float(n), 2) for n in range(1, 50)))
+    assert decoding_s([at_once], STEPS) == (), "who gets two tokens at once has not seen the step between them"
+
+
+def near(expected: float) -> Any:
+    return pytest.approx(expected, abs=1e-6)
+
+
+def test_decoding_takes_in_the_arena_what_it_took() -> None:
+    costs = replace(COSTS, decoding_s=((2, -0.2), (6, 0.6)))
+    for number, beyond_s in ((1, -0.2), (2, -0.2), (3, 0.0), (4, 0.2), (6, 0.6), (9, 0.6)):
+        size = StepSize(number, 0, number, 100)
+        assert costs.step_s(size) == pytest.approx(COSTS.step_s(size) + beyond_s)
+    assert costs.step_s(StepSize(20, 200, 0, 0)) == COSTS.step_s(StepSize(20, 200, 0, 0))
+    assert costs.of_prefill().step_s(StepSize(3, 0, 3, 9)) == pytest.approx(1.3)
+    absurd = replace(COSTS, decoding_s=((1, -99.0),))
+    assert absurd.step_s(StepSize(1, 0, 1, 9)) == pytest.approx(1.1 / 4), "no step takes no time"
 
 
 def test_transfers_cost_what_came_after_first_tokens() -> None:
@@ -203,6 +248,9 @@ def changed(**costs: Any) -> str:
         ('{"costs": null, "worker": null}', "operators only"),
         (changed(magic=1.0), "magic is 1.0"),
         (changed(request_overhead_s=-1.0), "request_overhead_s is -1.0"),
+        (changed(decoding_s=[[4, 0.1], [2, 0.1]]), "decoding_s is [[4, 0.1], [2, 0.1]]"),
+        (changed(decoding_s=[[4, math.nan]]), "decoding_s is [[4, nan]]"),
+        (changed(decoding_s=[4]), "no costs as"),
         (changed(steps={**BENCH.as_dict()["costs"]["steps"], "s_weights": "much"}), "s_weights is 'much'"),
     ],
 )
