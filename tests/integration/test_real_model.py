@@ -104,6 +104,7 @@ def num_excepted(got: list[int], want: list[int], margins: list[float]) -> int:
     return 1
 
 
+@pytest.mark.timeout(600)
 def test_tokens_equal_generate(split_cluster: Cluster, reference: Reference, prompts: list[list[int]]) -> None:
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         answers = list(pool.map(lambda prompt: greedy(split_cluster, prompt), prompts))
