@@ -306,6 +306,9 @@ class ClusterConfig:
     """host:port of a Ray cluster to join, whose nodes take as many workers as they have of the resource `baton_worker`.
     One of them has to be this machine. The others need to reach `index.redis_url`, and to have the model at the same
     path. Empty: `baton up` starts one of this machine alone."""
+    ray_node_ip: str = ""
+    """The controller joins Ray by the node of this address, and waits until it is there. Empty: by any that runs on its
+    machine, the head first."""
     state_file: str = ""
     """Where the controller keeps the desired pool sizes, so that they outlive it and go before `prefill` and `decode`;
     one cluster a file. Empty: they are kept for the life of `baton up`, and with `ray_address` a file in the cache

@@ -36,7 +36,7 @@ SET_BY_CHART = {
     "router": {"id", "cache_secret", "max_connection_age_s", "tenants_file"},
     "cluster": {
         *("advertise_host", "cache_dir", "controller_host", "controller_port", "decode", "gpus_per_worker"),
-        *("grpc_port", "host", "http_port", "name", "prefill", "ray_address", "routers", "state_file"),
+        *("grpc_port", "host", "http_port", "name", "prefill", "ray_address", "ray_node_ip", "routers", "state_file"),
     },
 }
 """Settings that are not the user's: the chart knows them."""

@@ -234,7 +234,7 @@ def main() -> None:
     try:
         with (
             locked(arguments.state_file),
-            ray_actors.joined(config.cluster.ray_address, arguments.cluster, arguments.shows_logs),
+            ray_actors.joined(config.cluster, arguments.cluster, arguments.shows_logs),
         ):
             asyncio.run(_until_stopped(config, arguments, ready))
     except ConfigError as error:

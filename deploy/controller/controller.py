@@ -167,7 +167,7 @@ class Controller:
         """Until cancelled.
 
         Raises:
-            ConfigError: Ray does not answer any more.
+            ConfigError: Ray does not answer any more, or the node by which this process has joined is gone.
             BatonError: of the first start, a worker that cannot run as configured.
         """
         async with asyncio.TaskGroup() as tasks:
@@ -504,7 +504,7 @@ class Controller:
     async def _check_ray(self) -> None:
         while True:
             await asyncio.sleep(CHECK_RAY_S)
-            await self._actors.ids()
+            await self._actors.check()
 
     async def _until_failed(self) -> None:
         await self._failed

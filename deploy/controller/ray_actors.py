@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from baton.cluster import Role
-from baton.config import Config
+from baton.config import ClusterConfig, Config
 from baton.errors import BatonError, ConfigError, WorkerFailed
 from deploy.actors import RESOURCE, WorkerActor
 from deploy.ray_import import ray
@@ -38,18 +38,24 @@ class Started:
 
 
 @contextlib.contextmanager
-def joined(address: str, namespace: str, shows_logs: bool) -> Generator[None]:
-    """This process is a driver in the Ray cluster while the block is entered. Blocks for a second or so.
+def joined(cluster: ClusterConfig, namespace: str, shows_logs: bool) -> Generator[None]:
+    """This process is a driver in the Ray cluster while the block is entered. Blocks until its node is there.
 
     Raises:
         ConfigError: no such cluster, none of its nodes is on this machine, or it asks for a token.
     """
     try:
-        ray.init(address=address, namespace=namespace, log_to_driver=shows_logs, logging_level=logging.ERROR)
+        ray.init(
+            address=cluster.ray_address,
+            namespace=namespace,
+            log_to_driver=shows_logs,
+            logging_level=logging.ERROR,
+            _node_ip_address=cluster.ray_node_ip or None,
+        )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = first_line(error.__cause__ or error)
         raise ConfigError(
-            f"cannot join the Ray cluster at {address}, of which a node has to be on this machine: {reason}"
+            f"cannot join the Ray cluster at {cluster.ray_address}, of which a node has to be on this machine: {reason}"
         ) from error
     try:
         yield
@@ -118,6 +124,16 @@ class RayActors:
         """Workers whose actors are there. Raises ConfigError if Ray does not answer."""
         names: list[str] = await _in_thread(ray.util.list_named_actors)
         return names
+
+    async def check(self) -> None:
+        """Raises ConfigError if Ray does not answer, or no longer has the node whose driver this process is.
+
+        It is by that node that a driver hears that Ray's head is a new one. Without it this one would never learn what
+        becomes of the actors that it makes.
+        """
+        node_id = ray.get_runtime_context().get_node_id()
+        if not any(node["NodeID"] == node_id and node["Alive"] for node in await _in_thread(ray.nodes)):
+            raise ConfigError("the Ray node by which this process has joined is gone")
 
     async def create(self, worker_id: str, role: Role) -> Any:
         """A new actor, which runs once a node has room for it.

@@ -44,11 +44,11 @@ class RayNodes:
         """What an operator sets for a process that is to join."""
         return {name: value for name, value in self._environment.items() if name.startswith("RAY_")}
 
-    def add(self, num_workers: int) -> psutil.Process:
+    def add(self, num_workers: int, ip: str = "127.0.0.1") -> psutil.Process:
         where = ["--head", f"--port={self._address.rpartition(':')[2]}", "--include-dashboard=false"]
         node = subprocess.Popen(
             [
-                *(str(Path(sys.executable).with_name("ray")), "start", "--block", "--node-ip-address=127.0.0.1"),
+                *(str(Path(sys.executable).with_name("ray")), "start", "--block", f"--node-ip-address={ip}"),
                 *(where if not self.nodes else [f"--address={self._address}"]),
                 *("--num-cpus=1", f'--resources={{"baton_worker": {num_workers}}}', "--object-store-memory=83886080"),
                 *("--min-worker-port=0", "--max-worker-port=0"),
@@ -80,6 +80,32 @@ class RayNodes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
             psutil.wait_procs(children, timeout=20)
+
+
+@pytest.mark.usefixtures("model_dir")
+def test_a_controller_goes_with_the_node_by_which_it_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray tells a driver by its node that the head is a new one. The next controller joins by the next node there."""
+    nodes = RayNodes()
+    try:
+        nodes.add(num_workers=4)
+        node = nodes.add(num_workers=0, ip="127.0.0.2")
+        for name, value in nodes.access.items():
+            monkeypatch.setenv(name, value)
+        arguments = ("--ray-address", nodes.address, "--prefill", "1", "--decode", "1")
+        with running_cluster(*arguments, **SETTINGS, cluster_ray_node_ip="127.0.0.2") as cluster:
+            before = cluster.wait_for(has(1, 1))
+            node.kill()
+            nodes.add(num_workers=0, ip="127.0.0.2")
+            after = cluster.wait_for(
+                lambda s: has(1, 1)(s) and s["controller"]["pid"] not in (0, before["controller"]["pid"]), 120
+            )
+            assert "the Ray node by which this process has joined is gone" in cluster.log
+            assert pids(after) == pids(before), "a worker was started again"
+            cluster.client.scale("decode", 2)
+            cluster.wait_for(has(1, 2))
+            serves(cluster)
+    finally:
+        nodes.close()
 
 
 def _is_worker(process: psutil.Process) -> bool:

@@ -393,6 +393,16 @@ def test_ray_s_head_and_its_nodes_wait_for_each_other_where_it_has_a_store() -> 
     assert waits["name"] not in without
 
 
+def test_the_controller_joins_ray_by_the_node_beside_it() -> None:
+    """A driver looks among the processes that it sees, and would take the head's node if it saw that one."""
+    pod = pod_of(render(), "controller")
+    assert pod.spec["shareProcessNamespace"] is True
+    node, driver = pod.serving
+    assert (node["name"], driver["name"]) == ("ray", "controller")
+    assert "--node-ip-address=$(POD_IP)" in node["command"]
+    assert {"name": "BATON_CLUSTER_RAY_NODE_IP", "value": "$(POD_IP)"} in driver["env"]
+
+
 def test_a_new_chart_version_alone_restarts_nothing() -> None:
     for pod in pods(render()):
         if pod.owner.startswith("Deployment"):

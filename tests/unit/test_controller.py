@@ -53,6 +53,9 @@ class LocalActors(RayActors):
     async def ids(self) -> list[str]:
         return list(self.alive)
 
+    async def check(self) -> None:
+        pass
+
     async def create(self, worker_id: str, role: Role) -> Actor:
         self.num_created += 1
         self.alive[worker_id] = Actor(self.may_start)

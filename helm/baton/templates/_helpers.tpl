@@ -378,6 +378,8 @@ imagePullSecrets:
 {{- include "baton.rayWaitEnv" . }}
 - name: BATON_CLUSTER_RAY_ADDRESS
   value: {{ include "baton.headHost" . }}:6379
+- name: BATON_CLUSTER_RAY_NODE_IP
+  value: $(POD_IP)
 - name: BATON_CLUSTER_ADVERTISE_HOST
   value: $(POD_IP)
 {{- end }}
