@@ -58,7 +58,8 @@ class OtherRanks:
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, caches: Sequence[KVCache]) -> None:
         self._timeout_s = engine.rank_timeout_s
-        self._ending = self._ready = False
+        self._ending = threading.Event()
+        self._ready = False
         self._step_began_s: float | None = None
         with socket.create_server(("127.0.0.1", 0)) as server:  # by itself it would listen on all addresses
             port = server.getsockname()[1]
@@ -106,9 +107,9 @@ class OtherRanks:
 
     def close(self) -> None:
         """Ends them; idempotent."""
-        if self._ending:
+        if self._ending.is_set():
             return
-        self._ending = True
+        self._ending.set()
         for pipe in self._pipes:
             pipe.close()
         deadline_s = time.monotonic() + END_S
@@ -116,15 +117,13 @@ class OtherRanks:
             process.join(max(0.0, deadline_s - time.monotonic()))
             process.kill()
             process.join()
-        if (
-            dist.get_backend() == "gloo"
-        ):  # a group of NCCL's may wait for the ranks that are gone; it ends with the process
-            dist.destroy_process_group()
+        if dist.get_backend() == "gloo":
+            dist.destroy_process_group()  # NCCL's may wait for the ranks that are gone; it ends with the process
 
     def _watch(self) -> None:
         """Ends this process when another rank has ended, or when a step hangs."""
         sentinels = {process.sentinel: process for process in self._processes}
-        while not self._ending:
+        while not self._ending.is_set():
             for sentinel in connection.wait(list(sentinels), WATCH_S):
                 self._has_ended(sentinels[sentinel])  # type: ignore[index]
             began_s = self._step_began_s
@@ -132,15 +131,15 @@ class OtherRanks:
                 self._die(f"a step takes longer than {self._timeout_s:g} s")
 
     def _has_ended(self, process: SpawnProcess) -> None:
-        if self._ending:
+        if self._ending.is_set():
             return  # it is `close` who waits for it: of two who do, one may hear nothing
         process.join()
         if not self._ready:  # this process finds that out by itself, and says why
-            time.sleep(2 * END_S)
+            self._ending.wait(2 * END_S)
         self._die(f"{process.name} ended with status {process.exitcode}")
 
     def _die(self, reason: str) -> None:
-        if not self._ending:
+        if not self._ending.is_set():
             logger.critical("%s: this worker ends, since its ranks cannot go on", reason)
             os._exit(1)
 

@@ -171,10 +171,10 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
     """
     found = load(arguments.state_file)
     if found is not None and found.cluster == arguments.cluster:
-        ranks = config.engine.tensor_parallel  # since changed, perhaps
-        return (
-            dataclasses.replace(found, gpus_per_worker=float(ranks)) if found.gpus_per_worker and ranks > 1 else found
-        )
+        ranks = config.engine.tensor_parallel
+        if found.gpus_per_worker and ranks > 1:  # perhaps it was another number then
+            return dataclasses.replace(found, gpus_per_worker=float(ranks))
+        return found
     if found is not None and found.cluster and (ended := await ray_actors.end_all(found.cluster)):
         logger.warning("ended %s, which a cluster before this one had left in Ray", ", ".join(ended))
     if kubernetes:  # whose nodes may be still to come

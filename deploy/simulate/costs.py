@@ -6,6 +6,7 @@ Derived on paper for known GPUs, or read from what `baton bench --json` has meas
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
@@ -195,9 +196,8 @@ def _steps(values: dict[str, Any]) -> StepCosts:
 def _points(values: list[list[float]]) -> tuple[tuple[int, float], ...]:
     """Raises ValueError for what is no rising list of numbers of sequences with seconds."""
     points = tuple((int(number), float(seconds)) for number, seconds in values)
-    if not all(math.isfinite(seconds) for _, seconds in points) or sorted({n for n, _ in points}) != [
-        n for n, _ in points
-    ]:
+    rises = all(first < second for (first, _), (second, _) in itertools.pairwise(points))
+    if not rises or not all(math.isfinite(seconds) for _, seconds in points):
         raise ValueError(f"decoding_s is {values!r}")
     return points
 

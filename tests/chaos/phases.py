@@ -37,7 +37,7 @@ NUM_BLOCKS = {Role.PREFILL: 128, Role.DECODE: 1024}
 NUM_PROMPT_TOKENS = 1500
 """Three steps."""
 POLL_S = 0.0005
-PHASE_TIMEOUT_S = 30.0
+PHASE_TIMEOUT_S = 10.0
 NUM_TRIES = 5
 """A machine that does something else for a moment may let a phase pass unseen."""
 

@@ -11,7 +11,7 @@ from tests.chaos.phases import STEP_S, Phase, cancel_bench, cancel_fleet
 NUM_TIMES = 12
 LIMIT_S = STEP_S + 0.05
 TAIL_LIMIT_S = STEP_S + 0.5
-"""Other tests run beside this one. One of twelve may fall into a moment in which the machine does something else."""
+"""Other tests run beside this one."""
 
 
 def test_both_sides_are_free_a_step_and_50_ms_after_the_client_left() -> None:
@@ -20,7 +20,7 @@ def test_both_sides_are_free_a_step_and_50_ms_after_the_client_left() -> None:
     for phase, seconds in took_s.items():
         print(f"{phase}: {statistics.median(seconds) * 1e3:.1f} ms, at most {max(seconds) * 1e3:.1f} ms")
     assert all(statistics.median(seconds) < LIMIT_S for seconds in took_s.values()), took_s
-    assert all(sorted(seconds)[-2] < TAIL_LIMIT_S for seconds in took_s.values()), took_s
+    assert all(max(seconds) < TAIL_LIMIT_S for seconds in took_s.values()), took_s
 
 
 async def _measure(fleet: Fleet) -> dict[Phase, list[float]]:
