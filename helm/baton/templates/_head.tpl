@@ -29,6 +29,8 @@ spec:
         - --num-gpus=0
         - --object-store-memory=100000000
         - --include-dashboard=false
+        - --include-log-monitor=false # no worker's output is here
+        - --no-monitor # of Ray's autoscaler, which has nothing to do
         - --disable-usage-stats
         - --temp-dir=/tmp/ray
         - --min-worker-port=0
