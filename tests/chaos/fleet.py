@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-import grpc
 import psutil
 import torch
 import uvloop
@@ -44,26 +43,19 @@ from baton.config import (
 )
 from baton.engine.arithmetic import ArithmeticRunner
 from baton.errors import Fenced
-from baton.v1 import inference_pb2_grpc
-from deploy.client import Client
 from deploy.models import cache_dir, resolve
 from deploy.processes import die_with_parent
 from deploy.redis import EmbeddedRedis
 from deploy.worker import FENCED, serve
-from tests.integration.cluster import free_port
+from tests.integration.cluster import Served, free_port
 
 START_TIMEOUT_S = 60.0
 NUM_LAYERS = 2
 _PROCESSES = multiprocessing.get_context("forkserver")
 
 
-class RouterProcess:
-    """`connect` comes after all of them have been started.
-
-    Attributes:
-        address: where it serves gRPC.
-        client, inference: of this router.
-    """
+class RouterProcess(Served):
+    """To be connected after all of them have been started."""
 
     def __init__(self, config: Config) -> None:
         self.id = config.router.id
@@ -76,13 +68,8 @@ class RouterProcess:
             stderr=subprocess.STDOUT,
             preexec_fn=die_with_parent(),
         )
-        self.address = f"127.0.0.1:{config.cluster.grpc_port}"
-        self._metrics_url = f"http://127.0.0.1:{config.cluster.http_port}/metrics"
-
-    def connect(self) -> None:
-        self.client = Client(self.address)
-        self._channel = grpc.insecure_channel(self.address)
-        self.inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self.grpc = f"127.0.0.1:{config.cluster.grpc_port}"
+        self.http = f"127.0.0.1:{config.cluster.http_port}"
 
     @property
     def log(self) -> str:
@@ -90,14 +77,13 @@ class RouterProcess:
 
     def metrics(self) -> list[tuple[str, float]]:
         """Every sample of /metrics: its name with the labels, and its value."""
-        with urllib.request.urlopen(self._metrics_url, timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{self.http}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
         samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
         return [(name, float(value)) for name, _, value in samples]
 
     def stop(self) -> None:
-        self.client.close()
-        self._channel.close()
+        self.disconnect()
         self.process.terminate()
         self.process.wait(30)
         self._log_file.close()
@@ -192,7 +178,7 @@ class Fleet:
     ) -> None:
         shared = ClusterConfig(grpc_port=free_port(), http_port=free_port(), routers=num_routers)
         self.config = config
-        self._numbers = itertools.count()
+        self._numbers = {role: itertools.count() for role in Role}
         self.redis = redis
         self.workers: dict[str, multiprocessing.process.BaseProcess] = {}
         self.routers = [
@@ -218,7 +204,7 @@ class Fleet:
 
         One that has the id already is left to the caller.
         """
-        worker_id = worker_id or f"{role}-{next(self._numbers)}"
+        worker_id = worker_id or f"{role}-{next(self._numbers[role])}"
         process = _PROCESSES.Process(
             target=run_worker,
             args=(role, worker_id, self.config.to_json()),
@@ -228,6 +214,11 @@ class Fleet:
         process.start()
         self.workers[worker_id] = process
         return worker_id
+
+    def fill(self, *roles: Role) -> RouterProcess:
+        """Starts a worker of each, and returns the first router once all are ready."""
+        self.wait_for(*[self.add(role) for role in roles])
+        return self.routers[0]
 
     def send(self, worker_id: str, number: signal.Signals) -> None:
         pid = self.workers[worker_id].pid
@@ -274,19 +265,21 @@ def running_fleet(
     faults: str = "",
     shares_address: bool = False,
     telemetry: TelemetryConfig | None = None,
+    **engine: Any,
 ) -> Iterator[Fleet]:
     """Redis and routers, and no worker yet. Leaving the block checks that no process is left.
 
     Args:
         step_ms: what a step of a worker takes at least.
         shares_address: the routers listen on the same ports.
+        engine: more of its settings.
     """
     model = resolve(ModelConfig(), cache_dir(load().cluster))
     _PROCESSES.set_forkserver_preload([__name__])
     with contextlib.closing(RedisProcess()) as redis:
         config = Config(
             model=ModelConfig(path=str(model.path), served_name=model.served_name, revision=model.revision),
-            engine=EngineConfig(runner="arithmetic", num_blocks=num_blocks, arithmetic_step_ms=step_ms),
+            engine=EngineConfig(runner="arithmetic", num_blocks=num_blocks, arithmetic_step_ms=step_ms, **engine),
             transfer=transfer,
             index=IndexConfig(redis_url=redis.url, lease_s=lease_s, renew_s=0.3, poll_s=0.2),
             router=router,

@@ -188,7 +188,7 @@ async def cancel_bench(fleet: Fleet) -> AsyncGenerator[CancelBench]:
         async with asyncio.timeout(START_TIMEOUT_S):
             while not await asyncio.to_thread(_knows_both, fleet):  # noqa: ASYNC110 - over the network
                 await asyncio.sleep(0.05)
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(fleet.routers[0].address))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(fleet.routers[0].grpc))
         yield CancelBench(members, channel)
 
 

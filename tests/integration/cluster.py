@@ -1,4 +1,4 @@
-"""A real cluster for tests: `baton up` in a process of its own, and clients of it."""
+"""A real cluster for tests: `baton up` in a process of its own, and clients of it. `tests.chaos.fleet` is lighter."""
 
 from __future__ import annotations
 
@@ -27,8 +27,53 @@ START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
 
 
-class Cluster:
-    """A running `baton up`. Its log is kept for failure messages."""
+class Served:
+    """A router, and clients of it.
+
+    Attributes:
+        grpc, http: host:port.
+        client, inference: once connected.
+    """
+
+    grpc: str
+    http: str
+
+    def connect(self) -> None:
+        self.client = Client(self.grpc)
+        self._channel = grpc.insecure_channel(self.grpc)
+        self.inference = inference_pb2_grpc.InferenceStub(self._channel)
+
+    def disconnect(self) -> None:
+        self.client.close()
+        self._channel.close()
+
+    @property
+    def log(self) -> str:
+        """What was printed, for failure messages."""
+        raise NotImplementedError
+
+    def generate(self, **fields: Any) -> Answer:
+        """One request, read to its end. `token_ids` and `sampling` take plain lists and dicts."""
+        return Answer(list(self.inference.Generate(request(**fields), timeout=240)))
+
+    def worker(self, worker_id: str) -> dict[str, Any]:
+        return next(w for w in self.client.status()["workers"] if w["id"] == worker_id)
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
+        """The first status that fulfils the condition."""
+        deadline = time.monotonic() + timeout_s
+        while not condition(status := self.client.status()):
+            assert time.monotonic() < deadline, f"not within {timeout_s} s; last status: {status}\n{self.log}"
+            time.sleep(0.1)
+        return status
+
+    def wait_until_idle(self) -> dict[str, Any]:
+        """Every worker has nothing to do, holds nothing, and says so itself."""
+        return self.wait_for(lambda status: all(is_idle(worker) for worker in status["workers"]))
+
+
+class Cluster(Served):
+    """A running `baton up`."""
 
     def __init__(self, *args: str, **settings: str) -> None:
         """Starts one and waits until it is ready.
@@ -54,32 +99,11 @@ class Cluster:
         except BaseException:
             self.process.kill()
             raise
-        self.client = Client(self.grpc)
-        self._channel = grpc.insecure_channel(self.grpc)
-        self.inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self.connect()
 
     @property
     def log(self) -> str:
         return Path(self._log_file.name).read_text()
-
-    def generate(self, **fields: Any) -> Answer:
-        """One request, read to its end. `token_ids` and `sampling` take plain lists and dicts."""
-        return Answer(list(self.inference.Generate(request(**fields), timeout=240)))
-
-    def worker(self, worker_id: str) -> dict[str, Any]:
-        return next(w for w in self.client.status()["workers"] if w["id"] == worker_id)
-
-    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
-        """The first status that fulfils the condition."""
-        deadline = time.monotonic() + timeout_s
-        while not condition(status := self.client.status()):
-            assert time.monotonic() < deadline, f"not within {timeout_s} s; last status: {status}\n{self.log}"
-            time.sleep(0.1)
-        return status
-
-    def wait_until_idle(self) -> dict[str, Any]:
-        """Every worker has nothing to do, holds nothing, and says so itself."""
-        return self.wait_for(lambda status: all(is_idle(worker) for worker in status["workers"]))
 
     def processes(self) -> list[psutil.Process]:
         parent = psutil.Process(self.process.pid)
@@ -87,8 +111,7 @@ class Cluster:
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Ends the cluster as an operator would, and returns its exit status."""
-        self.client.close()
-        self._channel.close()
+        self.disconnect()
         self.process.send_signal(number)
         try:
             return self.process.wait(STOP_TIMEOUT_S)

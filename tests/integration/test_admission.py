@@ -89,8 +89,8 @@ class SlowCluster:
             process.start()
             fleet.workers[f"slow-{role}"] = process
         fleet.wait_for(*fleet.workers)
-        self.grpc = fleet.routers[0].address
-        self.http = fleet.routers[0]._metrics_url.removeprefix("http://").removesuffix("/metrics")
+        self.grpc = fleet.routers[0].grpc
+        self.http = fleet.routers[0].http
 
     def fresh(self, num_tokens: int) -> list[int]:
         """A prompt that no cache holds a block of."""

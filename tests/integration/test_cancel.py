@@ -149,7 +149,7 @@ def check_books(fleet: Fleet) -> None:
     assert {(option.wait_s, option.room_s) for option in placed.options} == {(0.0, 0.0)}, placed.options
 
     async def fill() -> list[grpc.StatusCode]:
-        async with grpc.aio.insecure_channel(fleet.routers[0].address) as channel:
+        async with grpc.aio.insecure_channel(fleet.routers[0].grpc) as channel:
             stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
             return await asyncio.gather(*(_refusal(stub, number) for number in range(MAX_IN_FLIGHT // 16 + 1)))
 
@@ -175,7 +175,7 @@ def test_random_cancels_leave_nothing(mode: str) -> None:
     with running_fleet(TransferConfig(), router, num_blocks=NUM_BLOCKS, lease_s=10.0, step_ms=2.0) as fleet:
         fleet.wait_for(*(fleet.add(role) for role in Role for _ in range(2)))
         began_s = time.monotonic()
-        seen = asyncio.run(run_all(fleet.routers[0].address, NUM_CANCELS // 2, seed=len(mode)))
+        seen = asyncio.run(run_all(fleet.routers[0].grpc, NUM_CANCELS // 2, seed=len(mode)))
         took_s = time.monotonic() - began_s
         print(
             f"{mode}, {took_s:.1f} s: {seen.moments.total()} requests, {seen.num_before_first} left before the "

@@ -346,7 +346,7 @@ def test_log_lines_name_the_trace_of_their_request(
 def test_http_takes_an_objective_for_the_whole_answer_and_tells_where_the_time_went(injected: Injected) -> None:
     injected.add(Role.PREFILL)
     injected.add(Role.DECODE, arithmetic_step_ms=20.0)
-    address = injected.fleet.routers[0]._metrics_url.removesuffix("/metrics")
+    address = f"http://{injected.fleet.routers[0].http}"
     misses = injected.misses()
     body = {"prompt": prompt_of(7, 40), "max_tokens": 10, "ignore_eos": True, "slo": {"e2e_ms": 50}}
     headers = {"Content-Type": "application/json"}

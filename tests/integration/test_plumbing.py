@@ -12,17 +12,19 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
 import pytest
 
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
 from baton.engine.arithmetic import expected_tokens
 from baton.errors import BatonError
 from baton.v1 import inference_pb2
-from tests.integration.cluster import Cluster, request, running_cluster
+from tests.chaos.fleet import running_fleet
+from tests.integration.cluster import Cluster, Served, request
 from tests.integration.conftest import TraceReceiver
 
 VOCABULARY = 49152
@@ -197,12 +199,11 @@ def test_redis_dies_and_nobody_notices(arithmetic_cluster: Cluster) -> None:
     assert again.usage.cached_tokens == 624
 
 
-def test_what_the_index_says_too_much_is_counted_once(model_dir: Path) -> None:
+def test_what_the_index_says_too_much_is_counted_once() -> None:
     """Redis stands still, and the only prefill worker evicts a prompt: nobody hears of it but by its answers."""
-    small = {"engine_runner": "arithmetic", "engine_num_blocks": "64"}
-    with running_cluster(router_mode="split", **small) as cluster:
+    with running_fleet(TransferConfig(), RouterConfig(mode="split"), num_blocks=64) as fleet:
+        cluster = fleet.fill(*Role)
         prompts = [prompt_of(1100 + index, 640) for index in range(3)]
-        (redis,) = [p for p in cluster.processes() if "valkey-server" in p.name()]
 
         def ask(index: int) -> tuple[int, float]:
             """Cached tokens, and stale ones counted so far."""
@@ -213,13 +214,13 @@ def test_what_the_index_says_too_much_is_counted_once(model_dir: Path) -> None:
         assert ask(0) == (0, 0)
         soon(lambda: metric(cluster, "baton_mirror_blocks", 'worker="prefill-0"') == 40)
         assert ask(0) == (624, 0)
-        redis.suspend()
+        fleet.redis.pause()
         try:
             assert (ask(1), ask(2)) == ((0, 0), (0, 0))  # 80 blocks in a pool of 64: none of the first prompt is left
             assert ask(0) == (0, 624)
             assert ask(0) == (624, 624)
         finally:
-            redis.resume()
+            fleet.redis.resume()
         assert metric(cluster, "baton_index_stale_hints_total") == 1
         cached = partial(metric, cluster, "baton_kv_blocks", 'worker="prefill-0"', 'state="cached"')
         soon(lambda: metric(cluster, "baton_mirror_blocks", 'worker="prefill-0"') == cached() > 40)
@@ -346,11 +347,12 @@ def test_the_router_restarts(arithmetic_cluster: Cluster) -> None:
     assert cluster.generate(token_ids=prompt, sampling=sampling(5)).token_ids == expected_tokens(prompt, 5)
 
 
-def test_pools_too_small_for_all_streams_preempt_and_stay_exact(model_dir: Path) -> None:
+def test_pools_too_small_for_all_streams_preempt_and_stay_exact() -> None:
     """24 streams of 600 tokens and more, in pools of 1,024: received sequences are preempted and computed again."""
     prompts = [prompt_of(500 + i, 30 + 7 * i) for i in range(24)]
-    small = {"engine_runner": "arithmetic", "engine_num_blocks": "64", "engine_output_reservation": "16"}
-    with running_cluster("--decode", "2", router_mode="split", **small) as cluster:
+    router = RouterConfig(mode="split")
+    with running_fleet(TransferConfig(), router, num_blocks=64, output_reservation=16) as fleet:
+        cluster = fleet.fill(Role.PREFILL, Role.DECODE, Role.DECODE)
         with ThreadPoolExecutor(24) as pool:
             answers = list(pool.map(lambda p: cluster.generate(token_ids=p, sampling=sampling(600)), prompts))
         cluster.wait_until_idle()
@@ -441,11 +443,12 @@ def test_metrics_tell_what_happened(arithmetic_cluster: Cluster) -> None:
     assert metric(arithmetic_cluster, "baton_kv_blocks") == 4 * 512
 
 
-def test_metrics_and_status_tell_of_every_workers_transfers(model_dir: Path) -> None:
+def test_metrics_and_status_tell_of_every_workers_transfers() -> None:
     """From the leases: both sides of a hand-over count it, with the worker's id and role. A cluster that has had none
     before, so that no lease can be of the time before.
     """
-    with running_cluster(engine_runner="arithmetic", engine_num_blocks="512", router_mode="split") as cluster:
+    with running_fleet(TransferConfig(), RouterConfig(mode="split")) as fleet:
+        cluster = fleet.fill(*Role)
         answer = cluster.generate(token_ids=prompt_of(75, 160), sampling=sampling(8))
         shown = {"open_pairs": 1, "slots_in_use": 0, "unsent_bytes": 0, "committed": 1, "failed": 0, "pulled_tokens": 0}
         cluster.wait_for(lambda s: [w["transfers"] for w in s["workers"]] == [shown, shown])
@@ -498,7 +501,7 @@ def test_one_trace_per_request(arithmetic_cluster: Cluster, trace_receiver: tupl
     assert all(span.end_time_unix_nano >= span.start_time_unix_nano for _, span in trace)
 
 
-def exposition(cluster: Cluster) -> str:
+def exposition(cluster: Served) -> str:
     text: str = urllib.request.urlopen(f"http://{cluster.http}/metrics").read().decode()
     return text
 
@@ -512,7 +515,7 @@ def soon(condition: Callable[[], bool], within_s: float = 60.0) -> None:
 
 
 @contextlib.contextmanager
-def held_by(cluster: Cluster) -> Iterator[dict[str, int]]:
+def held_by(cluster: Served) -> Iterator[dict[str, int]]:
     """The block enters how many tokens each worker comes to hold; it is left once the router believes so."""
 
     def believed(worker: str) -> float:
@@ -524,7 +527,7 @@ def held_by(cluster: Cluster) -> Iterator[dict[str, int]]:
     soon(lambda: all(believed(worker) >= before[worker] + count // 16 for worker, count in num_tokens.items()))
 
 
-def metric(cluster: Cluster, name: str, *labels: str) -> float:
+def metric(cluster: Served, name: str, *labels: str) -> float:
     """Sum over all label values, or over those with all of `labels`."""
     lines = [line for line in exposition(cluster).splitlines() if line.startswith((name + "{", name + " "))]
     return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in labels))

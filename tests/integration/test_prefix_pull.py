@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ import pytest
 from opentelemetry.context import Context
 
 from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
-from baton.config import RouterConfig
+from baton.config import RouterConfig, SloClassConfig, TransferConfig
 from baton.engine.arithmetic import expected_tokens
 from baton.errors import BatonError, Overloaded, TransferCorrupted, TransferError, WorkerFailed
 from baton.messages import (
@@ -47,12 +47,15 @@ from router.placement import NO_OBJECTIVE, Weights
 from router.pools import PoolView
 from router.tenants import DEFAULT_TENANT
 from router.worker_calls import WorkerCalls
-from tests.integration.cluster import Answer, Cluster, request, running_cluster
+from tests.chaos.fleet import Fleet, running_fleet
+from tests.integration.cluster import Answer, Cluster, Served, request
 from tests.integration.test_plumbing import held_by, metric, prompt_of, sampling, soon
 from tests.integration.test_real_model import Reference, greedy, num_excepted
 
 BLOCK = 16
-ARITHMETIC = {"engine_runner": "arithmetic", "engine_num_blocks": "1024"}
+NUM_BLOCKS = 1024
+SPLIT = RouterConfig(mode="split")
+TWO_EACH = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
 
 
 def whole_blocks(num_tokens: int) -> int:
@@ -71,7 +74,7 @@ class Conversation:
         self.num_held = whole_blocks(len(self.so_far) - 1)
         """Of the second prompt, by the decode worker: the KV of a token is computed with the next one."""
 
-    def first_turn(self, cluster: Cluster) -> Answer:
+    def first_turn(self, cluster: Served) -> Answer:
         with held_by(cluster) as num_tokens:
             answer = cluster.generate(token_ids=self.first_prompt, sampling=sampling(self.num_answer))
             assert answer.token_ids == self.answer
@@ -80,20 +83,22 @@ class Conversation:
                 num_tokens[answer.timing.prefill_worker] = whole_blocks(len(self.first_prompt))
         return answer
 
-    def second_turn(self, cluster: Cluster) -> Answer:
+    def second_turn(self, cluster: Served) -> Answer:
         answer = cluster.generate(token_ids=self.second_prompt, sampling=sampling(20))
         assert answer.token_ids == expected_tokens(self.second_prompt, 20)
         return answer
 
 
 @pytest.fixture(scope="module")
-def cluster(model_dir: Path) -> Iterator[Cluster]:
-    with running_cluster("--prefill", "2", "--decode", "2", router_mode="split", **ARITHMETIC) as running:
-        yield running
+def fleet() -> Iterator[Fleet]:
+    with running_fleet(TransferConfig(), SPLIT, num_blocks=NUM_BLOCKS) as fleet:
+        fleet.fill(*TWO_EACH)
+        yield fleet
 
 
-def test_the_next_turn_finds_what_decoding_left(cluster: Cluster) -> None:
+def test_the_next_turn_finds_what_decoding_left(fleet: Fleet) -> None:
     """The prefill worker that computes the rest pulls the generated tokens' KV from the decode worker."""
+    cluster = fleet.routers[0]
     conversation = Conversation(100)
     first = conversation.first_turn(cluster)
     before = metric(cluster, "baton_kv_pulled_tokens_total")
@@ -108,24 +113,22 @@ def test_the_next_turn_finds_what_decoding_left(cluster: Cluster) -> None:
     assert third.usage.cached_tokens == whole_blocks(len(conversation.second_prompt) - 1), "by whoever pulled it"
 
 
-def test_the_source_dies_just_before_the_next_turn(cluster: Cluster) -> None:
-    cluster.wait_for(lambda s: s["pools"]["decode"]["ready"] == 2)
+def test_the_source_dies_just_before_the_next_turn(fleet: Fleet) -> None:
+    cluster = fleet.routers[0]
     conversation = Conversation(200)
-    first = conversation.first_turn(cluster)
-    source = cluster.worker(first.timing.decode_worker)
-    psutil.Process(source["pid"]).kill()
+    source = conversation.first_turn(cluster).timing.decode_worker
+    fleet.remove(source, signal.SIGKILL)
     second = conversation.second_turn(cluster)
-    assert second.timing.decode_worker != source["id"]
+    assert second.timing.decode_worker != source
     assert second.usage.cached_tokens == whole_blocks(len(conversation.first_prompt)), "what the prefill worker held"
-    cluster.wait_for(
-        lambda s: s["pools"]["decode"]["ready"] == 2 and cluster.worker(source["id"])["epoch"] > source["epoch"]
-    )
     cluster.wait_until_idle()
+    fleet.fill(Role.DECODE)
 
 
-def test_left_to_itself_the_next_turn_goes_where_the_conversation_is(model_dir: Path) -> None:
+def test_left_to_itself_the_next_turn_goes_where_the_conversation_is() -> None:
     """Split or not: it is computed where the most of it is, or what is missing there comes over."""
-    with running_cluster("--prefill", "2", "--decode", "2", **ARITHMETIC) as cluster:
+    with running_fleet(TransferConfig(), RouterConfig(), num_blocks=NUM_BLOCKS) as fleet:
+        cluster = fleet.fill(*TWO_EACH)
         for seed in (120, 140, 160):
             conversation = Conversation(seed)
             conversation.first_turn(cluster)
@@ -137,24 +140,25 @@ PULL_TIMEOUT_S = 60.0
 
 
 @pytest.fixture
-def slow_cluster(model_dir: Path) -> Iterator[Cluster]:
+def slow_fleet() -> Iterator[Fleet]:
     """Two workers that compute what they decode, and 3 s for each chunk that travels, of which the router learns with
     the first pull.
 
     A conversation stays with its owner, but for one reason: nobody computes a prompt beside a sequence that it decodes
     if somebody else can.
     """
-    busy = json.dumps({"default": {"affinity_weight": 1e5, "interference_weight": 1e12}})
-    settings = {"router_mode": "aggregated", "router_slo_classes": busy, **ARITHMETIC}
-    slow = {"faults": "link_delay_ms=3000", "transfer_pull_timeout_s": str(PULL_TIMEOUT_S)}
-    with running_cluster("--prefill", "0", "--decode", "2", **settings, **slow) as running:
-        yield running
+    busy = SloClassConfig(affinity_weight=1e5, interference_weight=1e12)
+    router = RouterConfig(mode="aggregated", slo_classes={"default": busy})
+    transfer = TransferConfig(pull_timeout_s=PULL_TIMEOUT_S)
+    with running_fleet(transfer, router, num_blocks=NUM_BLOCKS, faults="link_delay_ms=3000") as fleet:
+        fleet.fill(Role.DECODE, Role.DECODE)
+        yield fleet
 
 
 class Busy:
     """A stream that keeps the owner of a conversation busy, so that its next turn is placed elsewhere."""
 
-    def __init__(self, cluster: Cluster, conversation: Conversation) -> None:
+    def __init__(self, cluster: Served, conversation: Conversation) -> None:
         self._prompt = conversation.so_far + prompt_of(7, 800)
         self._num_tokens = 6000
         assert len(self._prompt) + self._num_tokens <= 8192, "the model's context"
@@ -170,22 +174,23 @@ class Busy:
         return Answer(messages)
 
 
-def test_a_busy_owner_is_a_source_of_its_peers(slow_cluster: Cluster) -> None:
+def test_a_busy_owner_is_a_source_of_its_peers(slow_fleet: Fleet) -> None:
     """Decode worker to decode worker: the whole prefix comes over."""
+    cluster = slow_fleet.routers[0]
     conversation = Conversation(300, num_prompt=1000)
-    owner = conversation.first_turn(slow_cluster).timing.decode_worker
-    slow_cluster.wait_until_idle()
-    busy = Busy(slow_cluster, conversation)
-    second = conversation.second_turn(slow_cluster)
+    owner = conversation.first_turn(cluster).timing.decode_worker
+    cluster.wait_until_idle()
+    busy = Busy(cluster, conversation)
+    second = conversation.second_turn(cluster)
     assert busy.finish().timing.decode_worker == owner
     assert second.timing.decode_worker != owner
     assert second.usage.cached_tokens == conversation.num_held
-    slow_cluster.wait_until_idle()
+    cluster.wait_until_idle()
 
 
-def test_the_source_dies_while_it_sends(slow_cluster: Cluster) -> None:
+def test_the_source_dies_while_it_sends(slow_fleet: Fleet) -> None:
     """The prompt is computed after all, in the same attempt; the owner's own stream goes on elsewhere."""
-    cluster = slow_cluster
+    cluster = slow_fleet.routers[0]
     conversation = Conversation(400, num_prompt=1000)
     owner = cluster.worker(conversation.first_turn(cluster).timing.decode_worker)
     cluster.wait_until_idle()
@@ -198,7 +203,7 @@ def test_the_source_dies_while_it_sends(slow_cluster: Cluster) -> None:
         second_turn = pool.submit(conversation.second_turn, cluster)
         soon(lambda: metric(cluster, "baton_placements_total", f'decode="{other["id"]}"') > placements)
         soon(lambda: port_of(other) in connected_ports(owner["pid"]))
-        psutil.Process(owner["pid"]).kill()
+        slow_fleet.remove(owner["id"], signal.SIGKILL)
         second = second_turn.result()
     assert second.timing.retries == 0
     # Nothing, or all of it if the owner's stream, which has the same prefix, was computed there first.
@@ -208,7 +213,6 @@ def test_the_source_dies_while_it_sends(slow_cluster: Cluster) -> None:
     assert busy.finish().timing.retries == 1
     soon(lambda: metric(cluster, "baton_kv_pull_failures_total") == failures + 1)
     assert metric(cluster, "baton_kv_pulled_tokens_total") == pulled
-    cluster.wait_for(lambda s: s["pools"]["decode"]["ready"] == 2)
     cluster.wait_until_idle()
 
 
@@ -227,11 +231,10 @@ def connected_ports(pid: int) -> set[int]:
 LINK_DELAY_S = 1.0
 
 
-def test_a_slow_link_delays_no_first_token(model_dir: Path) -> None:
+def test_a_slow_link_delays_no_first_token() -> None:
     """A second for every chunk of the hand-over: the second token waits for it, the first does not."""
-    with running_cluster(
-        router_mode="split", faults=f"link_delay_ms={1e3 * LINK_DELAY_S:.0f}", **ARITHMETIC
-    ) as cluster:
+    with running_fleet(TransferConfig(), SPLIT, faults=f"link_delay_ms={1e3 * LINK_DELAY_S:.0f}") as fleet:
+        cluster = fleet.fill(*Role)
         for seed in range(5):
             prompt = prompt_of(1000 + seed, 100)
             began_s = time.perf_counter()

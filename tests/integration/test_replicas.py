@@ -369,7 +369,7 @@ def test_a_client_of_ours_does_not_notice(fleet: Fleet) -> None:
     request = replace(seeded(prompt_of(12, 20), 700, 4, n=2), request_id=next(REQUEST_IDS))
     whole = Listener(request).listen(survivor)
     victims = alive(fleet)[:1]
-    client = Client(",".join(["127.0.0.1:1", *(router.address for router in [*victims, survivor])]))
+    client = Client(",".join(["127.0.0.1:1", *(router.grpc for router in [*victims, survivor])]))
     heard = Listener(request)
     for chunk in client.generate(request):
         choice = heard.choices[chunk.choice_index]
@@ -389,14 +389,14 @@ def test_routers_behind_one_address_stop_and_die_one_after_the_other() -> None:
     num_clients = 12
     with running_fleet(TRANSFER, ROUTER, num_routers=3, step_ms=STEP_MS, shares_address=True) as fleet:
         fleet.wait_for(*(fleet.add(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)))
-        assert len({router.address for router in fleet.routers}) == 1
+        assert len({router.grpc for router in fleet.routers}) == 1
         requests = [seeded(prompt_of(100 + i, 20), 1600, i) for i in range(num_clients)]
         begun = threading.Semaphore(0)
         failures: list[str] = []
         answers: dict[int, tuple[int, ...]] = {}
 
         def listen(index: int) -> None:
-            client = Client(fleet.routers[-1].address)
+            client = Client(fleet.routers[-1].grpc)
             tokens: tuple[int, ...] = ()
             try:
                 for chunk in client.generate(requests[index]):
@@ -430,7 +430,7 @@ def test_met_and_missed_are_counted(fleet: Fleet) -> None:
 
     def counts() -> tuple[int, int, int]:
         time.sleep(0.5)  # a router reads its own entry back from Redis
-        (me,) = [r for r in router.client.status()["routers"] if r["grpc"] == router.address]
+        (me,) = [r for r in router.client.status()["routers"] if r["grpc"] == router.grpc]
         return me["met"], me["missed"], me["rejected"]
 
     before = counts()

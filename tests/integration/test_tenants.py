@@ -18,8 +18,11 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
 from baton.engine.arithmetic import expected_tokens
-from tests.integration.cluster import Answer, Cluster, request, running_cluster
+from tests.chaos.fleet import running_fleet
+from tests.integration.cluster import Answer, Served, request
 from tests.integration.test_operator_errors import baton, refused
 from tests.integration.test_plumbing import exposition, metric, prompt_of, sampling
 
@@ -33,23 +36,21 @@ KEYS = {name: f"key-of-{name}" for name in ("alone", "team", "batch")}
 
 
 @pytest.fixture(scope="module")
-def cluster(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
     path.write_text(TENANTS.format(**{name: hashlib.sha256(key.encode()).hexdigest() for name, key in KEYS.items()}))
-    with running_cluster(
-        engine_runner="arithmetic", engine_num_blocks="512", router_mode="split", router_tenants_file=str(path)
-    ) as cluster:
-        yield cluster
+    with running_fleet(TransferConfig(), RouterConfig(mode="split", tenants_file=str(path))) as fleet:
+        yield fleet.fill(*Role)
 
 
-def ask(cluster: Cluster, key: str | None, prompt: list[int]) -> Answer:
+def ask(cluster: Served, key: str | None, prompt: list[int]) -> Answer:
     metadata = None if key is None else (("authorization", f"Bearer {key}"),)
     message = request(token_ids=prompt, sampling=sampling(4))
     return Answer(list(cluster.inference.Generate(message, timeout=120, metadata=metadata)))
 
 
 def ask_http(
-    cluster: Cluster, path: str, body: object, **headers: str
+    cluster: Served, path: str, body: object, **headers: str
 ) -> tuple[int, dict[str, Any], http.client.HTTPMessage]:
     connection = http.client.HTTPConnection(cluster.http, timeout=60)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -66,7 +67,7 @@ def completion(prompt: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", [None, "nobody", "", "KEY-OF-ALONE"])
-def test_a_call_without_a_tenants_key_is_refused_and_nothing_placed(cluster: Cluster, key: str | None) -> None:
+def test_a_call_without_a_tenants_key_is_refused_and_nothing_placed(cluster: Served, key: str | None) -> None:
     before = metric(cluster, "baton_placements_total"), metric(cluster, "baton_requests_total")
     with pytest.raises(grpc.RpcError) as caught:
         ask(cluster, key, prompt_of(1, 64))
@@ -90,7 +91,7 @@ def test_a_call_without_a_tenants_key_is_refused_and_nothing_placed(cluster: Clu
         ("/detokenize", {"tokens": [1]}),
     ],
 )
-def test_an_http_request_without_a_tenants_key_gets_openais_401(cluster: Cluster, path: str, body: object) -> None:
+def test_an_http_request_without_a_tenants_key_gets_openais_401(cluster: Served, path: str, body: object) -> None:
     before = metric(cluster, "baton_placements_total")
     wrong: list[dict[str, str]] = [{}, {"Authorization": "Bearer nobody"}, {"Authorization": "Basic dTpw"}]
     for headers in wrong:
@@ -103,7 +104,7 @@ def test_an_http_request_without_a_tenants_key_gets_openais_401(cluster: Cluster
     assert metric(cluster, "baton_placements_total") == before
 
 
-def test_a_tenant_is_served_through_both_doors(cluster: Cluster) -> None:
+def test_a_tenant_is_served_through_both_doors(cluster: Served) -> None:
     prompt = prompt_of(2, 64)
     assert ask(cluster, KEYS["alone"], prompt).token_ids == expected_tokens(prompt, 4)
     for headers in ({"Authorization": f"Bearer {KEYS['alone']}"}, {"x_api_key": KEYS["alone"]}):
@@ -117,7 +118,7 @@ def test_a_tenant_is_served_through_both_doors(cluster: Cluster) -> None:
             assert status == 200, answer
 
 
-def test_the_openai_package_authenticates(cluster: Cluster) -> None:
+def test_the_openai_package_authenticates(cluster: Served) -> None:
     url = f"http://{cluster.http}/v1"
     with openai.OpenAI(base_url=url, api_key=KEYS["team"]) as client:
         assert client.completions.create(model="", prompt="hi", max_tokens=2).usage is not None
@@ -128,14 +129,14 @@ def test_the_openai_package_authenticates(cluster: Cluster) -> None:
     assert caught.value.code == "invalid_api_key"
 
 
-def test_tenants_hit_each_others_prefixes_only_where_they_share_a_scope(cluster: Cluster) -> None:
+def test_tenants_hit_each_others_prefixes_only_where_they_share_a_scope(cluster: Served) -> None:
     prompt = prompt_of(3, 160)
     answers = [ask(cluster, KEYS[name], prompt) for name in ("team", "alone", "batch", "team", "alone")]
     assert [answer.usage.cached_tokens for answer in answers] == [0, 0, 144, 144, 144]
     assert all(answer.token_ids == expected_tokens(prompt, 4) for answer in answers)
 
 
-def test_each_tenants_requests_and_tokens_are_counted_and_nobody_elses(cluster: Cluster) -> None:
+def test_each_tenants_requests_and_tokens_are_counted_and_nobody_elses(cluster: Served) -> None:
     def counted() -> dict[str, float]:
         kinds = {
             kind: metric(cluster, "baton_tenant_tokens_total", 'tenant="team"', f'kind="{kind}"') for kind in KINDS
@@ -158,7 +159,7 @@ def test_each_tenants_requests_and_tokens_are_counted_and_nobody_elses(cluster: 
     assert shown <= {"alone", "team", "team-batch"}, "a key of nobody is no label"
 
 
-def test_tenants_caches_are_apart_over_http(cluster: Cluster) -> None:
+def test_tenants_caches_are_apart_over_http(cluster: Served) -> None:
     prompt = prompt_of(4, 160)
     cached = []
     for name in ("alone", "team", "batch", "alone"):
@@ -167,7 +168,7 @@ def test_tenants_caches_are_apart_over_http(cluster: Cluster) -> None:
     assert cached == [0, 0, 144, 144]
 
 
-def test_probes_scrapers_and_status_need_no_key(cluster: Cluster) -> None:
+def test_probes_scrapers_and_status_need_no_key(cluster: Served) -> None:
     for path in ("/healthz", "/readyz", "/metrics"):
         with urllib.request.urlopen(f"http://{cluster.http}{path}", timeout=30) as answer:
             assert answer.status == 200
@@ -184,7 +185,7 @@ def test_probes_scrapers_and_status_need_no_key(cluster: Cluster) -> None:
     assert "baton.v1.Inference/Generate" in listed.stdout, listed.stderr
 
 
-def test_baton_generate_sends_a_key(cluster: Cluster) -> None:
+def test_baton_generate_sends_a_key(cluster: Served) -> None:
     command = ("generate", "hello", "--max-tokens", "3", "--json")
     for result in (
         baton(*command, BATON_ADDRESS=cluster.grpc, BATON_API_KEY=KEYS["alone"]),
