@@ -188,23 +188,21 @@ class RankedFleet:
         children = psutil.Process(self.fleet.workers[worker_id].pid).children()
         return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
-    def ask(self, num_tokens: int, max_tokens: int) -> tuple[Reference, Iterator[list[int]]]:
+    def ask(self, num_tokens: int, max_tokens: int, request_id: str = "") -> tuple[Reference, Iterator[list[int]]]:
         """A new prompt: what `generate` says, and the tokens that come here, message by message."""
         prompt = [self._draw.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
         reference = refer(self._model, prompt, max_tokens)
         sampling = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
-        answer = self.fleet.inference.Generate(request(token_ids=prompt, sampling=sampling), timeout=120)
+        message = request(token_ids=prompt, sampling=sampling, request_id=request_id)
+        answer = self.fleet.inference.Generate(message, timeout=120)
         return reference, (list(message.token_ids) for message in answer)
 
-    def wait_for_pairs(self, expected: dict[str, int]) -> None:
-        """Leases tell of them a little later."""
-        deadline = time.monotonic() + 10
-        while (pairs := self._open_pairs()) != expected:
-            assert time.monotonic() < deadline, pairs
-            time.sleep(0.1)
 
-    def _open_pairs(self) -> dict[str, int]:
-        return {w["id"]: w["transfers"]["open_pairs"] for w in self.fleet.client.status()["workers"]}
+def has_a_pair_for_each_two_ranks(status: dict[str, Any]) -> bool:
+    """Of the only prefill worker, which has one rank, and each decode worker of two that it has handed over to."""
+    pairs = {worker["id"]: worker["transfers"]["open_pairs"] for worker in status["workers"]}
+    of_prefill = pairs.pop("prefill-0")
+    return of_prefill == sum(pairs.values()) > 0 and set(pairs.values()) <= {0, 2}
 
 
 def run_real_worker(role: Role, worker_id: str, config_json: str, parent: int) -> None:
@@ -224,26 +222,27 @@ def test_workers_of_several_ranks_serve_and_die_whole(
     with running_fleet(TransferConfig(), RouterConfig(mode="split")) as fleet:
         ranked = RankedFleet(fleet, tmp_path)
         ranked.add(Role.PREFILL, "prefill-0", 1)
-        ranked.add(Role.DECODE, "decode-0", 2, rank_timeout_s)
-        fleet.wait_for("prefill-0", "decode-0")
+        for worker_id in ("decode-0", "decode-1"):
+            ranked.add(Role.DECODE, worker_id, 2, rank_timeout_s)
+        fleet.wait_for(*fleet.workers)
         num_same = 0
         for num_tokens in (1, 17, 100, 200):
             reference, messages = ranked.ask(num_tokens, 12)
             num_same += same_up_to_near_ties([token for message in messages for token in message], reference)
         assert num_same >= 3
-        ranked.wait_for_pairs({"prefill-0": 2, "decode-0": 2})  # one of each pair of ranks
+        fleet.routers[0].wait_for(has_a_pair_for_each_two_ranks)
 
-        reference, messages = ranked.ask(100, 60)
+        reference, messages = ranked.ask(100, 60, "disturbed")
         first = [next(messages) for _ in range(20)]
-        process, (other,) = fleet.workers["decode-0"], ranked.other_ranks("decode-0")
+        victim = fleet.client.explain("disturbed")[0].decode_worker
+        process, (other,) = fleet.workers[victim], ranked.other_ranks(victim)
         other.send_signal(number)
-        ranked.add(Role.DECODE, "decode-1", 2)  # which takes over
         tokens = [token for message in (*first, *messages) for token in message]
         assert same_up_to_near_ties(tokens, reference)
         process.join(30)
         assert process.exitcode == 1
-        del fleet.workers["decode-0"]
+        del fleet.workers[victim]
         assert not psutil.wait_procs([other], timeout=5)[1], "the rank outlives its worker"
-        left = ranked.other_ranks("decode-1")
+        left = [rank for worker_id in fleet.workers for rank in ranked.other_ranks(worker_id)]
     assert len(left) == 1
     assert not psutil.wait_procs(left, timeout=5)[1], "the rank outlives its worker"

@@ -1,6 +1,6 @@
 """The chart on the test cluster, with everything running: what an operator does, of which clients notice nothing.
 
-One story a helm: every step leaves the cluster as the next one finds it.
+One story a helm: every day leaves the cluster as the next one finds it.
 """
 
 from __future__ import annotations
@@ -23,39 +23,41 @@ pytestmark = [
 ]
 
 SETTINGS = (
-    "config.engine.runner=arithmetic",
-    "config.engine.num_blocks=1024",
-    "config.engine.arithmetic_step_ms=5",
-    "worker.resources.requests.memory=1Gi",
+    "--set=config.engine.runner=arithmetic",
+    "--set=config.engine.num_blocks=1024",
+    "--set=config.engine.arithmetic_step_ms=5",
+    "--set=worker.resources.requests.memory=1Gi",
 )
 
 
-@pytest.mark.parametrize(
-    ("helm_major", "rolls_out"),
-    [pytest.param(4, False, id="helm4"), pytest.param(3, True, id="helm3-and-new-workers")],
-)
-def test_a_release_from_its_first_to_its_last_day(
-    helm_major: int, rolls_out: bool, tmp_path: Path, model_dir: Path
-) -> None:
-    """Install, lose Ray's head, scale, upgrade, roll out, roll back, uninstall: under load from the first answer on."""
-    values = [part for setting in SETTINGS for part in ("--set", setting)]
-    with kube_cluster(helm_major, tmp_path, model_dir.parents[1], *values) as release:
-        live_through(release, rolls_out)
+def test_a_release_from_its_first_to_its_last_day(tmp_path: Path, model_dir: Path) -> None:
+    """Install, scale, upgrade, uninstall: under load from the first answer on."""
+    with kube_cluster(4, tmp_path, model_dir.parents[1], *SETTINGS) as release:
+        live_through(release, scale_with_kubectl, keeps_its_size_in_an_upgrade, scale_with_baton)
 
 
-def live_through(release: Release, rolls_out: bool) -> None:
+def test_a_release_that_lives_through_more(tmp_path: Path, model_dir: Path) -> None:
+    """With helm 3. Ray's head is lost, every worker replaced, and the upgrade rolled back."""
+    with kube_cluster(3, tmp_path, model_dir.parents[1], *SETTINGS) as release:
+        live_through(
+            release,
+            outlives_ray_s_head,
+            keeps_its_size_in_an_upgrade,
+            scale_with_baton,
+            rolls_its_workers_out,
+            rolls_back,
+        )
+
+
+def live_through(release: Release, *days: Callable[[Release], None]) -> None:
     release.install()
     assert (
         json.loads(release.baton("generate", "Hello", "--max-tokens", "3", "--json"))["usage"]["completion_tokens"] == 3
     )
     release.helm("test", NAME, f"--timeout={TIMEOUT_S}s")
     with Load(release.grpc).running() as load:
-        outlives_ray_s_head(release, then=scale_with_kubectl)
-        keeps_its_size_in_an_upgrade(release)
-        scale_with_baton(release)
-        if rolls_out:
-            rolls_its_workers_out(release)
-        rolls_back(release, 2 if rolls_out else 1)
+        for day in days:
+            day(release)
         num_answered = load.num_answered
         release.wait_for(lambda: load.num_answered > num_answered + 10)
     assert load.failures == []
@@ -63,13 +65,13 @@ def live_through(release: Release, rolls_out: bool) -> None:
     uninstall_leaves_nothing(release)
 
 
-def outlives_ray_s_head(release: Release, then: Callable[[Release], None]) -> None:
+def outlives_ray_s_head(release: Release) -> None:
     """Workers go on without a head, and the next one knows them and makes more."""
     before = pids(release)
     (head,) = release.pods("head")
     release.kubectl("delete", "pod", head["metadata"]["name"], "-n", NAMESPACE, "--wait=false")
     release.wait_for(lambda: [is_ready(pod) for pod in release.pods("head")] == [True])
-    then(release)
+    scale_with_kubectl(release)
     assert before.items() <= pids(release).items(), "a worker was started again"
 
 
@@ -115,8 +117,8 @@ def rolls_its_workers_out(release: Release) -> None:
     assert not before & {pod["metadata"]["uid"] for role in ("prefill", "decode") for pod in release.pods(role)}
 
 
-def rolls_back(release: Release, revision: int) -> None:
-    release.helm("rollback", NAME, str(revision), "--wait", f"--timeout={TIMEOUT_S}s")
+def rolls_back(release: Release) -> None:
+    release.helm("rollback", NAME, "2", "--wait", f"--timeout={TIMEOUT_S}s")
     for role, size in (("prefill", 1), ("decode", 2)):
         release.wait_for_pool(role, size)
     assert release.pool("decode")["spec"]["replicas"] == 2
