@@ -19,6 +19,7 @@ from baton.errors import BatonError, ConfigError, WorkerFailed
 from deploy.actors import RESOURCE, WorkerActor
 from deploy.ray_import import ray
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NAME_TAKEN_S = 10.0
@@ -126,13 +127,20 @@ class RayActors:
         return names
 
     async def check(self) -> None:
-        """Raises ConfigError if Ray does not answer, or no longer has the node whose driver this process is.
+        """Waits for a head that is away for as long as Ray does: RAY_gcs_rpc_server_reconnect_timeout_s.
 
-        It is by that node that a driver hears that Ray's head is a new one. Without it this one would never learn what
-        becomes of the actors that it makes.
+        Raises:
+            ConfigError: Ray has given up, or no longer has the node whose driver this process is. It is by that node
+                that a driver hears that Ray's head is a new one. Without it this one would never learn what becomes of
+                the actors that it makes.
         """
+        asked = asyncio.ensure_future(asyncio.to_thread(ray.nodes))
+        if not (await asyncio.wait([asked], timeout=ANSWER_S))[0]:
+            logger.warning("Ray's head has not answered for %.0f s; until it does, workers only go on", ANSWER_S)
+        with _ray_answers():
+            nodes = await asked
         node_id = ray.get_runtime_context().get_node_id()
-        if not any(node["NodeID"] == node_id and node["Alive"] for node in await _in_thread(ray.nodes)):
+        if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
             raise ConfigError("the Ray node by which this process has joined is gone")
 
     async def create(self, worker_id: str, role: Role) -> Any:
@@ -187,8 +195,15 @@ class RayActors:
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
-    try:
+    with _ray_answers():
         return await asyncio.wait_for(asyncio.to_thread(function), ANSWER_S)
+
+
+@contextlib.contextmanager
+def _ray_answers() -> Generator[None]:
+    """Raises ConfigError if it does not."""
+    try:
+        yield
     except (TimeoutError, RuntimeError, ray.exceptions.RayError) as error:
         raise ConfigError(f"Ray does not answer: {first_line(error)}") from error
 

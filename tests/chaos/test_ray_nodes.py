@@ -8,32 +8,43 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from deploy.controller.ray_actors import ANSWER_S
 from deploy.processes import die_with_parent
+from deploy.redis import EmbeddedRedis
 from tests.integration.cluster import Cluster, free_port, running_cluster
 from tests.integration.test_scaling import SETTINGS, has, pids, serves
 
 
 class RayNodes:
-    """A Ray cluster of processes of this test, each of which is a node with room for some workers."""
+    """A Ray cluster of processes of this test, each of which is a node with room for some workers.
 
-    def __init__(self) -> None:
+    Args:
+        store: host:port of a Redis with which the head may come back.
+    """
+
+    def __init__(self, store: str = "") -> None:
+        self._store = {"RAY_REDIS_ADDRESS": store} if store else {}
         self._address = f"127.0.0.1:{free_port()}"
         self._environment = os.environ | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # else it takes no second node on this machine
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "600" if store else "60",
         }
         self.nodes: list[subprocess.Popen[bytes]] = []
+        self._folder = tempfile.mkdtemp(prefix="ray-")
 
     @property
     def address(self) -> str:
@@ -44,16 +55,16 @@ class RayNodes:
         """What an operator sets for a process that is to join."""
         return {name: value for name, value in self._environment.items() if name.startswith("RAY_")}
 
-    def add(self, num_workers: int, ip: str = "127.0.0.1") -> psutil.Process:
-        where = ["--head", f"--port={self._address.rpartition(':')[2]}", "--include-dashboard=false"]
+    def add(self, num_workers: int, ip: str = "127.0.0.1", is_head: bool = False) -> psutil.Process:
+        head = ["--head", f"--port={self._address.rpartition(':')[2]}", "--include-dashboard=false", "--no-monitor"]
         node = subprocess.Popen(
             [
                 *(str(Path(sys.executable).with_name("ray")), "start", "--block", f"--node-ip-address={ip}"),
-                *(where if not self.nodes else [f"--address={self._address}"]),
+                *(head if is_head else [f"--address={self._address}"]),
                 *("--num-cpus=1", f'--resources={{"baton_worker": {num_workers}}}', "--object-store-memory=83886080"),
-                *("--min-worker-port=0", "--max-worker-port=0"),
+                *("--min-worker-port=0", "--max-worker-port=0", f"--temp-dir={self._folder}/{len(self.nodes)}"),
             ],
-            env=self._environment,
+            env=self._environment | (self._store if is_head else {}),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -80,6 +91,7 @@ class RayNodes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
             psutil.wait_procs(children, timeout=20)
+        shutil.rmtree(self._folder)
 
 
 @pytest.mark.usefixtures("model_dir")
@@ -87,7 +99,7 @@ def test_a_controller_goes_with_the_node_by_which_it_joined(monkeypatch: pytest.
     """Ray tells a driver by its node that the head is a new one. The next controller joins by the next node there."""
     nodes = RayNodes()
     try:
-        nodes.add(num_workers=4)
+        nodes.add(num_workers=4, is_head=True)
         node = nodes.add(num_workers=0, ip="127.0.0.2")
         for name, value in nodes.access.items():
             monkeypatch.setenv(name, value)
@@ -108,6 +120,36 @@ def test_a_controller_goes_with_the_node_by_which_it_joined(monkeypatch: pytest.
         nodes.close()
 
 
+@pytest.mark.usefixtures("model_dir")
+def test_a_controller_waits_for_a_head_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes orders meanwhile, which are carried out by the next head; no worker is started again."""
+    with EmbeddedRedis(port=free_port()) as store:
+        nodes = RayNodes(store.url.removeprefix("redis://").removesuffix("/0"))
+        try:
+            head = nodes.add(num_workers=0, is_head=True)
+            nodes.add(num_workers=4, ip="127.0.0.2")
+            for name, value in nodes.access.items():
+                monkeypatch.setenv(name, value)
+            arguments = ("--ray-address", nodes.address, "--prefill", "1", "--decode", "1")
+            with running_cluster(*arguments, **SETTINGS, cluster_ray_node_ip="127.0.0.2") as cluster:
+                before = cluster.wait_for(has(1, 1))
+                for process in (head, *head.children(recursive=True)):
+                    process.kill()
+                deadline = time.monotonic() + 2 * ANSWER_S
+                while "Ray's head has not answered" not in cluster.log:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.5)
+                serves(cluster)
+                cluster.client.scale("decode", 2)
+                nodes.add(num_workers=0, is_head=True)
+                after = cluster.wait_for(has(1, 2), 120)
+                assert after["controller"]["pid"] == before["controller"]["pid"]
+                assert pids(after).items() >= pids(before).items(), "a worker was started again"
+                serves(cluster)
+        finally:
+            nodes.close()
+
+
 def _is_worker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return "deploy.worker" in process.cmdline()
@@ -122,7 +164,7 @@ def test_workers_of_a_lost_node_come_back_on_another(
     """
     nodes = RayNodes()
     try:
-        nodes.add(num_workers=4)
+        nodes.add(num_workers=4, is_head=True)
         second = nodes.add(num_workers=4)
         for name, value in nodes.access.items():
             monkeypatch.setenv(name, value)
