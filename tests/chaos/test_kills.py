@@ -131,7 +131,7 @@ def test_the_decode_worker_dies_at_every_token(mode: str) -> None:
             assert num_retried >= num_tokens - 5
 
 
-@pytest.mark.parametrize(("after_tokens", "faults"), [(0, ""), (1, "link_delay_ms=30")])
+@pytest.mark.parametrize(("after_tokens", "faults"), [(0, ""), (1, "link_delay_ms=100")])
 def test_the_prefill_worker_dies(after_tokens: int, faults: str) -> None:
     """Before the first token, at every stage of the prompt; and after it, while the last of its KV is on the way."""
     with killing("split", Role.PREFILL, faults) as killer:

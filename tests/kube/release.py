@@ -27,6 +27,7 @@ from tests.kube.store import Key, Resource
 
 CHART = Path(__file__).parents[2] / "helm" / "baton"
 NAMESPACE, NAME = "serving", "baton"
+POOLS = ("prefill", "decode")
 PODS, SERVICES = Resource("", "pods"), Resource("", "services")
 SERVING_POOLS = Resource("baton.dev", "servingpools")
 TIMEOUT_S = 240
@@ -87,14 +88,22 @@ class Release:
             time.sleep(0.1)
 
     def wait_for_pool(self, role: str, size: int) -> None:
-        """Until it has so many workers, all of them serve, and as many pods are there for both pools together."""
+        """Until it has so many workers, all of them serve, and as many pods are there as both pools have workers.
+
+        Whose pods they are does not matter to a worker.
+        """
 
         def is_so() -> bool:
-            status = self.pool(role).get("status", {})
-            found = [status.get(name) for name in ("desiredReplicas", "replicas", "readyReplicas")]
-            return found == [size] * 3
+            statuses = {role: self.pool(role).get("status", {}) for role in POOLS}
+            found = [statuses[role].get(name) for name in ("desiredReplicas", "replicas", "readyReplicas")]
+            num_workers = sum(status.get("replicas", 0) for status in statuses.values())
+            return found == [size] * 3 and len(self.node_pods()) == num_workers
 
         self.wait_for(is_so)
+
+    def node_pods(self) -> list[dict[str, Any]]:
+        """Of workers."""
+        return [pod for role in POOLS for pod in self.pods(role)]
 
     def picture(self) -> str:
         """What an operator would look at."""
