@@ -15,9 +15,9 @@ SHORT_CHAOS := $(SOAK) tests/chaos/test_kills.py
 OTHERS := tests/helm tests/observability tests/kube $(SHORT_CHAOS) tests/integration
 # Of the others, what takes long and has a sibling that stays: the autoscaler live (the simulator runs the same
 # function), the second story of a release (head lost, workers replaced, rolled back), what the real model answers with
-# spoiled blocks that nobody checks (that they reach the cache stays), pulls between workers of the real model (with
-# arithmetic they stay), thousands of cancels (hundreds stay), `baton bench` on a cluster (its replay stays), most types
-# of models over two ranks and a rank that hangs (two types and a killed rank stay).
+# spoiled blocks that nobody checks and pulls between its workers (with arithmetic both stay), thousands of cancels
+# (hundreds stay), `baton bench` on a cluster (its replay stays), most types of models over two ranks and a rank that
+# hangs (two types and a killed rank stay).
 LONG := tests/integration/test_autoscale.py::test_pools_follow_the_load \
 	tests/kube/test_cluster.py::test_a_release_that_lives_through_more \
 	tests/integration/test_real_model.py::test_spoiled_blocks_change_the_answer_when_nobody_checks \

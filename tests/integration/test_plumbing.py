@@ -361,6 +361,20 @@ def test_pools_too_small_for_all_streams_preempt_and_stay_exact() -> None:
         assert answer.timing.retries == 0, "preemption is the worker's own affair"
 
 
+@pytest.mark.parametrize("fault", ["corrupt_chunk", "drop_chunk", "swap_blocks"])
+def test_spoiled_blocks_are_a_wrong_answer_or_with_checksums_an_error(fault: str) -> None:
+    """Proof that a wrong block would be seen in the tokens. Here every chunk is spoiled, of every attempt."""
+    prompt = prompt_of(900, 100)
+    with running_fleet(TransferConfig(checksum="off"), RouterConfig(mode="split"), faults=f"{fault}=1") as fleet:
+        answer = fleet.fill(*Role).generate(token_ids=prompt, sampling=sampling(20))
+        assert answer.token_ids != expected_tokens(prompt, 20)
+        assert answer.timing.retries == 0
+    with running_fleet(TransferConfig(), RouterConfig(mode="split"), faults=f"{fault}=1") as fleet:
+        with pytest.raises(grpc.RpcError, match="its checksum is") as caught:
+            fleet.fill(*Role).generate(token_ids=prompt, sampling=sampling(20))
+        assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+
+
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "no input": ({}, "no input"),
     "empty text": ({"text": ""}, "empty"),
