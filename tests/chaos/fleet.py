@@ -21,7 +21,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Self
 
 import psutil
@@ -70,10 +69,6 @@ class RouterProcess(Served):
         )
         self.grpc = f"127.0.0.1:{config.cluster.grpc_port}"
         self.http = f"127.0.0.1:{config.cluster.http_port}"
-
-    @property
-    def log(self) -> str:
-        return Path(self._log_file.name).read_text()
 
     def metrics(self) -> list[tuple[str, float]]:
         """Every sample of /metrics: its name with the labels, and its value."""

@@ -39,8 +39,8 @@ STEP_MS = 4
 MAX_STOPPED_TOKENS = 80
 """Of the requests that are asked with a stop string as well."""
 WHOLE_S = 90.0
-NUM_TRIES = 5
 """Until the pools must be whole again. A worker takes a few seconds to start, and one that keeps dying waits."""
+NUM_TRIES = 5
 SETTINGS = {
     "engine_runner": "arithmetic",
     "engine_num_blocks": "1024",
@@ -215,20 +215,28 @@ def _thaw(victim: psutil.Process, after_s: float) -> None:
 
 
 def undisturbed(cluster: Cluster) -> list[tuple[GenerateRequest, Answer]]:
-    """Every request with its answer, and some once more, with a stop string from within it.
-
-    A machine that stands still for seconds is a disturbance, too: who was placed again then is asked again.
-    """
+    """Every request with its answer, and some once more, with a stop string from within it."""
     answers = []
     for request in requests():
-        heard = next(h for h in (listen(cluster.client.generate(request)) for _ in range(NUM_TRIES)) if h.retries == 0)
-        answers.append((request, heard.answer))
+        answer = undisturbed_answer(cluster, request)
+        answers.append((request, answer))
         if request.sampling.get("n", 1) == 1 and request.sampling["max_tokens"] <= MAX_STOPPED_TOKENS:
-            stopped = asks.stopped_by(request, heard.answer, share=0.5)
+            stopped = asks.stopped_by(request, answer, share=0.5)
             again = listen(cluster.client.generate(stopped)).answer
             assert again.choices[0].finish_reason == "stop"
             answers.append((stopped, again))
     return answers
+
+
+def undisturbed_answer(cluster: Cluster, request: GenerateRequest) -> Answer:
+    """A machine that stands still for seconds is a disturbance, too: asks again, and wants the same answer."""
+    heard = []
+    for _ in range(NUM_TRIES):
+        heard.append(listen(cluster.client.generate(request)))
+        if heard[-1].retries == 0:
+            assert all(each.answer == heard[-1].answer for each in heard)
+            return heard[-1].answer
+    raise AssertionError(f"placed again {[each.retries for each in heard]} times though nothing was disturbed")
 
 
 @pytest.mark.timeout(SECONDS + 400)

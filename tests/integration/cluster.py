@@ -37,6 +37,7 @@ class Served:
 
     grpc: str
     http: str
+    _log_file: tempfile._TemporaryFileWrapper[str]
 
     def connect(self) -> None:
         self.client = Client(self.grpc)
@@ -50,7 +51,7 @@ class Served:
     @property
     def log(self) -> str:
         """What was printed, for failure messages."""
-        raise NotImplementedError
+        return Path(self._log_file.name).read_text()
 
     def generate(self, **fields: Any) -> Answer:
         """One request, read to its end. `token_ids` and `sampling` take plain lists and dicts."""
@@ -100,10 +101,6 @@ class Cluster(Served):
             self.process.kill()
             raise
         self.connect()
-
-    @property
-    def log(self) -> str:
-        return Path(self._log_file.name).read_text()
 
     def processes(self) -> list[psutil.Process]:
         parent = psutil.Process(self.process.pid)
