@@ -11,7 +11,6 @@ blocks handed over like those of any prompt. So how long it takes depends on the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 import grpc
@@ -36,7 +35,7 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
         """For good. Returns once nothing is left to do here, or the time is up.
 
         Returns:
-            Calls that are left.
+            Calls that are left. What has come since there were none does not count: it is refused.
         """
         self._is_leaving = True
         return await self._drain(timeout_s)
@@ -46,10 +45,12 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
         member.become(WorkerState.DRAINING)
         member.loop.hand_back(WorkerDraining(f"{member.worker_id} takes no new work"))
         self._calls.migrate()
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(timeout_s):
                 await self._calls.wait_until_idle()  # who pulls from here is not waited for
-        return self._calls.num_running
+        except TimeoutError:
+            return self._calls.num_running
+        return 0
 
     async def set_role(self, role: Role, timeout_s: float) -> None:
         """Raises Conflict when the worker is not ready, or not free in time: it goes on in its old role."""

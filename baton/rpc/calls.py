@@ -81,7 +81,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         return len(self._running)
 
     async def wait_until_idle(self) -> None:
-        """Until no call runs."""
+        """Until a moment in which no call runs; the next may have begun since."""
         await self._is_idle.wait()
 
     def migrate(self) -> None:
