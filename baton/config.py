@@ -243,7 +243,8 @@ class RouterConfig:
     """A gRPC client is asked to connect anew after so long; what it has asked for goes on. Behind a balancer of
     connections it finds all routers so, and none that is about to end; .inf: never."""
     worker_wait_s: float = 30.0
-    """How long an accepted request waits for a worker to become ready."""
+    """How long an accepted request waits for a worker to become ready. A router whose workers are all gone says for as
+    long that it is ready."""
     pull_above_tokens: int = 64
     """The worker that computes a prompt pulls a prefix from another one which holds at least so many tokens more of
     it. A number above the context window: never."""

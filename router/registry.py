@@ -38,12 +38,10 @@ class Registry:
         redis_address: str,
         poll_s: float,
         lease_s: float,
-        needs_prefill: bool,
     ) -> None:
         self._leases = leases
         self._pools = pools
         self._calls = calls
-        self._is_stopping = False
         self._follower = follower
         self._me = me
         self._slo_counts = slo_counts
@@ -51,7 +49,6 @@ class Registry:
         self._redis_address = redis_address
         self._poll_s = poll_s
         self._lease_s = lease_s
-        self._needs_prefill = needs_prefill
         self._routers: tuple[RouterInfo, ...] = ()
         self._desired: dict[str, int] = {}
         self._controller: ControllerInfo | None = None
@@ -106,20 +103,6 @@ class Registry:
     def controller(self) -> ControllerInfo | None:
         """The one that Redis named last; None: it names none."""
         return self._controller
-
-    def why_not_ready(self) -> str:
-        """The reason why requests cannot be served now; empty when they can."""
-        if self._is_stopping:
-            return "the router is stopping"
-        if not self._pools.is_ready(Role.DECODE):
-            return "no decode worker is ready"
-        if self._needs_prefill and not self._pools.is_ready(Role.PREFILL):
-            return "no prefill worker is ready, and router.mode is split"
-        return ""
-
-    def stop(self) -> None:
-        """From now on the router is not ready."""
-        self._is_stopping = True
 
     def _myself(self) -> RouterInfo:
         me, counts = self._me, self._slo_counts

@@ -33,6 +33,7 @@ from router.http import create_app
 from router.journal import Journal
 from router.orders import OrdersClient
 from router.pools import PoolView
+from router.readiness import Readiness
 from router.registry import Registry
 from router.rpc import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
 from router.service import Door, LoadedModel, RouterService
@@ -124,8 +125,8 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         without_password(config.index.redis_url),
         config.index.poll_s,
         config.index.lease_s,
-        needs_prefill=config.router.mode == "split",
     )
+    readiness = Readiness(pools, config.router.mode == "split", config.router.worker_wait_s, time.monotonic)
     decisions = DecisionLog()
     instruments = Instruments(registry.status, config.router.slo_classes, name if config.telemetry.vllm_aliases else "")
     facts = ModelFacts(
@@ -146,7 +147,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service, door), rpc.server)
     admin = AdminServicer(registry.status, decisions.explain, OrdersClient(registry.controller))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
-    http.config.app = create_app(service, tenants, registry.why_not_ready, instruments.exposition)
+    http.config.app = create_app(service, tenants, readiness.why_not, instruments.exposition)
 
     try:
         await rpc.start()
@@ -155,12 +156,12 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
                 tasks.create_task(follower.run(), name="mirror"),
                 tasks.create_task(registry.run(), name="registry"),
                 tasks.create_task(journal.run(), name="journal"),
-                tasks.create_task(_report_health(rpc, registry, config.index.poll_s), name="health"),
+                tasks.create_task(_report_health(rpc, readiness, config.index.poll_s), name="health"),
             ]
             serving = tasks.create_task(http.serve(http_sockets), name="http")
             await stop.wait()
             logger.info("router %s stops", config.router.id)
-            registry.stop()
+            readiness.stop()
             http.should_exit = True  # both doors close at once, and both give running requests the same time
             await asyncio.gather(rpc.stop(config.router.drain_timeout_s), serving)
             for task in background:
@@ -200,7 +201,7 @@ def bound(host: str, port: int, shares_port: bool) -> list[socket.socket]:
     return sockets
 
 
-async def _report_health(rpc: RpcServer, registry: Registry, poll_s: float) -> None:
+async def _report_health(rpc: RpcServer, readiness: Readiness, poll_s: float) -> None:
     while True:
-        await rpc.set_serving(not registry.why_not_ready())
+        await rpc.set_serving(not readiness.why_not())
         await asyncio.sleep(min(poll_s, 0.2))

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+
+from baton.cluster import Role, Worker
+from router.pools import PoolView
+from router.readiness import Readiness
+from tests.unit.test_pools import Clock, worker
+
+PATIENCE_S = 30.0
+PREFILL, DECODE = worker("prefill-0", role=Role.PREFILL), worker("decode-0")
+
+
+class Router:
+    def __init__(self, needs_prefill: bool = False) -> None:
+        self.clock = Clock()
+        self.pools = PoolView(lambda keys: {}, self.clock)
+        self.readiness = Readiness(self.pools, needs_prefill, PATIENCE_S, self.clock)
+
+    async def sees(self, *workers: Worker) -> str:
+        await self.pools.update(workers)
+        return self.readiness.why_not()
+
+    async def after(self, seconds: float) -> str:
+        self.clock.now += seconds
+        return self.readiness.why_not()
+
+
+async def test_a_router_is_not_ready_before_its_first_workers() -> None:
+    router = Router()
+    assert await router.sees() == "no decode worker is ready"
+    assert await router.sees(PREFILL) == "no decode worker is ready"
+    assert await router.sees(DECODE) == ""
+
+
+async def test_workers_that_are_gone_are_waited_for_as_long_as_requests_wait() -> None:
+    router = Router()
+    await router.sees(DECODE)
+    assert await router.sees() == ""
+    assert await router.after(PATIENCE_S) == ""
+    assert await router.after(0.1) == "no decode worker is ready"
+    assert await router.sees(DECODE) == ""
+    await router.after(PATIENCE_S * 2)
+    assert await router.sees() == "", "the wait begins when they go"
+
+
+@pytest.mark.parametrize("needs_prefill", [True, False])
+async def test_prefill_workers_are_needed_where_every_prompt_goes_to_one(needs_prefill: bool) -> None:
+    reason = await Router(needs_prefill).sees(DECODE)
+    assert reason == ("no prefill worker is ready, and router.mode is split" if needs_prefill else "")
+
+
+async def test_a_router_that_stops_is_not_ready_at_once() -> None:
+    router = Router()
+    await router.sees(DECODE)
+    router.readiness.stop()
+    assert router.readiness.why_not() == "the router is stopping"
