@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -23,6 +24,8 @@ from deploy.client import Client
 from deploy.processes import die_with_parent
 
 READY = re.compile(r"BATON READY grpc=(\S+) http=(\S+)")
+FIXED_PORTS = range(10_000, 30_000)
+"""Below those that Linux and macOS give to outgoing connections."""
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
 
@@ -163,10 +166,12 @@ def is_idle(worker: dict[str, Any]) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Not an ephemeral one, which somebody's outgoing connection might have by the time it is wanted."""
+    while True:
+        port = secrets.choice(FIXED_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager
