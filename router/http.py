@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.telemetry import TelemetryConfig
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -46,6 +47,8 @@ Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 8 * 2**20
+NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
+"""FastAPI's own, which it would ask the environment about with every request: the service has ours."""
 OPEN_PATHS = {"/", "/healthz", "/readyz", "/metrics"}
 """What needs no API key: probes and scrapers have none, and the page at / has only what /metrics says."""
 
@@ -59,7 +62,7 @@ def create_app(
         is_ready: "" when requests can be served, else the reason why not.
         metrics: the Prometheus text.
     """
-    app = FastAPI(title="Baton", openapi_url=None)
+    app = FastAPI(title="Baton", openapi_url=None, telemetry=NO_TELEMETRY)
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

@@ -6,7 +6,7 @@ What is part of OpenAI's or vLLM's API and not built yet is refused by name, unl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -31,6 +31,8 @@ IGNORED = {
     "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "store", "user",
 }  # fmt: skip
 """Fields that do not change an answer."""
+
+TIMING_NAMES = tuple(field.name for field in fields(Timing))
 
 
 class SloBody(BaseModel):
@@ -150,7 +152,7 @@ class Shape:
     def whole(self, choices: Mapping[int, Answer], usage: Usage, timing: Timing) -> dict[str, Any]:
         kind = "chat.completion" if self.is_chat else "text_completion"
         written = [self._choice(i, a) for i, a in choices.items()]
-        return {**self._head(kind), "choices": written, "usage": _usage(usage), "timing": asdict(timing)}
+        return {**self._head(kind), "choices": written, "usage": _usage(usage), "timing": _timing(timing)}
 
     def chunk(self, index: int, chunk: GenerateChunk, is_first: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": chunk.finish_reason, "logprobs": None}
@@ -162,7 +164,7 @@ class Shape:
 
     def usage_chunk(self, usage: Usage, timing: Timing) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        return {**self._head(kind), "choices": [], "usage": _usage(usage), "timing": asdict(timing)}
+        return {**self._head(kind), "choices": [], "usage": _usage(usage), "timing": _timing(timing)}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason, "logprobs": None}
@@ -224,6 +226,10 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def _timing(timing: Timing) -> dict[str, Any]:
+    return {name: getattr(timing, name) for name in TIMING_NAMES}
 
 
 def error_body(error: BatonError) -> dict[str, Any]:
