@@ -305,8 +305,9 @@ class ClusterConfig:
     """Router processes that `baton up` runs behind one address. They share nothing but Redis."""
     ray_address: str = ""
     """host:port of a Ray cluster to join, whose nodes take as many workers as they have of the resource `baton_worker`.
-    One of them has to be this machine. The others need to reach `index.redis_url`, and to have the model at the same
-    path. Empty: `baton up` starts one of this machine alone."""
+    Where the label `baton.dev/pool` names a pool, they take workers that begin in that one. One of the nodes has to be
+    this machine. The others need to reach `index.redis_url`, and to have the model at the same path. Empty: `baton up`
+    starts one of this machine alone."""
     ray_node_ip: str = ""
     """The controller joins Ray by the node of this address, and waits until it is there. Empty: by any that runs on its
     machine, the head first."""

@@ -105,6 +105,8 @@ def run(
     """Run one part of a cluster in the foreground, as containers do. The parts find each other through Redis and Ray.
 
     Workers run on any Ray node with room: ray start --address=HEAD:6379 --resources='{"baton_worker": 1}'
+
+    Those that begin in one pool alone, if the node says so: --labels baton.dev/pool=decode
     """
     from deploy.parts import run as run_part
 

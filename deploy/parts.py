@@ -4,7 +4,8 @@
     router       gRPC and HTTP
     controller   keeps the workers in the Ray cluster at `cluster.ray_address` as they should be
 
-Workers are no part: Ray starts them, on any node that has room for one (`ray start --resources '{"baton_worker": 1}'`).
+Workers are no part: Ray starts them, on any node that has room for one (`ray start --resources '{"baton_worker": 1}'`)
+and is not for the other pool (`--labels baton.dev/pool=decode`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.children import STABLE_S
 from deploy.controller import state as state_file
 from deploy.controller.ray_actors import RayActors, Started, first_line
-from deploy.controller.reconcile import Forget, Leave, Phase, Retire, Seen, Start, is_serving, reconcile
+from deploy.controller.reconcile import Forget, Leave, Phase, Retire, Seen, Start, is_serving, pool_of, reconcile
 from deploy.controller.state import Flip, State, why_not
 from deploy.kubernetes.node_plan import PlacedWorker
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec
@@ -155,7 +155,7 @@ class Controller:
             told = {worker.info.id: worker.info.role for worker in await self._leases.list_workers()}
         for worker_id in sorted(found | self.state.roles.keys()):
             # A state file that is lost leaves what workers say of themselves, then the role they began with.
-            role = self.state.roles.get(worker_id) or told.get(worker_id) or Role(worker_id.rpartition("-")[0])
+            role = self.state.roles.get(worker_id) or told.get(worker_id) or pool_of(worker_id)
             worker = Tended(worker_id, role)
             self._workers[worker_id] = worker
             if worker_id in found:
@@ -264,7 +264,8 @@ class Controller:
         for worker in self._workers.values():
             if seen[worker.id].waits_for_room and not worker.is_told_to_wait:
                 worker.is_told_to_wait = True
-                logger.warning("%s waits: no Ray node has room for %s", worker.id, self._actors.needs)
+                room = f"{self._actors.needs} on a Ray node for {pool_of(worker.id)} workers, or for all"
+                logger.warning("%s waits: there is no %s", worker.id, room)
         for action in reconcile(self.state.desired, list(seen.values()), time.monotonic()):
             match action:
                 case Start(worker_id, role):
@@ -328,8 +329,9 @@ class Controller:
     def placed_workers(self) -> list[PlacedWorker]:
         """Where the workers are that run, or may."""
         return [
-            PlacedWorker(worker.role, worker.pod if worker.phase in (Phase.READY, Phase.LEAVING) else "", stays)
+            PlacedWorker(pool_of(worker.id), worker.role, pod, stays)
             for worker in self._workers.values()
+            for pod in [worker.pod if worker.phase in (Phase.READY, Phase.LEAVING) else ""]
             for stays in [worker.id not in self.state.retiring and worker.phase is not Phase.LEAVING]
         ]
 

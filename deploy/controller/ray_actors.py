@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from baton.cluster import Role
 from baton.config import ClusterConfig, Config
 from baton.errors import BatonError, ConfigError, WorkerFailed
-from deploy.actors import RESOURCE, WorkerActor
+from deploy.actors import POOL_LABEL, RESOURCE, WorkerActor
+from deploy.controller.reconcile import pool_of
 from deploy.ray_import import ray
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,9 @@ class RayActors:
         Raises:
             WorkerFailed: Ray does not take it.
         """
-        make = ray.remote(WorkerActor).options(name=worker_id, **self._options).remote
+        others = ",".join(pool for pool in Role if pool is not pool_of(worker_id))
+        nodes = {POOL_LABEL: f"!in({others})"}
+        make = ray.remote(WorkerActor).options(name=worker_id, label_selector=nodes, **self._options).remote
         deadline_s = time.monotonic() + NAME_TAKEN_S
         try:
             while True:

@@ -1,8 +1,8 @@
 """The pods that are Ray nodes, where Deployments make them: as many as workers need, and never the wrong one less.
 
-A worker needs a node, and no node has room for two. Which of the two Deployments has it does not matter to a worker,
-who may have changed its role since. So Deployments grow by the workers that lack a node, and shrink by the pods that
-have none; a pod that has one is dearer to delete (controller.kubernetes.io/pod-deletion-cost). Pure.
+A worker needs a node of the pool in which it began, and keeps it when its role changes. No node has room for two. So a
+pool's Deployment grows by the workers that lack a node, and shrinks by the pods that have no worker; a pod that has one
+is dearer to delete (controller.kubernetes.io/pod-deletion-cost). Pure.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class NodePod:
 
 @dataclass(frozen=True, slots=True)
 class PlacedWorker:
+    pool: Role
+    """In which it began."""
     role: Role
     pod: str
     """Empty: it waits for a node."""
@@ -58,16 +60,13 @@ def plan(
     used = {worker.pod for worker in workers} & by_name.keys()
     costs = {name: COST_OF_A_WORKER * (name in used) for name in by_name}
     changed = {name: cost for name, cost in costs.items() if cost != by_name[name].cost}
-    num_used = {role: sum(by_name[name].deployment is role for name in used) for role in Role}
-    placed = [worker.role for worker in workers if worker.is_staying and worker.pod in used]
-    lacking = {role: max(0, desired[role] - placed.count(role)) for role in Role}
-    num_free = sum(sizes.values()) - sum(num_used.values())
-    if not any(lacking.values()):
-        return Plan({role: min(sizes[role], num_used[role]) for role in Role}, changed)
-    num_more = max(0, sum(lacking.values()) - num_free)
-    grown = dict(sizes)
-    for role in Role:
-        more = min(num_more, max(0, lacking[role] - max(0, sizes[role] - num_used[role])))
-        grown[role] += more
-        num_more -= more
-    return Plan(grown, changed)
+    staying = [worker for worker in workers if worker.is_staying]
+    wanted = {}
+    for pool in Role:
+        num_waiting = sum(worker.pool is pool and worker.pod not in used for worker in staying)
+        num_to_come = max(0, desired[pool] - sum(worker.role is pool for worker in staying))
+        num_used = sum(by_name[name].deployment is pool for name in used)
+        num_lacking = num_waiting + num_to_come
+        # While a worker looks for a node, none goes: it may be about to run there.
+        wanted[pool] = max(sizes[pool], num_used + num_lacking) if num_lacking else min(sizes[pool], num_used)
+    return Plan(wanted, changed)

@@ -15,10 +15,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from baton.cluster import Role
+from deploy.actors import POOL_LABEL
 from deploy.controller.ray_actors import ANSWER_S
 from deploy.processes import die_with_parent
 from deploy.redis import EmbeddedRedis
@@ -55,7 +58,12 @@ class RayNodes:
         """What an operator sets for a process that is to join."""
         return {name: value for name, value in self._environment.items() if name.startswith("RAY_")}
 
-    def add(self, num_workers: int, ip: str = "127.0.0.1", is_head: bool = False) -> psutil.Process:
+    def add(
+        self, num_workers: int, ip: str = "127.0.0.1", is_head: bool = False, pool: Role | None = None
+    ) -> psutil.Process:
+        """Args:
+        pool: whose workers alone the node takes.
+        """
         head = ["--head", f"--port={self._address.rpartition(':')[2]}", "--include-dashboard=false", "--no-monitor"]
         node = subprocess.Popen(
             [
@@ -63,6 +71,7 @@ class RayNodes:
                 *(head if is_head else [f"--address={self._address}"]),
                 *("--num-cpus=1", f'--resources={{"baton_worker": {num_workers}}}', "--object-store-memory=83886080"),
                 *("--min-worker-port=0", "--max-worker-port=0", f"--temp-dir={self._folder}/{len(self.nodes)}"),
+                *([f"--labels={POOL_LABEL}={pool}"] if pool else []),
             ],
             env=self._environment | (self._store if is_head else {}),
             stdout=subprocess.DEVNULL,
@@ -145,6 +154,42 @@ def test_a_controller_waits_for_a_head_that_comes_back(monkeypatch: pytest.Monke
                 serves(cluster)
         finally:
             nodes.close()
+
+
+@pytest.mark.usefixtures("model_dir")
+def test_pools_keep_to_their_own_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has changed its role comes back where it was; one that begins waits for a node of its pool."""
+    nodes = RayNodes()
+    try:
+        own = {
+            Role.PREFILL: nodes.add(num_workers=1, is_head=True, pool=Role.PREFILL),
+            Role.DECODE: nodes.add(num_workers=2, pool=Role.DECODE),
+        }
+        for name, value in nodes.access.items():
+            monkeypatch.setenv(name, value)
+        arguments = ("--ray-address", nodes.address, "--prefill", "1", "--decode", "1")
+        with running_cluster(*arguments, **SETTINGS) as cluster:
+
+            def places(status: dict[str, Any]) -> dict[str, Role]:
+                children = {pool: {p.pid for p in node.children(recursive=True)} for pool, node in own.items()}
+                return {w["id"]: pool for w in status["workers"] for pool in Role if w["pid"] in children[pool]}
+
+            before = cluster.wait_for(has(1, 1))
+            own_places = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
+            assert places(before) == own_places
+            cluster.client.scale("prefill", 2)
+            cluster.wait_for(lambda _: "prefill-1 waits" in cluster.log)  # with room on the other pool's node
+            cluster.client.scale("prefill", 1)
+            cluster.wait_for(has(1, 1))
+            cluster.client.set_role("prefill-0", "decode")
+            flipped = cluster.wait_for(has(0, 2))
+            psutil.Process(pids(flipped)["prefill-0"]).kill()
+            after = cluster.wait_for(lambda s: has(0, 2)(s) and pids(s)["prefill-0"] != pids(flipped)["prefill-0"])
+            assert places(after) == own_places
+            assert pids(after)["decode-0"] == pids(before)["decode-0"], "a worker was started again"
+            serves(cluster)
+    finally:
+        nodes.close()
 
 
 def _is_worker(process: psutil.Process) -> bool:

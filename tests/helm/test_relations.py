@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import typer.main
 
+from deploy.actors import POOL_LABEL
 from deploy.cli import app
 from tests.helm.chart import MATRIX, NAMESPACE, Object, Values, of_kind, pod_of, pods, render, selects, the
 
@@ -226,6 +227,20 @@ def test_a_new_raycluster_begins_with_the_initial_sizes() -> None:
     for group in groups.values():
         # Quoted for the shell that KubeRay starts Ray in.
         assert json.loads(json.loads(group["rayStartParams"]["resources"].strip("'"))) == {"baton_worker": 1}
+
+
+def test_ray_nodes_are_for_the_workers_of_their_pool() -> None:
+    """And a group is large enough for all who ever begin there, whatever their role is now."""
+    objects = render(MATRIX["cpu-deployments"])
+    for role in ("prefill", "decode"):
+        command = pod_of(objects, role).spec["containers"][0]["command"]
+        assert f"--labels={POOL_LABEL}={role}" in command
+    values = Values(sets=("orchestrator=kuberay", "pools.prefill.maxReplicas=3"))
+    (cluster,) = of_kind(render(values), "RayCluster")
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        assert group["labels"] == {POOL_LABEL: group["groupName"]}
+        assert "labels" not in group["rayStartParams"], "KubeRay refuses them there"
+        assert group["maxReplicas"] == 3 + 8
 
 
 @every_values

@@ -88,16 +88,12 @@ class Release:
             time.sleep(0.1)
 
     def wait_for_pool(self, role: str, size: int) -> None:
-        """Until it has so many workers, all of them serve, and as many pods are there as both pools have workers.
-
-        Whose pods they are does not matter to a worker.
-        """
+        """Until it has so many workers, who all serve, and as many pods: none of them has changed its role."""
 
         def is_so() -> bool:
-            statuses = {role: self.pool(role).get("status", {}) for role in POOLS}
-            found = [statuses[role].get(name) for name in ("desiredReplicas", "replicas", "readyReplicas")]
-            num_workers = sum(status.get("replicas", 0) for status in statuses.values())
-            return found == [size] * 3 and len(self.node_pods()) == num_workers
+            status = self.pool(role).get("status", {})
+            found = [status.get(name) for name in ("desiredReplicas", "replicas", "readyReplicas")]
+            return [*found, len(self.pods(role))] == [size] * 4
 
         self.wait_for(is_so)
 

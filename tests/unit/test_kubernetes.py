@@ -19,8 +19,9 @@ def pod(name: str, role: Role, cost: int = COST_OF_A_WORKER, leaving: bool = Fal
     return NodePod(name, role, cost, leaving)
 
 
-def worker(role: Role, pod: str = "", stays: bool = True) -> PlacedWorker:
-    return PlacedWorker(role, pod, stays)
+def worker(role: Role, pod: str = "", stays: bool = True, pool: Role | None = None) -> PlacedWorker:
+    """In the role with which it began, unless `pool` is given."""
+    return PlacedWorker(pool or role, role, pod, stays)
 
 
 def test_pools_as_they_should_be_change_nothing() -> None:
@@ -46,8 +47,11 @@ def test_a_node_stays_until_its_worker_has_gone_and_then_goes_itself() -> None:
 def test_a_worker_that_changed_its_role_keeps_its_node() -> None:
     """Of the prefill Deployment, in which it decodes now."""
     pods = [pod("a", P), pod("b", P), pod("c", D)]
-    workers = [worker(P, "a"), worker(D, "b"), worker(D, "c")]
+    workers = [worker(P, "a"), worker(D, "b", pool=P), worker(D, "c")]
     assert plan({P: 1, D: 2}, {P: 2, D: 1}, pods, workers) == Plan({P: 2, D: 1}, {})
+    down = [*workers[::2], worker(D, pool=P)]
+    assert plan({P: 1, D: 2}, {P: 2, D: 1}, pods, down).sizes == {P: 2, D: 1}, "it comes back there"
+    assert plan({P: 2, D: 2}, {P: 2, D: 1}, pods, workers).sizes == {P: 3, D: 1}, "another one begins in its place"
 
 
 def test_a_drained_worker_has_a_node_until_its_successor_serves() -> None:
@@ -67,10 +71,11 @@ def test_a_rollout_makes_its_own_nodes() -> None:
         assert plan({P: 1, D: 1}, {P: 1, D: 1}, pods, workers).sizes == {P: 1, D: 1}
 
 
-def test_an_idle_node_of_the_other_deployment_is_used_first() -> None:
+def test_an_idle_node_of_the_other_pool_is_none_for_a_worker() -> None:
+    """It may have another GPU."""
     pods = [pod("a", P), pod("idle", P, cost=0), pod("d", D)]
     workers = [worker(P, "a"), worker(D, "d"), worker(D)]
-    assert plan({P: 1, D: 2}, {P: 2, D: 1}, pods, workers).sizes == {P: 2, D: 1}
+    assert plan({P: 1, D: 2}, {P: 2, D: 1}, pods, workers).sizes == {P: 1, D: 2}
 
 
 sizes = st.fixed_dictionaries({P: st.integers(0, 4), D: st.integers(1, 4)})
@@ -93,7 +98,7 @@ def test_whatever_happens_every_worker_gets_a_node_and_no_node_is_left_over(data
                 workers.remove(gone)
         if step < 6 and workers and data.draw(st.booleans()):
             flipped = workers.pop(0)
-            workers.append(PlacedWorker(D if flipped.role is P else P, flipped.pod, True))
+            workers.append(worker(D if flipped.role is P else P, flipped.pod, pool=flipped.pool))
             desired = {role: sum(w.role is role for w in workers) for role in Role}
         wanted = plan(desired, nodes, pods, workers)
         pods = [NodePod(p.name, p.deployment, wanted.costs.get(p.name, p.cost)) for p in pods]
@@ -103,8 +108,11 @@ def test_whatever_happens_every_worker_gets_a_node_and_no_node_is_left_over(data
             pods = [p for p in pods if p.deployment is not role] + mine[: nodes[role]]
             pods += [pod(f"pod-{next(names)}", role, cost=0) for _ in range(nodes[role] - len(mine))]
         assert {w.pod for w in workers if w.pod} <= {p.name for p in pods}, "a node went with its worker"
-        free = [p.name for p in pods if p.name not in {w.pod for w in workers}]
-        workers = [w if w.pod else worker(w.role, free.pop() if free else "") for w in workers]  # Ray's part
+        for place, waiting in enumerate(workers):  # Ray's part
+            taken = {w.pod for w in workers}
+            free = [p.name for p in pods if p.deployment is waiting.pool and p.name not in taken]
+            if not waiting.pod and free:
+                workers[place] = worker(waiting.role, free[0], pool=waiting.pool)
     assert all(w.pod for w in workers)
     assert len(pods) == len(workers) == sum(nodes.values())
 

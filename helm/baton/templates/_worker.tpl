@@ -1,4 +1,5 @@
-{{/* A worker's pod: a Ray node with room for one worker. The controller places the worker there. (list role root) */}}
+{{/* A worker's pod: a Ray node with room for one worker that begins in that pool. The controller places the worker there.
+     (list role root) */}}
 {{- define "baton.workerTemplate" -}}
 {{- $role := index . 0 }}
 {{- $root := index . 1 }}
@@ -38,6 +39,7 @@ spec:
       command:
         {{- include "baton.nodeCommand" (list ($pool.gpu.count | int) $root) | nindent 8 }}
         - '--resources={"baton_worker": 1}'
+        - --labels=baton.dev/pool={{ $role }}
       {{- end }}
       env:
         {{- include "baton.workerEnv" $root | nindent 8 }}
