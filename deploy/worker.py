@@ -117,11 +117,12 @@ async def serve(
             try:
                 runner = await asyncio.to_thread(build, config)
                 stack.callback(runner.close)
-                # Not before: until there is something to drain, the signal may end the process at once.
+                control, ended = await stack.enter_async_context(running(config, role, worker_id, host, runner))
+                # Not before, for however long Redis is away: until there is something to drain, the signal may end the
+                # process at once.
                 asyncio.get_running_loop().add_signal_handler(
                     signal.SIGTERM, lambda: (stop_now if stop.is_set() else stop).set()
                 )
-                control, ended = await stack.enter_async_context(running(config, role, worker_id, host, runner))
             except BatonError as error:
                 if ready_fd is not None:
                     tell_parent(ready_fd, **dataclasses.asdict(to_failed(error)))

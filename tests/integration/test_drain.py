@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import pytest
 
 from baton.cluster import Role
-from baton.config import RouterConfig, TransferConfig
+from baton.config import Config, EngineConfig, IndexConfig, RouterConfig, TransferConfig
 from baton.engine.arithmetic import expected_tokens
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from deploy.processes import die_with_parent
 from tests.chaos.fleet import Fleet, running_fleet
-from tests.integration.cluster import is_idle, request
+from tests.integration.cluster import free_port, is_idle, request
 
 STEP_MS = 10.0
 NUM_STREAMS = 16
@@ -219,11 +224,33 @@ def role_of(fleet: Fleet, worker_id: str) -> tuple[str, str]:
     return next((w["role"], w["state"]) for w in fleet.client.status()["workers"] if w["id"] == worker_id)
 
 
-def soon(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 15
+def soon(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_worker_that_waits_for_redis_to_join_ends_at_once(tmp_path: Path) -> None:
+    """Nobody has sent it anything yet."""
+    config = Config(
+        engine=EngineConfig(runner="arithmetic"), index=IndexConfig(redis_url=f"redis://127.0.0.1:{free_port()}")
+    )
+    log = tmp_path / "worker.log"
+    with log.open("w") as output:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "deploy.worker", "decode", "decode-0", "127.0.0.1"],
+            env=os.environ | {"BATON_CONFIG_JSON": config.to_json()},
+            stderr=output,
+            preexec_fn=die_with_parent(),
+        )
+    try:
+        soon(lambda: "the lease store is away" in log.read_text(), timeout_s=60)
+        worker.terminate()
+        assert worker.wait(10) == -signal.SIGTERM
+    finally:
+        worker.kill()
+        worker.wait()
 
 
 def test_a_worker_that_ends_waits_until_its_last_choice_has_moved() -> None:
