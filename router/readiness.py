@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from baton.cluster import Role
@@ -10,10 +9,11 @@ from router.pools import PoolView
 
 
 class Readiness:
-    """Not before the first workers are there; then for as long as requests have somebody to wait for.
+    """Not before the first workers are there; once they are gone, for as long as requests wait for others.
 
-    All routers lose their workers at once: after the first look without any, no router would be left to whom a load
-    balancer could send clients, and they would be turned away where a short wait would have done.
+    What takes all workers away takes them from every router at the same time. Were no router ready from then on, a load
+    balancer would turn clients away where a short wait would have done. A router that is cut off by itself is left by
+    its clients so much later.
 
     Args:
         needs_prefill: nothing is served without a prefill worker.
@@ -26,7 +26,7 @@ class Readiness:
         self._needs_prefill = needs_prefill
         self._patience_s = patience_s
         self._clock = clock
-        self._served_at_s = -math.inf
+        self._served_at_s: float | None = None
         """When workers were there last."""
         self._is_stopping = False
 
@@ -37,7 +37,8 @@ class Readiness:
         now, lacking = self._clock(), self._lacking()
         if not lacking:
             self._served_at_s = now
-        return lacking if now - self._served_at_s > self._patience_s else ""
+        is_waited_for = self._served_at_s is not None and now - self._served_at_s <= self._patience_s
+        return "" if is_waited_for else lacking
 
     def stop(self) -> None:
         """From now on the router is not ready."""
