@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from tests.bench.report import Report, Table
 from tests.bench.router_clients import Client, Direct, Grpc, Http
 from tests.bench.stats import difference, interleaved, spread
 from tests.bench.stub_worker import INSTANT
+from tests.integration.cluster import free_port
 
 HOST = "127.0.0.1"
 NUM_CLIENTS = 16
@@ -164,7 +164,7 @@ class RouterAddress:
 @contextlib.contextmanager
 def running_router(config: Config, mode: str) -> Iterator[RouterAddress]:
     """The router process, ready."""
-    grpc_port, http_port = _free_ports(2)
+    grpc_port, http_port = free_port(), free_port()
     config = replace(
         config,
         router=replace(config.router, id=f"router-{mode}", mode=mode),
@@ -294,9 +294,3 @@ def _await_ready(url: str, process: subprocess.Popen[bytes], timeout_s: float = 
             return
         time.sleep(0.05)
     raise RuntimeError(f"the router was not ready within {timeout_s:g} s")
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
-        return [s.getsockname()[1] for s in sockets]
