@@ -316,8 +316,8 @@ class ClusterConfig:
     one cluster a file. Empty: they are kept for the life of `baton up`, and with `ray_address` a file in the cache
     folder says which workers to end if all of it is killed."""
     gpus_per_worker: float = 0.0
-    """0: one for each of `engine.tensor_parallel`; for a single rank an equal share, where the pools start with more
-    workers than there are GPUs."""
+    """0: one for each of `engine.tensor_parallel`; for a single rank an equal share of all nodes' GPUs, where the pools
+    start with more workers than there are GPUs. Where nodes are for one pool alone, say what a worker is to have."""
     drain_timeout_s: float = 30.0
     """How long a worker that leaves may take to hand over what it does. What is left then is computed again."""
     start_timeout_s: float = 180.0

@@ -25,7 +25,8 @@ FENCED = 75
 RESOURCE = "baton_worker"
 """Both roles ask for the same Ray resource, so that a change of role changes nothing for Ray."""
 POOL_LABEL = "baton.dev/pool"
-"""A Ray node with this label is for workers that begin in that pool: pools may have other GPUs. Without it, for all."""
+"""A Ray node with this label, prefill or decode, is for workers that begin in that pool: pools may have other GPUs.
+With another value, or none, it is for all."""
 
 
 class WorkerActor:

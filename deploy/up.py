@@ -200,7 +200,7 @@ async def _run(config: Config, console: Console, on_ready: Callable[[Config], ob
             raise ConfigError(
                 f"the cluster was not ready within {config.cluster.start_timeout_s:g} s (cluster.start_timeout_s); the "
                 f"workers' lines above say why; is Redis at {config.index.redis_url} reachable, and has Ray room for "
-                f"{config.cluster.prefill + config.cluster.decode} workers?"
+                f"{config.cluster.prefill} prefill and {config.cluster.decode} decode workers?"
             ) from None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(ray.keep())

@@ -264,8 +264,8 @@ class Controller:
         for worker in self._workers.values():
             if seen[worker.id].waits_for_room and not worker.is_told_to_wait:
                 worker.is_told_to_wait = True
-                room = f"{self._actors.needs} on a Ray node for {pool_of(worker.id)} workers, or for all"
-                logger.warning("%s waits: there is no %s", worker.id, room)
+                pool, needs = pool_of(worker.id), self._actors.needs
+                logger.warning("%s waits: no Ray node for %s workers has room for %s", worker.id, pool, needs)
         for action in reconcile(self.state.desired, list(seen.values()), time.monotonic()):
             match action:
                 case Start(worker_id, role):

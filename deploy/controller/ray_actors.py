@@ -145,7 +145,7 @@ class RayActors:
             raise ConfigError("the Ray node by which this process has joined is gone")
 
     async def create(self, worker_id: str, role: Role) -> Any:
-        """A new actor, which runs once a node has room for it.
+        """A new actor, which runs once a node that is not for other pools has room for it.
 
         Raises:
             WorkerFailed: Ray does not take it.

@@ -109,7 +109,7 @@ def pools(status: Status) -> Iterator[Check]:
             f"pool {name}",
             pool["ready"] >= pool["desired"],
             f"{pool['ready']} of {pool['desired']} ready",
-            "is there room (GPUs, memory, Pending pods)? The controller's log names workers that do not start",
+            "is there room (GPUs, memory, Pending pods) on its nodes? The controller's log names who does not start",
             "warn",
         )
     controller = status.get("controller")

@@ -272,12 +272,7 @@ async def test_a_worker_that_waits_for_room_is_told_of_once(
         it.controller.step()
         it.actors.has_room.set()
         await until(lambda: num_ready(it) == 1)
-    assert (
-        caplog.text.count(
-            "decode-0 waits: there is no {'baton_worker': 1} on a Ray node for decode workers, or for all"
-        )
-        == 1
-    )
+    assert caplog.text.count("decode-0 waits: no Ray node for decode workers has room for {'baton_worker': 1}") == 1
 
 
 async def test_a_change_of_role_that_fails_is_told_of_when_nobody_waits_for_it(

@@ -1,4 +1,4 @@
-{{/* A worker's pod: a Ray node with room for one worker that begins in that pool. The controller places the worker there.
+{{/* A worker's pod: a Ray node with room for one worker that begins in that pool. The controller places it there.
      (list role root) */}}
 {{- define "baton.workerTemplate" -}}
 {{- $role := index . 0 }}
