@@ -11,8 +11,10 @@ ALONE := $(addprefix tests/integration/, test_admission.py test_cancel_latency.p
 SOAK := tests/chaos/test_streams.py
 # Of the chaos tests, those that are short enough for every run.
 SHORT_CHAOS := $(SOAK) tests/chaos/test_kills.py
-# In the order in which they are begun: the longest tests have shorter ones beside them until the end.
-OTHERS := tests/helm tests/observability tests/kube $(SHORT_CHAOS) tests/integration
+# In the order in which they are begun: the longest first, so that no processor waits for one of them at the end.
+LONGEST := tests/integration/test_real_model.py tests/kube $(addprefix tests/integration/test_, \
+	plumbing.py scaling.py transfer_faults.py)
+OTHERS := $(LONGEST) tests/observability $(SHORT_CHAOS) tests/integration tests/helm
 # Of the others, what takes long and has a sibling that stays: the autoscaler live (the simulator runs the same
 # function), the second story of a release (head lost, workers replaced, rolled back), what the real model answers with
 # spoiled blocks that nobody checks and pulls between its workers (with arithmetic both stay), thousands of cancels
