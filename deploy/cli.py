@@ -107,6 +107,8 @@ def run(
     Workers run on any Ray node with room: ray start --address=HEAD:6379 --resources='{"baton_worker": 1}'
 
     Those that begin in one pool alone, if the node says so: --labels baton.dev/pool=decode
+
+    Ray puts them behind all other processes, unless the node has RAY_worker_niceness=0 in its environment.
     """
     from deploy.parts import run as run_part
 

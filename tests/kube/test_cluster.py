@@ -54,6 +54,7 @@ def live_through(release: Release, *days: Callable[[Release], None]) -> None:
     assert (
         json.loads(release.baton("generate", "Hello", "--max-tokens", "3", "--json"))["usage"]["completion_tokens"] == 3
     )
+    assert {psutil.Process(pid).nice() for pid in pids(release).values()} == {psutil.Process().nice()}
     release.helm("test", NAME, f"--timeout={TIMEOUT_S}s")
     with Load(release.grpc).running() as load:
         for day in days:

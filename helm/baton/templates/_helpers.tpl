@@ -342,8 +342,11 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* preStop has drained a node before it is told to end; Ray would try again, for long where the head is gone. */}}
+{{/* Ray would run its actors, and so the workers, at nice 15, behind its own agents. preStop has drained a node before it
+     is told to end; Ray would try again, for long where the head is gone. */}}
 {{- define "baton.rayEnv" -}}
+- name: RAY_worker_niceness
+  value: "0"
 - name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
   value: "0"
 - name: RAY_AUTH_MODE
