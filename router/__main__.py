@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import sys
 
@@ -29,6 +30,9 @@ async def _run(config: baton_config.Config) -> None:
 def main() -> None:
     config = baton_config.process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, "baton-router")
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # many small prompts on one core, not a few large ones on many
     gc.freeze()  # modules stay for good: the collector need not look at them again and again
     gc.set_threshold(*GC_THRESHOLDS)
     try:

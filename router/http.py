@@ -93,14 +93,14 @@ def create_app(
         return _model_card(service)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
         check_model(body.model or "", service.facts)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("set either prompt or messages", "prompt")
         prompt: Prompt = Text(body.prompt or "")
         if body.messages is not None:
             prompt = Chat(tuple(chat_message(message, index) for index, message in enumerate(body.messages)))
-        tokens = await service.tokenize(prompt)
+        tokens = await service.tokenize(prompt, request.state.tenant)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.facts.max_model_len}
 
     @app.post("/detokenize")

@@ -96,7 +96,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         model, prompt = wire.tokenize_request_from_pb(request)
         check_model(model, self._service.facts)
-        return wire.tokenize_response(await self._service.tokenize(prompt), self._service.facts.max_model_len)
+        return wire.tokenize_response(
+            await self._service.tokenize(prompt, CALLER.get()), self._service.facts.max_model_len
+        )
 
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: Context

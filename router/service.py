@@ -196,7 +196,7 @@ class RouterService:
             check_resume(request, params)
             past = await self._take_over(key) if request.resume_from else None
             with self._limiter.slot(key.request_id, params.n, tenant), self._in_flight(key, call):
-                prompt_ids = await self.tokenize(request.prompt)
+                prompt_ids = await self.tokenize(request.prompt, tenant)
                 params = with_max_tokens(params, len(prompt_ids), facts)
                 check_resume(request, params)
                 spec = self._sequence_spec(key.request_id, prompt_ids, params, tenant)
@@ -263,7 +263,7 @@ class RouterService:
             return past.noted()
         return await self._journal.recall(key, digest)
 
-    async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
+    async def tokenize(self, prompt: Prompt, tenant: Tenant = DEFAULT_TENANT) -> tuple[int, ...]:
         """The prompt's token ids. Long texts are tokenized in a thread: they take many milliseconds.
 
         Raises:
@@ -278,13 +278,13 @@ class RouterService:
         facts = self.facts
         check_length(num_characters, self.model.tokenizer.longest_token, facts)
         if num_characters > MAX_INLINE_CHARACTERS:
-            token_ids = await asyncio.to_thread(self._encode, prompt)
+            token_ids = await asyncio.to_thread(self._encode, prompt, tenant.scope)
         else:
-            token_ids = self._encode(prompt)
+            token_ids = self._encode(prompt, tenant.scope)
         check_prompt(token_ids, facts)
         return token_ids
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def _encode(self, prompt: Prompt, scope: str) -> tuple[int, ...]:
         tokenizer = self.model.tokenizer
         match prompt:
             case Text(text):
@@ -293,16 +293,15 @@ class RouterService:
                 named = [
                     {"role": m.role, "content": m.content} | ({"name": m.name} if m.name else {}) for m in messages
                 ]
-                return tuple(tokenizer.encode_chat(named))
+                return tuple(tokenizer.encode_chat(named, scope=scope))
             case TokenIds(ids):
                 return ids
 
     def _cache_seed(self, tenant: Tenant) -> bytes:
-        scope = tenant.cache_scope or tenant.id
-        seed = self._cache_seeds.get(scope)
+        seed = self._cache_seeds.get(tenant.scope)
         if seed is None:
             secret = self._config.cache_secret.encode()
-            seed = self._cache_seeds[scope] = cache_seed(self.model.content_id, secret, scope)
+            seed = self._cache_seeds[tenant.scope] = cache_seed(self.model.content_id, secret, tenant.scope)
         return seed
 
     def _sequence_spec(

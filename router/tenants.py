@@ -53,6 +53,11 @@ class Tenant:
     operator: bool = False
     """Whether it may change the pools: `baton scale`, `drain` and `role`."""
 
+    @property
+    def scope(self) -> str:
+        """Whose prompts its own may hit: its cache scope, or itself."""
+        return self.cache_scope or self.id
+
 
 DEFAULT_TENANT = Tenant("default", operator=True)
 """Everybody, where no tenants are configured."""

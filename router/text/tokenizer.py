@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import tokenizers
 from baton.errors import InvalidRequest, ModelLoadError
 from baton.sampling import SamplingParams
 from router.text.chat import ChatTemplate, Message
+from router.text.segments import SegmentEncoder
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
@@ -36,6 +38,7 @@ class Tokenizer:
     default_sampling: SamplingParams
     """What the model's authors recommend; what they leave open is neutral."""
     _tokenizer: tokenizers.Tokenizer
+    _segments: SegmentEncoder
 
     @staticmethod
     def load(folder: Path) -> Tokenizer:
@@ -66,6 +69,7 @@ class Tokenizer:
             max_model_len=next((int(value) for name in LENGTH_NAMES if (value := _of_text(config, name))), 0),
             default_sampling=_default_sampling(generation),
             _tokenizer=tokenizer,
+            _segments=SegmentEncoder(tokenizer),
         )
 
     def encode(self, text: str) -> list[int]:
@@ -74,18 +78,29 @@ class Tokenizer:
         Raises:
             InvalidRequest: the text is not valid Unicode.
         """
-        return self._encode(text, add_special_tokens=True)
+        with _valid_unicode():
+            return self._tokenizer.encode_batch_fast([text])[0].ids  # fast: without offsets
 
     def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        scope: str = "",
+        **variables: Any,
     ) -> list[int]:
         """A chat, up to where the assistant's next message begins. The template writes the special tokens itself.
+
+        Args:
+            scope: whose chat it is: what has been encoded for this scope is not encoded again.
+            variables: for the template.
 
         Raises:
             InvalidRequest: no template, messages that it cannot render, or text that is not valid Unicode.
         """
         text = self.chat_template.render(messages, tools, **variables)
-        return self._encode(text, add_special_tokens=False)
+        with _valid_unicode():
+            return self._segments.encode(text, scope)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Their text; U+FFFD stands for bytes that make no character, ids outside the vocabulary have none."""
@@ -99,11 +114,13 @@ class Tokenizer:
         """The vocabulary's own spelling of one token, "" outside the vocabulary."""
         return self._tokenizer.id_to_token(token_id) or ""
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:  # JSON may smuggle half of a surrogate pair into a str
-            raise InvalidRequest("The prompt is not valid Unicode: it holds half of a surrogate pair.") from error
+
+@contextlib.contextmanager
+def _valid_unicode() -> Iterator[None]:
+    try:
+        yield
+    except TypeError as error:  # JSON may smuggle half of a surrogate pair into a str
+        raise InvalidRequest("The prompt is not valid Unicode: it holds half of a surrogate pair.") from error
 
 
 def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
