@@ -24,6 +24,8 @@ GRANULE = 16
 """Tokens per link of the key chain. Block sizes are multiples of it."""
 KEY_BYTES = 16
 
+GRANULE_BYTES = GRANULE * 4
+
 assert array("I").itemsize == 4
 
 
@@ -49,14 +51,16 @@ def extend_block_keys(
     """The keys that follow `keys` once the sequence has grown to `token_ids`; `keys` is not changed."""
     if block_size % GRANULE:
         raise ValueError(f"block_size must be a multiple of {GRANULE}, got {block_size}")
+    begin = len(keys) * block_size
+    num_blocks = (len(token_ids) - begin) // block_size
+    packed = array("I", token_ids[begin : begin + num_blocks * block_size]).tobytes()
     key = keys[-1] if keys else seed
-    new: list[bytes] = []
-    for start in range(len(keys) * block_size, len(token_ids) - block_size + 1, block_size):
-        packed = array("I", token_ids[start : start + block_size]).tobytes()
-        for offset in range(0, block_size * 4, GRANULE * 4):
-            key = hashlib.blake2b(key + packed[offset : offset + GRANULE * 4], digest_size=KEY_BYTES).digest()
-        new.append(key)
-    return new
+    chain: list[bytes] = []
+    for offset in range(0, len(packed), GRANULE_BYTES):
+        key = hashlib.blake2b(key + packed[offset : offset + GRANULE_BYTES], digest_size=KEY_BYTES).digest()
+        chain.append(key)
+    num_granules = block_size // GRANULE
+    return chain[num_granules - 1 :: num_granules]
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
