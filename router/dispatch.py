@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 from opentelemetry.context import Context
 
-from baton.blocks import GRANULE, block_keys
+from baton.blocks import block_keys
 from baton.cluster import Worker
 from baton.config import RouterConfig
 from baton.errors import (
@@ -282,18 +282,18 @@ class Dispatcher:
         """A choice has come to its end, by itself, its limit or a stop string: its length is what others' will be, and
         the next prompt may begin with it."""
         self._history.observe(claim.tenant.id, len(record.emitted))
-        known, num_known = record.block_keys, len(record.block_keys) * self._block_size
+        known, num_known = record.block_keys, len(record.block_keys) * self._pools.block_size
         num_answer = max(0, num_known - spec.num_prompt_tokens)
         rest = spec.token_ids[num_known:] + tuple(record.emitted[num_answer:])
-        new = block_keys(known[-1] if known else spec.cache_seed, rest, self._block_size)
+        new = block_keys(known[-1] if known else spec.cache_seed, rest, self._pools.block_size)
         if new:
             self._instruments.prefixes.see((*known, *new))
 
     def _see_prompt(self, spec: SequenceSpec, prompt: Prompt, record: ChoiceRecord) -> None:
         num_seen = self._instruments.prefixes.see_prompt(prompt.block_keys)
         # A worker computes at least the last token.
-        num_reusable = (spec.num_prompt_tokens - 1) // self._block_size
-        record.num_seen_tokens = min(num_seen, num_reusable) * self._block_size
+        num_reusable = (spec.num_prompt_tokens - 1) // self._pools.block_size
+        record.num_seen_tokens = min(num_seen, num_reusable) * self._pools.block_size
 
     async def _attempt(
         self,
@@ -385,13 +385,9 @@ class Dispatcher:
             await self._pools.wait_for_change(deadline - time.monotonic())
 
     def _prompt(self, spec: SequenceSpec) -> Prompt:
-        keys = tuple(block_keys(spec.cache_seed, spec.token_ids, self._block_size))
+        keys = tuple(block_keys(spec.cache_seed, spec.token_ids, self._pools.block_size))
         num_emitted = len(spec.token_ids) - spec.num_prompt_tokens
         return Prompt(len(spec.token_ids), keys, max(1, spec.num_expected_tokens - num_emitted))
-
-    @property
-    def _block_size(self) -> int:
-        return next((worker.info.block_size for worker in self._pools.workers), GRANULE)
 
     def _decider(self, claim: Claim, not_from: Collection[str] = ()) -> Callable[..., Placement | None]:
         return partial(

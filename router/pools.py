@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 
+from baton.blocks import GRANULE
 from baton.cluster import Role, Worker, WorkerState
 from baton.costs import typical
 from router.placement import Candidate, Job, LoadBook, Prompt, Residence, Turn
@@ -28,6 +29,8 @@ class PoolView:
         self._lookup = lookup
         self._clock = clock
         self._workers: dict[str, Worker] = {}
+        self._max_model_len: int | None = None
+        self._block_size = GRANULE
         self._books: dict[tuple[str, int], LoadBook] = {}
         """By worker and epoch: an incarnation's jobs are none of the next one's."""
         self._ready: list[LoadBook] = []
@@ -45,11 +48,19 @@ class PoolView:
 
     def max_model_len(self) -> int | None:
         """Longest sequence that every known worker can hold; None while none is known."""
-        return min((worker.info.max_model_len for worker in self.workers), default=None)
+        return self._max_model_len
+
+    @property
+    def block_size(self) -> int:
+        """The workers', in tokens; a granule while none is known."""
+        return self._block_size
 
     async def update(self, workers: Collection[Worker]) -> None:
         """Takes over what the leases say; whoever has none is gone."""
         self._workers = {worker.info.id: worker for worker in sorted(workers, key=lambda worker: worker.info.id)}
+        infos = [worker.info for worker in self._workers.values()]
+        self._max_model_len = min((info.max_model_len for info in infos), default=None)
+        self._block_size = infos[0].block_size if infos else GRANULE
         usual = {role: typical([w.load.costs for w in workers if w.info.role is role]) for role in Role}
         known = self._books
         # A lease that is missing once must not make a worker look idle.

@@ -51,6 +51,7 @@ from router.admission import (
     check_prompt,
     check_request_id,
     check_resume,
+    check_vocabulary,
     claim_of,
     sampling_params,
     with_max_tokens,
@@ -282,6 +283,8 @@ class RouterService:
         else:
             token_ids = self._encode(prompt, tenant.scope)
         check_prompt(token_ids, facts)
+        if isinstance(prompt, TokenIds):  # else they are the tokenizer's
+            check_vocabulary(token_ids, facts)
         return token_ids
 
     def _encode(self, prompt: Prompt, scope: str) -> tuple[int, ...]:

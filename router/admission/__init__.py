@@ -11,6 +11,7 @@ from router.admission.validate import (
     check_prompt,
     check_request_id,
     check_resume,
+    check_vocabulary,
     sampling_params,
     with_max_tokens,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "check_prompt",
     "check_request_id",
     "check_resume",
+    "check_vocabulary",
     "claim_of",
     "sampling_params",
     "with_max_tokens",

@@ -42,7 +42,7 @@ def check_length(num_characters: int, longest_token: int, model: ModelFacts) -> 
 
 
 def check_prompt(token_ids: Sequence[int], model: ModelFacts) -> None:
-    """Raises InvalidRequest unless these are 1 to max_model_len - 1 ids of the model's vocabulary."""
+    """Raises InvalidRequest unless these are 1 to max_model_len - 1 tokens."""
     if not token_ids:
         raise InvalidRequest("the prompt is empty; send at least one token", "input")
     if len(token_ids) >= model.max_model_len:
@@ -51,6 +51,10 @@ def check_prompt(token_ids: Sequence[int], model: ModelFacts) -> None:
             "(its context window less one token of answer); shorten the prompt",
             "input",
         )
+
+
+def check_vocabulary(token_ids: Sequence[int], model: ModelFacts) -> None:
+    """Raises InvalidRequest unless these ids, of which there is at least one, are the model's."""
     if max(token_ids) >= model.vocab_size or min(token_ids) < 0:
         bad = next(t for t in token_ids if not 0 <= t < model.vocab_size)
         raise InvalidRequest(

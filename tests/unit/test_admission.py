@@ -18,6 +18,7 @@ from router.admission import (
     check_prompt,
     check_request_id,
     check_resume,
+    check_vocabulary,
     sampling_params,
     with_max_tokens,
 )
@@ -78,6 +79,7 @@ def test_the_model_may_be_left_out_but_not_mistaken() -> None:
 @pytest.mark.parametrize("prompt", [[0], [499], [1] * 99])
 def test_prompts_at_the_edges_are_let_in(prompt: list[int]) -> None:
     check_prompt(prompt, FACTS)
+    check_vocabulary(prompt, FACTS)
 
 
 @pytest.mark.parametrize(
@@ -85,14 +87,25 @@ def test_prompts_at_the_edges_are_let_in(prompt: list[int]) -> None:
     [
         ([], "input", "the prompt is empty; send at least one token"),
         ([1] * 100, "input", "the prompt has 100 tokens, but tiny takes at most 99"),
-        ([1, 500, 2], "token_ids", "token id 500 is outside the vocabulary of tiny; ids go from 0 to 499"),
-        ([1, -1], "token_ids", "token id -1 is outside the vocabulary"),
     ],
 )
 def test_bad_prompts_are_refused(prompt: list[int], param: str, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence) as refusal:
         check_prompt(prompt, FACTS)
     assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ([1, 500, 2], "token id 500 is outside the vocabulary of tiny; ids go from 0 to 499"),
+        ([1, -1], "token id -1 is outside the vocabulary"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(prompt: list[int], sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence) as refusal:
+        check_vocabulary(prompt, FACTS)
+    assert refusal.value.param == "token_ids"
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:

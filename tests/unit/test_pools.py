@@ -231,6 +231,17 @@ async def test_the_longest_sequence_is_what_every_worker_can_hold() -> None:
     assert pools.max_model_len() is None
     await pools.update([worker("a", max_model_len=4096), worker("b", max_model_len=2048), worker("c")])
     assert pools.max_model_len() == 2048
+    await pools.update([worker("a", max_model_len=4096)])
+    assert pools.max_model_len() == 4096
+
+
+async def test_the_block_size_is_the_workers() -> None:
+    pools, _ = view()
+    assert pools.block_size == 16
+    await pools.update([worker("a", block_size=64)])
+    assert pools.block_size == 64
+    await pools.update([])
+    assert pools.block_size == 16
 
 
 async def test_a_booking_ends_with_an_error_too() -> None:
