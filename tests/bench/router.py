@@ -32,8 +32,8 @@ from deploy.redis import EmbeddedRedis
 from router.text import Tokenizer
 from tests.bench.peer import Peer
 from tests.bench.report import Report, Table
-from tests.bench.router_clients import Client, Direct, Grpc, Http
-from tests.bench.stats import difference, interleaved, spread
+from tests.bench.router_clients import Client, Direct, Grpc, Http, Prompt
+from tests.bench.stats import difference, interleaved, ratio, spread
 from tests.bench.stub_worker import INSTANT
 from tests.integration.cluster import free_port
 
@@ -43,6 +43,9 @@ SHORT_ANSWER, LONG_ANSWER = 4, 256
 GAP_US = 20_000
 """Between the tokens of a paced stream: 50 tokens/s."""
 PROMPT_WORDS = 80
+"""Of a message."""
+LONG_CHAT = 41
+"""Messages of a long chat, before its next turn."""
 WORDS = (
     "alpha",
     "beta",
@@ -58,6 +61,7 @@ WORDS = (
     "sigma",
     "tau",
 )
+WARM_UP = Prompt(("hello",), (1, 2, 3))
 ANSWER = (
     "The harbour lay quiet under a thin layer of fog, and the first boats were already on their way out. An old man "
     "on the quay was mending a net; he looked up, nodded, and said that the wind would turn before noon. "
@@ -74,10 +78,12 @@ class Sizes:
     num_long: int
     """Long answers that stream at once, in a round."""
     paced_tokens: int
+    num_chats: int
+    """Long ones, in a round."""
 
 
-FULL = Sizes(num_rounds=5, alone=150, crowd=800, num_long=32, paced_tokens=128)
-QUICK = Sizes(num_rounds=2, alone=60, crowd=200, num_long=16, paced_tokens=50)
+FULL = Sizes(num_rounds=5, alone=150, crowd=800, num_long=32, paced_tokens=128, num_chats=50)
+QUICK = Sizes(num_rounds=2, alone=60, crowd=200, num_long=16, paced_tokens=50, num_chats=16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +116,18 @@ async def load_with(arm: Arm, prompts: list[Prompt], num_clients: int, num_token
         while left:
             prompt = left.pop()
             start = time.perf_counter()
-            counts.append(await client.ask(prompt.text, prompt.token_ids, num_tokens, gap_us))
+            counts.append(await client.ask(prompt, num_tokens, gap_us))
             latencies_s.append(time.perf_counter() - start)
 
     try:
         for client in clients:  # connections are not what is measured
-            await client.ask(prompts[0].text, prompts[0].token_ids, 1, INSTANT)
+            await client.ask(WARM_UP, 1, INSTANT)
         cpu_s, start = _cpu_s(arm.pid), time.perf_counter()
         await asyncio.gather(*(work(client) for client in clients))
         return Load(time.perf_counter() - start, _cpu_s(arm.pid) - cpu_s, latencies_s, sum(counts))
     finally:
         for client in clients:
             await client.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    text: str
-    token_ids: list[int]
 
 
 def run(quick: bool) -> Report:
@@ -206,9 +206,23 @@ async def _measure(arms: dict[str, Arm], prompts: Iterator[Prompt], sizes: Sizes
     for arm in interleaved(streaming, sizes.num_rounds):
         burst[arm].append(await measure(arm, sizes.num_long, NUM_CLIENTS, LONG_ANSWER))
         paced[arm].append(await measure(arm, NUM_CLIENTS, NUM_CLIENTS, sizes.paced_tokens, GAP_US))
-    return Report(
-        "router", [_request_table(arms, alone, crowd, sizes), _token_table(streaming, burst, paced, crowd, sizes)]
-    )
+    turns: dict[str, list[tuple[Load, Load]]] = {"gRPC": [], "HTTP": []}
+    for arm in interleaved(tuple(turns), sizes.num_rounds):
+        texts = [prompt.messages[0] for prompt in itertools.islice(prompts, (LONG_CHAT + 2) * sizes.num_chats)]
+        chats = [Prompt(tuple(texts[i :: sizes.num_chats]), ()) for i in range(sizes.num_chats)]
+        begun = [Prompt(chat.messages[:LONG_CHAT], ()) for chat in chats]
+        turns[arm].append(
+            (
+                await load_with(arms[arm], begun, 1, SHORT_ANSWER, INSTANT),
+                await load_with(arms[arm], chats, 1, SHORT_ANSWER, INSTANT),
+            )
+        )
+    tables = [
+        _request_table(arms, alone, crowd, sizes),
+        _turn_table(turns, sizes),
+        _token_table(streaming, burst, paced, crowd, sizes),
+    ]
+    return Report("router", tables)
 
 
 def _request_table(
@@ -222,11 +236,25 @@ def _request_table(
     for name, arm in arms.items():
         p50 = _p50_ms(alone[name])
         rate = spread([len(load.latencies_s) / load.wall_s for load in crowd[name]])
-        cpu = spread([load.router_cpu_s * 1e3 / len(load.latencies_s) for load in crowd[name]])
+        cpu = spread(_cpu_ms(crowd[name]))
         if arm.pid is None:
             table.rows.append((name, spread(p50), "-", rate, "-"))
         else:
             table.rows.append((name, spread(p50), difference(p50, _p50_ms(alone[arm.reference])), rate, cpu))
+    return table
+
+
+def _turn_table(turns: dict[str, list[tuple[Load, Load]]], sizes: Sizes) -> Table:
+    table = Table(
+        f"Router, chats of {LONG_CHAT} messages of {PROMPT_WORDS} words, {sizes.num_rounds} rounds",
+        ("", "p50 at 1 client, ms", "router CPU ms/request", "CPU to the same chat's when it was new"),
+        note="Next turn: the same chats with two messages more.",
+    )
+    for name, rounds in turns.items():
+        cpu = [_cpu_ms([loads[turn] for loads in rounds]) for turn in (0, 1)]
+        new, following = ([loads[turn] for loads in rounds] for turn in (0, 1))
+        table.rows.append((f"{name}, new", spread(_p50_ms(new)), spread(cpu[0]), "-"))
+        table.rows.append((f"{name}, next turn", spread(_p50_ms(following)), spread(cpu[1]), ratio(cpu[1], cpu[0])))
     return table
 
 
@@ -266,6 +294,11 @@ def _cpu_us_of_a_token(long: Load, short: Load) -> float:
     return (per_request[0] - per_request[1]) * 1e6 / (LONG_ANSWER - SHORT_ANSWER)
 
 
+def _cpu_ms(loads: list[Load]) -> list[float]:
+    """The router's, per request."""
+    return [load.router_cpu_s * 1e3 / len(load.latencies_s) for load in loads]
+
+
 def _p50_ms(loads: list[Load]) -> list[float]:
     return [statistics.median(load.latencies_s) * 1e3 for load in loads]
 
@@ -275,7 +308,7 @@ def _prompts(tokenizer: Tokenizer) -> Iterator[Prompt]:
     rng = random.Random(3)
     while True:
         text = " ".join(rng.choices(WORDS, k=PROMPT_WORDS))
-        yield Prompt(text, list(tokenizer.encode_chat([{"role": "user", "content": text}])))
+        yield Prompt((text,), tuple(tokenizer.encode_chat([{"role": "user", "content": text}])))
 
 
 def _cpu_s(pid: int | None) -> float:

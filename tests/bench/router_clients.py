@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
@@ -22,8 +23,20 @@ from router.worker_calls import WorkerCalls
 OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    messages: tuple[str, ...]
+    """Of user and assistant in turns; the last one is the user's."""
+    token_ids: tuple[int, ...]
+    """For those who ask without a router."""
+
+    @property
+    def chat(self) -> list[dict[str, str]]:
+        return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(self.messages)]
+
+
 class Client(Protocol):
-    async def ask(self, prompt: str, token_ids: list[int], num_tokens: int, gap_us: int) -> int:
+    async def ask(self, prompt: Prompt, num_tokens: int, gap_us: int) -> int:
         """One request to its end; returns the tokens (over HTTP: the chunks) that came."""
         ...
 
@@ -41,9 +54,9 @@ class Direct:
         self._calls = WorkerCalls()
         self._split = split
 
-    async def ask(self, prompt: str, token_ids: list[int], num_tokens: int, gap_us: int) -> int:
-        length = len(token_ids)
-        spec = SequenceSpec("r", 0, tuple(token_ids), length, num_tokens, 0.0, 0, 1.0, 0.0, gap_us, (), False, b"")
+    async def ask(self, prompt: Prompt, num_tokens: int, gap_us: int) -> int:
+        length = len(prompt.token_ids)
+        spec = SequenceSpec("r", 0, prompt.token_ids, length, num_tokens, 0.0, 0, 1.0, 0.0, gap_us, (), False, b"")
         count = 0
         async with contextlib.AsyncExitStack() as stack:
             decode = await stack.enter_async_context(
@@ -72,10 +85,13 @@ class Grpc:
         self._channel = _channel(address)
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
 
-    async def ask(self, prompt: str, token_ids: list[int], num_tokens: int, gap_us: int) -> int:
+    async def ask(self, prompt: Prompt, num_tokens: int, gap_us: int) -> int:
+        messages = [
+            inference_pb2.ChatMessage(role=message["role"], content=message["content"]) for message in prompt.chat
+        ]
         call = self._stub.Generate(
             inference_pb2.GenerateRequest(
-                chat=inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage(role="user", content=prompt)]),
+                chat=inference_pb2.ChatInput(messages=messages),
                 sampling=inference_pb2.SamplingParams(max_tokens=num_tokens, seed=gap_us, temperature=0.0),
             )
         )
@@ -97,13 +113,13 @@ class Http:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def ask(self, prompt: str, token_ids: list[int], num_tokens: int, gap_us: int) -> int:
+    async def ask(self, prompt: Prompt, num_tokens: int, gap_us: int) -> int:
         if self._writer is None or self._reader is None:
             self._reader, self._writer = await asyncio.open_connection(self._host, int(self._port), limit=2**22)
         reader, writer = self._reader, self._writer
         body = json.dumps(
             {
-                "messages": [{"role": "user", "content": prompt}],
+                "messages": prompt.chat,
                 "max_tokens": num_tokens,
                 "seed": gap_us,
                 "temperature": 0,
