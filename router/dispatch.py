@@ -402,9 +402,7 @@ class Dispatcher:
     async def _aggregated(self, attempt: _Attempt) -> AsyncGenerator[NewTokens]:
         spec, job, trace = attempt.spec, attempt.job, attempt.trace
         worker, source = attempt.plan.decode, attempt.plan.source
-        async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(self._pools.decoding(worker, job))
-            queued = stack.enter_context(contextlib.ExitStack())
+        with self._pools.decoding(worker, job), contextlib.ExitStack() as queued:
             queued.enter_context(self._pools.computing(worker, job))
             async with self._calls.decode(worker, spec, await_kv=False, source=source, trace=trace) as stream:
                 async with self._patient(attempt):

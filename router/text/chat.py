@@ -38,6 +38,10 @@ class ChatTemplate:
             self._templates = {name: environment.from_string(source) for name, source in templates.items()}
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"The model's chat template is not valid: {error}") from error
+        for template in self._templates.values():
+            template.globals = dict(
+                template.globals
+            )  # a chain of dicts otherwise: slow to copy, as each rendering does
 
     @staticmethod
     def load(folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate:
