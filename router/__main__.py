@@ -30,9 +30,7 @@ async def _run(config: baton_config.Config) -> None:
 def main() -> None:
     config = baton_config.process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, "baton-router")
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # many small prompts on one core, not a few large ones on many
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there are always many prompts, each a small one
     gc.freeze()  # modules stay for good: the collector need not look at them again and again
     gc.set_threshold(*GC_THRESHOLDS)
     try:

@@ -264,7 +264,7 @@ class RouterService:
             return past.noted()
         return await self._journal.recall(key, digest)
 
-    async def tokenize(self, prompt: Prompt, tenant: Tenant = DEFAULT_TENANT) -> tuple[int, ...]:
+    async def tokenize(self, prompt: Prompt, tenant: Tenant) -> tuple[int, ...]:
         """The prompt's token ids. Long texts are tokenized in a thread: they take many milliseconds.
 
         Raises:
@@ -283,7 +283,7 @@ class RouterService:
         else:
             token_ids = self._encode(prompt, tenant.scope)
         check_prompt(token_ids, facts)
-        if isinstance(prompt, TokenIds):  # else they are the tokenizer's
+        if not isinstance(prompt, Chat):  # a chat's are the vocabulary's; what is put around a text may be anything
             check_vocabulary(token_ids, facts)
         return token_ids
 

@@ -1,8 +1,8 @@
 """Text in, token ids out, and back: `Tokenizer`, `IncrementalDetokenizer`, `StopChecker`.
 
 All three are plain state without I/O. `Tokenizer` keeps what chats have in common (`router.text.segments`), and may be
-used by several threads. The last two are rebuilt by replaying the tokens of a choice: fed the same tokens
-in any grouping, they have given out the same text.
+used by several threads. The last two are rebuilt by replaying the tokens of a choice: fed the same tokens in any
+grouping, they have given out the same text.
 """
 
 from router.text.answer import AnswerWriter, Piece

@@ -39,9 +39,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"The model's chat template is not valid: {error}") from error
         for template in self._templates.values():
-            template.globals = dict(
-                template.globals
-            )  # a chain of dicts otherwise: slow to copy, as each rendering does
+            # Each rendering copies them, and Jinja's chain of dicts is slow to copy.
+            template.globals = dict(template.globals)
 
     @staticmethod
     def load(folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import tokenizers
 from baton.errors import InvalidRequest, ModelLoadError
 from baton.sampling import SamplingParams
 from router.text.chat import ChatTemplate, Message
-from router.text.segments import SegmentEncoder
+from router.text.segments import SegmentEncoder, encode_batch
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
@@ -78,15 +77,14 @@ class Tokenizer:
         Raises:
             InvalidRequest: the text is not valid Unicode.
         """
-        with _valid_unicode():
-            return self._tokenizer.encode_batch_fast([text])[0].ids  # fast: without offsets
+        return encode_batch(self._tokenizer, [text], add_special_tokens=True)[0]
 
     def encode_chat(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
-        scope: str = "",
+        scope: str,
         **variables: Any,
     ) -> list[int]:
         """A chat, up to where the assistant's next message begins. The template writes the special tokens itself.
@@ -98,9 +96,7 @@ class Tokenizer:
         Raises:
             InvalidRequest: no template, messages that it cannot render, or text that is not valid Unicode.
         """
-        text = self.chat_template.render(messages, tools, **variables)
-        with _valid_unicode():
-            return self._segments.encode(text, scope)
+        return self._segments.encode(self.chat_template.render(messages, tools, **variables), scope)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Their text; U+FFFD stands for bytes that make no character, ids outside the vocabulary have none."""
@@ -113,14 +109,6 @@ class Tokenizer:
     def token(self, token_id: int) -> str:
         """The vocabulary's own spelling of one token, "" outside the vocabulary."""
         return self._tokenizer.id_to_token(token_id) or ""
-
-
-@contextlib.contextmanager
-def _valid_unicode() -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:  # JSON may smuggle half of a surrogate pair into a str
-        raise InvalidRequest("The prompt is not valid Unicode: it holds half of a surrogate pair.") from error
 
 
 def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:

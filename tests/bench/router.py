@@ -308,7 +308,7 @@ def _prompts(tokenizer: Tokenizer) -> Iterator[Prompt]:
     rng = random.Random(3)
     while True:
         text = " ".join(rng.choices(WORDS, k=PROMPT_WORDS))
-        yield Prompt((text,), tuple(tokenizer.encode_chat([{"role": "user", "content": text}])))
+        yield Prompt((text,), tuple(tokenizer.encode_chat([{"role": "user", "content": text}], scope="")))
 
 
 def _cpu_s(pid: int | None) -> float:

@@ -70,7 +70,7 @@ def reference(model_dir: Path) -> Any:
 )
 def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any, messages: list[dict[str, Any]]) -> None:
     expected = reference.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert tokenizer.encode_chat(messages) == expected
+    assert tokenizer.encode_chat(messages, scope="") == expected
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_messages_of_openai_clients_become_what_templates_expect() -> None:
 )
 def test_bad_messages_are_refused_in_a_sentence(tokenizer: Tokenizer, messages: Any, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
-        tokenizer.encode_chat(messages)
+        tokenizer.encode_chat(messages, scope="")
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 
+from baton.errors import InvalidRequest
+from router.text import segments
 from router.text.segments import MIN_CHARACTERS, SegmentEncoder
 
 CORPUS = [
@@ -61,7 +65,7 @@ KINDS = {
     ),
     "tokens that take the place of special ones": tokenizer(
         pre_tokenizers.ByteLevel(add_prefix_space=False),
-        [*CHAT, raw("fox<|im_st"), raw("<|im_start|>user"), raw("\n\n"), raw("dog. ")],
+        [*CHAT, raw("fox<|im_st"), raw("<|im_start|>user"), raw("\n\n"), raw("\n<"), raw("dog. "), raw("dog. f")],
         alphabet=BYTES,
     ),
     "special tokens that are normalized": tokenizer(
@@ -81,7 +85,7 @@ KINDS = {
     "special tokens that are words": tokenizer(
         pre_tokenizers.ByteLevel(add_prefix_space=False), [*CHAT, special("fox", single_word=True)], alphabet=BYTES
     ),
-    "no special tokens": tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), [], alphabet=BYTES),
+    "no special tokens but one": tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), [], alphabet=BYTES),
 }
 PARTS = [
     *SPECIAL,
@@ -107,6 +111,7 @@ def kind(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
     return KINDS[request.param]
 
 
+@settings(deadline=None)
 @given(texts=st.lists(TEXTS, max_size=4))
 @pytest.mark.parametrize("name", KINDS)
 def test_encodes_as_the_tokenizer_does_first_and_again(name: str, texts: list[str]) -> None:
@@ -132,18 +137,42 @@ def test_encodes_as_the_real_model_s_tokenizer_does(model_dir: Path) -> None:
         assert encoder.encode(text, "") == real.encode(text, add_special_tokens=False).ids
 
 
-class Counting:
+BARE = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate("ab<|> ")}, [])).to_str()
+"""Without any added token."""
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    special_tokens=st.sets(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=4),
+    ordinary_tokens=st.sets(st.text("ab< ", min_size=1, max_size=4), max_size=4),
+    texts=st.lists(st.text("ab< ", max_size=20), max_size=4),
+)
+def test_cuts_where_the_tokenizer_does(special_tokens: set[str], ordinary_tokens: set[str], texts: list[str]) -> None:
+    made = tokenizers.Tokenizer.from_str(BARE)
+    made.add_tokens([*map(special, special_tokens), *map(raw, ordinary_tokens - special_tokens)])
+    encoder = SegmentEncoder(made)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(segments, "MIN_CHARACTERS", 1)  # so that it cuts wherever it can
+        for text in texts:
+            assert encoder.encode(text, "") == made.encode(text, add_special_tokens=False).ids
+
+
+class Fake:
     """A tokenizer that tells what it had to encode."""
 
     def __init__(self) -> None:
         self.inner = KINDS["byte level"]
         self.encoded: list[str] = []
+        self.meanwhile: Callable[[], object] = lambda: None
+        """What another thread does while this one encodes."""
 
     def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
         return self.inner.get_added_tokens_decoder()
 
     def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
         self.encoded += texts
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
         return self.inner.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
 
@@ -153,41 +182,41 @@ ANSWER = f"<|im_end|>\n<|im_start|>assistant\n{LONG}!"
 
 
 def test_a_chat_s_next_turn_encodes_what_is_new() -> None:
-    counting = Counting()
-    encoder = SegmentEncoder(counting)  # type: ignore[arg-type]
+    fake = Fake()
+    encoder = SegmentEncoder(fake)  # type: ignore[arg-type]
     encoder.encode(SYSTEM + QUESTION, "")
-    assert counting.encoded == [SYSTEM, QUESTION]
+    assert fake.encoded == [SYSTEM, QUESTION]
     encoder.encode(SYSTEM + QUESTION + ANSWER + QUESTION, "")
-    assert counting.encoded == [SYSTEM, QUESTION, ANSWER]
+    assert fake.encoded == [SYSTEM, QUESTION, ANSWER]
 
 
 def test_what_comes_twice_in_a_text_is_encoded_once() -> None:
-    counting = Counting()
-    token_ids = SegmentEncoder(counting).encode(SYSTEM + QUESTION + QUESTION, "")  # type: ignore[arg-type]
-    assert counting.encoded == [SYSTEM, QUESTION]
-    assert token_ids == counting.inner.encode(SYSTEM + QUESTION + QUESTION, add_special_tokens=False).ids
+    fake = Fake()
+    token_ids = SegmentEncoder(fake).encode(SYSTEM + QUESTION + QUESTION, "")  # type: ignore[arg-type]
+    assert fake.encoded == [SYSTEM, QUESTION]
+    assert token_ids == fake.inner.encode(SYSTEM + QUESTION + QUESTION, add_special_tokens=False).ids
 
 
 def test_scopes_share_nothing() -> None:
-    counting = Counting()
-    encoder = SegmentEncoder(counting)  # type: ignore[arg-type]
+    fake = Fake()
+    encoder = SegmentEncoder(fake)  # type: ignore[arg-type]
     for scope in ("a", "b", "a", "b"):
         encoder.encode(SYSTEM, scope)
-    assert counting.encoded == [SYSTEM, SYSTEM]
+    assert fake.encoded == [SYSTEM, SYSTEM]
 
 
 def test_forgets_what_was_used_least_recently() -> None:
-    counting = Counting()
-    first, second, third = (f"{LONG}{i}" for i in range(3))
-    encoder = SegmentEncoder(counting)  # type: ignore[arg-type]
+    fake = Fake()
+    first, second, *others = (f"{LONG}{number:02}" for number in range(20))
+    encoder = SegmentEncoder(fake)  # type: ignore[arg-type]
     encoder.encode(first, "")
-    encoder = SegmentEncoder(counting, max_bytes=int(2.5 * encoder.num_bytes))  # type: ignore[arg-type]
-    for text in (first, second, first, third):
+    encoder = SegmentEncoder(fake, max_bytes=int(19.5 * encoder.num_bytes))  # type: ignore[arg-type]
+    for text in (first, second, *others[:-1], first, others[-1]):
         encoder.encode(text, "")
-    counting.encoded.clear()
-    for text in (first, third, second):
+    fake.encoded.clear()
+    for text in (first, *others, second):
         encoder.encode(text, "")
-    assert counting.encoded == [second]
+    assert fake.encoded == [second]
 
 
 def test_keeps_no_more_than_it_may() -> None:
@@ -197,35 +226,84 @@ def test_keeps_no_more_than_it_may() -> None:
         encoder.encode("".join(rng.choices([*PARTS, LONG, str(rng.random())], k=40)), str(rng.randrange(3)))
         assert encoder.num_bytes <= 20_000
     assert encoder.num_bytes > 10_000
-    encoder.encode(LONG * 1_000, "")  # more than there is room for
-    assert encoder.num_bytes == 0
+
+
+def test_a_very_long_segment_makes_no_others_go() -> None:
+    fake = Fake()
+    encoder = SegmentEncoder(fake, max_bytes=50_000)  # type: ignore[arg-type]
+    encoder.encode(SYSTEM, "")
+    num_bytes, very_long = encoder.num_bytes, LONG * 50
+    for _ in range(2):
+        assert encoder.encode(very_long, "") == fake.inner.encode(very_long, add_special_tokens=False).ids
+    assert encoder.num_bytes == num_bytes
+    encoder.encode(SYSTEM, "")
+    assert fake.encoded == [SYSTEM, very_long, very_long]
+
+
+def test_keeps_nothing_of_texts_that_it_cannot_cut() -> None:
+    for name in ("special tokens that strip what precedes", "special tokens that are words"):
+        encoder = SegmentEncoder(KINDS[name])
+        encoder.encode(LONG, "")
+        assert encoder.num_bytes == 0
 
 
 def test_refuses_half_a_surrogate_pair_and_goes_on() -> None:
     encoder = SegmentEncoder(KINDS["byte level"])
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidRequest, match="surrogate"):
         encoder.encode(f"{SYSTEM}<|im_end|>\ud800", "")
+    assert encoder.num_bytes == 0
     assert encoder.encode(SYSTEM, "") == KINDS["byte level"].encode(SYSTEM, add_special_tokens=False).ids
 
 
+def test_what_two_threads_encode_at_once_is_kept_once() -> None:
+    fake = Fake()
+    encoder = SegmentEncoder(fake, max_bytes=20_000)  # type: ignore[arg-type]
+    fake.meanwhile = lambda: encoder.encode(SYSTEM, "")
+    encoder.encode(SYSTEM, "")
+    assert fake.encoded == [SYSTEM, SYSTEM]
+    num_bytes = encoder.num_bytes
+    encoder.encode(SYSTEM, "")
+    assert 0 < encoder.num_bytes == num_bytes
+    other = SegmentEncoder(fake)  # type: ignore[arg-type]
+    other.encode(SYSTEM, "")
+    assert encoder.num_bytes == other.num_bytes
+
+
+def test_what_is_forgotten_while_another_thread_encodes_is_still_its_own() -> None:
+    fake = Fake()
+    encoder = SegmentEncoder(fake, max_bytes=20_000)  # type: ignore[arg-type]
+    encoder.encode(SYSTEM, "")
+    fake.meanwhile = lambda: [encoder.encode(f"{LONG}{number}", "") for number in range(100)]
+    token_ids = encoder.encode(SYSTEM + QUESTION, "")
+    assert token_ids == fake.inner.encode(SYSTEM + QUESTION, add_special_tokens=False).ids
+    encoder.encode(SYSTEM, "")
+    assert fake.encoded.count(SYSTEM) == 2  # it had been forgotten
+
+
 def test_serves_threads_at_once() -> None:
-    reference = KINDS["byte level"]
-    encoder = SegmentEncoder(reference, max_bytes=3_000)  # so that they evict each other's
-    wrong: list[str] = []
+    encoder = SegmentEncoder(Fake(), max_bytes=15_000)  # type: ignore[arg-type]
+    expected = {text: encoder.encode(text, "") for text in (f"{LONG}{number}" for number in range(40))}
+    failed: list[str] = []
 
     def ask(seed: int) -> None:
-        rng = random.Random(seed)
-        for _ in range(200):
-            text = "".join(rng.choices([SYSTEM, QUESTION, ANSWER, LONG, *SPECIAL], k=6))
-            if encoder.encode(text, "") != reference.encode(text, add_special_tokens=False).ids:
-                wrong.append(text)
+        rng, texts = random.Random(seed), list(expected)
+        try:
+            for _ in range(6_000):
+                text = rng.choice(texts)
+                if encoder.encode(text, "") != expected[text]:
+                    failed.append(text)
+        except Exception as error:
+            failed.append(repr(error))
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert 0 < encoder.num_bytes <= 3_000
-    encoder.encode(LONG * 1_000, "")  # makes all others go
-    assert encoder.num_bytes == 0
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns wherever they can
+    try:
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert failed == []
+    assert 0 < encoder.num_bytes <= 15_000
