@@ -132,9 +132,11 @@ def _cuts(tokens: Iterable[tokenizers.AddedToken]) -> re.Pattern[str] | None:
     if not sought or any(token.lstrip or token.single_word for token in raw):  # these look at what precedes them
         return None
     ordinary = {token.content for token in raw} - sought
-    while rivals := {content for content in ordinary if not {content[0] for content in sought}.isdisjoint(content)}:
+    begins = {content[0] for content in sought}
+    while rivals := {content for content in ordinary if not begins.isdisjoint(content)}:
         sought |= rivals
         ordinary -= rivals
+        begins |= {content[0] for content in rivals}
     return re.compile(_longest_of(sought))
 
 
