@@ -27,7 +27,7 @@ from router.dispatch import ChoiceRecord
 logger = logging.getLogger(__name__)
 FLUSH_S = 0.2
 READ_S = 2.0
-"""How long a request that is continued waits for what was noted of it: less than a hundred tokens take again."""
+"""How long a request that is continued waits for what was noted of it: as long as some hundred tokens take."""
 
 
 @dataclass(slots=True)
