@@ -5,8 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on
 STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract
-# What these hold against the clock, others beside them would hold up: they have few. A machine that others use stands
-# still at times all the same, so what failed is tried once more: a defect fails twice.
+# What these hold against the clock, others beside them would hold up: they run by themselves.
 ALONE := $(addprefix tests/integration/, test_admission.py test_cancel_latency.py test_overload.py \
 	test_transfer_processes.py)
 SOAK := tests/chaos/test_streams.py
@@ -46,8 +45,7 @@ serve: $(STAMP)
 	@$(BIN)/baton up --ask "The capital of France is"
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ALONE) || \
-		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ALONE)
+	$(BIN)/python -m pytest $(ALONE)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(OTHERS) \
 		$(addprefix --ignore=,$(ALONE)) $(addprefix --deselect=,$(LONG))
 

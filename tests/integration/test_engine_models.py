@@ -381,9 +381,8 @@ def real_prompts(tokenizer: Tokenizer) -> list[list[int]]:
         long[3:153],  # several chunks
         tokenizer.encode("Ünïcödé ist überall: 東京 🚲 — \u200d👩\u200d💻 and"),
         tokenizer.encode("def fibonacci(n):\n    "),
-        tokenizer.encode_chat(
-            [{"role": "user", "content": "What is 2 + 2? Answer briefly."}], scope=""
-        ),  # ends by itself
+        # Ends by itself.
+        tokenizer.encode_chat([{"role": "user", "content": "What is 2 + 2? Answer briefly."}], scope=""),
         long,
         shared + tokenizer.encode(" Most of all,"),
         shared + tokenizer.encode(" In Japan,"),

@@ -25,7 +25,7 @@ from baton.sampling import FinishReason
 from deploy.client import Client
 from kvstore.index import Connection
 from kvstore.leases import Ended, Entry, Part, RecordKey, RedisRecords
-from router.journal import READ_S, digest_of
+from router.journal import digest_of
 from router.tenants import DEFAULT_TENANT
 from tests.chaos.asks import MANY_BYTES, expected, greedy, of_split_character, prompt_of, seeded
 from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
@@ -197,8 +197,7 @@ def test_it_goes_on_from_every_token_whatever_was_noted(fleet: Fleet) -> None:
     request, whole = stopped_request(fleet)
     tokens = whole.choices[0].token_ids
     after = (7, 8, 9)  # the engine's, which the stop string cuts off
-    counts = [*itertools.product(range(len(tokens) + 1), (0, 1, 5, len(tokens) - 1, len(tokens), len(tokens) + 3))]
-    num_late = 0
+    counts = itertools.product(range(len(tokens) + 1), (0, 1, 5, len(tokens) - 1, len(tokens), len(tokens) + 3))
     for num_heard, num_noted in counts:
         noted = (*tokens, *after)[:num_noted]
         listener = Listener(replace(request, request_id=next(REQUEST_IDS)))
@@ -209,10 +208,7 @@ def test_it_goes_on_from_every_token_whatever_was_noted(fleet: Fleet) -> None:
         timing = listener.listen(fleet.routers[-1]).timing
         listener.same_as(whole)
         assert timing is not None
-        if bool(timing.decode_worker) != (num_noted < len(tokens)):
-            assert timing.queue_s >= READ_S, "a worker was asked for what is known"
-            num_late += 1  # this machine was so busy that the router went on without its notes, as it has to
-    assert num_late <= len(counts) / 20
+        assert bool(timing.decode_worker) == (num_noted < len(tokens)), "a worker was asked for what is known"
 
 
 def stopped_request(fleet: Fleet) -> tuple[GenerateRequest, Listener]:
