@@ -1,20 +1,20 @@
 """Which KV blocks are free, cached or in use.
 
 A block is in exactly one of three places: the free list, the cache (nobody uses it, its content is known under a key)
-or in use (reference count > 0; it may have a key as well and then be shared). Blocks are evicted least recently used
-first; a sequence returns its blocks tail first, so a prefix outlives what was built on it and a cached block's whole
-prefix is cached too, as in vLLM's automatic prefix caching.
+or in use (reference count > 0; it may have a key as well and then be shared). Which cached block is evicted,
+`baton.engine.eviction` says. A sequence returns its blocks tail first, so a prefix outlives what was built on it and a
+cached block's whole prefix is cached too, as in vLLM's automatic prefix caching.
 
 Pure bookkeeping: no tensors, no clock. Changes of the cached content come out as events for the prefix index.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.cluster import BlockCounts
+from baton.engine.eviction import EvictionOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class BlockPool:
             raise ValueError(f"a pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached = EvictionOrder(num_blocks)
         self._refs = [0] * num_blocks
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -59,11 +59,28 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Takes one reference on each block, all of them cached or in use."""
+        """Takes one reference on each block, all of them cached or in use: somebody reads them."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._cached[block]
+                self._cached.remove(self._key_of[block])
             self._refs[block] += 1
+
+    def reuse(self, blocks: Sequence[int], num_fresh: int) -> list[int] | None:
+        """Takes the blocks that a sequence has found, and fresh ones after them, all or nothing.
+
+        Returns:
+            None when fewer than `num_fresh` are available beside those found. They are kept for the next try: they
+            count as used, but not as found.
+        """
+        num_cached = sum(not self._refs[block] for block in blocks)
+        if num_cached + num_fresh > self.num_available:
+            self.acquire(blocks)
+            self.release(blocks)
+            return None
+        self._find(blocks)
+        fresh = self.allocate(num_fresh)
+        assert fresh is not None
+        return [*blocks, *fresh]
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Fresh blocks with one reference each, all or nothing; evicts cached blocks as needed.
@@ -78,6 +95,7 @@ class BlockPool:
             block = self._free.pop() if self._free else self._evict()
             self._refs[block] = 1
             blocks.append(block)
+        self._cached.allocated(num_blocks)
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -86,8 +104,8 @@ class BlockPool:
             assert self._refs[block] > 0, f"block {block} released more often than acquired"
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                if block in self._key_of:
-                    self._cached[block] = None
+                if (key := self._key_of.get(block)) is not None:
+                    self._cached.add(key)
                 else:
                     self._free.append(block)
 
@@ -105,10 +123,11 @@ class BlockPool:
             assert block not in self._key_of, f"block {block} is registered with two contents"
             self._block_of[key] = block
             self._key_of[block] = key
+            self._cached.stored(key)
             self._events.append(Stored(key))
             return block
         if known != block:
-            self.acquire([known])
+            self._find([known])
             self.release([block])
         return known
 
@@ -133,15 +152,20 @@ class BlockPool:
         """Asserts that every block is in exactly one place and the two key maps mirror each other."""
         in_use = {block for block, refs in enumerate(self._refs) if refs > 0}
         assert all(refs >= 0 for refs in self._refs), "negative reference count"
-        places = [*self._free, *self._cached, *in_use]
+        assert set(self._cached) <= set(self._block_of), "cached content that no block holds"
+        places = [*self._free, *(self._block_of[key] for key in self._cached), *in_use]
         assert sorted(places) == list(range(self.num_blocks)), "a block is lost, or in two places"
-        assert set(self._cached) <= set(self._key_of), "a cached block without a key"
         assert not set(self._free) & set(self._key_of), "a free block with a key"
         assert {block: key for key, block in self._block_of.items()} == self._key_of, "key maps differ"
 
+    def _find(self, blocks: Sequence[int]) -> None:
+        self._cached.find([self._key_of[block] for block in blocks])
+        for block in blocks:
+            self._refs[block] += 1
+
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        key = self._key_of.pop(block)
-        del self._block_of[key]
+        key = self._cached.evict()
+        block = self._block_of.pop(key)
+        del self._key_of[block]
         self._events.append(Removed(key))
         return block

@@ -256,12 +256,11 @@ class Scheduler:
             sequence.block_keys += extend_block_keys(sequence.spec.cache_seed, sequence.block_keys, known, block_size)
             cached = self.pool.match(sequence.block_keys[: num_reusable // block_size])
         num_fresh = max(0, self._expected_blocks(sequence) - len(cached))
-        self.pool.acquire(cached)
-        fresh = self.pool.allocate(num_fresh) if not self.limits.num_state_slots or self._state_slots else None
-        if fresh is None:
-            self.pool.release(cached)
+        has_slot = not self.limits.num_state_slots or self._state_slots
+        blocks = self.pool.reuse(cached, num_fresh) if has_slot else None
+        if blocks is None:
             return False
-        sequence.block_table = cached + fresh
+        sequence.block_table = blocks
         sequence.num_computed_tokens = len(cached) * block_size
         sequence.num_registered_blocks = len(cached)
         if self.limits.num_state_slots:

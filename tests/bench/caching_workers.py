@@ -98,11 +98,11 @@ class _Worker:
 def remember(pool: BlockPool, keys: list[bytes]) -> int:
     """Looks a prompt up and keeps it; returns the blocks found. Nothing else may hold blocks."""
     found = pool.match(keys)
-    pool.acquire(found)
-    fresh = pool.allocate(len(keys) - len(found))
-    assert fresh is not None, "a prompt is longer than the cache"
-    fresh = [pool.register(block, key) for block, key in zip(fresh, keys[len(found) :], strict=True)]
-    pool.release([*found, *fresh])
+    blocks = pool.reuse(found, len(keys) - len(found))
+    assert blocks is not None, "a prompt is longer than the cache"
+    for n in range(len(found), len(keys)):
+        blocks[n] = pool.register(blocks[n], keys[n])
+    pool.release(blocks)
     return len(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -49,18 +50,18 @@ def add(
     return sequence
 
 
-def compute(scheduler: Scheduler, batch: Batch) -> None:
+def compute(scheduler: Scheduler, batch: Batch, pinned: Iterable[int] = ()) -> None:
     for part in batch:
         part.sequence.num_computed_tokens += part.num_tokens
         scheduler.register_computed_blocks(part.sequence)
         if part.sample:
             part.sequence.append(7, EOS, 10**6)
-    scheduler.check()
+    scheduler.check(pinned=pinned)
 
 
-def run_step(scheduler: Scheduler, now: float = 0.0) -> list[tuple[Sequence, int]]:
+def run_step(scheduler: Scheduler, now: float = 0.0, pinned: Iterable[int] = ()) -> list[tuple[Sequence, int]]:
     batch, _ = scheduler.schedule(now)
-    compute(scheduler, batch)
+    compute(scheduler, batch, pinned)
     return [(part.sequence, part.num_tokens) for part in batch]
 
 
@@ -257,6 +258,41 @@ def test_a_preempted_sequence_finds_what_the_cache_kept() -> None:
     batch, _ = scheduler.schedule(0.0)
     assert [(part.sequence, part.start, part.num_tokens) for part in batch] == [(old, 48, 1), (young, 16, 1)]
     assert young.num_cached_tokens == 0, "a hit of its own blocks is none for the client"
+
+
+def prefill(scheduler: Scheduler, num_tokens: int, first: int) -> Sequence:
+    """From its arrival to its end."""
+    sequence = add(scheduler, num_tokens, first=first, purpose=Purpose.PREFILL)
+    run_step(scheduler)
+    scheduler.remove(sequence, Status.FINISHED)
+    return sequence
+
+
+def test_what_a_sequence_finds_is_kept_longer() -> None:
+    scheduler = make_scheduler(6)
+    scheduler.pool._cached.margin = 6.0
+    beginning = prefill(scheduler, 48, first=1)
+    prefill(scheduler, 49, first=1)
+    prefill(scheduler, 32, first=1000)
+    taken = scheduler.pool.allocate(3)
+    assert taken is not None
+    assert len(scheduler.pool.match(beginning.block_keys)) == 3, "though it was used before the last one"
+
+
+def test_what_a_sequence_finds_is_not_kept_longer_before_it_has_room() -> None:
+    scheduler = make_scheduler(6)
+    scheduler.pool._cached.margin = 6.0
+    beginning = prefill(scheduler, 48, first=1)
+    other = prefill(scheduler, 48, first=1000)
+    read = scheduler.pool.match(other.block_keys)
+    scheduler.pool.acquire(read)
+    refused = add(scheduler, 49, first=1, purpose=Purpose.PREFILL)
+    assert run_step(scheduler, pinned=read) == []
+    scheduler.remove(refused, Status.FINISHED)
+    scheduler.pool.release(read)
+    taken = scheduler.pool.allocate(3)
+    assert taken is not None
+    assert scheduler.pool.match(beginning.block_keys) == []
 
 
 def test_alone_it_sits_a_step_out_while_transfers_hold_the_rest() -> None:
