@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -197,6 +198,17 @@ def test_a_silent_peer_ends_in_a_timeout(kind: str, awaited: str) -> None:
         with pytest.raises(TransferTimeout):
             receive(pair.receiver, awaited)
         assert 0.15 < time.monotonic() - start < 2.0
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_kernel_that_gives_up_early_is_asked_again(side: str) -> None:
+    with opened("tcp", op_timeout_s=0.5) as pair:
+        early = socket.SO_SNDTIMEO if side == "sender" else socket.SO_RCVTIMEO
+        getattr(pair, side)._stream._socket.setsockopt(socket.SOL_SOCKET, early, struct.pack("@ll", 0, 10_000))
+        start = time.monotonic()
+        with pytest.raises(TransferTimeout):
+            send_chunks(pair.sender, 100_000) if side == "sender" else receive(pair.receiver, "chunk")
+        assert time.monotonic() - start > 0.4
 
 
 def test_a_receiver_that_takes_nothing_ends_in_a_timeout_at_the_sender(kind: str) -> None:
