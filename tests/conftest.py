@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before gRPC is imported: it rebuilds its pollers in the parent at each fork, and they do not always survive that. What
 # is forked here beside a running gRPC executes another program at once, and needs nothing rebuilt.
@@ -13,6 +14,10 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from baton.config import ModelConfig, load
 from deploy.models import cache_dir, resolve
+
+# By default a test fails if one of its examples takes 200 ms, which a busy machine needs for anything.
+settings.register_profile("baton", deadline=None)
+settings.load_profile("baton")
 
 
 @pytest.fixture(scope="session")

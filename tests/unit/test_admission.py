@@ -258,7 +258,7 @@ def test_a_request_id_is_one_tenants_own() -> None:
 ARRIVALS = st.lists(st.tuples(st.sampled_from([A, B, HEAVY]), st.booleans(), st.integers(1, 4)), max_size=60)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(ARRIVALS)
 def test_the_limit_holds_and_the_books_return_to_empty(arrivals: list[tuple[Tenant, bool, int]]) -> None:
     in_flight = InFlight(12)

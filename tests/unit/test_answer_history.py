@@ -69,7 +69,7 @@ def test_what_is_expected_follows_in_steps_of_some_answers() -> None:
     assert history.expect("a", 1000) == 900
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(lengths=st.lists(st.integers(0, 5000), min_size=ENOUGH, max_size=REMEMBERED), max_tokens=st.integers(1, 6000))
 def test_at_least_nine_in_ten_would_have_had_room(lengths: list[int], max_tokens: int) -> None:
     expected = history_of(*lengths).expect("a", max_tokens)

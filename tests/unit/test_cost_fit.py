@@ -79,7 +79,7 @@ def test_what_a_step_has_left_for_prompts() -> None:
     assert COSTS.computing_room_s(8.0, 2, 16) == 7, "what hides behind the weights is free"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     computing_s=st.floats(0.0, 100.0),
     num_context=st.integers(0, 50),
@@ -204,7 +204,7 @@ MEASUREMENTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(MEASUREMENTS)
 def test_no_cost_is_ever_negative(measurements: list[tuple[tuple[float, ...], float]]) -> None:
     fit = CostFit((5e-4, 1e-4, 2e-9))
@@ -355,7 +355,7 @@ def test_decoding_says_nothing_of_computing() -> None:
     assert fit.costs.s_per_sequence == near(TRUE_COSTS.s_per_sequence, 0.5)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

@@ -1276,6 +1276,6 @@ class EngineWithStateMachine(EngineMachine):
 
 
 TestAnything = EngineMachine.TestCase
-TestAnything.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnything.settings = settings(max_examples=60, stateful_step_count=40)
 TestAnythingWithState = EngineWithStateMachine.TestCase
-TestAnythingWithState.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestAnythingWithState.settings = settings(max_examples=40, stateful_step_count=40)

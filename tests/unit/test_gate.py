@@ -180,7 +180,7 @@ ARRIVALS = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(ARRIVALS, max_size=40))
 def test_whatever_is_predicted_the_books_are_right_and_shedding_is_fair(
     arrivals: list[tuple[Tenant, int, float, str, float, float, bool]],
@@ -261,7 +261,7 @@ def test_two_tenants_do_not_displace_each_other_back_and_forth() -> None:
     assert sum(entry.tenant == A for entry in router.jobs) == sum(entry.tenant == B for entry in router.jobs) == 5
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from([A, B, HEAVY]), st.floats(0.1, 3.0)), max_size=60))
 def test_whoever_had_to_go_cannot_take_its_place_back(arrivals: list[tuple[Tenant, float]]) -> None:
     router = Router()
@@ -300,7 +300,7 @@ def test_who_waits_for_room_to_decode_displaces_nobody_from_the_queue() -> None:
         admit(gate, Entry(B, 0, 3.0), prediction(0.0, room_s=4.0))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sampled_from([A, B]), PRIORITIES, st.sampled_from([0.5, 2.0, 5.0, 20.0]), st.floats(0.1, 3.0)),

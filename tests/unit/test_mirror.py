@@ -262,7 +262,7 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(steps)
 def test_random_events_give_what_a_naive_model_gives(
     history: list[tuple[str, int, int, Op, list[int]] | dict[str, int] | tuple[str, list[int]] | int],

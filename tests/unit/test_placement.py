@@ -392,7 +392,7 @@ CANDIDATES = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     fields=st.lists(CANDIDATES, max_size=6),
     mode=st.sampled_from(["auto", "split", "aggregated"]),

@@ -203,7 +203,7 @@ SECONDS = st.floats(1e-6, 1e3)
 JOBS = st.lists(st.builds(Job, TURNS, SECONDS, st.integers(1, 900), st.integers(0, 90)), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(jobs=JOBS, asked=TURNS)
 def test_the_wait_is_that_of_the_turns_not_after_ones_own(jobs: list[Job], asked: Turn) -> None:
     book = book_of()
@@ -212,7 +212,7 @@ def test_the_wait_is_that_of_the_turns_not_after_ones_own(jobs: list[Job], asked
     assert book.wait_s(asked, 0.0) == pytest.approx(sum(each.compute_s for each in jobs if each.turn <= asked))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(jobs=JOBS, asked=TURNS, data=st.data())
 def test_those_after_never_make_a_wait_shorter(jobs: list[Job], asked: Turn, data: st.DataObject) -> None:
     """Two routers' books of the same worker, one of which knows only the jobs that count."""
@@ -228,7 +228,7 @@ def test_those_after_never_make_a_wait_shorter(jobs: list[Job], asked: Turn, dat
     assert book.wait_s(asked, now) <= sum(each.compute_s for each in jobs if each.turn <= asked) + 1e-9
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(jobs=JOBS, data=st.data())
 def test_loads_are_never_negative_and_return_to_nothing(jobs: list[Job], data: st.DataObject) -> None:
     """Jobs come and leave in any order, some with their prompts not computed."""

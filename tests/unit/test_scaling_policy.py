@@ -282,7 +282,6 @@ def is_within(sizes: Sizes, config: AutoscaleConfig) -> bool:
     )
 
 
-@settings(deadline=None)
 @given(work, pool_sizes, configs)
 def test_orders_reach_the_sizes_and_stay_in_bounds(
     work: dict[str, float], sizes: Sizes, config: AutoscaleConfig
@@ -300,7 +299,7 @@ def test_orders_reach_the_sizes_and_stay_in_bounds(
     assert bool(decision.flips) == bool(grown and shrunk), "who is not needed in one pool goes to the other"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(work, pool_sizes, configs, st.integers(0, 40))
 def test_constant_work_is_answered_and_then_left_alone(
     work: dict[str, float], sizes: Sizes, config: AutoscaleConfig, restart: int
@@ -324,7 +323,6 @@ def test_constant_work_is_answered_and_then_left_alone(
     assert len(visited) == len(set(visited)), "no sizes are come back to"
 
 
-@settings(deadline=None)
 @given(work, pool_sizes, st.floats(1, 5))
 def test_more_work_never_asks_for_fewer_workers(work: dict[str, float], sizes: Sizes, factor: float) -> None:
     config = AutoscaleConfig(max_workers=200)

@@ -370,7 +370,7 @@ def pools(draw: st.DrawFn) -> list[WorkerView]:
 
 @pytest.mark.parametrize("name", BASELINES)
 @given(turns=st.lists(pools(), min_size=1, max_size=3), num_blocks=st.integers(0, 10), seed=st.integers())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_policy_chooses_a_given_worker(name: str, turns: list[list[WorkerView]], num_blocks: int, seed: int) -> None:
     rule = policy(name, seed)
     request = TraceRequest(1.0, 1000, 1, tuple(range(num_blocks)))

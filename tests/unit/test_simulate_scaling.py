@@ -127,7 +127,7 @@ def test_a_worker_that_starts_takes_its_time_and_one_that_stops_costs_no_more(mo
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(requests_lists, st.integers(0, 2), st.integers(1, 3), st.integers(10, 40), st.data())
 def test_whatever_the_pools_become_every_request_is_served_whole(
     requests: Trace, prefill: int, decode: int, num_blocks: int, data: st.DataObject

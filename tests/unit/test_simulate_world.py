@@ -238,7 +238,7 @@ class Anything:
         pass
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(requests_lists, st.integers(0, 2), st.integers(1, 2), st.integers(10, 40), st.data())
 def test_every_request_is_served_whole_and_nothing_is_left(
     requests: Trace, prefill: int, decode: int, num_blocks: int, data: st.DataObject
@@ -255,7 +255,7 @@ def test_every_request_is_served_whole_and_nothing_is_left(
         assert (worker.queued_tokens, worker.booked_tokens, worker.num_requests) == (0, 0, 0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(requests_lists)
 def test_leaps_change_no_time(requests: Trace) -> None:
     """As long as a step's cost does not grow with the context, which a leap takes as it was at its beginning."""

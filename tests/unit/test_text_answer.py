@@ -60,7 +60,7 @@ def written(writer: AnswerWriter, groups: list[list[int]], finish: FinishReason 
     return Piece(text, token_ids, None)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(data=st.data())
 def test_a_stream_goes_on_byte_for_byte_wherever_it_broke(tokenizer: Tokenizer, data: st.DataObject) -> None:
     token_ids = tokenizer.encode(data.draw(texts))

@@ -94,7 +94,6 @@ def _byte_of() -> dict[str, int]:
 BYTE_OF = _byte_of()
 
 
-@settings(deadline=None)
 @given(parts=st.lists(st.tuples(hard_text, st.booleans()), max_size=6), sizes=st.lists(st.integers(0, 5), max_size=20))
 def test_text_survives_any_split_into_tokens_and_pushes(
     byte_level: Tokenizer, parts: list[tuple[str, bool]], sizes: list[int]
@@ -107,7 +106,6 @@ def test_text_survives_any_split_into_tokens_and_pushes(
     assert "".join(texts) == expected == byte_level.decode(token_ids)
 
 
-@settings(deadline=None)
 @given(text=hard_text.filter(lambda text: "\ufffd" not in text))
 def test_no_broken_character_is_ever_given_out(byte_level: Tokenizer, text: str) -> None:
     out = ""
@@ -117,7 +115,7 @@ def test_no_broken_character_is_ever_given_out(byte_level: Tokenizer, text: str)
         assert text.startswith(out)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_any_tokens_at_all_give_what_decoding_them_at_once_gives(byte_level: Tokenizer, data: st.DataObject) -> None:
     any_id = st.integers(0, byte_level.vocab_size + 3)
@@ -157,7 +155,6 @@ def test_a_run_of_special_tokens_does_not_swallow_the_space_after_it(sentencepie
     assert "".join(stream(sentencepiece, token_ids, [])) == "a Ta"
 
 
-@settings(deadline=None)
 @given(text=st.lists(st.sampled_from([*"abcdeT ", "👍", "人工", "é", "\n"]), max_size=30).map("".join))
 def test_byte_fallback_and_leading_space(sentencepiece: Tokenizer, text: str) -> None:
     token_ids = sentencepiece.encode(text)

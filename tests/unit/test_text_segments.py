@@ -111,7 +111,6 @@ def kind(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
     return KINDS[request.param]
 
 
-@settings(deadline=None)
 @given(texts=st.lists(TEXTS, max_size=4))
 @pytest.mark.parametrize("name", KINDS)
 def test_encodes_as_the_tokenizer_does_first_and_again(name: str, texts: list[str]) -> None:
@@ -141,7 +140,7 @@ BARE = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate("ab
 """Without any added token."""
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(
     special_tokens=st.sets(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=4),
     ordinary_tokens=st.sets(st.text("ab< ", min_size=1, max_size=4), max_size=4),

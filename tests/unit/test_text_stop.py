@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.text import StopChecker
@@ -36,7 +36,6 @@ letters = st.text("ab\n", max_size=30)
 stop_lists = st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4)
 
 
-@settings(deadline=None)
 @given(letters, stop_lists, st.lists(st.integers(0, 30), max_size=12))
 def test_the_answer_is_that_of_text_find_however_the_stream_is_split(
     text: str, stops: list[str], cuts: list[int]
@@ -48,7 +47,6 @@ def test_the_answer_is_that_of_text_find_however_the_stream_is_split(
     assert checker.matched in ([None] if not stopped else stops)
 
 
-@settings(deadline=None)
 @given(letters, stop_lists)
 def test_only_a_beginning_of_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     checker = StopChecker(stops)

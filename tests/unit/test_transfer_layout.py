@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.kv_cache import KVSpec, LayerGroup, StateSpec
@@ -76,7 +76,6 @@ def test_one_latent_head_comes_from_one_rank_and_destinations_take_turns() -> No
     assert [destination_ranks(src, dst, rank) for rank in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
-@settings(deadline=None)
 @given(degrees, degrees)
 def test_every_head_of_every_destination_comes_from_one_source_and_both_sides_know_it(src_tp: int, dst_tp: int) -> None:
     src, dst = layout(src_tp), layout(dst_tp)
@@ -101,7 +100,6 @@ def test_states_go_from_each_rank_to_its_like_even_without_a_shared_head() -> No
     assert [destination_ranks(only_states, only_states, rank) for rank in range(3)] == [(0,), (1,), (2,)]
 
 
-@settings(deadline=None)
 @given(degrees)
 def test_a_ranks_cache_and_its_layout_tell_each_other(tp_size: int) -> None:
     whole = replace(layout(tp_size), states=(CONV,))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
@@ -73,7 +73,6 @@ def transfers(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, int, int, WireOption
     return sides[0], sides[1], num_tokens, skip, options
 
 
-@settings(deadline=None)
 @given(transfers())
 def test_the_pairs_together_move_everything_to_every_destination_once(
     transfer: tuple[KvLayout, KvLayout, int, int, WireOptions],
@@ -111,7 +110,6 @@ def test_the_pairs_together_move_everything_to_every_destination_once(
         assert state_bytes == Counter((2, byte) for _ in dst.states for byte in range(3 * 1701 * 4))
 
 
-@settings(deadline=None)
 @given(transfers())
 def test_chunks_leave_in_the_order_in_which_they_can(
     transfer: tuple[KvLayout, KvLayout, int, int, WireOptions],
@@ -211,7 +209,6 @@ def test_the_least_chunk_is_one_that_fits(wire: str) -> None:
         require_fitting_slots(layout, least - 1, wire)
 
 
-@settings(deadline=None)
 @given(transfers())
 def test_slots_that_fit_at_the_start_fit_every_plan(
     transfer: tuple[KvLayout, KvLayout, int, int, WireOptions],

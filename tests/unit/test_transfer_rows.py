@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.kv_cache import KVCache
@@ -143,7 +143,6 @@ def assert_arrived(destination: Side, pages: Pages, tokens: range) -> None:
         assert bool(cache[:, untouched].isnan().all())
 
 
-@settings(deadline=None)
 @given(
     src=st.tuples(st.sampled_from([1, 2, 3, 6, 12]), st.sampled_from([16, 32, 64])),
     dst=st.tuples(st.sampled_from([1, 2, 3, 6, 12]), st.sampled_from([16, 32, 64])),
@@ -234,7 +233,6 @@ def test_states_travel_whole_and_alone() -> None:
         Rows(source.cache, planned, stateful, 1, source.block_ids, None)
 
 
-@settings(deadline=None)
 @given(
     prefill_chunk=st.integers(1, 130),
     block_sizes=st.tuples(st.sampled_from([16, 32]), st.sampled_from([16, 32])),
