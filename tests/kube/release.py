@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.kube.store import Key, Resource
 CHART = Path(__file__).parents[2] / "helm" / "baton"
 NAMESPACE, NAME = "serving", "baton"
 POOLS = ("prefill", "decode")
-PODS, SERVICES = Resource("", "pods"), Resource("", "services")
+PODS, SERVICES, EVENTS = (Resource("", plural) for plural in ("pods", "services", "events"))
 SERVING_POOLS = Resource("baton.dev", "servingpools")
 TIMEOUT_S = 240
 """On a busy machine `ray start` gives up after 30 s, and is started again, more than once."""
@@ -104,6 +105,9 @@ class Release:
     def picture(self) -> str:
         """What an operator would look at."""
         lines = [self.kubectl("get", "servingpools,deployments,pods", "-n", NAMESPACE)]
+        for event in self.api.store.objects(EVENTS, NAMESPACE):
+            times = f"{event['firstTimestamp']} to {event['lastTimestamp']}, {event['count']} times"
+            lines.append(f"{times}: {event['involvedObject']['name']} {event['reason']}: {event['message']}")
         for pod in self.api.store.objects(PODS, NAMESPACE):
             for container, path in json.loads(
                 pod["metadata"].get("annotations", {}).get("baton.dev/test-log", "{}")
@@ -193,7 +197,7 @@ class Load:
                     stream = stub.Generate(request(token_ids=prompt, sampling=sampling), timeout=60)
                     tokens = [token for message in stream for token in message.token_ids]
                 except grpc.RpcError as error:
-                    self.failures.append(str(error))
+                    self.failures.append(f"{datetime.now(UTC)}: {error}")
                     continue
                 if tokens != expected_tokens(prompt, self.num_tokens):
                     self.failures.append(f"{len(tokens)} tokens, and wrong ones")
