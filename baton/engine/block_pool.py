@@ -10,6 +10,7 @@ Pure bookkeeping: no tensors, no clock. Changes of the cached content come out a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,10 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def num_matching(self, keys: Sequence[bytes]) -> int:
+        """How many blocks `match` would find, without a look at each: a cached block's whole prefix is cached too."""
+        return bisect_left(keys, True, key=lambda key: key not in self._block_of)
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Takes one reference on each block, all of them cached or in use: somebody reads them."""

@@ -159,14 +159,20 @@ class Scheduler:
         spec = sequence.spec
         if sequence.num_output_tokens:
             return -spec.priority, False, -math.inf, sequence.arrival_s
-        deadline_s = sequence.deadline_s
-        if deadline_s == math.inf:
-            return -spec.priority, False, deadline_s, sequence.arrival_s
-        rest_s = 0.0
-        if sequence.purpose is not Purpose.RECEIVE:
-            chunk = self.limits.max_num_batched_tokens
-            rest_s = self.costs.prefill_s(sequence.num_tokens, sequence.num_computed_tokens, chunk)
-        return -spec.priority, now + rest_s > deadline_s, deadline_s, sequence.arrival_s
+        return -spec.priority, self._must_be_late(sequence, now), sequence.deadline_s, sequence.arrival_s
+
+    def _must_be_late(self, sequence: Sequence, now: float) -> bool:
+        """Even if it were computed alone from now on, after what the cache holds of it."""
+        spare_s = sequence.deadline_s - now
+        if spare_s == math.inf:
+            return False
+        if spare_s < 0 or sequence.purpose is Purpose.RECEIVE:
+            return spare_s < 0
+        num_tokens, chunk = sequence.num_tokens, self.limits.max_num_batched_tokens
+        if self.costs.prefill_s(num_tokens, sequence.num_computed_tokens, chunk) <= spare_s:
+            return False
+        num_cached = self.pool.num_matching(self._reusable_keys(sequence)) * self.limits.block_size
+        return self.costs.prefill_s(num_tokens, num_cached, chunk) > spare_s
 
     def _computing_room_s(self, decoding: list[Scheduled], now: float) -> float:
         """How long prompts may compute beside these sequences in the step that begins now.
@@ -246,22 +252,15 @@ class Scheduler:
         """Gives a waiting sequence its cached prefix and all blocks it is expected to need; all or nothing."""
         if len(self.running) + len(self.reserved) >= self.limits.max_num_seqs:
             return False
-        block_size = self.limits.block_size
         receives = sequence.awaits_kv
-        # The last known token is computed here, so its block cannot come from the cache; unless the KV arrives anyway.
-        num_reusable = sequence.num_tokens if receives else sequence.num_tokens - 1
-        cached: list[int] = []
-        if not self.limits.num_state_slots:
-            known = sequence.token_ids[: num_reusable // block_size * block_size]
-            sequence.block_keys += extend_block_keys(sequence.spec.cache_seed, sequence.block_keys, known, block_size)
-            cached = self.pool.match(sequence.block_keys[: num_reusable // block_size])
+        cached = self.pool.match(self._reusable_keys(sequence))
         num_fresh = max(0, self._expected_blocks(sequence) - len(cached))
         has_slot = not self.limits.num_state_slots or self._state_slots
         blocks = self.pool.reuse(cached, num_fresh) if has_slot else None
         if blocks is None:
             return False
         sequence.block_table = blocks
-        sequence.num_computed_tokens = len(cached) * block_size
+        sequence.num_computed_tokens = len(cached) * self.limits.block_size
         sequence.num_registered_blocks = len(cached)
         if self.limits.num_state_slots:
             sequence.state_slot = self._state_slots.pop()
@@ -273,6 +272,18 @@ class Scheduler:
         sequence.status = Status.RESERVED if receives else Status.RUNNING
         (self.reserved if receives else self.running).append(sequence)
         return True
+
+    def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Of the leading blocks that a sequence may have from the cache."""
+        if self.limits.num_state_slots:
+            return []  # a state cannot be cropped to a prefix
+        block_size = self.limits.block_size
+        # The last known token is computed here, so its block cannot come from the cache; unless the KV arrives anyway.
+        num_blocks = (sequence.num_tokens - (not sequence.awaits_kv)) // block_size
+        if len(sequence.block_keys) < num_blocks:
+            known = sequence.token_ids[: num_blocks * block_size]
+            sequence.block_keys += extend_block_keys(sequence.spec.cache_seed, sequence.block_keys, known, block_size)
+        return sequence.block_keys[:num_blocks]
 
     def _expected_blocks(self, sequence: Sequence) -> int:
         """Blocks for the known tokens and the expected rest of the answer, never more than the pool has."""

@@ -298,6 +298,7 @@ class PoolMachine(RuleBasedStateMachine):
         keys = [bytes(path[: n + 1]) for n in range(len(path))]
         blocks = self.pool.match(keys)
         assert [self.content[block] for block in blocks] == keys[: len(blocks)]
+        assert self.pool.num_matching(keys) == len(blocks)
         assert len(blocks) == len(keys) or keys[len(blocks)] not in self.content.values()
         fresh = self.take_fresh(len(keys) - len(blocks) + num_open, blocks)
         if fresh is None:

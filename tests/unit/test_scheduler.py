@@ -456,6 +456,30 @@ def test_a_prompt_in_progress_needs_only_its_rest() -> None:
     assert run_step(scheduler, 9.0) == [(begun_one, 36), (other, 28)]
 
 
+@pytest.mark.parametrize(("ttft_s", "gives_way"), [(1.5, False), (1.4, True)])
+def test_a_prompt_that_waits_needs_only_what_is_not_cached(ttft_s: float, gives_way: bool) -> None:
+    """Of 100 tokens 96 are cached: four take 1.5 s, and all would have taken 14.5 s."""
+    scheduler = with_costs()
+    past = add(scheduler, 100)
+    assert [run_step(scheduler), run_step(scheduler)] == [[(past, 64)], [(past, 36)]]
+    scheduler.remove(past, Status.FINISHED)
+    follower = add(scheduler, 100, ttft_s=ttft_s)
+    other = add(scheduler, 60, ttft_s=100.0, first=200)
+    assert run_step(scheduler) == ([(other, 60), (follower, 4)] if gives_way else [(follower, 4), (other, 60)])
+
+
+def test_who_waits_for_the_prefix_that_another_computes_can_make_its_deadline_then() -> None:
+    scheduler = with_costs(max_num_seqs=1)
+    first = add(scheduler, 100)
+    assert run_step(scheduler) == [(first, 64)]
+    follower = add(scheduler, 100, ttft_s=12.0)
+    other = add(scheduler, 40, ttft_s=90.0, first=200)
+    assert scheduler._urgency(follower, 1.0) < scheduler._urgency(other, 1.0), "64 of its tokens are there"
+    assert scheduler._urgency(follower, 9.0) > scheduler._urgency(other, 9.0), "36 take 5.5 s"
+    assert run_step(scheduler, 9.0) == [(first, 36)]
+    assert scheduler._urgency(follower, 9.0) < scheduler._urgency(other, 9.0), "all but four are there"
+
+
 def test_time_makes_a_deadline_hopeless() -> None:
     for now, first in ((3.0, 0), (3.1, 1)):
         scheduler = with_costs()
