@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progre
 STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract
 # What these hold against the clock, others beside them would hold up: they run by themselves.
-ALONE := $(addprefix tests/integration/, test_admission.py test_cancel_latency.py test_overload.py \
+ALONE := $(addprefix tests/integration/, test_admission.py test_cancel_latency.py test_goodput.py test_overload.py \
 	test_transfer_processes.py)
 SOAK := tests/chaos/test_streams.py
 # Of the chaos tests, those that are short enough for every run.

@@ -355,6 +355,7 @@ def test_connections_go_to_the_pods_of_a_service_in_turn(kube: Kube) -> None:
         kube.wait_until_ready(kube.pod(name, server(name), labels={"app": "web"}))
     address = kube.get(kube.wait_for_service(kube.service("web", "web")))["spec"]["clusterIP"]
     assert address.startswith("127.")
+    kube.wait_for(lambda: not is_refused(address))
     assert Counter(answer(address) for _ in range(10)) == {"a": 5, "b": 5}
 
 
