@@ -118,7 +118,7 @@ class WorkerLoad:
     waiting: int = 0
     """Sequences that wait for blocks or for their KV."""
     queued_tokens: int = 0
-    """Tokens known and not computed yet."""
+    """Tokens that are still to be computed there: known, and neither computed nor cached."""
     blocks: BlockCounts = field(default_factory=BlockCounts)
     self_check: str = "ok"
     transfers: TransferCounts = field(default_factory=TransferCounts)

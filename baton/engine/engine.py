@@ -227,7 +227,7 @@ class Engine:
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting) + len(self.scheduler.reserved),
             queued_tokens=sum(
-                s.num_tokens - s.num_computed_tokens
+                s.num_tokens - self.scheduler.num_present_tokens(s)
                 for s in self._sequences
                 if s.status in (Status.WAITING, Status.RUNNING)
             ),

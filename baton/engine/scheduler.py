@@ -144,6 +144,15 @@ class Scheduler:
             room_s -= num_tokens * (self.costs.s_per_token + self.costs.s_per_pair * (context + num_tokens / 2))
         return tuple(scheduled), admitted
 
+    def num_present_tokens(self, sequence: Sequence) -> int:
+        """Leading tokens of a waiting or running sequence that need not be computed here any more: they are computed,
+        cached as it waits, or come from elsewhere."""
+        if sequence.status is not Status.WAITING:
+            return sequence.num_computed_tokens
+        if sequence.awaits_kv:
+            return sequence.num_tokens
+        return self.pool.num_matching(self._reusable_keys(sequence)) * self.limits.block_size
+
     def _note_full(self, now: float) -> None:
         if self._full_since_s is not None:
             for sequence in self.waiting:
@@ -171,8 +180,7 @@ class Scheduler:
         num_tokens, chunk = sequence.num_tokens, self.limits.max_num_batched_tokens
         if self.costs.prefill_s(num_tokens, sequence.num_computed_tokens, chunk) <= spare_s:
             return False
-        num_cached = self.pool.num_matching(self._reusable_keys(sequence)) * self.limits.block_size
-        return self.costs.prefill_s(num_tokens, num_cached, chunk) > spare_s
+        return self.costs.prefill_s(num_tokens, self.num_present_tokens(sequence), chunk) > spare_s
 
     def _computing_room_s(self, decoding: list[Scheduled], now: float) -> float:
         """How long prompts may compute beside these sequences in the step that begins now.

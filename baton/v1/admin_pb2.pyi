@@ -561,7 +561,7 @@ class Worker(_message.Message):
     """Since the worker started: seconds spent in steps, and tokens computed in them."""
     computed_tokens: _builtins.int
     queued_tokens: _builtins.int
-    """Known and not computed yet."""
+    """Still to be computed there: known, and neither computed nor cached."""
     version: _builtins.str
     """Of Baton; empty: of a release that did not tell."""
     content_id: _builtins.str

@@ -996,6 +996,18 @@ def test_load_counts_what_is_left_to_compute() -> None:
     assert load.blocks.in_use == 4
 
 
+def test_what_is_cached_or_comes_from_elsewhere_is_not_left_to_compute() -> None:
+    engine = make_engine(8, max_num_seqs=1, max_num_batched_tokens=100)
+    first = engine.add(make_spec(numbers(1, 100), 10, name="first"), Purpose.GENERATE, 0.0)
+    step(engine)
+    engine.add(make_spec([*numbers(1, 100), *numbers(2, 20)], 10, name="next turn"), Purpose.GENERATE, 0.0)
+    engine.add(make_spec(numbers(3, 50), 10, name="receiver"), Purpose.RECEIVE, 0.0)
+    assert (engine.load().waiting, engine.load().queued_tokens) == (2, 1 + 120 - 96)
+    engine.end(first)
+    engine.pool.release(engine.pool.allocate(8) or [])
+    assert engine.load().queued_tokens == 120, "evicted meanwhile"
+
+
 def test_a_step_has_a_size() -> None:
     engine = make_engine(max_num_batched_tokens=40)
     engine.add(make_spec(numbers(1, 20), name="decodes"), Purpose.GENERATE, 0.0)
