@@ -49,7 +49,7 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 8 * 2**20
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 """FastAPI's own, which it would ask the environment about with every request: the service has ours."""
-OPEN_PATHS = {"/", "/healthz", "/readyz", "/metrics"}
+OPEN_PATHS = {"/", "/health", "/healthz", "/readyz", "/metrics"}
 """What needs no API key: probes and scrapers have none, and the page at / has only what /metrics says."""
 
 
@@ -118,6 +118,7 @@ def create_app(
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
+    @app.get("/health")  # vLLM's name, for which load generators ask
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
         reason = is_ready()

@@ -169,7 +169,7 @@ def test_tenants_caches_are_apart_over_http(cluster: Served) -> None:
 
 
 def test_probes_scrapers_and_status_need_no_key(cluster: Served) -> None:
-    for path in ("/healthz", "/readyz", "/metrics"):
+    for path in ("/health", "/healthz", "/readyz", "/metrics"):
         with urllib.request.urlopen(f"http://{cluster.http}{path}", timeout=30) as answer:
             assert answer.status == 200
     with grpc.insecure_channel(cluster.grpc) as channel:

@@ -41,10 +41,10 @@ class Service:
         yield GenerateChunk("r", 0, "word", (1,), FinishReason.STOP, Usage(1, 1, 0))
 
 
-def app_of(service: Service) -> Any:
+def app_of(service: Service, unready: str = "") -> Any:
     tenants: Any = SimpleNamespace(identify=lambda key: DEFAULT_TENANT)
     stand_in: Any = service
-    return create_app(stand_in, tenants, lambda: "", lambda: b"")
+    return create_app(stand_in, tenants, lambda: unready, lambda: b"")
 
 
 async def post(service: Service, body: bytes, content_type: str | None = "application/json") -> httpx2.Response:
@@ -81,6 +81,14 @@ async def test_what_is_no_request_is_refused_by_name(
         "invalid_request_error",
         param,
     )
+
+
+@pytest.mark.parametrize(("unready", "status"), [("", 200), ("no worker is ready", 503)])
+async def test_health_says_what_readyz_says(unready: str, status: int) -> None:
+    transport = httpx2.ASGITransport(app_of(Service(), unready))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://baton") as client:
+        answers = [await client.get(path) for path in ("/health", "/readyz")]
+    assert [(answer.status_code, answer.json()) for answer in answers] == [(status, {"status": unready or "ok"})] * 2
 
 
 @pytest.mark.parametrize(
