@@ -59,6 +59,8 @@ class GenerateRequest:
     e2e_ms: float | None = None
     resume_from: Mapping[int, int] = field(default_factory=dict)
     """Choice index -> tokens of it that the client has already, of a stream that broke; empty: a new request."""
+    continuous_usage: bool = False
+    """Whether every chunk carries the usage so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class GenerateChunk:
-    """What is new of one choice. The last chunk of the whole stream carries `usage` and `timing`."""
+    """What is new of one choice. The last chunk of the whole stream carries `usage` and `timing`; all carry `usage`
+    where the request asks for that."""
 
     request_id: str
     choice_index: int

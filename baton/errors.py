@@ -5,7 +5,7 @@
     │   └── ModelNotFound          INVALID_ARGUMENT     404
     ├── Unauthenticated            UNAUTHENTICATED      401   no API key, or one that is no tenant's
     ├── Forbidden                  PERMISSION_DENIED    403   a known tenant's key, for what only operators may do
-    ├── Unsupported                UNIMPLEMENTED        501   a field or method that is not built yet, named
+    ├── Unsupported                UNIMPLEMENTED        400   a field or method that is not built yet, named
     ├── Overloaded                 RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
@@ -69,7 +69,7 @@ class Unsupported(BatonError):
     """A field or method that is part of the contract and not built yet. `param` names it."""
 
     status = "UNIMPLEMENTED"
-    http = 501
+    http = 400  # clients take a 5xx for a failure that may pass, and ask again
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

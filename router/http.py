@@ -170,17 +170,18 @@ async def _answer(
         raise Unsupported("several prompts in one request are not supported yet; send them one by one", "prompt")
     kind = "chatcmpl" if is_chat else "cmpl"
     request_id = body.request_id or f"{kind}-{uuid.uuid4().hex}"
-    shape = Shape(request_id, int(time.time()), service.facts.id, is_chat)
+    shape = Shape(request_id, int(time.time()), service.facts.id, is_chat, body.continuous_usage)
     slo = body.slo or SloBody()
     generate = GenerateRequest(
         prompts[0],
         request_id,
         body.model or "",
         body.sampling(),
-        priority=body.priority,
+        priority=body.priority or 0,
         ttft_ms=slo.ttft_ms,
         itl_ms=slo.itl_ms,
         e2e_ms=slo.e2e_ms,
+        continuous_usage=body.continuous_usage,
     )
     address, port = request.scope.get("server") or ("", 0)
     door = Door(address, port or 0, bool(body.stream))
@@ -340,16 +341,18 @@ async def _on_baton_error(request: Request, error: Exception) -> JSONResponse:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, Unsupported):
-        headers["x-should-retry"] = "false"  # the openai package retries every other 5xx
     return _Json(error_body(error), error.http, headers)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"] if part != "body")
-    return _Json(error_body(InvalidRequest(f"{param or 'the body'}: {first['msg']}", param or None)), 400)
+    param = ""
+    for part in first["loc"][first["loc"][:1] == ("body",) :]:
+        param += f"[{part}]" if param and isinstance(part, int) else f"{'.' if param else ''}{part}"
+    is_unknown = first.get("type") == "extra_forbidden"
+    reason = "unknown field; remove it or correct its name" if is_unknown else first["msg"]
+    return _Json(error_body(InvalidRequest(f"{param or 'the body'}: {reason}", param or None)), 400)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:

@@ -426,6 +426,7 @@ class _Settlement:
         self._instruments = instruments
         self._slo_counts = slo_counts
         self._tenant = tenant
+        self._continuous_usage = request.continuous_usage
         operation = "chat" if isinstance(request.prompt, Chat) else "text_completion"
         self._model = {"model": model_id}
         self._labels = {
@@ -500,7 +501,7 @@ class _Settlement:
             self._finish_reasons[index] = chunk.finish_reason
             self._num_unfinished -= 1
         if self._num_unfinished:
-            return chunk
+            return replace(chunk, usage=self.usage()) if self._continuous_usage else chunk
         self._end(now)
         return replace(chunk, usage=self.usage(), timing=self.timing())
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import grpc
+import httpx2
 import psutil
 import pytest
 
@@ -298,18 +299,18 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
         ("/v1/completions", {**COMPLETION, "slo": {"ttft_ms": 0}}, 400),
         ("/v1/completions", {**COMPLETION, "slo": {"itl_ms": -1}}, 400),
         ("/v1/completions", {**COMPLETION, "slo": {"ttft": 10}}, 400),
-        ("/v1/completions", {**COMPLETION, "logprobs": 0}, 501),
-        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 501),
-        ("/v1/chat/completions", {**CHAT, "stream_options": {"continuous_usage_stats": True}}, 501),
+        ("/v1/completions", {**COMPLETION, "logprobs": 0}, 400),
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400),
+        ("/v1/chat/completions", {**CHAT, "stream_options": {"continuous_usage_stats": True}}, 200),
         ("/v1/completions", {**COMPLETION, "n": 2, "request_id": "\ud800"}, 400),
         ("/v1/completions", {**COMPLETION, "request_id": "x" * 1000}, 400),
         ("/v1/completions", {**COMPLETION, "temprature": 1}, 400),
         ("/v1/completions", {**COMPLETION, "model": "x" * 100_000}, 404),
         ("/v1/completions", {"prompt": []}, 400),
         ("/v1/completions", {"prompt": [[1, 2], "a"]}, 400),
-        ("/v1/completions", {"prompt": ["a", "b"]}, 501),
+        ("/v1/completions", {"prompt": ["a", "b"]}, 400),
         ("/v1/completions", {"prompt": [10**30]}, 400),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "\ud800": 1}]}, 501),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "\ud800": 1}]}, 400),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, 400),
         ("/v1/chat/completions", {"messages": "hi"}, 400),
         ("/v1/chat/completions", b"{", 400),
@@ -327,6 +328,21 @@ def test_odd_http_requests_get_an_answer_of_openais_shape(
     if status != 200:
         assert set(answer["error"]) == {"message", "type", "param", "code"}
         assert answer["error"]["message"]
+
+
+def test_every_event_carries_the_usage_so_far_when_asked(arithmetic_cluster: Cluster) -> None:
+    """vLLM's `continuous_usage_stats`, for which guidellm asks."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": prompt_of(310, 40), "max_tokens": 12, "stream": True, "stream_options": options}
+    url = f"http://{arithmetic_cluster.http}/v1/completions"
+    with httpx2.stream("POST", url, json=body, timeout=30) as response:
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    usages = [json.loads(event)["usage"] for event in events]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert (counts, counts[-1]) == (sorted(counts), 12)
+    assert len(set(counts)) > 2
+    assert {usage["prompt_tokens"] for usage in usages} == {40}
+    assert all(usage["total_tokens"] == 40 + usage["completion_tokens"] for usage in usages)
 
 
 def test_the_router_restarts(arithmetic_cluster: Cluster) -> None:

@@ -43,6 +43,7 @@ def test_statuses_exist(cls: type[BatonError]) -> None:
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNIMPLEMENTED,
     )
     assert is_clients_fault == (cls.http < 500)
 

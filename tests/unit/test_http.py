@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 
 from baton.api import Chat, GenerateChunk, GenerateRequest, Usage
@@ -47,10 +49,15 @@ def app_of(service: Service, unready: str = "") -> Any:
     return create_app(stand_in, tenants, lambda: unready, lambda: b"")
 
 
-async def post(service: Service, body: bytes, content_type: str | None = "application/json") -> httpx2.Response:
+async def post(
+    service: Service,
+    body: bytes,
+    content_type: str | None = "application/json",
+    path: str = "/v1/chat/completions",
+) -> httpx2.Response:
     headers = {"content-type": content_type} if content_type else {}
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app_of(service)), base_url="http://baton") as client:
-        return await client.post("/v1/chat/completions", content=body, headers=headers)
+        return await client.post(path, content=body, headers=headers)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +70,7 @@ async def post(service: Service, body: bytes, content_type: str | None = "applic
         (b"\xff{", "application/json", "There was an error parsing the body", None),
         (b"[" * 100_000, "application/json", "There was an error parsing the body", None),
         (b"{}", "application/json", "messages: Field required", "messages"),
+        (b'{"messages": [{}], "\\ud800": 1}', "application/json", "the body: Input should be a valid string", None),
         (CHAT % b'"x"', "application/json", "max_tokens: Input should be a valid integer", "max_tokens"),
         (CHAT % b"4", "text/plain", "the body: Input should be a valid dictionary or object to extract", None),
         (CHAT % b"4", None, "the body: Input should be a valid dictionary or object to extract", None),
@@ -102,6 +110,153 @@ async def test_json_is_read_under_all_its_names(content_type: str) -> None:
     assert response.json()["choices"][0]["message"]["content"] == "word"
     (asked,) = service.asked
     assert (type(asked.prompt), asked.sampling) == (Chat, {"max_tokens": 4})
+
+
+def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+def said(*parts: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
+    """A chat of one message."""
+    content = list(parts) or "hi"
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": content, **fields}]}
+
+
+def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"prompt": "hi", **fields}
+
+
+TEXT = {"type": "text", "text": "hi"}
+UNSUPPORTED = [
+    (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
+    (chat(response_format={"type": "json_object"}), "response_format"),
+    (chat(response_format={"type": "text", "strict": False}), "response_format"),
+    (chat(logprobs=0), "logprobs"),
+    (chat(frequency_penalty=0.5), "frequency_penalty"),
+    (chat(min_tokens=3), "min_tokens"),
+    (chat(stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
+    (completion(prompt=["a", "b"]), "prompt"),
+    (completion(echo=True), "echo"),
+    (said(tool_calls=[{"id": "1"}]), "messages[0].tool_calls"),
+    (said(weight=0), "messages[0].weight"),
+    (said(weight=None), "messages[0].weight"),
+    (said(TEXT, {**TEXT, "cache_control": {"type": "ephemeral"}}), "messages[0].content[1].cache_control"),
+    (said({**TEXT, "cache_control": None}), "messages[0].content[0].cache_control"),
+    (said(TEXT, {"type": "image_url", "image_url": {"url": "data:,"}}), "messages[0].content[1]"),
+    (said("hi"), "messages[0].content[0]"),
+]
+UNKNOWN: list[tuple[tuple[str, dict[str, Any]], str]] = [
+    (chat(temprature=1), "temprature"),
+    (chat(temprature=0), "temprature"),
+    (chat(temprature=False), "temprature"),
+    (chat(temprature=""), "temprature"),
+    (chat(temprature=None), "temprature"),
+    (chat(temprature={}), "temprature"),
+    (chat(stream_options={"include_usage": True, "include_cost": False}), "stream_options.include_cost"),
+    (chat(slo={"ttft": None}), "slo.ttft"),
+    (("/tokenize", {"prompt": "a", "add_special_tokens": None}), "add_special_tokens"),
+]
+OF_ANOTHER_TYPE = [
+    (chat(temperature="0.5"), "temperature"),
+    (chat(temperature=True), "temperature"),
+    (chat(n=True), "n"),
+    (chat(n=1.0), "n"),
+    (chat(max_tokens=4.0), "max_tokens"),
+    (chat(max_completion_tokens="4"), "max_completion_tokens"),
+    (chat(seed="1"), "seed"),
+    (chat(stream="no"), "stream"),
+    (chat(stream=0), "stream"),
+    (chat(ignore_eos="true"), "ignore_eos"),
+    (chat(stop=5), "stop"),
+    (chat(stop=["a", 5]), "stop[1]"),
+    (chat(stop_token_ids=[1, True]), "stop_token_ids[1]"),
+    (chat(model=1), "model"),
+    (chat(user=5), "user"),
+    (chat(metadata="x"), "metadata"),
+    (chat(store=1), "store"),
+    (chat(priority="1"), "priority"),
+    (chat(slo={"ttft_ms": "5"}), "slo.ttft_ms"),
+    (chat(stream_options={"include_usage": 1}), "stream_options.include_usage"),
+    (chat(messages=["hi"]), "messages[0]"),
+    (said(role=1), "messages[0].role"),
+    (said(content=1), "messages[0].content"),
+    (said(name=0), "messages[0].name"),
+    (said({"type": "text", "text": 1}), "messages[0].content[0].text"),
+    (completion(prompt=1), "prompt"),
+    (completion(prompt=[True]), "prompt"),
+    (completion(prompt=[1.0]), "prompt"),
+    (("/tokenize", {"prompt": 5}), "prompt"),
+    (("/detokenize", {"tokens": ["5"]}), "tokens[0]"),
+    (("/detokenize", {"tokens": [True]}), "tokens[0]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "asked", "param"),
+    [
+        *(("unsupported_parameter", *case) for case in UNSUPPORTED),
+        *(("InvalidRequest", *case) for case in UNKNOWN + OF_ANOTHER_TYPE),
+    ],
+    ids=repr,
+)
+async def test_what_is_not_done_as_it_is_asked_is_refused_by_name(
+    code: str, asked: tuple[str, dict[str, Any]], param: str
+) -> None:
+    service = Service()
+    service.may_answer.set()
+    path, body = asked
+    response = await post(service, json.dumps(body).encode(), path=path)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
+    assert param in error["message"]
+    assert not service.asked
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        chat(
+            **dict.fromkeys(("n", "stop", "stream", "stream_options", "slo", "priority", "user", "tools", "logprobs"))
+        ),
+        chat(temperature=1, top_p=1, seed=2**40, n=1, stream=False, stop="x"),
+        chat(tools=[], tool_choice="auto", presence_penalty=0.0, response_format={"type": "text"}, logprobs=False),
+        chat(user="me", metadata={"a": "b"}, store=False, safety_identifier="x", prompt_cache_key="y"),
+        chat(max_completion_tokens=4, stream_options={"include_usage": True, "include_obfuscation": False}),
+        said(TEXT, TEXT, name="ada"),
+        said(name=None, refusal=None, annotations=[], audio=None, function_call=None, tool_calls=None),
+        said(role="assistant", reasoning_content=None, tool_calls=[]),
+        completion(repetition_penalty=1.0, logprobs=None, best_of=1, suffix="", echo=False),
+        completion(prompt=[5, 6]),
+        completion(prompt=["a"]),
+    ],
+    ids=repr,
+)
+async def test_what_asks_for_nothing_else_is_served(asked: tuple[str, dict[str, Any]]) -> None:
+    service = Service()
+    service.may_answer.set()
+    path, body = asked
+    response = await post(service, json.dumps(body).encode(), path=path)
+    assert response.status_code == 200, response.text
+    assert len(service.asked) == 1
+
+
+async def test_the_openai_package_asks_once_for_what_is_not_supported() -> None:
+    attempts: list[httpx2.Request] = []
+
+    async def count(request: httpx2.Request) -> None:
+        attempts.append(request)
+
+    transport = httpx2.ASGITransport(app_of(Service()))
+    messages: Any = [{"role": "user", "content": "hi"}]
+    async with (
+        httpx2.AsyncClient(transport=transport, event_hooks={"request": [count]}) as http_client,
+        openai.AsyncOpenAI(base_url="http://baton/v1", api_key="none", http_client=http_client) as client,
+    ):
+        with pytest.raises(openai.BadRequestError, match="logprobs is not supported yet") as refusal:
+            await client.chat.completions.create(model="m", messages=messages, logprobs=True, top_logprobs=3)
+    assert refusal.value.code == "unsupported_parameter"
+    assert len(attempts) == 1
 
 
 @pytest.mark.parametrize("stream", [b"false", b"true"])
