@@ -78,6 +78,10 @@ class Tended:
     is_silent: bool = False
     is_given_up: bool = False
     """READY: it has been silent for so long that it is being killed."""
+    draining_since_s: float | None = None
+    """READY: since when its lease says that it drains, though it was given no order."""
+    is_draining: bool = False
+    """READY: it has said so for the time of a lease."""
     start_at_s: float = 0.0
     num_failures: int = 0
     pid: int = 0
@@ -362,7 +366,8 @@ class Controller:
 
     def _begin(self, worker: Tended, actor: Any) -> None:
         worker.phase, worker.is_placed, worker.since_s = Phase.STARTING, False, time.monotonic()
-        worker.is_told_to_wait = worker.is_silent = worker.is_given_up = False
+        worker.is_told_to_wait = worker.is_silent = worker.is_given_up = worker.is_draining = False
+        worker.draining_since_s = None
         worker.actor = asyncio.ensure_future(actor)
         worker.task = self._spawn(self._tend(worker, worker.actor), worker.id)
 
@@ -485,12 +490,13 @@ class Controller:
                     await self._publish_due.wait()
 
     def _learn(self, leases: dict[str, Worker], boot: str, now_s: float) -> None:
-        """Who has a lease, and who has had none for so long that it is held to hang."""
+        """Who has a lease, who has had none for so long that it is held to hang, and who drains without an order."""
         known, lease_s = self._known, self.config.index.lease_s
         if boot != known.boot or now_s - known.told_s > lease_s:
             known.since_s = now_s
         known.leases, known.boot, known.told_s = leases, boot, now_s
         for worker in self._workers.values():
+            self._note_draining(worker, leases.get(worker.id), now_s)
             if worker.phase is not Phase.READY or worker.id in leases:
                 worker.heard_s, worker.is_silent = now_s, False
                 continue
@@ -502,6 +508,25 @@ class Controller:
                 worker.is_given_up = True
                 logger.error("%s has had no lease for %.0f s: it is killed", worker.id, silent_s)
                 self._send_off(self._kill(worker.actor), f"{worker.id} is killed")
+
+    def _note_draining(self, worker: Tended, lease: Worker | None, now_s: float) -> None:
+        """A worker that a signal or a stranger has told to drain will serve nobody any more.
+
+        Just after a change of role its lease may still say what was true before: hence the time of a lease.
+        """
+        drains = lease is not None and lease.info.pid == worker.pid and lease.load.state is WorkerState.DRAINING
+        if worker.phase is not Phase.READY or self._is_changing_role(worker) or not drains:
+            worker.draining_since_s, worker.is_draining = None, False
+            return
+        if worker.draining_since_s is None:
+            worker.draining_since_s = now_s
+        if now_s - worker.draining_since_s > self.config.index.lease_s and not worker.is_draining:
+            worker.is_draining = True
+            if worker.id not in self.state.retiring:
+                logger.warning("%s drains without an order from here: another worker takes its place", worker.id)
+
+    def _is_changing_role(self, worker: Tended) -> bool:
+        return self.state.flip is not None and self.state.flip.worker_id == worker.id
 
     async def _check_ray(self) -> None:
         while True:
@@ -532,14 +557,15 @@ class Controller:
         return task
 
     def _seen(self, worker: Tended, num_unique_blocks: int) -> Seen:
-        flip, lease = self.state.flip, self._known.leases.get(worker.id)
+        lease = self._known.leases.get(worker.id)
         return Seen(
             worker.id,
             worker.role,
             worker.phase,
             is_retiring=worker.id in self.state.retiring,
-            is_held=flip is not None and flip.worker_id == worker.id,
+            is_held=self._is_changing_role(worker),
             is_silent=worker.is_silent and worker.phase is Phase.READY,
+            is_draining=worker.is_draining and worker.phase is Phase.READY and not self._is_changing_role(worker),
             waits_for_room=(
                 worker.phase is Phase.STARTING and not worker.is_placed and time.monotonic() - worker.since_s > ROOM_S
             ),

@@ -94,6 +94,7 @@ class Orders:
             return controller.worker(worker_id)
         if not is_serving(worker):
             state = "hanging" if worker.is_silent else controller.worker(worker_id).load.state.value
+            state = "draining" if worker.is_draining else state
             state = "leaving" if worker.is_retiring else state
             raise Conflict(f"{worker_id} is {state}; only a worker that is ready can change its role")
         pool = controller.pool(worker.role)

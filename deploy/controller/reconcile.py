@@ -5,7 +5,8 @@
 
 A worker that dies is DOWN, and is started again under its id. One that has to leave is marked as retiring; it counts
 for its pool no more, and leaves once somebody else is ready to serve in its place. Of many that have to leave so many
-go at a time that no more than one of those that should serve is missing.
+go at a time that no more than one of those that should serve is missing. One that takes no new work although nobody
+here told it so has to leave too, and serves nobody whom that could harm: it goes at once.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Seen:
     """Its role is being changed: it serves nobody now, and is not to be touched."""
     is_silent: bool = False
     """READY, but nobody has heard of it for long: it hangs, or is cut off, and serves nobody."""
+    is_draining: bool = False
+    """READY, but it takes no new work, and not by an order of the controller's. Never while `is_held`."""
     waits_for_room: bool = False
     """STARTING: no node has had the resources for it for a while, so it keeps nobody busy."""
     start_at_s: float = 0.0
@@ -90,6 +93,7 @@ def reconcile(desired: Mapping[Role, int], workers: Sequence[Seen], now_s: float
         now_s: on the clock of `Seen.start_at_s`.
     """
     victims = {worker.id for role in Role for worker in _victims(desired[role], workers, role)}
+    victims |= {worker.id for worker in workers if worker.is_draining and not worker.is_retiring}
     retiring = victims | {worker.id for worker in workers if worker.is_retiring}
     actions: list[Action] = [Retire(worker_id) for worker_id in sorted(victims)]
     ready = {role: [w for w in workers if w.role is role and is_serving(w) and w.id not in retiring] for role in Role}
@@ -103,7 +107,7 @@ def reconcile(desired: Mapping[Role, int], workers: Sequence[Seen], now_s: float
             continue
         if worker.phase is Phase.DOWN:
             actions.append(Forget(worker.id))
-        elif worker.phase is Phase.STARTING or worker.is_silent:
+        elif worker.phase is Phase.STARTING or worker.is_silent or worker.is_draining:
             actions.append(Leave(worker.id))
         elif worker.phase is Phase.READY and (ready[worker.role] or not desired[worker.role]):
             if may_leave[worker.role] > 0:
@@ -124,7 +128,7 @@ def is_serving(worker: Seen) -> bool:
 
 def _takes_requests(worker: Seen) -> bool:
     """Those that are to leave do until then."""
-    return worker.phase is Phase.READY and not worker.is_held and not worker.is_silent
+    return worker.phase is Phase.READY and not (worker.is_held or worker.is_silent or worker.is_draining)
 
 
 def _num_to_spare(desired: int, workers: Sequence[Seen], role: Role, is_any_coming: bool) -> int:
@@ -151,7 +155,7 @@ def _victims(desired: int, workers: Sequence[Seen], role: Role) -> list[Seen]:
 
 
 def _is_member(worker: Seen) -> bool:
-    return not worker.is_retiring and worker.phase is not Phase.LEAVING
+    return not worker.is_retiring and not worker.is_draining and worker.phase is not Phase.LEAVING
 
 
 def _starts(desired: Mapping[Role, int], staying: Sequence[Seen], known: set[str], now_s: float) -> list[Start]:

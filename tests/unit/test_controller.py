@@ -21,6 +21,7 @@ from deploy.controller import ray_actors
 from deploy.controller.controller import Controller
 from deploy.controller.orders import Orders
 from deploy.controller.ray_actors import RayActors, Started
+from deploy.controller.reconcile import Phase
 from deploy.controller.state import Flip, State, load, locked
 from deploy.kubernetes.serving_pool import PoolSpec
 from kvstore.index import MemoryStore, Mirror
@@ -105,6 +106,8 @@ class Bench:
         self.actors = LocalActors()
         self.hanging: set[str] = set()
         """Ready workers whose leases nobody renews."""
+        self.draining: set[str] = set()
+        """Workers that say so in their leases."""
         me = ControllerInfo(1, "127.0.0.1:1")
         state, path = State(desired, "baton-x"), folder / "state.json"
         self.controller = Controller(config, me, self.actors, self.leases, Mirror(), path, state, is_first)
@@ -118,7 +121,8 @@ class Bench:
                 if worker_id not in epochs or not self.store.lease(worker_id):
                     epochs[worker_id] = await self.leases.acquire(worker_id)
                 info = WorkerInfo(worker_id, role, "", 1, "", epochs[worker_id], "", "", 16, 0)
-                await self.leases.renew(info, WorkerLoad(WorkerState.READY))
+                state = WorkerState.DRAINING if worker_id in self.draining else WorkerState.READY
+                await self.leases.renew(info, WorkerLoad(state))
             await asyncio.sleep(LEASE_S / 5)
 
 
@@ -244,6 +248,98 @@ async def test_a_worker_that_hangs_leaves_without_being_asked(tmp_path: Path) ->
         await until(lambda: num_ready(it) == 1)
         await it.orders.scale("decode", 1)
         await until(lambda: set(it.actors.alive) == {"decode-1"})
+
+
+async def test_a_worker_that_drains_without_an_order_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anybody who reaches it can tell it so; it would take no request for the rest of its life."""
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        it.draining.add("decode-1")
+        await until(lambda: set(it.actors.alive) == {"decode-0", "decode-2"} and num_ready(it) == 2)
+        await asyncio.sleep(3 * LEASE_S)
+        assert (it.actors.num_created, it.controller.ids) == (3, ["decode-0", "decode-2"])
+    assert caplog.text.count("decode-1 drains without an order from here: another worker takes its place") == 1
+
+
+async def test_a_worker_that_drains_to_change_its_role_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_moved = asyncio.Event()
+
+    async def drain(flip: Flip) -> None:
+        it.draining.add(flip.worker_id)
+        await has_moved.wait()
+
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        monkeypatch.setattr(it.controller, "ask_for_role", drain)
+        changing = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
+        await asyncio.sleep(3 * LEASE_S)
+        assert it.controller.seen()["decode-0"].is_held
+        has_moved.set()
+        await changing
+        await asyncio.sleep(LEASE_S / 2)  # its lease is behind
+        it.draining.clear()
+        await asyncio.sleep(2 * LEASE_S)
+        assert (it.actors.num_created, it.controller.pool(Role.PREFILL).ready) == (2, 1)
+
+
+async def test_the_sizes_of_the_serving_pools_wait_for_a_change_of_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes both sizes, from what they were when it began."""
+    has_moved = asyncio.Event()
+
+    async def move(flip: Flip) -> None:
+        await has_moved.wait()
+
+    async with bench(tmp_path, decode=2) as it:
+        it.controller.follow(Role.DECODE, PoolSpec(size=2, asked=2, most=4))
+        await until(lambda: num_ready(it) == 2)
+        monkeypatch.setattr(it.controller, "ask_for_role", move)
+        changing = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
+        await until(lambda: it.controller.state.flip is not None)
+        it.controller.follow(Role.DECODE, PoolSpec(size=4, asked=4, most=4))
+        it.controller.step()
+        assert it.controller.state.desired == {Role.PREFILL: 0, Role.DECODE: 2}
+        has_moved.set()
+        await changing
+        await until(lambda: num_ready(it) == 4)
+        assert it.controller.pool(Role.PREFILL) == PoolStatus(desired=1, ready=1)
+
+
+async def test_a_worker_that_leaves_while_it_starts_is_never_ready(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even if it becomes so in the very pass of the event loop in which it is told."""
+    caplog.set_level(logging.INFO)
+    async with bench(tmp_path) as it:
+        await until(lambda: num_ready(it) == 1)
+        it.actors.may_start.clear()
+        await it.orders.scale("decode", 2)
+        await until(lambda: it.controller.seen()["decode-1"].phase is Phase.STARTING and len(it.actors.alive) == 2)
+        for _ in range(10):
+            await asyncio.sleep(0)  # so that it is known to start
+        it.actors.may_start.set()
+        await it.orders.scale("decode", 1)
+        await until(lambda: it.controller.ids == ["decode-0"])
+        assert set(it.actors.alive) == {"decode-0"}
+        assert not it.controller._failed.done()
+    assert "decode-1 leaves" in caplog.text
+    assert "decode-1 is ready" not in caplog.text
+
+
+async def test_a_worker_with_the_number_of_one_that_has_left_stays(tmp_path: Path) -> None:
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        await it.orders.scale("decode", 1)
+        await until(lambda: it.controller.ids == ["decode-0"])
+        assert it.controller.state.retiring == frozenset()
+        await it.orders.scale("decode", 2)
+        await until(lambda: num_ready(it) == 2)
+        assert it.controller.ids == ["decode-0", "decode-1"]
 
 
 async def test_without_redis_nobody_is_held_to_hang(tmp_path: Path) -> None:

@@ -155,6 +155,17 @@ def test_a_worker_that_hangs_stands_in_for_nobody_and_may_always_leave() -> None
     assert decide(0, 1, replace(hanging, is_retiring=True)) == [Leave("decode-1"), Start("decode-0", DECODE)]
 
 
+def test_a_worker_that_drains_without_an_order_goes_at_once_and_another_takes_its_place() -> None:
+    """Whoever told it: it takes no new work, so nobody is served by its waiting for the other."""
+    draining = replace(ready("decode-0", num_requests=7), is_draining=True)
+    assert decide(0, 1, draining) == [Retire("decode-0"), Leave("decode-0"), Start("decode-1", DECODE)]
+    assert decide(0, 1, draining, ready("decode-1")) == [Retire("decode-0"), Leave("decode-0")], "no other is surplus"
+    ordered = replace(draining, is_retiring=True)
+    assert decide(0, 1, ordered) == [Leave("decode-0"), Start("decode-1", DECODE)]
+    drained = replace(ready("decode-1"), is_retiring=True)
+    assert Leave("decode-1") not in decide(0, 1, draining, drained), "it stands in for nobody"
+
+
 def test_a_prefill_pool_that_is_to_be_empty_needs_nobody_else() -> None:
     assert decide(0, 1, ready("prefill-0"), ready("decode-0")) == [Retire("prefill-0"), Leave("prefill-0")]
 
@@ -206,7 +217,7 @@ class World:
                     assert worker.is_retiring
                     assert not worker.is_held
                     assert worker.phase in (Phase.STARTING, Phase.READY)
-                    self.workers[worker_id] = replace(worker, phase=Phase.LEAVING, is_silent=False)
+                    self.workers[worker_id] = replace(worker, phase=Phase.LEAVING, is_silent=False, is_draining=False)
                 case Forget(worker_id):
                     assert self.workers.pop(worker_id).phase is Phase.DOWN
         starting = [
@@ -226,7 +237,7 @@ class World:
     def serving(self, role: Role) -> int:
         """A worker that has to leave serves until it does."""
         return sum(
-            w.role is role and w.phase is Phase.READY and not w.is_held and not w.is_silent
+            w.role is role and w.phase is Phase.READY and not (w.is_held or w.is_silent or w.is_draining)
             for w in self.workers.values()
         )
 
@@ -246,10 +257,17 @@ class World:
                 self.workers[worker.id] = replace(worker, phase=Phase.DOWN, is_silent=False)
             elif is_serving(worker) and not is_calm and self.dice.random() < 0.05:
                 self.workers[worker.id] = replace(worker, is_silent=True)
+            elif is_serving(worker) and not is_calm and self.dice.random() < 0.05:
+                self.workers[worker.id] = replace(worker, is_draining=True)
             elif not is_calm and worker.phase is not Phase.LEAVING and self.dice.random() < 0.15:
                 start_at_s = self.now_s + self.dice.choice((0.0, 1.0, 5.0))
                 self.workers[worker.id] = replace(
-                    worker, phase=Phase.DOWN, is_silent=False, waits_for_room=False, start_at_s=start_at_s
+                    worker,
+                    phase=Phase.DOWN,
+                    is_silent=False,
+                    is_draining=False,
+                    waits_for_room=False,
+                    start_at_s=start_at_s,
                 )
             elif not is_calm and is_serving(worker) and self.dice.random() < 0.1:
                 self.workers[worker.id] = replace(worker, is_retiring=True)  # an operator's `baton drain`
