@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from baton.errors import BatonError
 from baton.sampling import FinishReason
 
 
@@ -190,8 +191,8 @@ class Migrate:
 @dataclass(frozen=True, slots=True)
 class Start:
     call_id: int
-    request: PrefillRequest | DecodeRequest | FetchRequest | None
-    """None: a kind that this version does not know."""
+    request: PrefillRequest | DecodeRequest | FetchRequest | BatonError | None
+    """An error: why the worker does not even read it. None: a kind that this version does not know."""
     trace: Mapping[str, str]
     """W3C trace context, by header."""
 

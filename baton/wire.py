@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -14,11 +15,17 @@ from baton import api
 from baton import messages as m
 from baton.cluster import ClusterStatus, PoolStatus, Worker
 from baton.costs import StepCosts
-from baton.errors import InvalidRequest, Unsupported
+from baton.errors import BatonError, InvalidRequest, TransferRefused, Unsupported
 from baton.sampling import FinishReason
 from baton.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2
 
 T = TypeVar("T")
+MAX_CONTROL_BYTES = 64 * 1024
+"""Of a ticket, of a message between workers, and of a call's start but for its tokens: many times what is ever sent.
+Reading a message costs a hundred times its bytes, so longer ones are refused unread."""
+MAX_COMMANDS = 1024
+"""In one frame; a router writes a few (`router.worker_calls`)."""
+MAX_TOKEN_BYTES = 5
 
 # -- router <-> workers --------------------------------------------------------------------------------------------
 # What travels with each request and each token is written out by hand: it is 5 times cheaper than a loop over fields.
@@ -74,6 +81,8 @@ def ticket_to_pb(ticket: m.Ticket) -> worker_pb2.Ticket:
 
 
 def ticket_from_pb(message: worker_pb2.Ticket) -> m.Ticket:
+    """Raises TransferRefused for one that is too long to be read."""
+    _require_short(message, MAX_CONTROL_BYTES, TransferRefused)
     return _from_pb(message, m.Ticket)
 
 
@@ -90,7 +99,7 @@ def start(start: m.Start) -> worker_pb2.Command:
             request.await_kv = await_kv
         case m.FetchRequest(sequence, source):
             request = command.fetch
-        case None:
+        case None | BatonError():
             raise AssertionError("a router knows what it asks for")
     write_sequence(sequence, request.sequence)
     if source is not None:
@@ -106,26 +115,43 @@ def serve_request(commands: Iterable[worker_pb2.Command]) -> worker_pb2.ServeReq
     return worker_pb2.ServeRequest(commands=commands)
 
 
-def commands(message: worker_pb2.ServeRequest) -> list[m.Start | m.Cancel]:
-    return [_command(command) for command in message.commands]
+def commands(message: worker_pb2.ServeRequest, max_model_len: float = math.inf) -> list[m.Start | m.Cancel]:
+    """What a router orders. A start that is too long to be read holds its refusal.
+
+    Args:
+        max_model_len: the most tokens that a sequence may have here.
+
+    Raises:
+        InvalidRequest: these are more than a router writes at a time.
+    """
+    if len(message.commands) > MAX_COMMANDS:
+        raise InvalidRequest(f"a frame has {len(message.commands)} commands; a worker takes {MAX_COMMANDS} at a time")
+    return [_command(command, max_model_len) for command in message.commands]
 
 
-def _command(message: worker_pb2.Command) -> m.Start | m.Cancel:
-    request: m.PrefillRequest | m.DecodeRequest | m.FetchRequest | None = None
+def _command(message: worker_pb2.Command, max_model_len: float) -> m.Start | m.Cancel:
+    if message.WhichOneof("command") == "cancel":
+        return m.Cancel(message.call_id)
+    try:
+        _require_short(message, MAX_CONTROL_BYTES + MAX_TOKEN_BYTES * max_model_len, InvalidRequest)
+        return m.Start(message.call_id, _call_request(message), dict(message.trace))
+    except (InvalidRequest, TransferRefused) as refusal:
+        return m.Start(message.call_id, refusal, {})
+
+
+def _call_request(message: worker_pb2.Command) -> m.PrefillRequest | m.DecodeRequest | m.FetchRequest | None:
     match message.WhichOneof("command"):
-        case "cancel":
-            return m.Cancel(message.call_id)
         case "prefill":
             prefill = message.prefill
             ticket = ticket_from_pb(prefill.ticket) if prefill.HasField("ticket") else None
-            request = m.PrefillRequest(sequence_from_pb(prefill.sequence), ticket, _source_from_pb(prefill))
+            return m.PrefillRequest(sequence_from_pb(prefill.sequence), ticket, _source_from_pb(prefill))
         case "decode":
             decode = message.decode
-            request = m.DecodeRequest(sequence_from_pb(decode.sequence), decode.await_kv, _source_from_pb(decode))
+            return m.DecodeRequest(sequence_from_pb(decode.sequence), decode.await_kv, _source_from_pb(decode))
         case "fetch":
             fetch = message.fetch
-            request = m.FetchRequest(sequence_from_pb(fetch.sequence), _from_pb(fetch.source, m.PrefixSource))
-    return m.Start(message.call_id, request, dict(message.trace))
+            return m.FetchRequest(sequence_from_pb(fetch.sequence), _from_pb(fetch.source, m.PrefixSource))
+    return None
 
 
 def _source_from_pb(message: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) -> m.PrefixSource | None:
@@ -219,7 +245,8 @@ def session_request(message: m.FromSender) -> kv_pb2.SessionRequest:
 
 
 def session_request_from_pb(message: kv_pb2.SessionRequest) -> m.FromSender | None:
-    """None: a message kind this version does not know."""
+    """None: a message kind this version does not know. Raises TransferRefused for one that is too long to be read."""
+    _require_short(message, MAX_CONTROL_BYTES, TransferRefused)
     field = message.WhichOneof("message")
     return _from_pb(getattr(message, field), _SENDER_KIND[field]) if field else None
 
@@ -230,7 +257,8 @@ def session_response(message: m.FromReceiver) -> kv_pb2.SessionResponse:
 
 
 def session_response_from_pb(message: kv_pb2.SessionResponse) -> m.FromReceiver | None:
-    """None: a message kind this version does not know."""
+    """As `session_request_from_pb`."""
+    _require_short(message, MAX_CONTROL_BYTES, TransferRefused)
     field = message.WhichOneof("message")
     return _from_pb(getattr(message, field), _RECEIVER_KIND[field]) if field else None
 
@@ -239,8 +267,16 @@ def pull_to_pb(pull: m.Pull) -> kv_pb2.PullRequest:
     return _to_pb(pull, kv_pb2.PullRequest)
 
 
-def pull_from_pb(message: kv_pb2.PullRequest) -> m.Pull:
-    return _from_pb(message, m.Pull)
+def pull_from_pb(message: kv_pb2.PullRequest, max_keys: float = math.inf) -> m.Pull:
+    """Raises TransferRefused for more than `max_keys` keys, or a ticket that is too long to be read."""
+    if len(message.block_keys) > max_keys:
+        raise TransferRefused(f"{len(message.block_keys)} block keys are asked for; this worker has at most {max_keys}")
+    return m.Pull(ticket_from_pb(message.ticket), tuple(message.block_keys))
+
+
+def _require_short(message: Message, most: float, error: type[BatonError]) -> None:
+    if (num_bytes := message.ByteSize()) > most:
+        raise error(f"a {message.DESCRIPTOR.name} of {num_bytes} bytes is not read here; {most} are the most")
 
 
 # -- public API ------------------------------------------------------------------------------------------------------

@@ -60,7 +60,9 @@ async def running(
 
     prefill = PrefillService(worker_id, member.loop, member.kv, is_draining)
     decode = DecodeService(worker_id, member.loop, member.kv, is_draining)
-    calls = CallServicer(prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch)
+    calls = CallServicer(
+        prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch, max_model_len=runner.max_model_len
+    )
     control = WorkerControl(member, calls)
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)
     worker_pb2_grpc.add_WorkerControlServicer_to_server(control, rpc.server)

@@ -21,6 +21,8 @@ from baton.rpc.calls import CallServicer
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.member import Member
 
+MAX_TIMEOUT_S = 7 * 86_400
+
 
 class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
     """Of one worker, on its event loop."""
@@ -79,12 +81,19 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
     async def Drain(  # noqa: N802 - the generated name
         self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.DrainResponse:
-        return worker_pb2.DrainResponse(num_left=await self.drain(request.timeout_s))
+        return worker_pb2.DrainResponse(num_left=await self.drain(_required_time(request.timeout_s)))
 
     async def SetRole(  # noqa: N802
         self, request: worker_pb2.SetRoleRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.SetRoleResponse:
         if request.role not in tuple(Role):
             raise InvalidRequest(f"a worker's role is prefill or decode, not {request.role!r}", "role")
-        await self.set_role(Role(request.role), request.timeout_s)
+        await self.set_role(Role(request.role), _required_time(request.timeout_s))
         return worker_pb2.SetRoleResponse()
+
+
+def _required_time(timeout_s: float) -> float:
+    """Raises InvalidRequest for a time that no timer takes; also NaN."""
+    if not 0 <= timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidRequest(f"timeout_s must be 0 to {MAX_TIMEOUT_S}, not {timeout_s:g}", "timeout_s")
+    return timeout_s

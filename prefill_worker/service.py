@@ -11,7 +11,7 @@ from opentelemetry.context import Context
 from baton.engine.engine import Admitted, Generated
 from baton.engine.loop import EngineLoop, SequenceHandle
 from baton.engine.sequence import Purpose
-from baton.errors import TransferError, WorkerDraining, WorkerFailed
+from baton.errors import TransferError, TransferRefused, WorkerDraining, WorkerFailed
 from baton.messages import FirstToken, HandedOver, PrefillRequest
 from baton.telemetry import tracing
 from kvstore.transfer.endpoint import KvEndpoint
@@ -36,8 +36,11 @@ class PrefillService:
 
         Raises:
             WorkerDraining: the worker takes no new work. An answer that goes on elsewhere is none: its KV is here.
+            TransferRefused: the ticket is not of this sequence, or its worker's KV is of another kind.
         """
         spec, ticket, source = request.sequence, request.ticket, request.source
+        if ticket and ticket.num_tokens != len(spec.token_ids):
+            raise TransferRefused(f"the ticket is for {ticket.num_tokens} tokens, the prompt has {len(spec.token_ids)}")
         if self._is_draining() and len(spec.token_ids) == spec.num_prompt_tokens:
             raise WorkerDraining(f"{self._worker_id} takes no new work")
         labels: tracing.Attributes = {"baton.worker": self._worker_id}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -23,13 +24,29 @@ import grpc
 from opentelemetry.context import Context
 
 from baton import wire
-from baton.errors import BatonError, Unsupported
-from baton.messages import Cancel, DecodeRequest, Ended, Event, FetchRequest, Migrate, PrefillRequest, Start
+from baton.blocks import KEY_BYTES
+from baton.errors import BatonError, InvalidRequest, Unsupported
+from baton.messages import (
+    Cancel,
+    DecodeRequest,
+    Ended,
+    Event,
+    FetchRequest,
+    Migrate,
+    PrefillRequest,
+    SequenceSpec,
+    Start,
+)
 from baton.rpc.errors import to_failed
+from baton.sampling import SamplingParams
 from baton.telemetry import logs, tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 MAX_FRAME_EVENTS = 4096
+MAX_STOP_TOKEN_IDS = 4096
+"""Each token of an answer is looked up among them."""
+MAX_TOP_K = 2**20
+"""No vocabulary is larger."""
 T = TypeVar("T")
 Prefill = Callable[[PrefillRequest, Context], AsyncGenerator[Event]]
 Decode = Callable[[DecodeRequest, Context], AsyncGenerator[Event]]
@@ -64,14 +81,21 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
     Args:
         prefill, decode, fetch: the events of one call; None: this worker does not do that. Closing the generator
             cancels the call and frees what it holds. Typed errors reach the router as they are.
+        max_model_len: the most tokens that a sequence may have here.
     """
 
     def __init__(
-        self, *, prefill: Prefill | None = None, decode: Decode | None = None, fetch: Fetch | None = None
+        self,
+        *,
+        prefill: Prefill | None = None,
+        decode: Decode | None = None,
+        fetch: Fetch | None = None,
+        max_model_len: float = math.inf,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._fetch = fetch
+        self._max_model_len = max_model_len
         self._running: dict[asyncio.Task[None], tuple[Start, Outbox[tuple[int, Event]]]] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -93,15 +117,22 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
     async def Serve(  # type: ignore[override]  # noqa: N802 - the generated name; it writes, where it could yield
         self, requests: AsyncIterator[worker_pb2.ServeRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Until the router leaves, or is gone: then this is cancelled, and so are its calls."""
+        """Until the router leaves, or is gone: then this is cancelled, and so are its calls.
+
+        Raises:
+            InvalidRequest: what it sends is not of the kind that routers send.
+        """
         outbox = Outbox[tuple[int, Event]]()
         writing = asyncio.create_task(_write(context, outbox))
         calls: dict[int, asyncio.Task[None]] = {}
         try:
             async for frame in requests:
-                for command in wire.commands(frame):
+                for command in wire.commands(frame, self._max_model_len):
                     if isinstance(command, Cancel):
                         _cancel(calls.get(command.call_id))
+                    elif command.call_id in calls:
+                        taken = InvalidRequest(f"call {command.call_id} of this stream is running already")
+                        outbox.put((command.call_id, to_failed(taken)))
                     else:
                         call = calls[command.call_id] = asyncio.create_task(self._run(command, outbox))
                         self._running[call] = command, outbox
@@ -132,6 +163,10 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
     def _events(self, start: Start) -> AsyncGenerator[Event]:
         trace = tracing.from_metadata(start.trace.items())
         logs.about(tracing.span_of(trace))
+        if isinstance(start.request, BatonError):
+            raise start.request
+        if start.request is not None:
+            require_servable(start.request.sequence)
         match start.request:
             case PrefillRequest() as request if self._prefill is not None:
                 return self._prefill(request, trace)
@@ -145,6 +180,23 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         del calls[call_id], self._running[call]
         if not self._running:
             self._is_idle.set()
+
+
+def require_servable(spec: SequenceSpec) -> None:
+    """Raises InvalidRequest where a value would spoil more than its own call: an engine serves many in one step.
+
+    How many tokens fit is the engine's to say.
+    """
+    SamplingParams(temperature=spec.temperature, top_k=spec.top_k, top_p=spec.top_p, min_p=spec.min_p)
+    for ok, rule in (
+        (0 < spec.num_prompt_tokens <= len(spec.token_ids), "num_prompt_tokens must be 1 to the number of token_ids"),
+        (spec.top_k <= MAX_TOP_K, f"top_k must be at most {MAX_TOP_K}"),
+        (spec.ttft_s >= 0 and spec.itl_s >= 0, "ttft_s and itl_s must be at least 0"),  # which NaN is not
+        (len(spec.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"there must be at most {MAX_STOP_TOKEN_IDS} stop_token_ids"),
+        (len(spec.cache_seed) <= KEY_BYTES, f"cache_seed must have at most {KEY_BYTES} bytes"),
+    ):
+        if not ok:
+            raise InvalidRequest(f"a worker cannot serve this sequence: {rule}")
 
 
 def _cancel(call: asyncio.Task[None] | None) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton import wire
-from baton.blocks import block_keys
+from baton.blocks import GRANULE, block_keys
 from baton.cluster import TransferCounts
 from baton.engine.engine import Reserved
 from baton.engine.sequence import Purpose
@@ -178,7 +178,8 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
     async def Pull(  # noqa: N802 - the generated name
         self, request: kv_pb2.PullRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.PullResponse:
-        pull = wire.pull_from_pb(request)
+        cache = self._loop.engine.runner.cache
+        pull = wire.pull_from_pb(request, max_keys=cache.num_blocks * cache.spec.block_size // GRANULE)
         ticket = pull.ticket
         blocks = self._loop.pin_prefix(pull.block_keys)
         try:

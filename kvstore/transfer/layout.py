@@ -27,6 +27,8 @@ AUTO = "auto"
 CONVERTIBLE = ("float32", "bfloat16", "float16")
 """Pool data types between which values may be converted. All others travel as they are."""
 WIRE_DTYPES = (AUTO, *CONVERTIBLE, "int8")
+MAX_RANKS = 64
+"""More than any model is split over. A transfer has a session for each rank that it goes to."""
 
 
 def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) -> KvLayout:
@@ -113,7 +115,12 @@ def wire_dtype(src_dtype: str, dst_dtype: str, wanted: str) -> str:
 
 
 def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
-    """Why KV of `src` cannot become KV of `dst`, in one sentence; "" if it can."""
+    """Why KV of `src` cannot become KV of `dst`, in one sentence; "" if it can. One of them may be anything at all."""
+    for layout in (src, dst):
+        if layout.block_size < 1:
+            return f"a layout has blocks of {layout.block_size} tokens"
+        if not 1 <= layout.tp_size <= MAX_RANKS:
+            return f"a layout has {layout.tp_size} ranks, and must have 1 to {MAX_RANKS}"
     names = [[group.name for group in layout.groups] for layout in (src, dst)]
     if names[0] != names[1]:
         return f"the source has the layer groups {names[0]}, the destination {names[1]}"

@@ -247,11 +247,10 @@ class KvReceiver:
         A coroutine that writes, because a cancelled generator is left suspended.
         """
         requests = _known(request_iterator)
-        hello = await anext(requests, None)
         try:
-            session = self._welcome(hello)
+            session = self._welcome(await anext(requests, None))
         except TransferRefused as error:
-            await self._turn_away(requests, context, error)
+            await self._turn_away(request_iterator, context, error)
             return
         self._sessions[session.id] = session
         self._lanes.add(session.lane)
@@ -378,7 +377,7 @@ class KvReceiver:
         for session in self._sessions.values():
             session.inbounds.pop(generation, None)
 
-    async def _turn_away(self, requests: AsyncIterator[FromSender], context: Any, error: TransferRefused) -> None:
+    async def _turn_away(self, requests: Any, context: Any, error: TransferRefused) -> None:
         """Says why, and lets the sender hang up, as `Session.serve` does."""
         with contextlib.suppress(TimeoutError, grpc.aio.InternalError):  # it may be gone, or never hang up
             async with asyncio.timeout(self._config.op_timeout_s):
@@ -401,6 +400,8 @@ class KvReceiver:
             )
         if difference := mismatch(hello.layout, self.layout, AUTO):
             raise TransferRefused(difference)
+        if not hello.rank < hello.layout.tp_size:
+            raise TransferRefused(f"worker {hello.worker_id} has no rank {hello.rank}")
         if not hello.peer_rank < len(self._caches):
             raise TransferRefused(f"worker {self.worker_id} has no rank {hello.peer_rank}")
         kinds = [kind for kind in hello.links if kind in self._links]
@@ -417,7 +418,7 @@ class KvReceiver:
 
 
 async def _known(request_iterator: Any) -> AsyncIterator[FromSender]:
-    """Requests of the kinds that we know."""
+    """Requests of the kinds that we know. Raises TransferRefused for one that is too long to be read."""
     async for request in request_iterator:
         if (message := wire.session_request_from_pb(request)) is not None:
             yield message

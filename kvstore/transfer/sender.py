@@ -178,6 +178,8 @@ class KvSender:
     def _parts(self, ticket: Ticket, num_tokens: int) -> dict[tuple[int, int], PairTransfer]:
         """By sending and receiving rank."""
         here, there = self.layout, ticket.layout
+        if num_tokens > (most := self._caches[0].num_blocks * here.block_size):
+            raise TransferRefused(f"{num_tokens} tokens are to be sent; this worker's cache holds at most {most}")
         if ticket.wire_compat != self._wire_compat:
             raise TransferRefused(
                 f"worker {ticket.decode_worker_id} has KV of kind {ticket.wire_compat}, this worker {self._wire_compat}"

@@ -153,6 +153,8 @@ class Session:
     async def _failing_as_a_whole(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
+        except TransferRefused as error:
+            self.break_off(error)
         except Exception as bug:
             logger.exception("the KV session with worker %s failed", self.hello.worker_id)
             self.break_off(TransferError(f"the session failed: {bug!r}"))

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import grpc
 import pytest
 from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, get_current_span, set_span_in_context
@@ -23,8 +24,10 @@ from baton.messages import (
     Ended,
     Event,
     Failed,
+    GroupLayout,
     KvLayout,
     NewTokens,
+    PrefillRequest,
     SequenceSpec,
     Start,
     Ticket,
@@ -404,3 +407,118 @@ async def test_the_stream_of_a_past_incarnation_is_closed() -> None:
         again = calls.decode(worker_at(other_port), spec("2"), await_kv=False, trace=Context())
         newer.say("2", tokens_of("2", 0))
         assert await read(again) == tokens_of("2", 0)
+
+
+# -- what no router of ours sends --------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def raw_stream(servicer: CallServicer) -> AsyncIterator[Any]:
+    async with served(servicer) as (_, port), channel(f"127.0.0.1:{port}") as open_channel:
+        stub: Any = worker_pb2_grpc.WorkerCallsStub(open_channel)
+        stream = stub.Serve()
+        yield stream
+        stream.cancel()
+
+
+async def write_starts(stream: Any, *starts: Start) -> None:
+    await stream.write(wire.serve_request([wire.start(start) for start in starts]))
+
+
+async def heard(stream: Any) -> list[tuple[int, Event | None]]:
+    async with asyncio.timeout(10):
+        return wire.events(await stream.read())
+
+
+def decoding(call_id: int, request: SequenceSpec) -> Start:
+    return Start(call_id, DecodeRequest(request, await_kv=False), {})
+
+
+async def test_a_call_id_that_is_taken_is_refused_and_nothing_of_it_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """The first call goes on, ends with the stream, and a worker that drains waits for neither."""
+    engine = Engine()
+    calls = CallServicer(decode=engine.decode)
+    async with raw_stream(calls) as stream:
+        await write_starts(stream, decoding(7, spec("1")))
+        await soon(lambda: engine.held == {"1"})
+        await write_starts(stream, decoding(7, spec("2")))
+        ((call_id, refusal),) = await heard(stream)
+        assert isinstance(refusal, Failed)
+        assert (call_id, refusal.kind) == (7, "InvalidRequest")
+        assert "call 7 of this stream is running already" in refusal.message
+        engine.say("1", tokens_of("1", 0))
+        assert await heard(stream) == [(7, tokens_of("1", 0))]
+        assert (engine.held, calls.num_running) == ({"1"}, 1)
+    async with asyncio.timeout(10):
+        await calls.wait_until_idle()
+    assert (engine.freed, calls.num_running) == (["1"], 0)
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def test_the_id_of_a_call_that_has_ended_may_come_again() -> None:
+    engine = Engine()
+    async with raw_stream(CallServicer(decode=engine.decode)) as stream:
+        for name in "12":
+            await write_starts(stream, decoding(7, spec(name)))
+            engine.say(name, tokens_of(name, 0), None)
+            said: list[tuple[int, Event | None]] = []
+            while len(said) < 2:
+                said += await heard(stream)
+            assert said == [(7, tokens_of(name, 0)), (7, Ended())]
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_k": 2**32 - 1}, "top_k"),
+        ({"num_prompt_tokens": 0}, "num_prompt_tokens"),
+        ({"num_prompt_tokens": 4}, "num_prompt_tokens"),
+        ({"ttft_s": float("nan")}, "ttft_s"),
+        ({"itl_s": float("nan")}, "itl_s"),
+        ({"itl_s": -1.0}, "itl_s"),
+        ({"stop_token_ids": (1,) * 5000}, "stop_token_ids"),
+        ({"cache_seed": b"x" * 17}, "cache_seed"),
+        ({"request_id": "x" * 200_000}, "bytes"),
+        ({"token_ids": (1,) * 200_000}, "bytes"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+async def test_a_sequence_that_no_engine_could_serve_never_reaches_one(change: dict[str, Any], rule: str) -> None:
+    """Such a value fails the step in which it is sampled, and every other sequence of it: again on the next worker."""
+    engine = Engine()
+    async with raw_stream(CallServicer(decode=engine.decode, max_model_len=8192)) as stream:
+        await write_starts(stream, decoding(1, replace(spec("1"), **change)), decoding(2, spec("2")))
+        ((call_id, refusal),) = await heard(stream)
+        assert isinstance(refusal, Failed)
+        assert (call_id, refusal.kind) == (1, "InvalidRequest")
+        assert rule in refusal.message
+        engine.say("2", tokens_of("2", 0))
+        assert await heard(stream) == [(2, tokens_of("2", 0))]
+        assert engine.held == {"2"}
+
+
+async def test_a_ticket_that_is_too_long_is_not_read() -> None:
+    long = replace(TICKET, layout=replace(TICKET.layout, groups=(GroupLayout("", (), 0, 0, 0, ""),) * 50_000))
+    async with raw_stream(CallServicer(decode=Engine().decode, max_model_len=8192)) as stream:
+        await write_starts(stream, Start(1, PrefillRequest(spec("1"), long), {}))
+        ((_, refusal),) = await heard(stream)
+    assert isinstance(refusal, Failed)
+    assert "bytes is not read here" in refusal.message
+
+
+async def test_more_commands_than_a_router_writes_end_its_stream() -> None:
+    engine = Engine()
+    calls = CallServicer(decode=engine.decode)
+    async with raw_stream(calls) as stream:
+        await write_starts(stream, decoding(1, spec("1")))
+        await soon(lambda: engine.held == {"1"})
+        await stream.write(worker_pb2.ServeRequest(commands=[worker_pb2.Command()] * 100_000))
+        with pytest.raises(grpc.aio.AioRpcError, match="a frame has 100000 commands"):
+            await heard(stream)
+        await soon(lambda: engine.freed == ["1"])
+    assert calls.num_running == 0

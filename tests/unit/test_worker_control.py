@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 
 from baton import wire
 from baton.cluster import Role, WorkerState
-from baton.errors import WorkerDraining
+from baton.errors import InvalidRequest, WorkerDraining
 from baton.messages import DecodeRequest, Event, NewTokens, SequenceSpec, Start
 from baton.rpc.calls import CallServicer
 from baton.v1 import worker_pb2
@@ -81,3 +81,16 @@ async def test_a_call_that_comes_as_the_last_one_ends_keeps_nobody_in_its_role(n
 def call(call_id: int) -> worker_pb2.ServeRequest:
     spec = SequenceSpec(f"{call_id}", 0, (1, 2, 3), 3, 4, 0.0, 0, 1.0, 0.0, 0, (), False, b"")
     return wire.serve_request([wire.start(Start(call_id, DecodeRequest(spec, await_kv=False, source=None), {}))])
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 1e300])
+async def test_a_time_that_no_timer_takes_is_refused_and_the_worker_stays(timeout_s: float) -> None:
+    """NaN would leave the event loop's timers without an order."""
+    member = State(loop=SimpleNamespace(hand_back=lambda reason: None))
+    control = WorkerControl(cast(Member, member), CallServicer())
+    context = cast(Any, None)
+    with pytest.raises(InvalidRequest, match="timeout_s must be 0 to 604800"):
+        await control.Drain(worker_pb2.DrainRequest(timeout_s=timeout_s), context)
+    with pytest.raises(InvalidRequest, match="timeout_s must be 0 to 604800"):
+        await control.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=timeout_s), context)
+    assert (member.role, member.state) == (Role.DECODE, WorkerState.READY)
