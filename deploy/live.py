@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -45,12 +45,20 @@ class Snapshot:
     """None: /metrics did not answer."""
 
 
+class Quantile(NamedTuple):
+    """What a histogram tells of a quantile."""
+
+    value: float
+    is_above: bool = False
+    """The quantile lies above `value`, which is the last finite bound; how far is not known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Quantiles:
     """Seconds; None: nothing was measured in the window."""
 
-    p50: float | None = None
-    p99: float | None = None
+    p50: Quantile | None = None
+    p99: Quantile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +172,8 @@ def _quantiles(old: Mapping[float, float], new: Mapping[float, float]) -> Quanti
     return Quantiles(quantile(0.5, counts), quantile(0.99, counts))
 
 
-def quantile(q: float, counts: Mapping[float, float]) -> float | None:
-    """As Prometheus' histogram_quantile: even within a bucket, and at most the last finite bound.
+def quantile(q: float, counts: Mapping[float, float]) -> Quantile | None:
+    """As Prometheus' histogram_quantile, even within a bucket; but what lies in the last one is told from its bound.
 
     Args:
         counts: cumulative, by upper bound, ascending, the last of which is infinite.
@@ -174,12 +182,12 @@ def quantile(q: float, counts: Mapping[float, float]) -> float | None:
         return None
     rank, bound_below, count_below = q * total, 0.0, 0.0
     for bound, count in counts.items():
+        if bound == math.inf:
+            break
         if count >= rank and count > count_below:
-            if bound == math.inf:
-                return bound_below
-            return bound_below + (bound - bound_below) * (rank - count_below) / (count - count_below)
+            return Quantile(bound_below + (bound - bound_below) * (rank - count_below) / (count - count_below))
         bound_below, count_below = bound, count
-    return bound_below
+    return Quantile(bound_below, is_above=True)
 
 
 def watch(address: str, console: Console, seconds: float = math.inf) -> None:
@@ -267,8 +275,8 @@ def _figures(seen: View) -> Table:
     if seen.blame:
         blamed = ", ".join(f"{stage} {_share(share)}" for stage, share in seen.blame)
         table.add_row("misses blamed on", blamed)
-    table.add_row("first token", f"p50 {_seconds(seen.ttft.p50)}", f"p99 {_seconds(seen.ttft.p99)}")
-    table.add_row("between tokens", f"p50 {_seconds(seen.itl.p50)}", f"p99 {_seconds(seen.itl.p99)}")
+    table.add_row("first token", f"p50 {_latency(seen.ttft.p50)}", f"p99 {_latency(seen.ttft.p99)}")
+    table.add_row("between tokens", f"p50 {_latency(seen.itl.p50)}", f"p99 {_latency(seen.itl.p99)}")
     ceiling = f"of {_share(seen.hit_ceiling)} possible" if seen.hit_ceiling is not None else ""
     table.add_row("prompt cached", _share(seen.hit_rate), ceiling)
     return table
@@ -310,7 +318,9 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def _seconds(value: float | None) -> str:
-    if value is None:
+def _latency(found: Quantile | None) -> str:
+    if found is None:
         return "-"
-    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
+    if found.is_above:
+        return f"> {found.value:,g} s"
+    return f"{found.value * 1e3:.0f} ms" if found.value < 1 else f"{found.value:.2f} s"

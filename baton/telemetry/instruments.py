@@ -19,10 +19,13 @@ from baton.telemetry.prefixes import PrefixBook
 from baton.telemetry.prometheus import Collector, Counter, Definition, Histogram, Instrument, Observation, Observed
 from baton.telemetry.vllm import Served, aliases
 
-# Bounds of the OpenTelemetry GenAI semantic conventions, in seconds.
-DURATION_BOUNDS = [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92]
-TTFT_BOUNDS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
-TOKEN_BOUNDS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5]
+# Bounds of the OpenTelemetry GenAI semantic conventions, in seconds, and beyond them what late answers take: a quantile
+# in the last bucket is only known to be more than the last bound.
+LONG_BOUNDS = [163.84, 327.68, 655.36, 1310.72, 3600.0]
+DURATION_BOUNDS = [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, *LONG_BOUNDS]
+LATE_BOUNDS = [20.0, 40.0, 60.0, 120.0, 300.0, 600.0]
+TTFT_BOUNDS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, *LATE_BOUNDS]
+TOKEN_BOUNDS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0]
 
 STAGE_BOUNDS = [0.001, 0.0025, 0.005, *DURATION_BOUNDS]
 ERROR_BOUNDS = [0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0]

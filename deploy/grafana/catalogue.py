@@ -9,15 +9,19 @@ from typing import Any
 import yaml
 
 from baton.cluster import ClusterStatus
-from baton.telemetry.instruments import Instruments
+from baton.telemetry.instruments import DURATION_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS, Instruments
 from baton.telemetry.prometheus import Definition
 
-HEAD = """\
+HEAD = f"""\
 # Metrics
 
 Every router answers on its HTTP port at `/metrics`, for Prometheus. Routers also tell of all workers, as they read it
 from Redis, so that every router tells the same of a worker: take each worker once with `max by (worker, ...)`. Counters
 of requests are each router's own: `sum`. Times are differences of one process's monotonic clock.
+
+Histograms end at {TTFT_BOUNDS[-1]:,g} s to the first token, {TOKEN_BOUNDS[-1]:,g} s between tokens and
+{DURATION_BOUNDS[-1]:,g} s for stages and requests. `histogram_quantile` is just that number for whatever lies above it;
+the page, `baton status --watch` and the dashboards show `> {TTFT_BOUNDS[-1]:,g} s` then.
 
 `python -m deploy.grafana` writes this page, from `baton/telemetry/instruments.py` and `helm/baton/rules`, and the
 dashboards in `helm/baton/dashboards`.

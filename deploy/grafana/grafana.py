@@ -69,7 +69,7 @@ def _panel(panel: Panel) -> Json:
             for ref_id, query in zip(ascii_uppercase, panel.queries.items(), strict=False)
         ],
         "fieldConfig": {"defaults": _field(panel), "overrides": [_limits()] if panel.kind is Kind.LINES else []},
-        "options": _options(panel.kind),
+        "options": _options(panel),
         "transformations": [_columns()] if panel.kind is Kind.TABLE else [],
     }
 
@@ -90,6 +90,8 @@ def _target(panel: Panel, ref_id: str, legend: str, expression: str) -> Json:
 def _field(panel: Panel) -> Json:
     color = "palette-classic" if panel.kind is Kind.LINES else "thresholds"
     field: Json = {"unit": panel.unit, "color": {"mode": color}, "thresholds": _thresholds(panel)}
+    if panel.last_bound is not None:
+        field["mappings"] = [_above(panel.last_bound, panel.unit)]
     if not panel.is_logarithmic:
         field["min"] = 0
     if panel.kind is Kind.BARS and panel.unit == "percentunit":
@@ -108,6 +110,12 @@ def _field(panel: Panel) -> Json:
     if panel.kind is Kind.STATES:
         field["custom"] = {"fillOpacity": 70, "lineWidth": 0}
     return field
+
+
+def _above(bound: float, unit: str) -> Json:
+    """histogram_quantile is the last finite bound, to the digit, for whatever lies above it."""
+    text = f"> {bound:.0%}" if unit == "percentunit" else f"> {bound:,g} {unit}"
+    return {"type": "value", "options": {f"{bound:g}": {"text": text, "index": 0}}}
 
 
 def _is_limited(panel: Panel) -> bool:
@@ -132,16 +140,19 @@ def _limits() -> Json:
             {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [8, 8]}},
             {"id": "custom.fillOpacity", "value": 0},
             {"id": "color", "value": {"mode": "fixed", "fixedColor": "red"}},
+            {"id": "mappings", "value": []},
         ],
     }
 
 
-def _options(kind: Kind) -> Json:
+def _options(panel: Panel) -> Json:
     reduced = {"calcs": ["lastNotNull"], "fields": "", "values": False}
-    match kind:
+    match panel.kind:
         case Kind.LINES:
+            # A mean over values that are only known to lie above a bound would hide that.
+            calcs = ["mean" if panel.last_bound is None else "lastNotNull", "max"]
             return {
-                "legend": {"displayMode": "table", "placement": "bottom", "showLegend": True, "calcs": ["mean", "max"]},
+                "legend": {"displayMode": "table", "placement": "bottom", "showLegend": True, "calcs": calcs},
                 "tooltip": {"mode": "multi", "sort": "desc"},
             }
         case Kind.STAT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.telemetry.instruments import DURATION_BOUNDS, STAGE_BOUNDS
 from deploy.grafana.model import ROLE, WORKER, Dashboard, Panel, Section
 from deploy.grafana.overview import quantiles
 
@@ -72,6 +73,7 @@ TIME = Section(
             quantiles("baton_transfer_duration_seconds", ""),
             width=8,
             is_logarithmic=True,
+            last_bound=DURATION_BOUNDS[-1],
         ),
         Panel(
             "Exposed time",
@@ -88,6 +90,7 @@ TIME = Section(
             quantiles("baton_stage_duration_seconds", ', stage="transfer"'),
             width=8,
             is_logarithmic=True,
+            last_bound=STAGE_BOUNDS[-1],
         ),
     ),
 )

@@ -35,6 +35,8 @@ class Panel:
     bad_above: float | None = None
     """From here on red."""
     bad_below: float | None = None
+    last_bound: float | None = None
+    """Of the histogram whose quantiles are shown. One of just this value lies above it, nobody knows how far."""
 
     @property
     def is_instant(self) -> bool:

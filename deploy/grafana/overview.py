@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.telemetry.instruments import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
 from deploy.grafana.model import MODEL, SLO_CLASS, Dashboard, Kind, Panel, Section
 
 OF_CLASS = 'model=~"$model", slo_class=~"$slo_class"'
@@ -165,6 +166,7 @@ LATENCY = Section(
             {**quantiles("gen_ai_server_time_to_first_token_seconds", f", {OF_MODEL}"), **objective("ttft")},
             width=8,
             is_logarithmic=True,
+            last_bound=TTFT_BOUNDS[-1],
         ),
         Panel(
             "Time per output token",
@@ -174,6 +176,7 @@ LATENCY = Section(
             {**quantiles("gen_ai_server_time_per_output_token_seconds", f", {OF_MODEL}"), **objective("itl")},
             width=8,
             is_logarithmic=True,
+            last_bound=TOKEN_BOUNDS[-1],
         ),
         Panel(
             "Gaps between tokens",
@@ -183,6 +186,7 @@ LATENCY = Section(
             {**quantiles("baton_inter_token_latency_seconds", ""), **objective("itl")},
             width=8,
             is_logarithmic=True,
+            last_bound=TOKEN_BOUNDS[-1],
         ),
         Panel(
             "Where the time goes",
@@ -205,6 +209,7 @@ LATENCY = Section(
             },
             width=8,
             is_logarithmic=True,
+            last_bound=STAGE_BOUNDS[-1],
         ),
         Panel(
             "Request duration",
@@ -214,6 +219,7 @@ LATENCY = Section(
             {**quantiles("gen_ai_server_request_duration_seconds", f", {OF_MODEL}"), **objective("e2e")},
             width=8,
             is_logarithmic=True,
+            last_bound=DURATION_BOUNDS[-1],
         ),
     ),
 )
@@ -267,6 +273,7 @@ TROUBLE = Section(
                 "(rate(baton_placement_prediction_error_bucket{$cluster}[$__rate_interval])))"
             },
             width=8,
+            last_bound=ERROR_BOUNDS[-1],
         ),
         Panel(
             "All requests by outcome",

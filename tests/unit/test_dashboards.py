@@ -22,6 +22,7 @@ from baton.cluster import (
     WorkerLoad,
 )
 from baton.telemetry.instruments import Instruments
+from baton.telemetry.prometheus import Histogram
 from deploy.grafana.__main__ import ROOT, generated
 from deploy.grafana.catalogue import definitions, series
 from tests.observability.shipped import (
@@ -146,6 +147,47 @@ def test_an_expression_is_promql_and_reads_what_there_is(where: str) -> None:
 def test_every_instrument_is_on_a_dashboard() -> None:
     read = {INSTRUMENTS.get(name) for each in shown() for name, _ in selectors(substituted(each.expression))}
     assert set(INSTRUMENTS.values()) - read == set()
+
+
+@cache
+def last_bounds() -> dict[str, float]:
+    """By histogram, as a router shows it."""
+    instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
+    for each in vars(instruments).values():
+        if isinstance(each, Histogram):
+            each.record(0.0)
+    found: dict[str, float] = {}
+    for name, bound in re.findall(r'^(\w+)_bucket{le="([\d.]+)"}', instruments.exposition().decode(), re.MULTILINE):
+        found[name] = max(found.get(name, 0.0), float(bound))
+    return found
+
+
+def test_a_quantile_above_the_last_bound_is_shown_as_such() -> None:
+    """histogram_quantile is the last bound then, and the mean of such values tells nothing."""
+    num_checked = 0
+    for panel in itertools.chain.from_iterable(dashboard["panels"] for dashboard in dashboards().values()):
+        read = {
+            re.sub(r"_bucket$", "", name)
+            for target in panel.get("targets", ())
+            if "histogram_quantile" in target["expr"]
+            for name, _ in selectors(substituted(target["expr"]))
+        }
+        mappings = panel.get("fieldConfig", {"defaults": {}})["defaults"].get("mappings", [])
+        if not read:
+            assert not mappings, panel["title"]
+            continue
+        (bound,) = {last_bounds()[name] for name in read}
+        text = {"s": f"> {bound:,.0f} s", "percentunit": f"> {bound * 100:.0f}%"}[
+            panel["fieldConfig"]["defaults"]["unit"]
+        ]
+        (mapping,) = mappings
+        assert mapping["type"] == "value"
+        assert {key: shown["text"] for key, shown in mapping["options"].items()} == {f"{bound:.0f}": text}
+        assert "mean" not in panel["options"]["legend"]["calcs"]
+        (limits,) = panel["fieldConfig"]["overrides"]
+        assert {"id": "mappings", "value": []} in limits["properties"], "an objective of that value is not above it"
+        num_checked += 1
+    assert num_checked == 8
 
 
 def test_every_instrument_is_documented() -> None:

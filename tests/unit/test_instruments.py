@@ -165,6 +165,35 @@ def test_the_catalogue_has_what_dashboards_and_rules_ask_for() -> None:
     assert not any(name.startswith("vllm:") for name in catalogue), "only where they are asked for"
 
 
+def test_histograms_reach_as_far_as_late_answers_do() -> None:
+    """Where the last finite bound is below what happens, every quantile above it is told as that bound."""
+    instruments = Instruments(lambda: NOBODY, vllm_model="m")
+    stages = ("queue", "prefill", "decode")
+    for each, labels in (
+        (instruments.time_to_first_token, {}),
+        (instruments.time_per_output_token, {}),
+        (instruments.inter_token_latency, {}),
+        (instruments.request_duration, {}),
+        (instruments.transfer_duration, {}),
+        *((instruments.stage_duration, {"stage": stage}) for stage in stages),
+    ):
+        each.record(0.1, labels)
+    reach: dict[str, float] = {}
+    for line in instruments.exposition().decode().splitlines():
+        name, _, rest = line.partition("_seconds_bucket{")
+        if (bound := re.search(r'le="([\d.]+)"', rest)) is not None:
+            reach[name] = max(reach.get(name, 0.0), float(bound[1]))
+    first, token, long = 600.0, 30.0, 3600.0
+    assert reach == {
+        "gen_ai_server_time_to_first_token": first, "vllm:time_to_first_token": first,
+        "gen_ai_server_time_per_output_token": token, "baton_inter_token_latency": token,
+        "vllm:inter_token_latency": token,
+        "gen_ai_server_request_duration": long, "baton_stage_duration": long, "baton_transfer_duration": long,
+        "vllm:e2e_request_latency": long, "vllm:request_queue_time": long, "vllm:request_prefill_time": long,
+        "vllm:request_decode_time": long,
+    }  # fmt: skip
+
+
 def test_objectives_are_shown_where_there_are_any() -> None:
     classes = {"default": SloClassConfig(), "batch": SloClassConfig(math.inf, 2000.0, 8000.0)}
     assert samples(Instruments(lambda: NOBODY, classes), "baton_slo_objective_seconds") == {

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from baton.errors import InvalidRequest, NoWorker
-from deploy.live import ClassView, Quantiles, Snapshot, View, picture, quantile, sparkline, view, watch
+from deploy.live import (
+    ITL,
+    TTFT,
+    ClassView,
+    Quantile,
+    Quantiles,
+    Snapshot,
+    View,
+    picture,
+    quantile,
+    sparkline,
+    view,
+    watch,
+)
 from deploy.scrape import Samples, Scraper, parse, seen_from
 
 BEFORE = """
@@ -58,7 +72,7 @@ def test_figures_are_differences_of_two_looks() -> None:
         tokens=30.0,
         classes=(ClassView("batch", 0.6, 6 / 8), ClassView("default", 3.0, 30 / 38)),
         blame=(("prefill", 0.6), ("queue", 0.2), ("decode", 0.2)),
-        ttft=Quantiles(0.1, 0.492),
+        ttft=Quantiles(Quantile(0.1), Quantile(0.492)),
         hit_rate=0.25,
         hit_ceiling=0.5,
     )
@@ -92,16 +106,20 @@ def test_without_metrics_goodput_is_still_known() -> None:
 @pytest.mark.parametrize(
     ("q", "counts", "value"),
     [
-        (0.5, {1.0: 10, 2.0: 20, math.inf: 20}, 1.0),
-        (0.75, {1.0: 10, 2.0: 20, math.inf: 20}, 1.5),
-        (0.25, {1.0: 10, math.inf: 10}, 0.25),
-        (0.99, {1.0: 1, math.inf: 100}, 1.0),
-        (0.5, {1.0: 0, 2.0: 4, math.inf: 4}, 1.5),
+        (0.5, {1.0: 10, 2.0: 20, math.inf: 20}, Quantile(1.0)),
+        (0.75, {1.0: 10, 2.0: 20, math.inf: 20}, Quantile(1.5)),
+        (0.25, {1.0: 10, math.inf: 10}, Quantile(0.25)),
+        (0.5, {1.0: 0, 2.0: 4, math.inf: 4}, Quantile(1.5)),
+        (0.5, {1.0: 1, 2.0: 50, math.inf: 100}, Quantile(2.0)),
+        (0.51, {1.0: 1, 2.0: 50, math.inf: 100}, Quantile(2.0, is_above=True)),
+        (0.99, {1.0: 100, 2.0: 100, math.inf: 9000}, Quantile(2.0, is_above=True)),
         (0.5, {1.0: 0, math.inf: 0}, None),
         (0.5, {}, None),
     ],
 )
-def test_a_quantile_is_prometheus_own(q: float, counts: dict[float, float], value: float | None) -> None:
+def test_a_quantile_is_prometheus_own_and_tells_when_it_lies_above_the_last_bound(
+    q: float, counts: dict[float, float], value: Quantile | None
+) -> None:
     assert quantile(q, counts) == value
 
 
@@ -130,13 +148,30 @@ def shown(seen: View, **how: Any) -> str:
 
 
 def test_the_picture_has_what_an_operator_looks_for() -> None:
-    text = shown(View(goodput=2.5, attainment=0.5, ttft=Quantiles(0.05, 2.0), blame=(("queue", 1.0),)))
+    text = shown(
+        View(goodput=2.5, attainment=0.5, ttft=Quantiles(Quantile(0.05), Quantile(2.0)), blame=(("queue", 1.0),))
+    )
     for wanted in (
         "decode 1 of 2 ready", "controller none", "Redis lost", "2.5 requests/s", "50.0%", "p50 50 ms", "p99 2.00 s",
         "queue 100.0%", "draining: a leak", "25.0%", "one router of 2",
     ):  # fmt: skip
         assert wanted in text, wanted
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_lies_above_the_last_bound_is_not_shown_as_the_bound() -> None:
+    late = {f"{TTFT}_bucket": ("300.0", "600.0"), f"{ITL}_bucket": ("10.0", "30.0")}
+    before, after = (
+        "".join(
+            f'{name}{{le="{below}"}} {below_count}\n{name}{{le="{last}"}} {below_count}\n{name}{{le="+Inf"}} {count}\n'
+            for name, (below, last) in late.items()
+        )
+        for below_count, count in ((1, 1), (61, 101))
+    )
+    text = shown(view([snapshot(0, router(0), metrics=before), snapshot(1, router(1), metrics=after)]))
+    assert re.search(r"first token +p50 250\.00 s +p99 > 600 s", text), text
+    assert re.search(r"between tokens +p50 8\.33 s +p99 > 30 s", text), text
+    assert "p50 > 3,600 s" in shown(View(itl=Quantiles(Quantile(3600.0, is_above=True))))
 
 
 def test_what_is_not_known_is_said_and_not_shown_as_nothing() -> None:

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from baton.errors import Unauthenticated
-from deploy.live import ITL, TTFT, quantile
+from deploy.live import ITL, TTFT, Quantile, quantile
 from deploy.scrape import parse
 from router.http import create_app
 from router.page import PAGE
@@ -23,6 +23,7 @@ from tests.unit.test_live import AFTER, BEFORE
 
 TEXT = PAGE.decode()
 FIGURES = re.search(r'<script id="figures">(.*?)</script>', TEXT, re.DOTALL)
+REQUEST = "gen_ai_server_request_duration_seconds"
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="needs node, which runs the page's script")
 
@@ -95,7 +96,9 @@ def figures(*answers: tuple[float, str]) -> dict[str, Any]:
         const answers = JSON.parse(require("fs").readFileSync(0, "utf8"));
         let kept = [];
         for (const [at, text] of answers) kept = remember(kept, { at, samples: parseMetrics(text) });
-        process.stdout.write(JSON.stringify(figures(kept)));
+        const shown = figures(kept);
+        for (const each of shown.latencies) each.texts = [each.p50, each.p99].map(latencyText);
+        process.stdout.write(JSON.stringify(shown));
         """
     )
     assert NODE
@@ -157,11 +160,27 @@ def test_quantiles_are_those_of_prometheus_and_of_the_terminal() -> None:
     first, between, _ = seen["latencies"]
     before, after = parse(BEFORE).buckets(TTFT), parse(AFTER).buckets(TTFT)
     counts: Mapping[float, float] = {bound: count - before[bound] for bound, count in after.items()}
-    assert first["p50"] == pytest.approx(quantile(0.5, counts))
-    assert first["p99"] == pytest.approx(quantile(0.99, counts)) == pytest.approx(0.492)
-    assert (between["p50"], between["p99"]) == (None, None)
+    for found, q, value in ((first["p50"], 0.5, 0.1), (first["p99"], 0.99, 0.492)):
+        assert found == {"value": pytest.approx(value), "isAbove": False}
+        assert pytest.approx(quantile(q, counts)) == Quantile(value)
+    assert first["texts"] == ["100 ms", "492 ms"]
+    assert (between["p50"], between["p99"], between["texts"]) == (None, None, ["–", "–"])
     assert f'"{TTFT}"' in TEXT
     assert f'"{ITL}"' in TEXT
+
+
+@needs_node
+def test_what_lies_above_the_last_bound_is_not_shown_as_the_bound() -> None:
+    def answer(within_300_s: int, within_600_s: int, total: int) -> str:
+        counts = {"300.0": within_300_s, "600.0": within_600_s, "+Inf": total}
+        first = (f'{TTFT}_bucket{{le="{bound}"}} {count}\n' for bound, count in counts.items())
+        whole = f'{REQUEST}_bucket{{le="3600.0"}} 1\n{REQUEST}_bucket{{le="+Inf"}} {total}\n'
+        return "".join(first) + whole
+
+    first, _, whole = figures((0.0, answer(1, 1, 1)), (1.0, answer(31, 61, 101)))["latencies"]
+    assert first["texts"] == ["500.00 s", "> 600 s"]
+    assert first["p99"] == {"value": 600, "isAbove": True}
+    assert whole["texts"] == ["> 3,600 s", "> 3,600 s"]
 
 
 @needs_node
