@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from baton.telemetry.instruments import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
 from tests.observability.prometheus import binaries
 from tests.observability.shipped import RULES, alerts, cases, recorded
 
@@ -131,3 +133,23 @@ def test_what_is_recorded(tmp_path: Path) -> None:
     run([{**given(series), "promql_expr_test": asked}], tmp_path)
     told = {name.partition("{")[0] for name in expected}
     assert told == {rule["record"] for rule in recorded()}
+
+
+def test_a_quantile_above_the_last_bound_is_exactly_that_bound(tmp_path: Path) -> None:
+    """By which the dashboards know it, and show that it is above."""
+    bounds = {
+        "gen_ai_server_time_to_first_token_seconds": TTFT_BOUNDS,
+        "baton_inter_token_latency_seconds": TOKEN_BOUNDS,
+        "baton_stage_duration_seconds": STAGE_BOUNDS,
+        "gen_ai_server_request_duration_seconds": DURATION_BOUNDS,
+        "baton_placement_prediction_error": ERROR_BOUNDS,
+    }
+    series, asked = {}, []
+    for name, ends in bounds.items():
+        for bound, count in ((ends[-2], 30), (ends[-1], 60), (math.inf, 100)):
+            series[f'{name}_bucket{{le="{"+Inf" if bound == math.inf else bound}"}}'] = f"0+{count}x20"
+        for q in (0.61, 0.99):
+            expression = f"histogram_quantile({q}, sum by (le) (rate({name}_bucket[5m])))"
+            samples = [{"labels": "{}", "value": ends[-1]}]
+            asked.append({"expr": expression, "eval_time": "15m", "exp_samples": samples})
+    run([{**given(series), "promql_expr_test": asked}], tmp_path)
