@@ -513,10 +513,10 @@ class Dispatcher:
         while True:
             placement = None
             spec = replace(first, token_ids=first.token_ids[: first.num_prompt_tokens] + tuple(record.emitted))
-            if self._pools.has_room(len(spec.token_ids), failed):
+            if with_room := self._pools.with_room(len(spec.token_ids), failed):
                 prompt = self._prompt(spec)
-                candidates = self._pools.candidates(prompt, (-claim.priority, False), failed)
-                placement = decide(prompt, candidates, Mode.AGGREGATED)
+                candidates = self._pools.candidates(prompt, (-claim.priority, False))
+                placement = decide(prompt, [c for c in candidates if c.worker_id in with_room], Mode.AGGREGATED)
             if placement is None or placement.prediction.room_s > 0:
                 failed.clear()
                 await asyncio.sleep(MOVE_RETRY_S * random.uniform(0.5, 1.5))

@@ -106,15 +106,16 @@ class PoolView:
         now = self._workers.get(worker.info.id)
         return now is not None and now.info.role is worker.info.role and self.is_trusted(now)
 
-    def has_room(self, num_tokens: int, excluded: Collection[str]) -> bool:
-        """Whether a decode worker has room for so many tokens, as far as is known."""
-        return any(
-            book.candidate.role is Role.DECODE
+    def with_room(self, num_tokens: int, excluded: Collection[str]) -> set[str]:
+        """The decode workers that have room for so many tokens, as far as is known, were none of them cached there."""
+        return {
+            book.worker_id
+            for book in self._ready
+            if book.candidate.role is Role.DECODE
             and book.candidate.room_tokens >= num_tokens
             and book.worker_id not in excluded
             and self._is_trusted(book.worker_id, book.epoch)
-            for book in self._ready
-        )
+        }
 
     def is_trusted(self, worker: Worker) -> bool:
         return worker.load.state is WorkerState.READY and self._is_trusted(worker.info.id, worker.info.epoch)

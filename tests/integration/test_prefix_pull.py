@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import signal
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from opentelemetry.context import Context
 
-from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import Role
 from baton.config import RouterConfig, SloClassConfig, TransferConfig
 from baton.engine.arithmetic import expected_tokens
-from baton.errors import BatonError, Overloaded, TransferCorrupted, TransferError, WorkerFailed
-from baton.messages import (
-    DecodeRequest,
-    Event,
-    FirstToken,
-    HandedOver,
-    KvLayout,
-    NewTokens,
-    PrefillRequest,
-    PrefixSource,
-    SequenceSpec,
-    Ticket,
-)
-from baton.rpc import RpcServer
-from baton.rpc.calls import CallServicer
-from baton.sampling import FinishReason
-from baton.telemetry.instruments import Instruments
-from baton.v1 import worker_pb2_grpc
-from kvstore.index import Mirror
-from router.admission import Claim
-from router.decisions import DecisionLog
-from router.dispatch import ChoiceRecord, Dispatcher
-from router.goodput import Stage
-from router.hints import HintBook
-from router.placement import NO_OBJECTIVE, Weights
-from router.pools import PoolView
-from router.tenants import DEFAULT_TENANT
-from router.worker_calls import WorkerCalls
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Answer, Cluster, Served, request
 from tests.integration.test_plumbing import held_by, metric, prompt_of, sampling, soon
@@ -278,181 +246,3 @@ def test_a_pulled_prefix_gives_the_tokens_of_generate(split_cluster: Cluster, re
     soon(lambda: metric(split_cluster, "baton_kv_pulled_tokens_total") == before + num_pulled)
     excepted = num_excepted(second.token_ids, *reference.generate(second_prompt, len(second.token_ids)))
     print(f"{num_pulled} tokens pulled, {excepted} answers excepted at a near tie")
-
-
-# -- what a request that is placed again has learned ------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Workers:
-    """Workers behind one address: the first call fails with `failure`, in split mode the first hand-over."""
-
-    failure: BatonError
-    sources: list[PrefixSource | None] = field(default_factory=list)
-
-    async def decode(self, request: DecodeRequest, trace: Context) -> AsyncGenerator[Event]:
-        if request.await_kv:
-            yield _ticket(request.sequence)
-            await asyncio.Event().wait()
-        self._count(request.source)
-        yield NewTokens((5,), FinishReason.LENGTH)
-
-    async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[Event]:
-        self._count(request.source)
-        yield FirstToken(5, FinishReason.LENGTH, 0, 0.0, 0.0)
-
-    def _count(self, source: PrefixSource | None) -> None:
-        self.sources.append(source)
-        if len(self.sources) == 1:
-            raise self.failure
-
-
-@dataclass(slots=True)
-class LateReport:
-    """The one reports on the hand-over only after the other has sent its last token, which waits until the client has
-    seen the token before.
-    """
-
-    seen: asyncio.Event = field(default_factory=asyncio.Event)
-    all_sent: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def decode(self, request: DecodeRequest, trace: Context) -> AsyncGenerator[Event]:
-        yield _ticket(request.sequence)
-        yield NewTokens((6,), None)
-        await self.seen.wait()
-        yield NewTokens((7,), FinishReason.LENGTH)
-        self.all_sent.set()
-
-    async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[Event]:
-        yield FirstToken(5, None, 0, 0.0, 0.0)
-        await self.all_sent.wait()
-        yield HandedOver(10, 1, 0.5, 0.25)
-
-
-@dataclass(slots=True)
-class Found:
-    """Whoever computes the prompt says how much of it was cached in the end, and how much of that it pulled."""
-
-    num_cached: int
-    num_pulled: int
-
-    async def decode(self, request: DecodeRequest, trace: Context) -> AsyncGenerator[Event]:
-        if request.await_kv:
-            yield _ticket(request.sequence)
-            await asyncio.Event().wait()
-        yield NewTokens((5,), FinishReason.LENGTH, self.num_cached, num_pulled_tokens=self.num_pulled)
-
-    async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[Event]:
-        yield FirstToken(5, FinishReason.LENGTH, self.num_cached, 0.0, 0.0, self.num_pulled)
-
-
-@contextlib.asynccontextmanager
-async def dispatcher(
-    workers: Workers | LateReport | Found, names: dict[str, Role], held: dict[str, int], mode: str
-) -> AsyncIterator[tuple[Dispatcher, str]]:
-    """A real dispatcher of workers that are not; and their address."""
-    rpc = RpcServer(("baton.v1.WorkerCalls",))
-    servicer = CallServicer(prefill=workers.prefill, decode=workers.decode)
-    worker_pb2_grpc.add_WorkerCallsServicer_to_server(servicer, rpc.server)
-    address = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
-    await rpc.start()
-    pools = PoolView(lambda keys: held, time.monotonic)
-    await pools.update([_worker(name, address, role) for name, role in names.items()])
-    calls = WorkerCalls()
-    instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
-    try:
-        hints = HintBook(Mirror(), instruments)
-        config = RouterConfig(mode=mode, worker_wait_s=1)
-        yield Dispatcher(pools, calls, hints, DecisionLog(), config, instruments), address
-    finally:
-        await calls.close()
-        await rpc.stop(0)
-
-
-SPEC = SequenceSpec("r", 0, tuple(range(400)), 400, 1, 0.0, 0, 1.0, 0.0, 0, (), False, b"seed")
-CLAIM = Claim(DEFAULT_TENANT, 0, "default", NO_OBJECTIVE, Weights(), arrived_s=0.0)
-
-
-@pytest.mark.parametrize(
-    ("failure", "expected"),
-    [
-        (WorkerFailed("gone"), ["owner", "next"]),
-        (TransferError("lost"), ["owner", "next"]),
-        (Overloaded("full"), ["owner", "owner"]),
-    ],
-)
-async def test_a_failed_attempts_source_is_not_named_again(failure: BatonError, expected: list[str]) -> None:
-    """A worker that refused at once says nothing about the source."""
-    workers = Workers(failure)
-    names = {"a": Role.DECODE, "b": Role.DECODE, "owner": Role.PREFILL, "next": Role.PREFILL}
-    async with dispatcher(workers, names, {"owner": 20, "next": 10}, "aggregated") as (dispatch, address):
-        tokens = [message.token_ids async for message in dispatch.run(SPEC, CLAIM, ChoiceRecord(), Context())]
-    assert tokens == [(5,)]
-    held = {"owner": 320, "next": 160}
-    assert workers.sources == [PrefixSource(name, address, held[name]) for name in expected]
-
-
-@pytest.mark.parametrize(
-    ("failure", "names", "stays"),
-    [
-        (TransferError("d0 is gone"), {"p0": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}, False),
-        (TransferCorrupted("by the link"), {"p0": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}, True),
-        (TransferError("d0 is gone"), {"p0": Role.PREFILL, "d0": Role.DECODE}, True),
-    ],
-)
-async def test_who_did_not_answer_in_a_hand_over_is_left_at_once(
-    failure: BatonError, names: dict[str, Role], stays: bool
-) -> None:
-    """The prefill worker says so: the decode worker's own stream, which hangs, may tell seconds later."""
-    workers, record = Workers(failure), ChoiceRecord()
-    async with dispatcher(workers, names, {"d0": 4}, "split") as (dispatch, _):
-        tokens = [message.token_ids async for message in dispatch.run(SPEC, CLAIM, record, Context())]
-    assert tokens == [(5,)]
-    assert (record.retries, record.decode_worker == "d0") == (1, stays)
-
-
-async def test_a_report_on_the_hand_over_that_comes_late_is_booked_and_holds_up_no_token() -> None:
-    workers, record = LateReport(), ChoiceRecord()
-    tokens: list[int] = []
-    async with (
-        asyncio.timeout(20),
-        dispatcher(workers, {"p0": Role.PREFILL, "d0": Role.DECODE}, {}, "split") as (dispatch, _),
-    ):
-        async for message in dispatch.run(SPEC, CLAIM, record, Context()):
-            tokens += message.token_ids
-            if tokens == [5, 6]:
-                workers.seen.set()
-    assert tokens == [5, 6, 7]
-    noted = [phase for phase in record.stages.noted if phase.stage is Stage.TRANSFER]
-    assert (len(noted), record.retries) == (1, 0)
-    assert 0 < noted[0].end_s - noted[0].begin_s < 0.25, "no more than the time to the second token"
-
-
-@pytest.mark.parametrize(("mode", "held"), [("split", {"p": 10, "d": 20}), ("aggregated", {"d": 10, "p": 20})])
-@pytest.mark.parametrize(
-    ("num_cached", "num_pulled", "num_stale"),
-    [(320, 160, 0), (160, 0, 0), (320, 320, 160), (0, 0, 160), (0, 80, 160)],
-    ids=["it held it", "the pull failed", "it held nothing and pulled all", "it held nothing", "all was evicted again"],
-)
-async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
-    mode: str, held: dict[str, int], num_cached: int, num_pulled: int, num_stale: int
-) -> None:
-    """The worker that computes is believed to hold 160 tokens, and told to pull 160 more."""
-    names = {"p": Role.PREFILL, "d": Role.DECODE}
-    async with dispatcher(Found(num_cached, num_pulled), names, held, mode) as (dispatch, _):
-        record = ChoiceRecord()
-        assert [message.token_ids async for message in dispatch.run(SPEC, CLAIM, record, Context())] == [(5,)]
-        counted = dispatch._instruments.exposition().decode()
-    assert (record.mode, record.source) == (mode, "d" if mode == "split" else "p")
-    assert ("baton_index_stale_hints_total 1.0" in counted) == bool(num_stale)
-    assert (f"baton_index_stale_tokens_total {num_stale:.1f}" in counted) == bool(num_stale)
-
-
-def _ticket(spec: SequenceSpec) -> Ticket:
-    layout = KvLayout(BLOCK, 1, ())
-    return Ticket(spec.sequence_id, 1, "d", "i", "h:1", len(spec.token_ids), 0, "wire", layout)
-
-
-def _worker(worker_id: str, address: str, role: Role) -> Worker:
-    info = WorkerInfo(worker_id, role, address, 1, "node", 1, "content", "wire", BLOCK, 8192)
-    return Worker(info, WorkerLoad(WorkerState.READY))

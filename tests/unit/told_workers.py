@@ -1,0 +1,161 @@
+"""Workers that say what they are told, and a real dispatcher of theirs: what a stream goes through, in milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+
+from opentelemetry.context import Context
+
+from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.config import RouterConfig
+from baton.errors import BatonError
+from baton.messages import (
+    DecodeRequest,
+    Event,
+    FetchRequest,
+    KvLayout,
+    PrefillRequest,
+    SequenceSpec,
+    Ticket,
+)
+from baton.rpc import RpcServer
+from baton.rpc.calls import CallServicer
+from baton.telemetry.instruments import Instruments
+from baton.v1 import worker_pb2_grpc
+from kvstore.index import Mirror
+from router.admission import Claim
+from router.decisions import DecisionLog
+from router.dispatch import ChoiceRecord, Dispatcher
+from router.hints import HintBook
+from router.placement import NO_OBJECTIVE, Weights
+from router.pools import PoolView
+from router.tenants import DEFAULT_TENANT
+from router.worker_calls import WorkerCalls
+
+BLOCK = 16
+NUM_PROMPT = 400
+READY = WorkerLoad(WorkerState.READY)
+SPEC = SequenceSpec("r", 0, tuple(range(NUM_PROMPT)), NUM_PROMPT, 1, 0.0, 0, 1.0, 0.0, 0, (), False, b"seed")
+CLAIM = Claim(DEFAULT_TENANT, 0, "default", NO_OBJECTIVE, Weights(), arrived_s=0.0)
+
+Request = PrefillRequest | DecodeRequest | FetchRequest
+Word = Event | BatonError | asyncio.Event | Callable[[SequenceSpec], Event | None]
+"""What is sent, or raised, or waited for; or what makes something to be sent, or nothing, of the sequence."""
+Script = Sequence[Word]
+
+
+def ticket(spec: SequenceSpec) -> Ticket:
+    layout = KvLayout(BLOCK, 1, ())
+    return Ticket(spec.sequence_id, 1, "d", "i", "h:1", len(spec.token_ids), 0, "wire", layout)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns once something has come about of which no event tells."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+class ToldWorkers:
+    """Any number of workers behind one address. The first call of a kind follows the first of its scripts, the second
+    the second; at the end of its script a call is silent until the router leaves it.
+    """
+
+    def __init__(
+        self, *, decode: Sequence[Script] = (), prefill: Sequence[Script] = (), fetch: Sequence[Script] = ()
+    ) -> None:
+        self.requests: list[Request] = []
+        """All that came, in order."""
+        self._decode, self._prefill, self._fetch = iter(decode), iter(prefill), iter(fetch)
+        self.servicer = CallServicer(
+            decode=lambda request, _: self._follow(next(self._decode), request),
+            prefill=lambda request, _: self._follow(next(self._prefill), request),
+            fetch=lambda request, _: self._follow(next(self._fetch), request),
+        )
+
+    @property
+    def kinds(self) -> list[type[Request]]:
+        return [type(request) for request in self.requests]
+
+    async def _follow(self, script: Script, request: Request) -> AsyncGenerator[Event]:
+        self.requests.append(request)
+        for word in script:
+            match word:
+                case BatonError():
+                    raise word
+                case asyncio.Event():
+                    await word.wait()
+                case _:
+                    said = word(request.sequence) if callable(word) else word
+                    if said is not None:
+                        yield said
+        await asyncio.Event().wait()
+
+
+class Clock:
+    """Of the router; a test may put it forward."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+class Bench:
+    """A dispatcher, and what it sees of its workers."""
+
+    def __init__(
+        self, workers: ToldWorkers, address: str, held: Mapping[str, int], config: RouterConfig, calls: WorkerCalls
+    ) -> None:
+        self.workers = workers
+        self.address = address
+        self.clock = Clock()
+        self.pools = PoolView(lambda keys: dict(held), self.clock.monotonic)
+        self.instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
+        hints = HintBook(Mirror(), self.instruments)
+        self.dispatcher = Dispatcher(self.pools, calls, hints, DecisionLog(), config, self.instruments)
+        self._leases: dict[str, Worker] = {}
+
+    async def lease(self, worker_id: str, role: Role, load: WorkerLoad = READY) -> None:
+        """A worker comes, or says something else of itself."""
+        info = WorkerInfo(worker_id, role, self.address, 1, "node", 1, "content", "wire", BLOCK, 8192)
+        self._leases[worker_id] = Worker(info, load)
+        await self.pools.update(self._leases.values())
+
+    async def tokens(
+        self, record: ChoiceRecord | None = None, *, spec: SequenceSpec = SPEC, claim: Claim = CLAIM
+    ) -> AsyncGenerator[int]:
+        """Of one choice, as they come."""
+        run = self.dispatcher.run(spec, claim, ChoiceRecord() if record is None else record, Context())
+        async with contextlib.aclosing(run) as messages:
+            async for message in messages:
+                for token_id in message.token_ids:
+                    yield token_id
+
+
+@contextlib.asynccontextmanager
+async def bench_of(
+    workers: ToldWorkers, roles: Mapping[str, Role], mode: str, held: Mapping[str, int] | None = None
+) -> AsyncIterator[Bench]:
+    """A bench of these workers, for 20 s at most.
+
+    Args:
+        roles: by the worker's id.
+        held: leading blocks of any prompt that a worker is believed to hold.
+    """
+    rpc = RpcServer(("baton.v1.WorkerCalls",))
+    worker_pb2_grpc.add_WorkerCallsServicer_to_server(workers.servicer, rpc.server)
+    address = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
+    await rpc.start()
+    calls = WorkerCalls()
+    bench = Bench(workers, address, held or {}, RouterConfig(mode=mode, worker_wait_s=1), calls)
+    try:
+        async with asyncio.timeout(20):
+            for worker_id, role in roles.items():
+                await bench.lease(worker_id, role)
+            yield bench
+    finally:
+        await calls.close()
+        await rpc.stop(0)
