@@ -10,14 +10,13 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from typing import Any
 
 from baton.config import Config
 from baton.errors import WorkerFailed
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
-from deploy.processes import die_with_parent
+from deploy.processes import die_with_parent, module_command
 from kvstore.transfer.nccl_env import nccl_environment
 
 FENCED = 75
@@ -93,9 +92,9 @@ class WorkerActor:
     def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
         """From the event loop's thread, which lives as long as the actor: the process dies with it."""
         environment = {**os.environ, **worker_environment(Config.from_json(self._config_json))}
-        command = [sys.executable, "-m", "deploy.worker", self._role, self._worker_id, self._host or _node_address()]
+        arguments = (self._role, self._worker_id, self._host or _node_address(), "--ready-fd", str(ready_fd))
         return subprocess.Popen(
-            [*command, "--ready-fd", str(ready_fd)],
+            module_command("deploy.worker", *arguments),
             env={**environment, "BATON_CONFIG_JSON": self._config_json},
             pass_fds=[ready_fd],
             preexec_fn=die_with_parent(),

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from baton.errors import ConfigError
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
-from deploy.processes import die_with_parent
+from deploy.processes import die_with_parent, module_command
 
 logger = logging.getLogger(__name__)
 RESTART_S = 0.5
@@ -46,7 +45,7 @@ class Child:
         on_orphaned: signal.Signals = signal.SIGKILL,
     ) -> None:
         self.name = name
-        self._command = (sys.executable, "-m", module, *arguments)
+        self._command = module_command(module, *arguments)
         self._environment = {**os.environ, **environment}
         self._on_orphaned = on_orphaned
         self._process: asyncio.subprocess.Process | None = None

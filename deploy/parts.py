@@ -23,6 +23,7 @@ from baton.config import Config
 from baton.errors import ConfigError
 from deploy.models import ProgressDisplay, cache_dir, resolve
 from deploy.part import Part
+from deploy.processes import module_command
 
 RETRY_S = 0.5
 
@@ -87,4 +88,4 @@ def _become(module: str, arguments: tuple[str, ...], config: Config) -> NoReturn
     sys.stdout.flush()
     sys.stderr.flush()
     environment = {**os.environ, "BATON_CONFIG_JSON": config.to_json()}
-    os.execve(sys.executable, [sys.executable, "-m", module, *arguments], environment)
+    os.execve(sys.executable, module_command(module, *arguments), environment)

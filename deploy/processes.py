@@ -12,6 +12,14 @@ from collections.abc import Callable
 from baton.parent import die_with
 
 
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module as a process of its own, by this Python.
+
+    Without -P the working folder would come first of all where modules are looked for: a user's `router.py` would run.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
     """A `preexec_fn` for subprocess.Popen: the child gets this signal when this process dies (`baton.parent`).
 

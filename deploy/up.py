@@ -59,6 +59,7 @@ class RayCluster:
                 "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps it on loopback
                 "RAY_AUTH_MODE": "token",  # others on this machine could run code in it otherwise
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
+                "RAY_memory_monitor_refresh_ms": "0",  # else it kills workers when others fill this machine's memory
             }
         self._name = config.cluster.name or f"baton-{secrets.token_hex(4)}"
         self._arguments = ("--cluster", self._name, "--state-file", str(state_path))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
@@ -47,13 +48,14 @@ def joined(cluster: ClusterConfig, namespace: str, shows_logs: bool) -> Generato
         ConfigError: no such cluster, none of its nodes is on this machine, or it asks for a token.
     """
     try:
-        ray.init(
-            address=cluster.ray_address,
-            namespace=namespace,
-            log_to_driver=shows_logs,
-            logging_level=logging.ERROR,
-            _node_ip_address=cluster.ray_node_ip or None,
-        )
+        with _no_folder_for_workers():
+            ray.init(
+                address=cluster.ray_address,
+                namespace=namespace,
+                log_to_driver=shows_logs,
+                logging_level=logging.ERROR,
+                _node_ip_address=cluster.ray_node_ip or None,
+            )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = first_line(error.__cause__ or error)
         raise ConfigError(
@@ -63,6 +65,16 @@ def joined(cluster: ClusterConfig, namespace: str, shows_logs: bool) -> Generato
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _no_folder_for_workers() -> Generator[None]:
+    """A driver's working folder comes first of all where its actors look for modules: a user's `json.py` would run.
+
+    In this block it is one that is gone by the time they do.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        yield
 
 
 async def resources() -> dict[str, float]:

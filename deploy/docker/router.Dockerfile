@@ -36,5 +36,5 @@ WORKDIR /home/baton
 EXPOSE 50051 8000
 # Kubernetes has probes of its own; this one is for compose.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=60s \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/readyz', timeout=2)"]
+    CMD ["python", "-P", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/readyz', timeout=2)"]
 CMD ["baton", "run", "router"]

