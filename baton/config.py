@@ -157,9 +157,10 @@ class TransferConfig:
     wire_dtype: str = "auto"
     """auto (the narrower of the two caches'), float32, bfloat16, float16 or int8 (one scale a head and page). A type
     narrower than both caches' is lossy: split and aggregated answers may then differ."""
-    links: tuple[str, ...] = LINK_KINDS
-    """Link kinds to offer, best first. nccl needs CUDA and a single rank on both sides, shm two CPU caches on one host;
-    tcp and gloo suit all, tcp at three quarters of gloo's processor time."""
+    links: tuple[str, ...] = ("nccl", "shm", "tcp")
+    """Link kinds to offer and to take, best first. nccl needs CUDA and a single rank on both sides, shm two CPU caches
+    on one host; tcp suits all. gloo does too, at four thirds of tcp's processor time, and listens as long as the worker
+    lives, keeping whatever connects to it: only for where tcp does not do. An nccl link has its signals on gloo."""
 
     def __post_init__(self) -> None:
         _require_one_of("transfer.checksum", self.checksum, ("full", "off"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import struct
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,10 +12,10 @@ import torch.distributed as dist
 
 from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.link import RECEIVER, SENDER
-from kvstore.transfer.shm_link import ShmReceiver, ShmSender
+from kvstore.transfer.shm_link import ShmReceiver, ShmSender, is_of_shm
 from kvstore.transfer.slots import StagingPool
-from kvstore.transfer.tcp_link import TcpReceiver, TcpSender
-from kvstore.transfer.torch_link import GlooLink, NcclLink
+from kvstore.transfer.tcp_link import TcpReceiver, TcpSender, is_of_tcp
+from kvstore.transfer.torch_link import GlooLink, NcclLink, is_of_gloo, is_of_nccl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from kvstore.transfer.torch_link import SessionStore
 
 
+_IS_OF = {"nccl": is_of_nccl, "shm": is_of_shm, "tcp": is_of_tcp, "gloo": is_of_gloo}
+"""What a peer may say while a link is opened."""
 _WARM_BYTES = 2**20
 """Half of what a core's second-level cache holds on the machines of today."""
 
@@ -45,7 +49,7 @@ def usable_links(devices: Sequence[torch.device], wanted: tuple[str, ...]) -> tu
     }
     usable = tuple(kind for kind in wanted if can_use[kind])
     if not usable:
-        raise ConfigError(f"none of transfer.links ({', '.join(wanted)}) works for a KV cache on {device}; add gloo")
+        raise ConfigError(f"none of transfer.links ({', '.join(wanted)}) works for a KV cache on {device}; add tcp")
     return usable
 
 
@@ -102,6 +106,7 @@ def open_sender(
         TransferTimeout: the receiver did not join.
         TransferError: the link could not be built.
     """
+    store.expect(partial(_IS_OF[kind], RECEIVER))
     with _errors_named(kind):
         if kind == "shm":
             return ShmSender(store, max_slots, staging.slot_bytes, open_timeout_s, op_timeout_s)
@@ -120,6 +125,7 @@ def open_receiver(
     op_timeout_s: float,
 ) -> ReceivingLink:
     """As `open_sender`, on the other side; an shm link stages nothing on this one."""
+    store.expect(partial(_IS_OF[kind], SENDER))
     with _errors_named(kind):
         if kind == "shm":
             return ShmReceiver(store, open_timeout_s, op_timeout_s)
@@ -150,5 +156,5 @@ def _errors_named(kind: str) -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise TransferTimeout(f"the peer did not join the {kind} link in time") from error
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError, struct.error) as error:
         raise TransferError(f"the {kind} link could not be opened: {error}") from error

@@ -345,6 +345,11 @@ class Pair:
                 f"the ticket is from incarnation {peer.incarnation} of worker {peer.worker_id}, "
                 f"and {welcome.incarnation} answers at its address"
             )
+        if welcome.link not in self._hello.links:
+            raise TransferRefused(
+                f"worker {peer.worker_id} chose a {welcome.link!r} link, this worker offered "
+                f"{', '.join(self._hello.links)}"
+            )
         self._epoch = welcome.pair_epoch
         self.link_kind = welcome.link
         name = f"kv-send-{peer.worker_id}"

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import secrets
 import select
 import socket
@@ -35,6 +36,7 @@ import torch
 
 from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.header import HEADER_BYTES
+from kvstore.transfer.link import RECEIVER, SENDER
 from kvstore.transfer.slots import Slot
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 _NAME, _JOINED = "shm", "shm/joined"
 """Keys of the rendezvous: the sender's address, and that the receiver has connected to it."""
+_NAME_FORM = re.compile(rb"\0baton-kv-[0-9a-f]{32}")
 _RING = struct.Struct("<IQ")
 """Sent with the memfd: the number of slots, and the bytes from one to the next."""
 _CHUNK = struct.Struct(f"<{HEADER_BYTES}sI")
@@ -57,6 +60,13 @@ def host_id() -> str:
     """Processes with the same one can open shm links: one kernel, one network namespace, one user."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot_id}/{Path('/proc/self/ns/net').stat().st_ino}/{os.getuid()}"
+
+
+def is_of_shm(peer: int, key: str, value: bytes) -> bool:
+    """Whether an shm link's side of rank `peer` says this while it is opened."""
+    if (peer, key) == (SENDER, _NAME):
+        return _NAME_FORM.fullmatch(value) is not None
+    return (peer, key, value) == (RECEIVER, _JOINED, b"")
 
 
 class ShmSender:

@@ -14,6 +14,7 @@ random token which the session carried.
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import socket
 import struct
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.header import HEADER_BYTES
+from kvstore.transfer.link import RECEIVER, SENDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,11 +36,21 @@ if TYPE_CHECKING:
 
 _ADDRESS, _JOINED = "tcp", "tcp/joined"
 """Keys of the rendezvous: `token host port` of the sender, and that the receiver has connected to it."""
+_ADDRESS_FORM = re.compile(rb"[0-9a-f]{32} [!-~]{1,255} ([1-9][0-9]{0,4})")
+_MAX_PORT = 65535
 _TIMEVAL = struct.Struct("@ll")
 _SLACK_S = 0.05
 _TOKEN_BYTES = 16
 _TOKEN_S = 1.0
 """The receiver has sent its token by the time that it says that it has joined; whoever has not by then is another."""
+
+
+def is_of_tcp(peer: int, key: str, value: bytes) -> bool:
+    """Whether a tcp link's side of rank `peer` says this while it is opened."""
+    if (peer, key) == (SENDER, _ADDRESS):
+        address = _ADDRESS_FORM.fullmatch(value)
+        return address is not None and int(address[1]) <= _MAX_PORT
+    return (peer, key, value) == (RECEIVER, _JOINED, b"")
 
 
 class TcpSender:

@@ -11,6 +11,9 @@ There is no TCPStore, no port and no world.
 from __future__ import annotations
 
 import functools
+import re
+import socket
+import struct
 import threading
 import time
 from datetime import timedelta
@@ -37,6 +40,15 @@ _MAX_CTAS = 4
 """NCCL channels a pair: each costs about 6.5 MB of GPU memory, and blocks of the decode kernels."""
 _STAGED, _POSTED = (word.ljust(HEADER_BYTES, b"\0") for word in (b"baton: staged", b"baton: posted"))
 """What the two sides of a chunk on NCCL say on the gloo pair."""
+_MAX_KEYS, _MAX_KEY_BYTES, _MAX_VALUE_BYTES = 32, 512, 1024
+"""What a peer may say at a rendezvous, of whatever kind: several times what any says."""
+_GLOO_NAME = struct.Struct("@N")
+_GLOO_ADDRESS = struct.Struct("@NHH124xnnn")
+"""What gloo says of one side: the length of its host's name, the name; the length of the address, which is family, port
+and the rest of a sockaddr_storage, and -1; and the numbers of its two ends, one of them to itself."""
+_GLOO_ADDRESS_BYTES = 136
+_MAX_NAME_BYTES = 255
+_NCCL_ID_BYTES = 128
 _NCCL_LAUNCHER = threading.Lock()
 """NCCL forbids issuing operations of several communicators of one device in parallel."""
 _NCCL_TRAFFIC: dict[torch.device, DeviceTraffic] = {}
@@ -55,19 +67,31 @@ class SessionStore(Store):
         self._longest_wait = timedelta(seconds=timeout_s)
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
-        self._closed = False
+        self._is_well_formed: Callable[[str, bytes], bool] = _is_small
+        self._failure = ""
+
+    def expect(self, is_well_formed: Callable[[str, bytes], bool]) -> None:
+        """Says what the peer may set, and may have set already.
+
+        Where it sets anything else, whoever waits, now or later, gets a TransferError, and nobody gets the value: gloo
+        ends the process over one that it cannot read.
+        """
+        with self._changed:
+            self._is_well_formed = is_well_formed
+            for key, value in self._values.items():
+                self._require_well_formed(key, value)
 
     def deliver(self, key: str, value: bytes) -> None:
         """A key that the peer set."""
         with self._changed:
-            self._values[key] = value
+            self._require_well_formed(key, value)
+            if not self._failure:
+                self._values[key] = value
             self._changed.notify_all()
 
     def close(self) -> None:
         """Whoever waits, now or later, gets a TransferError."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._fail("the session ended while the link was being opened")
 
     # What gloo and NCCL call, from C++ and from threads of their own.
 
@@ -76,7 +100,9 @@ class SessionStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self.deliver(key, data)
+        with self._changed:
+            self._values[key] = data
+            self._changed.notify_all()
         self._publish(key, data)
 
     def get(self, key: str) -> bytes:
@@ -90,12 +116,52 @@ class SessionStore(Store):
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=300)) -> None:
         with self._changed:
             arrived = self._changed.wait_for(
-                lambda: self._closed or all(key in self._values for key in keys), timeout.total_seconds()
+                lambda: self._failure or all(key in self._values for key in keys), timeout.total_seconds()
             )
-            if self._closed:
-                raise TransferError("the session ended while the link was being opened")
+            if self._failure:
+                raise TransferError(self._failure)
             if not arrived:
                 raise TransferTimeout(f"the peer did not join the link within {timeout.total_seconds():g} s")
+
+    def _require_well_formed(self, key: str, value: bytes) -> None:
+        is_known = key in self._values or len(self._values) < _MAX_KEYS
+        if not (is_known and _is_small(key, value) and self._is_well_formed(key, value)):
+            self._fail(f"the peer said {len(value)} bytes as {key[:40]!r}, which no such link says while it is opened")
+
+    def _fail(self, why: str) -> None:
+        """The first reason stands."""
+        with self._changed:
+            self._failure = self._failure or why
+            self._changed.notify_all()
+
+
+def _is_small(key: str, value: bytes) -> bool:
+    return len(key) <= _MAX_KEY_BYTES and len(value) <= _MAX_VALUE_BYTES
+
+
+def is_of_gloo(peer: int, key: str, value: bytes) -> bool:
+    """Whether a gloo link's side of rank `peer` says this while it is opened: gloo believes every length in it."""
+    if key != f"0/{peer}" or len(value) < _GLOO_NAME.size:
+        return False
+    (num_name_bytes,) = _GLOO_NAME.unpack_from(value)
+    if num_name_bytes > _MAX_NAME_BYTES or len(value) != _GLOO_NAME.size + num_name_bytes + _GLOO_ADDRESS.size:
+        return False
+    size, family, port, none, *ends = _GLOO_ADDRESS.unpack_from(value, _GLOO_NAME.size + num_name_bytes)
+    is_address = size == _GLOO_ADDRESS_BYTES and family in (socket.AF_INET, socket.AF_INET6) and port and none == -1
+    return bool(is_address and min(ends) >= 0)
+
+
+def is_of_nccl(peer: int, key: str, value: bytes) -> bool:
+    """Whether an NCCL link's side of rank `peer` says this while it is opened. What torch itself keeps in the store
+    beside the communicator's id, it reads by length.
+    """
+    where, _, rest = key.partition("/")
+    if where == "signals":
+        return is_of_gloo(peer, rest, value)
+    if where == "nccl":
+        form = {f"device/{peer}": rb"[0-9a-f]{32}", f"turn/{peer}": b"taken"}.get(rest)
+        return form is not None and re.fullmatch(form, value) is not None
+    return key != "0" or (peer == SENDER and len(value) == _NCCL_ID_BYTES)
 
 
 class GlooLink:

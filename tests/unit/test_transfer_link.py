@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import secrets
 import socket
 import struct
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from kvstore.transfer.links import chunk_bytes, open_receiver, open_sender, stag
 from kvstore.transfer.nccl_env import nccl_environment
 from kvstore.transfer.shm_link import host_id
 from kvstore.transfer.slots import Slot, StagingPool
-from kvstore.transfer.torch_link import SessionStore
+from kvstore.transfer.torch_link import SessionStore, is_of_nccl
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
@@ -297,13 +299,14 @@ def test_an_shm_sender_that_leaves_while_the_link_is_opened_leaves_nothing() -> 
     """It publishes an address behind which nobody listens any more, or nobody answers."""
     before = footprint()
     store = SessionStore(lambda key, value: None)
-    store.deliver("shm", b"\0baton-kv-test-nobody")
+    store.deliver("shm", b"\0baton-kv-" + b"0" * 32)
     with pytest.raises(TransferError, match="could not be opened"):
         open_receiver("shm", store, HOST, pool(), WINDOW, 0.5, 1.0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("\0baton-kv-test-silent")
+        silent = b"\0baton-kv-" + secrets.token_hex(16).encode()
+        listener.bind(silent)
         listener.listen(1)
-        store.deliver("shm", b"\0baton-kv-test-silent")
+        store.deliver("shm", silent)
         with pytest.raises(TransferTimeout):
             open_receiver("shm", store, HOST, pool(), WINDOW, 0.2, 1.0)
         threading.Timer(0.1, listener.close).start()
@@ -377,10 +380,56 @@ def test_a_tcp_receiver_that_finds_nobody_leaves_nothing() -> None:
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
     store = SessionStore(lambda key, value: None)
-    store.deliver("tcp", f"00 {HOST} {port}".encode())
+    store.deliver("tcp", f"{bytes(16).hex()} {HOST} {port}".encode())
     with pytest.raises(TransferError, match="could not be opened"):
         open_receiver("tcp", store, HOST, pool(), WINDOW, 0.5, 1.0)
     assert settled(before)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm", "tcp"])
+@pytest.mark.parametrize("rank", [SENDER, RECEIVER])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_peer_that_says_what_no_such_link_says_ends_the_opening_at_once(kind: str, rank: int, early: bool) -> None:
+    """Before it begins or while it waits."""
+    before = footprint()
+    keys = {"gloo": f"0/{1 - rank}", "shm": ("shm/joined", "shm")[rank], "tcp": ("tcp/joined", "tcp")[rank]}
+    store = SessionStore(lambda key, value: None)
+    opens = open_sender if rank == SENDER else open_receiver
+    speaking = threading.Timer(0.0 if early else 0.1, store.deliver, (keys[kind], b"\x01"))
+    speaking.start()
+    if early:
+        speaking.join()
+    start = time.monotonic()
+    with pytest.raises(TransferError, match=f"1 bytes as '{keys[kind]}', which no such link says") as error:
+        opens(kind, store, HOST, pool(), WINDOW, 30.0, 30.0)
+    assert not isinstance(error.value, TransferTimeout)
+    assert time.monotonic() - start < 5.0
+    assert kind == "gloo" or settled(before)
+
+
+def test_what_a_peer_says_is_kept_as_far_as_any_link_would_say_it() -> None:
+    """A link need not have begun to open yet."""
+    for values in (
+        {f"0/{number}": b"" for number in range(10_000)}, {"0/0": bytes(4096)}, {"0" * 4096: b""}
+    ):  # fmt: skip
+        store = SessionStore(lambda key, value: None)
+        for key, value in values.items():
+            store.deliver(key, value)
+        assert len(store._values) < 100
+        with pytest.raises(TransferError, match="which no such link says"):
+            store.get("0/0")
+
+
+def test_both_sides_of_a_communicator_say_what_nccl_wants_to_hear() -> None:
+    own, gloo = uuid.uuid4().hex.encode(), struct.pack("@NNHH124xnnn", 0, 136, 2, 1, -1, 0, 1)
+    said = {"0": bytes(128), "nccl/device/0": own, "nccl/turn/0": b"taken", "signals/0/0": gloo, "else": b"1"}
+    for key, value in said.items():
+        assert is_of_nccl(SENDER, key, value)
+        theirs = f"{key[:-2]}/1" if key.endswith("/0") else key
+        assert is_of_nccl(RECEIVER, theirs, value) == (key != "0"), "the sender makes the id"
+        assert key == "else" or not any(is_of_nccl(SENDER, key, bad) for bad in (b"", value + b"1", value[:-1]))
+    assert not is_of_nccl(SENDER, "nccl/turn/1", b"taken")
+    assert not is_of_nccl(SENDER, "signals/0/1", gloo)
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
