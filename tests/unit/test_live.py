@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from baton.cluster import ClusterStatus
 from baton.errors import InvalidRequest, NoWorker
+from baton.telemetry.instruments import Instruments
 from deploy.live import (
-    ITL,
-    TTFT,
     ClassView,
     Quantile,
     Quantiles,
@@ -159,18 +159,24 @@ def test_the_picture_has_what_an_operator_looks_for() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def late_answers() -> tuple[str, str]:
+    """A router's /metrics before and after 100 requests, of which 40 are slower than any bound."""
+    instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
+    latencies = (instruments.time_to_first_token, instruments.inter_token_latency, instruments.request_duration)
+    for latency in latencies:
+        latency.record(0.0)
+    before = instruments.exposition().decode()
+    for latency, slow_s, slower_s in zip(latencies, (400.0, 20.0, 3000.0), (700.0, 31.0, 4000.0), strict=True):
+        latency.record(slow_s, times=60)
+        latency.record(slower_s, times=40)
+    return before, instruments.exposition().decode()
+
+
 def test_what_lies_above_the_last_bound_is_not_shown_as_the_bound() -> None:
-    late = {f"{TTFT}_bucket": ("300.0", "600.0"), f"{ITL}_bucket": ("10.0", "30.0")}
-    before, after = (
-        "".join(
-            f'{name}{{le="{below}"}} {below_count}\n{name}{{le="{last}"}} {below_count}\n{name}{{le="+Inf"}} {count}\n'
-            for name, (below, last) in late.items()
-        )
-        for below_count, count in ((1, 1), (61, 101))
-    )
+    before, after = late_answers()
     text = shown(view([snapshot(0, router(0), metrics=before), snapshot(1, router(1), metrics=after)]))
-    assert re.search(r"first token +p50 250\.00 s +p99 > 600 s", text), text
-    assert re.search(r"between tokens +p50 8\.33 s +p99 > 30 s", text), text
+    assert re.search(r"first token +p50 550\.00 s +p99 > 600 s", text), text
+    assert re.search(r"between tokens +p50 26\.67 s +p99 > 30 s", text), text
     assert "p50 > 3,600 s" in shown(View(itl=Quantiles(Quantile(3600.0, is_above=True))))
 
 

@@ -19,11 +19,10 @@ from deploy.live import ITL, TTFT, Quantile, quantile
 from deploy.scrape import parse
 from router.http import create_app
 from router.page import PAGE
-from tests.unit.test_live import AFTER, BEFORE
+from tests.unit.test_live import AFTER, BEFORE, late_answers
 
 TEXT = PAGE.decode()
 FIGURES = re.search(r'<script id="figures">(.*?)</script>', TEXT, re.DOTALL)
-REQUEST = "gen_ai_server_request_duration_seconds"
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="needs node, which runs the page's script")
 
@@ -171,16 +170,11 @@ def test_quantiles_are_those_of_prometheus_and_of_the_terminal() -> None:
 
 @needs_node
 def test_what_lies_above_the_last_bound_is_not_shown_as_the_bound() -> None:
-    def answer(within_300_s: int, within_600_s: int, total: int) -> str:
-        counts = {"300.0": within_300_s, "600.0": within_600_s, "+Inf": total}
-        first = (f'{TTFT}_bucket{{le="{bound}"}} {count}\n' for bound, count in counts.items())
-        whole = f'{REQUEST}_bucket{{le="3600.0"}} 1\n{REQUEST}_bucket{{le="+Inf"}} {total}\n'
-        return "".join(first) + whole
-
-    first, _, whole = figures((0.0, answer(1, 1, 1)), (1.0, answer(31, 61, 101)))["latencies"]
-    assert first["texts"] == ["500.00 s", "> 600 s"]
-    assert first["p99"] == {"value": 600, "isAbove": True}
-    assert whole["texts"] == ["> 3,600 s", "> 3,600 s"]
+    before, after = late_answers()
+    first, between, whole = figures((0.0, before), (1.0, after))["latencies"]
+    assert first["texts"] == ["550.00 s", "> 600 s"]
+    assert between["texts"] == ["26.67 s", "> 30 s"]
+    assert (whole["texts"][1], whole["p99"]) == ("> 3,600 s", {"value": 3600, "isAbove": True})
 
 
 @needs_node
