@@ -18,6 +18,7 @@ from baton.errors import (
     TransferCorrupted,
     TransferError,
     TransferRefused,
+    WorkerDraining,
     WorkerFailed,
 )
 from baton.messages import (
@@ -132,6 +133,37 @@ async def test_who_died_is_passed_over_by_all_that_come_after() -> None:
             record = ChoiceRecord()
             assert await collected(bench.tokens(record)) == [5]
             assert (record.decode_worker, record.retries) == ("d1", num_retries)
+
+
+async def test_a_worker_that_drains_costs_no_attempt_and_is_asked_no_more() -> None:
+    workers = ToldWorkers(decode=[[WorkerDraining("d0 drains")], [LAST], [LAST]])
+    async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
+        for _ in range(2):
+            record = ChoiceRecord()
+            assert await collected(bench.tokens(record)) == [5]
+            assert (record.decode_worker, record.retries) == ("d1", 0)
+    assert len(workers.requests) == 3
+
+
+async def test_an_answer_that_goes_on_outlives_any_number_of_workers_and_one_that_does_not_is_given_up() -> None:
+    """Four failures in a row are too many, and sixteen tokens between two begin a new row."""
+    dies_later: Script = [NewTokens(tuple(range(16)), None), GONE]
+    workers = ToldWorkers(decode=[*[dies_later] * 4, *[[GONE]] * 3])
+    roles = {f"d{i}": Role.DECODE for i in range(8)}
+    record = ChoiceRecord()
+    async with bench_of(workers, roles, "aggregated") as bench:
+        with pytest.raises(WorkerFailed, match=r"^4 placements failed: "):
+            await collected(bench.tokens(record, spec=LONG))
+    assert (len(record.emitted), record.retries, len(workers.requests)) == (64, 6, 7)
+    assert workers.requests[-1].sequence.token_ids == (*SPEC.token_ids, *record.emitted)
+
+
+async def test_when_every_queue_is_full_the_client_is_told_so() -> None:
+    workers = ToldWorkers(decode=[[Overloaded("full")], [Overloaded("full")]])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        with pytest.raises(Overloaded, match="every worker's queue is full"):
+            await collected(bench.tokens())
+    assert len(workers.requests) == 2
 
 
 async def test_what_a_worker_finds_wrong_with_a_request_is_told_at_once() -> None:
@@ -327,11 +359,13 @@ async def test_a_choice_moves_to_nobody_without_room(
         await bench.lease(
             "d1", Role.DECODE, replace(READY, running=5, blocks=BlockCounts(total=100, in_use=num_in_use))
         )
-        rest = asyncio.ensure_future(collected(answer))
+        moved = asyncio.ensure_future(anext(answer))
         await until(lambda: leaves(bench, "d0"))
         assert workers.kinds == [DecodeRequest]
         await bench.lease("d2", Role.DECODE)
-        assert await rest == [6, 7]
+        assert await moved == 6
+        await until(lambda: workers.servicer.num_running == 2)  # d0 decodes no more; it hands over
+        assert await collected(answer) == [7]
         await workers.servicer.wait_until_idle()
     assert (record.decode_worker, record.retries) == ("d2", 0)
     fetch, decode, prefill = workers.requests[1:]

@@ -84,7 +84,8 @@ def test_who_would_come_too_late_is_told_when_to_come_back(late: Prediction, lat
     assert is_empty(gate)
 
 
-def test_who_cannot_come_in_time_even_alone_waits_for_some_objectives() -> None:
+def test_who_cannot_come_in_time_even_alone_waits_for_two_objectives() -> None:
+    assert PATIENCE == 2.0
     gate = Gate(caution=1.0)
     assert admit(gate, Entry(A, 0, 2.0), prediction(PATIENCE * 2.0, 2.5)) == []
     with pytest.raises(Overloaded) as refusal:
@@ -138,6 +139,16 @@ def test_shares_go_by_weight() -> None:
     gate = Gate(caution=1.0)
     mine = queued(gate, B, num=3)
     assert admit(gate, Entry(HEAVY, 0, 4.0), prediction(4.0, 2.0)) == mine[:0:-1], "1 s against 2 s / 4"
+
+
+def test_who_leaves_takes_off_its_tenants_share_what_it_had_brought() -> None:
+    gate = Gate(caution=1.0)
+    first, second, third = queued(gate, HEAVY, num=3)
+    gate.left(second)
+    assert gate._shares == {"heavy": 0.5}
+    assert admit(gate, Entry(B, 0, 1.25), prediction(2.0, 0.25)) == [third], "1 s / 4 is left, against 0.25 s"
+    gate.left(first)
+    assert gate._shares == {"b": 0.25}
 
 
 def test_what_a_tenant_has_elsewhere_counts_but_only_where_the_newcomer_goes_somebody_has_to_go() -> None:

@@ -170,6 +170,17 @@ def test_an_answer_that_continues_a_prompt_keeps_its_space(sentencepiece: Tokeni
     assert continued.push(answer) + continued.flush() == " Tea a"
 
 
+def test_an_answer_loses_nothing_wherever_its_prompt_ends(byte_level: Tokenizer) -> None:
+    """Also inside a character: what the answer has of it is no character, and is told to be none."""
+    token_ids = byte_ids(byte_level, "ok 人工 👍") + byte_level.encode("智能 done")
+    texts = []
+    for half in range(len(token_ids)):
+        detokenizer = IncrementalDetokenizer(byte_level, context=token_ids[:half])
+        texts.append("".join(detokenizer.push([token_id]) for token_id in token_ids[half:]) + detokenizer.flush())
+        assert texts[-1] == byte_level.decode(token_ids[half:])
+    assert texts[4:7] == ["\ufffd\ufffd工 👍智能 done", "\ufffd工 👍智能 done", "工 👍智能 done"]
+
+
 def test_replayed_tokens_give_the_same_text_in_any_grouping(byte_level: Tokenizer) -> None:
     token_ids = byte_level.encode("人工智能 👩‍👩‍👧‍👦 done") + byte_ids(byte_level, "é")[:1]
     for half in range(len(token_ids)):
