@@ -23,6 +23,7 @@ even when nobody's cache is known.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ EQUAL_SHARE = 0.01
 LARGE_POOL = 32
 """Workers from which on not all of them are looked at closely."""
 SHORTLIST = 8
-"""Then so many that hold the longest prefixes, and as many with the least to do."""
+"""Then those that fewer others than this outdo, in what they hold and in what they have to do."""
 BREACH = 10.0
 """A second of a step above the objective, in seconds."""
 
@@ -206,7 +207,7 @@ def place(
         None when no candidate fits the mode.
     """
     if len(candidates) > LARGE_POOL:
-        candidates = _shortlist(candidates)
+        candidates = _shortlist(candidates, _session_of(prompt))
     costs = _Costs(prompt, candidates, objective, weights, prices, pull_above_tokens, not_from)
     pools = {role: [c for c in candidates if c.role is role and c.takes_work] for role in Role}
     decodes = costs.on_decode(pools[Role.DECODE])
@@ -231,20 +232,41 @@ def place(
 NUM_CACHED_TOKENS, WAIT_S, NUM_KV_TOKENS = map(attrgetter, ("num_cached_tokens", "wait_s", "num_kv_tokens"))
 
 
-def _shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of each role those that hold the longest prefixes, and those with the least to do.
+def _shortlist(candidates: Sequence[Candidate], session: int) -> list[Candidate]:
+    """Those that are worth a closer look: whom SHORTLIST others of their role outdo is left out.
 
-    Among workers that hold equally much, the cost rises with what they have to do, so nobody else could be chosen (but
-    for workers that differ in speed).
+    The cost falls with what a worker holds and rises with what it has to do, so among workers of one speed somebody
+    outdone never costs less than who outdoes it. What a decode worker has to do is of two kinds, prompts and decoding;
+    each is looked at by itself, so one that is second best in both may be missed.
     """
     chosen: dict[str, Candidate] = {}
     for role in Role:
         pool = [candidate for candidate in candidates if candidate.role is role and candidate.takes_work]
-        picked = sorted(pool, key=NUM_CACHED_TOKENS)[-SHORTLIST:] + sorted(pool, key=WAIT_S)[:SHORTLIST]
+        begin = session % max(1, len(pool))  # of workers that are alike, each session sees others
+        pool = pool[begin:] + pool[:begin]
+        picked = _not_outdone(pool, WAIT_S)
         if role is Role.DECODE:
-            picked += sorted(pool, key=NUM_KV_TOKENS)[:SHORTLIST]
+            picked += _not_outdone(pool, NUM_KV_TOKENS)
         chosen |= {candidate.worker_id: candidate for candidate in picked}
     return [*chosen.values(), *(candidate for candidate in candidates if not candidate.takes_work)]
+
+
+def _not_outdone(pool: Sequence[Candidate], to_do: Callable[[Candidate], float]) -> list[Candidate]:
+    """Those beside whom fewer than SHORTLIST others hold as much and have as little to do; of equals, the first."""
+    found: list[Candidate] = []
+    least: list[float] = []
+    """What the SHORTLIST least busy of those found have to do."""
+    for candidate in sorted(sorted(pool, key=to_do), key=NUM_CACHED_TOKENS, reverse=True):
+        load = to_do(candidate)
+        if len(least) < SHORTLIST or load < least[-1]:
+            found.append(candidate)
+            bisect.insort(least, load)
+            del least[SHORTLIST:]
+    return found
+
+
+def _session_of(prompt: Prompt) -> int:
+    return xxhash.xxh64_intdigest(b"".join(prompt.block_keys[:SESSION_BLOCKS]))
 
 
 class _Costs:
@@ -267,7 +289,7 @@ class _Costs:
         self._prices = prices
         self._pull = prices.pull_s, prices.pull_s_per_token
         self._pull_above = pull_above_tokens
-        self._session = xxhash.xxh64_intdigest(b"".join(prompt.block_keys[:SESSION_BLOCKS]))
+        self._session = _session_of(prompt)
         self._sources = [c for c in candidates if c.num_cached_tokens and c.worker_id not in not_from]
         self._longest = max((c.num_cached_tokens for c in self._sources), default=0)
 

@@ -23,6 +23,7 @@ from router.placement import (
     Prompt,
     Weights,
     place,
+    policy,
 )
 
 NUM_WORKERS = 8
@@ -233,6 +234,13 @@ def test_room_is_waited_for_while_the_queue_is() -> None:
     assert placed([half]).prediction.room_s == pytest.approx(5.0), "what is cached is there"
 
 
+def test_split_or_not_the_decode_workers_room_is_waited_for() -> None:
+    """10 s, and then 0.1 s for what it lacks; the other one would have to pull 400 tokens first."""
+    full = decode("d", 0.0, 900, room_tokens=0, freed_tokens_per_s=10)
+    assert chosen([prefill("p", 0.0, 500), full]) == ("d", "d")
+    assert chosen([prefill("p", 0.0, 500), full, decode("roomy")]) == ("p", "roomy")
+
+
 def test_a_longer_answer_needs_more_room() -> None:
     worker = decode("d", room_tokens=1128, freed_tokens_per_s=100)
     for num_expected_tokens, room_s in ((128, 0.0), (328, 2.0)):
@@ -433,6 +441,68 @@ def test_whatever_the_pool_the_workers_have_their_roles_and_the_order_decides_no
     assert {terms.worker_id for terms in placement.considered} <= set(by_id)
     for terms in placement.considered:
         assert terms.role is by_id[terms.worker_id].role
+
+
+# -- more workers than are looked at closely ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", Role)
+def test_in_a_large_pool_the_least_busy_are_found_beside_the_owners(role: Role) -> None:
+    """Ten busy workers hold all of the prompt, one holds most of it, and thirty idle ones nothing."""
+
+    def computes(*, wait_s: float) -> str:
+        def worker(worker_id: str, wait_s: float = 0.0, num_cached_tokens: int = 0) -> Candidate:
+            return Candidate(worker_id, role, num_cached_tokens, wait_s, num_kv_tokens=int(1e3 * wait_s), costs=COSTS)
+
+        pool = [worker(f"owner{i}", 5.0, 992) for i in range(10)]
+        pool += [worker("between", wait_s, 960)]
+        pool += [worker(f"idle{i}") for i in range(30)]
+        mode = Mode.SPLIT if role is Role.PREFILL else Mode.AGGREGATED
+        return chosen([*pool, decode("d")] if role is Role.PREFILL else pool, mode)[0]
+
+    assert computes(wait_s=2.0).startswith("idle"), "which pulls the prefix: 0.05 s, and 0.992 s for a second copy"
+    assert computes(wait_s=0.5) == "between"
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), mode=st.sampled_from(["split", "aggregated"]))
+def test_in_a_large_pool_nobody_who_is_not_looked_at_costs_less(seed: int, mode: str) -> None:
+    """Among workers of one speed. Those that decode have prompts to compute, if at all, as much as they decode."""
+    rng = random.Random(seed)
+    pool = []
+    for i in range(rng.randrange(policy.LARGE_POOL + 1, 100)):
+        to_do = rng.choice([1.0, 10.0]) * rng.random()
+        worker: dict[str, Any] = {"num_cached_tokens": rng.choice([0, 160, 16 * rng.randrange(63)]), "costs": PRIOR}
+        if mode == "split" and i % 2:
+            pool.append(prefill(f"p{i}", to_do / 10, **worker))
+        else:
+            worker |= {"num_decoding": int(8 * to_do), "num_kv_tokens": int(8e3 * to_do)}
+            worker |= {"room_tokens": int(5e3 - 8e2 * to_do), "freed_tokens_per_s": 500.0}
+            pool.append(decode(f"d{i}", 0.0 if mode == "split" else to_do / 10, **worker))
+    prompt = prompt_of(list(range(1000)), 128)
+    near = placed(pool, mode, prompt, pull_above_tokens=1)
+    costs = policy._Costs(prompt, pool, Objective(), WEIGHTS, PRICES, 1, ())
+    pools = {role: [c for c in pool if c.role is role] for role in Role}
+    decodes = {terms.worker_id: terms for terms in costs.on_decode(pools[Role.DECODE])}
+    if mode == "split":
+        prefills = {terms.worker_id: terms for terms in costs.on_prefill(pools[Role.PREFILL])}
+        first_s = {worker_id: terms.first_s for worker_id, terms in prefills.items()}
+        rest_s = {worker_id: terms.room_s + terms.exposed_s + terms.answer_s for worker_id, terms in decodes.items()}
+        assert first_s[near.prefill_worker] <= (1 + policy.EQUAL_SHARE) * min(first_s.values())
+    else:
+        rest_s = {worker_id: terms.first_s + terms.answer_s for worker_id, terms in decodes.items()}
+    assert rest_s[near.decode_worker] <= (1 + policy.EQUAL_SHARE) * min(rest_s.values())
+    if near.source:
+        assert near.source_tokens == max(candidate.num_cached_tokens for candidate in pool)
+
+
+def test_in_a_large_pool_at_rest_every_worker_gets_sessions() -> None:
+    pool = [prefill(f"p{i}") for i in range(40)] + [decode(f"d{i}") for i in range(40)]
+    prompts = [prompt_of([session] * 32) for session in range(400)]
+    placements = [placed(pool, "split", prompt=prompt) for prompt in prompts]
+    assert len({placement.prefill_worker for placement in placements}) == 40
+    assert len({placement.decode_worker for placement in placements}) == 40
+    assert placements == [placed(pool, "split", prompt=prompt) for prompt in prompts], "and each stays where it is"
 
 
 class Simulation:
