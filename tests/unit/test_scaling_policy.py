@@ -80,6 +80,16 @@ def test_needs_are_work_over_what_a_worker_can_do() -> None:
     assert by_kv.decode == pytest.approx(2 * 0.9 / KV_LIMIT)
 
 
+@pytest.mark.parametrize(("met", "rejected"), [(1, 999), (0, 5)])
+def test_however_many_are_refused_the_work_is_no_more_than_four_times_what_was_done(met: int, rejected: int) -> None:
+    """A flood does not order all the workers that there are."""
+    window = measured(Sizes(2, 2), prompts=0.4, sequences=9, met=met, rejected=rejected)
+    decision = after_cool_down(window, replace(CONFIG, max_workers=100))
+    assert decision.needs.prefill == pytest.approx(4 * 0.4)
+    assert decision.sizes.total < 10
+    assert "so there is 4.00 times the work" in " ".join(decision.reasons)
+
+
 def test_a_pool_that_is_pressed_gets_the_other_ones_workers_before_new_ones() -> None:
     decision = after_cool_down(measured(Sizes(1, 7), prompts=1.0, on_decode=2.0, sequences=10))
     assert decision.sizes == Sizes(7, 1)
