@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from kvstore.transfer.lane import Lane
     from kvstore.transfer.link import ReceivingLink
 
+HANG_UP_S = 1.0
+"""For the senders of a receiver that closes: they hear why, and end their streams."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrival:
@@ -117,6 +120,8 @@ class KvReceiver:
         self._sessions: dict[int, Session] = {}
         self._num_sessions = 0
         """Ever."""
+        self._handlers: set[asyncio.Task[None]] = set()
+        """Tasks in which sessions are."""
         self._lanes: set[Lane[ReceivingLink]] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._stats = TransferStats()
@@ -222,7 +227,7 @@ class KvReceiver:
         return reserved.freed.result()
 
     async def close(self) -> None:
-        """Ends all sessions and their threads, and fails what is not committed. Blocks stay with `release`."""
+        """Ends all sessions, their tasks and threads, and fails what is not committed. Blocks stay with `release`."""
         down = TransferError("this worker shuts down")
         for session in list(self._sessions.values()):
             session.break_off(down)
@@ -230,6 +235,12 @@ class KvReceiver:
             self._fail(reserved.ticket, down)
         if self._sweep is not None:
             self._sweep.cancel()
+        if self._handlers:
+            _, waiting = await asyncio.wait(self._handlers, timeout=HANG_UP_S)
+            for handler in waiting:
+                handler.cancel()
+            if waiting:
+                await asyncio.wait(waiting)
         for lane in list(self._lanes):
             await lane.join(self._config.op_timeout_s + 1)
 
@@ -246,6 +257,9 @@ class KvReceiver:
 
         A coroutine that writes, because a cancelled generator is left suspended.
         """
+        handler: Any = asyncio.current_task()
+        self._handlers.add(handler)
+        handler.add_done_callback(self._handlers.discard)
         requests = _known(request_iterator)
         try:
             session = self._welcome(await anext(requests, None))

@@ -832,12 +832,13 @@ async def test_closing_leaves_no_thread_file_or_task(link: str) -> None:
             cancelled.cancel()
             await asyncio.wait({cancelled})
 
+    tasks = asyncio.all_tasks()
     await cycle()
-    before, tasks = footprint(), len(asyncio.all_tasks())
+    before = footprint()
     for _ in range(5):
         await cycle()
     assert await eventually(lambda: footprint() <= before), (footprint(), before)
-    assert await eventually(lambda: len(asyncio.all_tasks()) == tasks)
+    assert await eventually(lambda: asyncio.all_tasks() == tasks), asyncio.all_tasks() - tasks
 
 
 async def test_a_closing_decode_worker_fails_what_waits_on_both_sides(link: str) -> None:

@@ -160,6 +160,31 @@ async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> 
         assert await hand_over(prefill, decode, "next") == ""
 
 
+def session_tasks() -> list[str]:
+    """Of the server's streams, and of the sessions on them."""
+    names = [f"{task.get_name()} {task.get_coro()}" for task in asyncio.all_tasks()]
+    return [name for name in names if name.startswith("HandleExceptions") or "Session." in name]
+
+
+@pytest.mark.parametrize("says_hello", [True, False])
+async def test_a_closed_receiver_has_no_task_left(says_hello: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even for a sender that does not hang up, or has not said who it is."""
+    monkeypatch.setattr("kvstore.transfer.receiver.HANG_UP_S", 0.2)
+    async with (
+        decode_side(CONFIG) as decode,
+        prefill_side(CONFIG) as prefill,
+        open_channel(decode.receiver.kv_address) as channel,
+    ):
+        stub: Any = kv_pb2_grpc.KvControlStub(channel)
+        call = stub.Session()
+        if says_hello:
+            await call.write(wire.session_request(prefill.sender._pairs._hello))
+        assert await eventually(lambda: len(session_tasks()) == (4 if says_hello else 1))
+        await decode.receiver.close()
+        assert not session_tasks()
+        call.cancel()
+
+
 @pytest.mark.parametrize("num_slots", [1, 2])
 async def test_pools_too_small_for_all_pairs_starve_none(num_slots: int) -> None:
     config = dataclasses.replace(CONFIG, links=("gloo",), num_slots=num_slots, window=1)

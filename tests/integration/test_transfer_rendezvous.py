@@ -66,8 +66,8 @@ def said(kind: str) -> dict[int, tuple[str, bytes]]:
             threads.submit(opens, kind, store, *how)
             for opens, store in zip((open_sender, open_receiver), stores, strict=True)
         ]
-        for link in opening:
-            link.result().close()
+        for link in [each.result() for each in opening]:
+            link.close()
     return values
 
 
