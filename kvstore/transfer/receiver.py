@@ -249,6 +249,8 @@ class KvReceiver:
         self._book.happen(lambda ledger: [])
         self._book.ask(lambda ledger: ledger.check())
         assert len(self._ledger) == len(self._reserved)
+        written = {generation for generation, reserved in self._reserved.items() if not reserved.settled.is_set()}
+        assert all(session.inbounds.keys() <= written for session in self._sessions.values())
 
     # -- the senders' side -------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -47,6 +47,9 @@ from kvstore.transfer.rows import Rows
 from kvstore.transfer.shared import Shared
 from kvstore.transfer.slots import StagingPool
 from kvstore.transfer.torch_link import SessionStore
+
+if TYPE_CHECKING:
+    from baton.engine.runner import Fence
 
 torch.set_num_threads(1)
 
@@ -355,14 +358,70 @@ async def test_transfers_that_are_ready_take_turns() -> None:
 
 
 async def test_the_ledger_has_the_last_word_on_what_is_written() -> None:
-    async with running("shm") as sides:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait_in_lane() -> None:
+        reached.set()
+        assert go_on.wait(10)
+
+    async with running("shm", at_chunk=1, call=wait_in_lane) as sides:
         generation = sides.offer(0)
-        sides.at_ledger.ask(lambda ledger: ledger.fail("t0", generation, TransferError("not told to the lane yet")))
         sides.finish(generation)
+        assert await asyncio.to_thread(reached.wait, 10)
+        sides.at_ledger.ask(lambda ledger: ledger.fail("t0", generation, TransferError("not told to the lane yet")))
+        go_on.set()
         async with asyncio.timeout(10):
             assert isinstance(await sides.sent[generation], TransferError)
         assert await sides.hand_over(1) is None
+        assert sides.ledger.num_fenced >= NUM_CHUNKS, "every chunk came"
         assert sides.untouched(0)
+
+
+@pytest.mark.parametrize("when", ["not granted", "again", "failed", "released", "of another session"])
+async def test_a_chunk_is_written_only_when_the_ledger_says_so(when: str) -> None:
+    async with running("shm") as sides:
+        generation = sides.offer(0)
+        inbound, outbound = sides.inbounds[generation], sides.outbounds[generation]
+        slot = sides.pools[0].take(0)
+        assert slot is not None
+        chunk = sides.plan.chunks[0]
+        checksum = outbound.gather(chunk, slot.payload(chunk.num_bytes))
+        header = outbound.header(0, chunk, checksum, 3, 0, 0)
+        if when != "not granted":
+            ids = (SESSION + (when == "of another session"), "t0", generation)
+            sides.at_ledger.ask(lambda ledger: ledger.offer(*ids, NUM_CHUNKS, 1))
+        if when == "again":
+            inbound.take(header, slot)
+            assert not sides.untouched(0)
+            sides.target.groups[0].zero_()
+        if when == "failed":
+            sides.at_ledger.ask(lambda ledger: ledger.fail("t0", generation, TransferError("over")))
+        if when == "released":
+            sides.at_ledger.ask(lambda ledger: ledger.release(generation))
+        inbound.take(header, slot)
+        assert sides.untouched(0)
+        assert sides.ledger.num_fenced == 1
+        sides.pools[0].give(slot)
+
+
+async def test_a_fence_holds_until_there_is_another() -> None:
+    """What is told of a step's end without one, such as that it has no more layers, does not undo it."""
+    fences: list[object] = []
+
+    class Watched(Rows):
+        def gather(self, chunk: Chunk, payload: torch.Tensor, fence: Any = None, checksum: Any = None) -> None:
+            fences.append(fence)
+
+    cache = KVCache(rank_spec(LAYOUT, 0), NUM_BLOCKS, 1)
+    planned = plan(LAYOUT, 0, LAYOUT, 0, 16, 0, OPTIONS)
+    ticket = Ticket("t", 1, "d", "d.1", "", 16, 0, "kind", LAYOUT)
+    outbound = Outbound(ticket, planned, Watched(cache, planned, LAYOUT, 0, [0], None), checked=False)
+    first, second = (cast("Fence", object()) for _ in range(2))
+    for num_layers, fence in ((3, first), (4, None), (5, second), (9, None)):
+        outbound.advance(16, num_layers, fence)
+        while (ready := outbound.take_ready()) is not None:
+            outbound.gather(ready[1], torch.empty(ready[1].num_bytes, dtype=torch.uint8))
+    assert fences == [first] * 4 + [second] * 5
 
 
 async def test_a_chunk_number_beyond_the_plan_is_corruption() -> None:
