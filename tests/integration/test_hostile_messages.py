@@ -1,0 +1,535 @@
+"""Whatever a router or a peer sends to a worker, it ends with a typed error or works, and everybody else is served.
+
+Two real workers share one event loop, in a thread of its own, with real gRPC, links and Redis. What is sent begins as
+what ours would send, and then some of its fields are changed to what no honest one holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import grpc
+import psutil
+import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opentelemetry.context import Context
+
+from baton import wire
+from baton.blocks import block_keys
+from baton.cluster import Role, Worker, WorkerLoad, WorkerState
+from baton.config import Config, EngineConfig, IndexConfig, TransferConfig
+from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
+from baton.engine.engine import Reserved
+from baton.engine.sequence import Purpose
+from baton.errors import BatonError
+from baton.messages import (
+    Abort,
+    Commit,
+    DecodeRequest,
+    Ended,
+    Event,
+    Failed,
+    FetchRequest,
+    FirstToken,
+    Grant,
+    Hello,
+    LinkReady,
+    NewTokens,
+    Offer,
+    Ping,
+    PrefillRequest,
+    PrefixSource,
+    Pull,
+    Rendezvous,
+    SequenceSpec,
+    Start,
+    Ticket,
+    Welcome,
+)
+from baton.rpc import channel
+from baton.rpc.errors import ERROR_KEY
+from baton.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
+from deploy.redis import EmbeddedRedis
+from deploy.worker import running
+from kvstore.member import Member
+from kvstore.transfer.header import PROTOCOL_VERSION
+from kvstore.transfer.shm_link import host_id
+from router.worker_calls import WorkerCalls
+from tests.integration.transfer_peers import eventually, served
+
+T = TypeVar("T")
+HOST = "127.0.0.1"
+NUM_BLOCKS, MAX_MODEL_LEN = 256, 1024
+PROMPT = tuple(range(1000, 1100))
+NUM_ROUNDS = int(os.environ.get("HOSTILE_ROUNDS", "3"))
+"""Of the random test; each sends PER_ROUND messages at a time."""
+PER_ROUND = 24
+ANSWER_S = 20.0
+"""On a machine that does other things; alone it is the links' timeouts, under a second."""
+MAX_HELD_S = 0.5
+"""Of the processor, that the event loop may spend between two looks at what is ready."""
+MAX_GROWTH = 128 * 2**20
+
+
+def small_spec(name: str, prompt: tuple[int, ...] = PROMPT, num_tokens: int = 4) -> SequenceSpec:
+    return SequenceSpec(name, 0, prompt, len(prompt), num_tokens, 0.0, 0, 1.0, 0.0, 0, (), True, b"seed")
+
+
+# -- the workers -----------------------------------------------------------------------------------------------------
+
+
+class Loop:
+    """An event loop in a thread, and the longest time for which anything held it, in seconds of the processor."""
+
+    def __init__(self) -> None:
+        self.longest_held_s = 0.0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._beating = asyncio.run_coroutine_threadsafe(self._beat(), self._loop)
+
+    def __call__(self, work: Coroutine[Any, Any, T], within_s: float = 60.0) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(within_s)
+
+    def close(self) -> None:
+        self._beating.cancel()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    async def _beat(self) -> None:
+        while True:
+            began_s = time.thread_time()
+            await asyncio.sleep(0)
+            self.longest_held_s = max(self.longest_held_s, time.thread_time() - began_s)
+            await asyncio.sleep(0.005)
+
+
+@dataclass
+class Cluster:
+    prefill: Member
+    decode: Member
+    calls: WorkerCalls
+    numbers: Iterator[int] = field(default_factory=lambda: iter(range(10**9)))
+
+    async def serve_well(self) -> None:
+        """A request that both of them serve, and one that each serves alone."""
+        spec = small_spec(f"good-{next(self.numbers)}")
+        expected = expected_tokens(PROMPT, 4)
+        async with asyncio.timeout(ANSWER_S), self._calls_of(spec) as decode:
+            ticket = await decode.read()
+            async with self.calls.prefill(at(self.prefill), spec, ticket, source=None, trace=Context()) as prefill:
+                first = await prefill.read()
+                assert isinstance(first, FirstToken)
+                tokens = [first.token_id]
+                await prefill.read()
+            while len(tokens) < len(expected):
+                tokens += tokens_in(await decode.read())
+        assert tokens == expected
+        for member in (self.prefill, self.decode):
+            alone = self.calls.decode(at(member), spec, await_kv=False, trace=Context())
+            async with asyncio.timeout(ANSWER_S), alone as stream:
+                tokens = []
+                while len(tokens) < len(expected):
+                    tokens += tokens_in(await stream.read())
+            assert tokens == expected
+
+    def _calls_of(self, spec: SequenceSpec) -> Any:
+        return self.calls.decode(at(self.decode), spec, await_kv=True, trace=Context())
+
+    async def check(self) -> None:
+        """Nobody holds anything any more, the books are in order, and both still serve."""
+        for member in (self.prefill, self.decode):
+            assert await eventually(lambda member=member: member.engine.is_idle, ANSWER_S), member.worker_id  # type: ignore[misc]
+            member.engine.check()
+            member.kv.receiver.check()
+            assert member.engine.pool.counts().in_use == 0
+        await self.serve_well()
+
+
+def tokens_in(event: Any) -> tuple[int, ...]:
+    assert isinstance(event, NewTokens), event
+    return event.token_ids
+
+
+def at(member: Member) -> Worker:
+    return Worker(member.info, WorkerLoad(WorkerState.READY))
+
+
+@contextlib.asynccontextmanager
+async def started(redis_url: str) -> AsyncIterator[Cluster]:
+    config = Config(
+        engine=EngineConfig(runner="arithmetic", max_num_seqs=32),
+        index=IndexConfig(redis_url=redis_url),
+        transfer=TransferConfig(
+            slot_bytes=4096, open_timeout_s=0.5, op_timeout_s=0.5, pull_timeout_s=0.5, ping_s=0.2, resend_s=0.2,
+            lease_s=1.0, links=("shm", "tcp"),
+        ),
+    )  # fmt: skip
+    calls = WorkerCalls()
+    async with contextlib.AsyncExitStack() as stack:
+        members = {}
+        for role in Role:
+            runner = ArithmeticRunner(NUM_BLOCKS, max_model_len=MAX_MODEL_LEN, max_num_seqs=32)
+            control, _ = await stack.enter_async_context(running(config, role, f"{role}-0", HOST, runner))
+            members[role] = control.member
+        stack.push_async_callback(calls.close)
+        yield Cluster(members[Role.PREFILL], members[Role.DECODE], calls)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(loop: Loop) -> Iterator[Cluster]:
+    with EmbeddedRedis() as redis:
+        context = started(redis.url)
+        yield loop(context.__aenter__())
+        loop(context.__aexit__(None, None, None))
+
+
+# -- what is sent ----------------------------------------------------------------------------------------------------
+
+Change = Callable[[Message], None]
+"""Makes of an honest message, in place, what is sent."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: the kinds of events or messages, and the typed error at the end, if there was one."""
+
+    said: tuple[str, ...]
+    kind: str = ""
+    text: str = ""
+
+
+async def call(member: Member, request: Any, change: Change) -> Answer:
+    """One call of a router. A decode worker that has given a ticket, or began to answer, has done its part."""
+    command = wire.start(Start(1, request, {}))
+    change(command)
+    async with channel(member.info.address) as link:
+        stub: Any = worker_pb2_grpc.WorkerCallsStub(link)
+        stream = stub.Serve()
+        await stream.write(worker_pb2.ServeRequest(commands=[command]))
+        said: list[str] = []
+        try:
+            while True:
+                for _, event in wire.events(await stream.read()):
+                    said.append(type(event).__name__)
+                    if isinstance(event, Failed):
+                        return Answer(tuple(said), event.kind, event.message)
+                    if is_enough(event):
+                        return Answer(tuple(said))
+        except grpc.aio.AioRpcError as error:
+            return Answer(tuple(said), *typed(error))
+        finally:
+            stream.cancel()
+
+
+def is_enough(event: Event | None) -> bool:
+    return isinstance(event, (Ended, Ticket, NewTokens))
+
+
+async def pull(member: Member, request: Pull, change: Change) -> Answer:
+    message = wire.pull_to_pb(request)
+    change(message)
+    async with channel(member.info.address) as link:
+        stub: Any = kv_pb2_grpc.KvControlStub(link)
+        try:
+            await stub.Pull(message)
+        except grpc.aio.AioRpcError as error:
+            return Answer((), *typed(error))
+    return Answer(("PullResponse",))
+
+
+async def session(member: Member, messages: list[Any], change: Change) -> Answer:
+    """A peer that sends; `change` sees each of its messages."""
+    requests = [wire.session_request(message) for message in messages]
+    for request in requests:
+        change(request)
+    async with channel(member.info.address) as link:
+        stub: Any = kv_pb2_grpc.KvControlStub(link)
+        stream = stub.Session()
+        said: list[str] = []
+        try:
+            for request in requests:
+                await stream.write(request)
+            while (response := await stream.read()) is not grpc.aio.EOF:
+                said.append(str(response.WhichOneof("message")))
+                if said[-1] in ("session_failed", "nack", "abort_ack", "commit_ack"):
+                    reason = getattr(getattr(response, said[-1]), "reason", "")
+                    return Answer(tuple(said), *reason.split(": ", 1)) if ": " in reason else Answer(tuple(said))
+        except asyncio.InvalidStateError:  # it ended while we wrote
+            return Answer(tuple(said), "ended", await stream.details())
+        except grpc.aio.AioRpcError as error:
+            return Answer(tuple(said), *typed(error))
+        finally:
+            stream.cancel()
+    return Answer(tuple(said))
+
+
+def typed(error: grpc.aio.AioRpcError) -> tuple[str, str]:
+    kind = dict(error.trailing_metadata() or ()).get(ERROR_KEY, "")
+    return str(kind) or f"untyped {error.code().name}", error.details() or ""
+
+
+class HostileReceiver(kv_pb2_grpc.KvControlServicer):
+    """Answers a sender's session with what it is given, each message changed."""
+
+    def __init__(self, messages: list[Any], change: Change) -> None:
+        self._responses = [wire.session_response(message) for message in messages]
+        for response in self._responses:
+            change(response)
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override] # noqa: N802
+        await anext(aiter(request_iterator))
+        for response in self._responses:
+            await context.write(response)
+        async for _ in request_iterator:
+            pass
+
+    async def Pull(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
+
+@contextlib.asynccontextmanager
+async def reserved(cluster: Cluster, spec: SequenceSpec) -> AsyncIterator[Ticket]:
+    """For the whole of a sequence, at the decode worker."""
+    async with cluster.calls.decode(at(cluster.decode), spec, await_kv=True, trace=Context()) as stream:
+        ticket = await stream.read()
+        assert isinstance(ticket, Ticket)
+        yield ticket
+
+
+@contextlib.asynccontextmanager
+async def reserved_for_a_prefix(cluster: Cluster, spec: SequenceSpec) -> AsyncIterator[Ticket]:
+    """As a worker does it that pulls what the prefill worker holds."""
+    alone = cluster.calls.decode(at(cluster.prefill), spec, await_kv=False, trace=Context())
+    async with alone, cluster.decode.loop.sequence(replace(spec, max_tokens=0), Purpose.RECEIVE) as handle:
+        await alone.read()
+        output = await handle.next()
+        assert isinstance(output, Reserved)
+        blocks, receiver = output.sequence.block_table, cluster.decode.kv.receiver
+        ticket = receiver.expect(
+            f"{spec.request_id}/prefix", len(spec.token_ids), output.skip_tokens, blocks, None, True
+        )
+        try:
+            yield ticket
+        finally:
+            await receiver.release(ticket)
+
+
+async def answer(cluster: Cluster, kind: str, change: Change) -> Answer:
+    """Sends one message, or one conversation, of a kind; `change` makes it what it should not be."""
+    prefill, decode = cluster.prefill, cluster.decode
+    spec = small_spec(f"{kind}-{next(cluster.numbers)}")
+    source = PrefixSource(prefill.worker_id, prefill.info.address, len(PROMPT))
+    if kind == "decode":
+        return await call(decode, DecodeRequest(spec, False, source), change)
+    if kind == "reserve":
+        return await call(decode, DecodeRequest(spec, True), change)
+    if kind == "fetch":
+        return await call(decode, FetchRequest(spec, source), change)
+    if kind == "pull":
+        spec = small_spec(spec.request_id, tuple(range(next(cluster.numbers), 100 + next(cluster.numbers))))
+        async with reserved_for_a_prefix(cluster, spec) as ticket:
+            return await pull(prefill, Pull(ticket, tuple(block_keys(spec.cache_seed, spec.token_ids))), change)
+    async with reserved(cluster, spec) as ticket:
+        if kind == "prefill":
+            return await call(prefill, PrefillRequest(spec, ticket, None), change)
+        ids = (ticket.transfer_id, ticket.generation)
+        if kind == "session":
+            layout, links = prefill.kv.sender.layout, ("shm", "tcp")
+            hello = Hello(PROTOCOL_VERSION, "hostile", "h.1", decode.wire_compat, links, layout, 0, 0, host_id())
+            offer = Offer(*ids, b"x" * 16, 3, "auto", ticket.num_tokens, 4096)
+            sent = [hello, Rendezvous("k", b"v"), Ping(), offer, Commit(*ids, 5), Abort(*ids, "no")]
+            return await session(decode, sent, change)
+        assert kind == "receive"
+        said = [Welcome(ticket.incarnation, "shm", 1), Rendezvous("k", b"v"), LinkReady(), Ping(), Grant(*ids)]
+        async with served(HostileReceiver(said, change)) as (address, _):
+            return await call(prefill, PrefillRequest(spec, replace(ticket, kv_address=address), None), lambda _: None)
+
+
+KINDS = ("decode", "reserve", "fetch", "prefill", "pull", "session", "receive")
+
+
+def within_limits(loop: Loop, cluster: Cluster, work: Callable[[], Awaitable[T]]) -> T:
+    """Does it, and sees to it that nobody else has noticed."""
+
+    async def run() -> T:
+        async with asyncio.timeout(ANSWER_S):
+            return await work()
+
+    loop.longest_held_s = 0.0
+    before = psutil.Process().memory_info().rss
+    result = loop(run())
+    loop(cluster.check())
+    assert loop.longest_held_s < MAX_HELD_S
+    assert psutil.Process().memory_info().rss - before < MAX_GROWTH
+    return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_ours_send_is_served(loop: Loop, cluster: Cluster, kind: str) -> None:
+    """So that what is refused below is refused for what was changed."""
+    got = within_limits(loop, cluster, lambda: answer(cluster, kind, lambda _: None))
+    expected = {
+        "decode": ("NewTokens",),
+        "reserve": ("Ticket",),
+        "fetch": ("Fetched", "Ended"),
+        "prefill": ("FirstToken", "HandedOver", "Ended"),
+        "pull": ("PullResponse",),
+    }
+    if kind in expected:
+        assert (got.said, got.kind) == (expected[kind], "")
+    elif kind == "session":
+        assert got.said[0] == "welcome"
+        assert "the two sides plan this transfer differently" in got.text
+    else:
+        assert (got.said[0], got.kind) == ("FirstToken", "TransferError"), "the link is never joined"
+
+
+def ticket_with(**changes: Any) -> Change:
+    """Of a router's call or of a pull."""
+
+    def change(message: Any) -> None:
+        ticket = message.prefill.ticket if message.DESCRIPTOR.name == "Command" else message.ticket
+        layout = {name: changes[name] for name in ("block_size", "tp_size") if name in changes}
+        ticket.MergeFrom(worker_pb2.Ticket(**{k: v for k, v in changes.items() if k not in layout}))
+        for name, value in layout.items():
+            setattr(ticket.layout, name, value)
+
+    return change
+
+
+def hello_with(**changes: Any) -> Change:
+    def change(message: Any) -> None:
+        if message.HasField("hello"):
+            for name, value in changes.items():
+                setattr(message.hello.layout if name in ("block_size", "tp_size") else message.hello, name, value)
+
+    return change
+
+
+def many_keys(message: Any) -> None:
+    message.block_keys.extend([b"k" * 16] * 200_000)
+
+
+def many_groups(message: Any) -> None:
+    ticket = message.prefill.ticket if message.DESCRIPTOR.name == "Command" else message.ticket
+    ticket.layout.groups.extend([worker_pb2.GroupLayout()] * 200_000)
+
+
+def long_rendezvous(message: Any) -> None:
+    if message.HasField("rendezvous"):
+        message.rendezvous.value = b"x" * 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "expected", "sentence"),
+    [
+        ("prefill", ticket_with(num_tokens=2**32 - 1), "TransferRefused", "the ticket is for 4294967295 tokens"),
+        ("prefill", ticket_with(block_size=0), "TransferRefused", "a layout has blocks of 0 tokens"),
+        ("prefill", ticket_with(tp_size=0), "TransferRefused", "a layout has 0 ranks"),
+        ("prefill", ticket_with(tp_size=2**32 - 1), "TransferRefused", "a layout has 4294967295 ranks"),
+        ("prefill", many_groups, "InvalidRequest", "is not read here"),
+        ("pull", ticket_with(block_size=0), "TransferRefused", "a layout has blocks of 0 tokens"),
+        ("pull", ticket_with(tp_size=2**32 - 1), "TransferRefused", "a layout has 4294967295 ranks"),
+        ("pull", many_keys, "TransferRefused", "block keys are asked for; this worker has at most 256"),
+        ("pull", many_groups, "TransferRefused", "is not read here"),
+        ("session", hello_with(block_size=0), "TransferRefused", "a layout has blocks of 0 tokens"),
+        ("session", hello_with(tp_size=0), "TransferRefused", "a layout has 0 ranks"),
+        ("session", hello_with(tp_size=2**32 - 1), "TransferRefused", "a layout has 4294967295 ranks"),
+        ("session", hello_with(rank=7), "TransferRefused", "worker hostile has no rank 7"),
+        ("session", long_rendezvous, "TransferRefused", "is not read here"),
+    ],
+)
+def test_a_message_against_the_workers_own_facts_is_refused_at_once(
+    loop: Loop, cluster: Cluster, kind: str, change: Change, expected: str, sentence: str
+) -> None:
+    loop(cluster.serve_well())  # so that there is a prefix to be pulled
+    got = within_limits(loop, cluster, lambda: answer(cluster, kind, change))
+    assert (got.kind, sentence in got.text) == (expected, True), got
+
+
+# -- anything at all -------------------------------------------------------------------------------------------------
+
+EXTREMES: dict[int, tuple[Any, ...]] = {
+    FieldDescriptor.TYPE_BOOL: (False, True),
+    FieldDescriptor.TYPE_BYTES: (b"", b"\0", b"seed", b"x" * 17, b"\xff" * 100_000),
+    FieldDescriptor.TYPE_DOUBLE: (0.0, -1.0, 1e-300, 1e300, float("nan"), float("inf"), float("-inf")),
+    FieldDescriptor.TYPE_FLOAT: (0.0, -1.0, 1e-30, 1e30, float("nan"), float("inf"), float("-inf")),
+    FieldDescriptor.TYPE_INT32: (0, 1, -1, -(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_STRING: ("", "x", "\0", "shm", "tcp", "int8", "float32", "no:such:place:0", "y" * 100_000),
+    FieldDescriptor.TYPE_UINT32: (0, 1, 2, 3, 15, 17, 64, 999, 1023, 1024, 4096, 2**16, 2**31, 2**32 - 1),
+    FieldDescriptor.TYPE_UINT64: (0, 1, 2**31, 2**53, 2**63, 2**64 - 1),
+}
+LENGTHS = (0, 1, 2, 50, 2_000, 50_000)
+
+
+def fields_in(message: Message) -> list[tuple[Message, Any]]:
+    """Every field of it and of what it holds, with the message that it is in."""
+    found: list[tuple[Message, Any]] = []
+    for each in message.DESCRIPTOR.fields:
+        if each.message_type is not None and each.message_type.GetOptions().map_entry:
+            continue
+        found.append((message, each))
+        if each.message_type is not None and not each.is_repeated and message.HasField(each.name):
+            found += fields_in(getattr(message, each.name))
+        elif each.message_type is not None and each.is_repeated:
+            found += [pair for inner in list(getattr(message, each.name))[:3] for pair in fields_in(inner)]
+    return found
+
+
+def spoiled(message: Message, dice: random.Random) -> None:
+    """Changes up to three fields, at any depth."""
+    for _ in range(dice.randint(1, 3)):
+        inner, changing = dice.choice(fields_in(message))
+        if changing.is_repeated:
+            values = getattr(inner, changing.name)
+            length = dice.choice(LENGTHS)
+            if changing.message_type is not None:
+                kept = [type(value).FromString(value.SerializeToString()) for value in values]
+                del values[:]
+                empty = message_factory.GetMessageClass(changing.message_type)()
+                values.extend([dice.choice([empty, *kept]) for _ in range(length)])
+            else:
+                values[:] = [dice.choice([*EXTREMES[changing.type], *values[:3]]) for _ in range(min(length, 2_000))]
+        elif changing.message_type is not None:
+            inner.ClearField(changing.name)
+        else:
+            setattr(inner, changing.name, dice.choice(EXTREMES[changing.type]))
+
+
+@settings(max_examples=NUM_ROUNDS)
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 2**32)), min_size=PER_ROUND, max_size=PER_ROUND))
+def test_whatever_is_sent_ends_and_harms_nobody(loop: Loop, cluster: Cluster, sent: list[tuple[str, int]]) -> None:
+    async def send_all() -> list[Answer]:
+        rolled = [(kind, random.Random(seed)) for kind, seed in sent]
+        works = [answer(cluster, kind, lambda m, dice=dice: spoiled(m, dice)) for kind, dice in rolled]  # type: ignore[misc]
+        return await asyncio.gather(*works)
+
+    answers = within_limits(loop, cluster, send_all)
+    known = {cls.__name__ for cls in tree(BatonError)}
+    for (kind, seed), got in zip(sent, answers, strict=True):
+        assert got.kind in {"", "ended", *known}, (kind, seed, got)
+        assert "internal error" not in got.text, (kind, seed, got)
+
+
+def tree(cls: type[BatonError]) -> list[type[BatonError]]:
+    return [each for sub in cls.__subclasses__() for each in (sub, *tree(sub))]
