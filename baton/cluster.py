@@ -106,6 +106,8 @@ class WorkerInfo:
     """Prompt tokens in one step."""
     version: str = ""
     """Of Baton; empty: of a release that did not tell."""
+    known_fields: str = ""
+    """Of a router's messages, as `baton.wire` writes and reads it; empty: of a release that did not tell."""
 
 
 @dataclass(frozen=True, slots=True)

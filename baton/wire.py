@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import typing
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from google.protobuf import json_format, message_factory
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton import api
 from baton import messages as m
@@ -116,7 +119,7 @@ def serve_request(commands: Iterable[worker_pb2.Command]) -> worker_pb2.ServeReq
 
 
 def commands(message: worker_pb2.ServeRequest, max_model_len: float = math.inf) -> list[m.Start | m.Cancel]:
-    """What a router orders. A start that is too long to be read holds its refusal.
+    """What a router orders. A start that is not read, being too long or of a newer release, holds its refusal.
 
     Args:
         max_model_len: the most tokens that a sequence may have here.
@@ -134,8 +137,10 @@ def _command(message: worker_pb2.Command, max_model_len: float) -> m.Start | m.C
         return m.Cancel(message.call_id)
     try:
         _require_short(message, MAX_CONTROL_BYTES + MAX_TOKEN_BYTES * max_model_len, InvalidRequest)
+        if path := unknown_field(message):
+            raise Unsupported(f"this worker does not know the field {path} of a router's command")
         return m.Start(message.call_id, _call_request(message), dict(message.trace))
-    except (InvalidRequest, TransferRefused) as refusal:
+    except (InvalidRequest, TransferRefused, Unsupported) as refusal:
         return m.Start(message.call_id, refusal, {})
 
 
@@ -212,6 +217,119 @@ def _event(message: worker_pb2.Event) -> m.Event | None:
         )
     event: m.Event | None = _from_pb(getattr(message, field), _EVENT_KIND[field]) if field else None
     return event
+
+
+# -- fields of other releases ------------------------------------------------------------------------------------------
+# Protobuf keeps what it does not know and says nothing. Here a client's field that is not known is refused by its
+# number, and a router's does not go to a worker that does not know it: each worker lists in its lease what it knows of
+# a router's messages. A field is written "SequenceSpec.9".
+
+_Fields = tuple[tuple[str, bool, "_Fields"], ...]
+"""The fields of a message that hold messages: name, whether they hold many, and those that these have in turn."""
+
+
+def check_known(message: Message) -> None:
+    """Raises Unsupported if a client has set a field, at any depth, that this release does not know."""
+    if path := unknown_field(message):
+        raise Unsupported(
+            f"{message.DESCRIPTOR.name} has a field {path} that this release does not know, or not in this form; "
+            "leave it unset, or ask a release that knows it",
+            path,
+        )
+
+
+def unknown_field(message: Message) -> str:
+    """The path of a field, at any depth, that this release does not know, as "sampling.99"; empty: there is none."""
+    return _unknown_field(message, _message_fields(message.DESCRIPTOR))
+
+
+def _unknown_field(message: Message, fields: _Fields) -> str:
+    if unknown := UnknownFieldSet(message):
+        return str(unknown[0].field_number)
+    for name, is_repeated, inner in fields:
+        if is_repeated:
+            items = getattr(message, name)
+            for index in range(len(items)):  # where there is nothing, its iterator costs more than all the rest
+                if path := _unknown_field(items[index], inner):
+                    return f"{name}[{index}].{path}"
+        elif message.HasField(name) and (path := _unknown_field(getattr(message, name), inner)):
+            return f"{name}.{path}"
+    return ""
+
+
+@functools.cache
+def _message_fields(descriptor: Descriptor) -> _Fields:
+    """No map holds messages here, and an entry of a map that has something unknown is an unknown field of the map's
+    owner.
+    """
+    return tuple(
+        (field.name, field.is_repeated, _message_fields(field.message_type))
+        for field in descriptor.fields
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry
+    )
+
+
+def fields_of(spec: m.SequenceSpec) -> set[str]:
+    """What is set in a sequence that goes to a worker."""
+    message = worker_pb2.SequenceSpec()
+    write_sequence(spec, message)
+    return fields_in(message)
+
+
+def fields_in(message: Message) -> set[str]:
+    """What is set in a message and in those that it holds."""
+    found = {f"{message.DESCRIPTOR.name}.{field.number}" for field, _ in message.ListFields()}
+    for name, is_repeated, _ in _message_fields(message.DESCRIPTOR):
+        if is_repeated or message.HasField(name):
+            inner = getattr(message, name)
+            found.update(*(fields_in(item) for item in (inner if is_repeated else (inner,))))
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def fields_unknown_to(known_fields: str) -> frozenset[str]:
+    """What this release knows of a router's messages and a worker does not.
+
+    Args:
+        known_fields: `WorkerInfo.known_fields`; what cannot be read of it tells of no field.
+    """
+    return frozenset(_numbered(KNOWN_FIELDS) - _numbered(known_fields or FIRST_KNOWN_FIELDS))
+
+
+def named(fields: Iterable[str]) -> str:
+    """Fields of a router's messages for people: "SequenceSpec.min_p (9)"."""
+    descriptors = worker_pb2.DESCRIPTOR.message_types_by_name
+    words = []
+    for message, _, number in (field.partition(".") for field in sorted(fields)):
+        words.append(f"{message}.{descriptors[message].fields_by_number[int(number)].name} ({number})")
+    return ", ".join(words)
+
+
+def _numbered(known_fields: str) -> set[str]:
+    parts = (part.partition(":") for part in known_fields.split())
+    return {f"{message}.{number}" for message, _, numbers in parts for number in numbers.split(",") if number}
+
+
+def _reachable(descriptor: Descriptor) -> dict[str, Descriptor]:
+    found = {descriptor.name: descriptor}
+    for name, _, _ in _message_fields(descriptor):
+        inner = descriptor.fields_by_name[name].message_type
+        assert inner is not None
+        found |= _reachable(inner)
+    return found
+
+
+KNOWN_FIELDS = " ".join(
+    f"{name}:{','.join(str(field.number) for field in descriptor.fields)}"
+    for name, descriptor in sorted(_reachable(worker_pb2.Command.DESCRIPTOR).items())
+)
+"""Of a router's messages, as a worker tells it in its lease: "Command:1,2 SequenceSpec:1,2,3"."""
+FIRST_KNOWN_FIELDS = (
+    "Cancel: Command:1,2,3,4,6,5 DecodeRequest:1,2,3 FetchRequest:1,2 GroupLayout:1,2,3,4,5,6 KvLayout:1,2,3,4 "
+    "PrefillRequest:1,2,3 PrefixSource:1,2,3 SequenceSpec:1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18 "
+    "StateLayout:1,2,3 Ticket:1,2,3,4,5,6,7,9,10"
+)
+"""The same of workers that do not tell: of the last release in which they did not. It does not change any more."""
 
 
 # -- worker <-> worker ------------------------------------------------------------------------------------------------

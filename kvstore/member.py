@@ -14,6 +14,7 @@ import socket
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
+from baton import wire
 from baton.blocks import content_id
 from baton.cluster import VERSION, Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import Config
@@ -126,6 +127,7 @@ class Member:
                 max_model_len=self.runner.max_model_len,
                 chunk_tokens=self.config.engine.max_num_batched_tokens,
                 version=VERSION,
+                known_fields=wire.KNOWN_FIELDS,
             )
             self.kv.receiver.kv_address = self.info.address
             self._publisher = self._publisher_of(epoch, index)

@@ -34,8 +34,9 @@ from typing import Any, TypeVar
 
 from opentelemetry.context import Context
 
+from baton import wire
 from baton.blocks import block_keys
-from baton.cluster import Worker
+from baton.cluster import Role, Worker
 from baton.config import RouterConfig
 from baton.errors import (
     BatonError,
@@ -46,6 +47,7 @@ from baton.errors import (
     TransferCorrupted,
     TransferError,
     TransferRefused,
+    Unsupported,
     WorkerDraining,
     WorkerFailed,
 )
@@ -104,7 +106,9 @@ class _Lessons:
     """What the failed attempts of one choice mean for its next placement."""
 
     refused: set[str] = field(default_factory=set)
-    """Workers whose queue was full."""
+    """Workers whose queue was full, or which do not know what they were asked for."""
+    unsupported: Unsupported | None = None
+    """What the last of these said."""
     not_from: set[str] = field(default_factory=set)
     """Workers from which no prefix is pulled: sources of failed attempts, and whoever could not hand over."""
     doubted: set[str] = field(default_factory=set)
@@ -118,8 +122,9 @@ class _Lessons:
     def learn(self, failure: WorkerCallError, placement: Placement, num_emitted: int) -> None:
         self.num_emitted = num_emitted
         self.failures.append(f"{failure.worker.info.id}: {failure.error}")
-        if isinstance(failure.error, Overloaded):
+        if isinstance(failure.error, Overloaded | Unsupported):
             self.refused.add(failure.worker.info.id)  # before anything was pulled: nothing speaks against the source
+            self.unsupported = failure.error if isinstance(failure.error, Unsupported) else self.unsupported
             return
         self.not_from.add(placement.source)
         if isinstance(failure.error, TransferError):
@@ -210,6 +215,7 @@ class Dispatcher:
 
         Raises:
             Overloaded: its first token would come too late, or did not come in time.
+            Unsupported: no worker knows all that is asked for.
             NoWorker, WorkerFailed, TransferError: `max_attempts` placements failed one after the other, and how.
         """
         expected = self._history.expect(claim.tenant.id, spec.max_tokens, spec.ignore_eos)
@@ -364,7 +370,8 @@ class Dispatcher:
         deadline = time.monotonic() + self._config.worker_wait_s
         decide = self._decider(claim, lessons.not_from)
         while True:
-            candidates = self._pools.candidates(prompt, (-claim.priority, False), lessons.refused)
+            unfit = self._pools.unfit(spec)
+            candidates = self._pools.candidates(prompt, (-claim.priority, False), lessons.refused | unfit.keys())
             undoubted = [c for c in candidates if c.worker_id not in lessons.doubted]
             placement = decide(prompt, undoubted, mode) or decide(prompt, candidates, mode)
             if placement is not None:
@@ -377,8 +384,15 @@ class Dispatcher:
                     source = PrefixSource(placement.source, address, placement.source_tokens)
                 return _Plan(placement, self._pools.get(placement.decode_worker), prefill, source, hint)
             if lessons.refused:
-                raise Overloaded("every worker's queue is full; try again later")
-            if time.monotonic() >= deadline:
+                raise lessons.unsupported or Overloaded("every worker's queue is full; try again later")
+            is_late = time.monotonic() >= deadline
+            decodes = [worker.info.id for worker in self._pools.workers if worker.info.role is Role.DECODE]
+            # Of a choice that has begun, somebody knew all of it and may be back.
+            is_hopeless = spec.attempt == 0 and bool(decodes) and unfit.keys() >= set(decodes)
+            if unfit and (is_late or is_hopeless):
+                unknown = wire.named(set().union(*unfit.values()))
+                raise Unsupported(f"no worker is ready that knows {unknown}; those that run are of an older release")
+            if is_late:
                 raise NoWorker(
                     f"no worker became ready within {self._config.worker_wait_s:g} s; `baton status` shows the pools"
                 )

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 
+from baton import wire
 from baton.blocks import GRANULE
 from baton.cluster import Role, Worker, WorkerState
 from baton.costs import typical
+from baton.messages import SequenceSpec
 from router.placement import Candidate, Job, LoadBook, Prompt, Residence, Turn
 
 SUSPICION_S = 10.0
@@ -37,6 +39,8 @@ class PoolView:
         """Of the workers that take traffic."""
         self._draining: list[LoadBook] = []
         """Of those from which no more than prefixes can be had."""
+        self._lacking: dict[str, frozenset[str]] = {}
+        """Workers of an older release -> fields that they do not know."""
         self._residence = Residence()
         self._suspects: dict[tuple[str, int], float] = {}
         self._leaving: dict[tuple[str, int, Role], float] = {}
@@ -61,6 +65,8 @@ class PoolView:
         infos = [worker.info for worker in self._workers.values()]
         self._max_model_len = min((info.max_model_len for info in infos), default=None)
         self._block_size = infos[0].block_size if infos else GRANULE
+        lacking = {info.id: wire.fields_unknown_to(info.known_fields) for info in infos}
+        self._lacking = {worker_id: fields for worker_id, fields in lacking.items() if fields}
         usual = {role: typical([w.load.costs for w in workers if w.info.role is role]) for role in Role}
         known = self._books
         # A lease that is missing once must not make a worker look idle.
@@ -105,6 +111,13 @@ class PoolView:
         """It has said that it leaves its role, and its lease says that it has not, and does not."""
         now = self._workers.get(worker.info.id)
         return now is not None and now.info.role is worker.info.role and self.is_trusted(now)
+
+    def unfit(self, spec: SequenceSpec) -> dict[str, set[str]]:
+        """Workers that do not know all that is set in the sequence -> the fields that they do not know."""
+        if not self._lacking:
+            return {}
+        used = wire.fields_of(spec)
+        return {worker_id: unknown for worker_id, fields in self._lacking.items() if (unknown := used & fields)}
 
     def with_room(self, num_tokens: int, excluded: Collection[str]) -> set[str]:
         """The decode workers that have room for so many tokens, as far as is known, were none of them cached there."""

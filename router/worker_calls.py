@@ -19,7 +19,7 @@ from opentelemetry.context import Context
 
 from baton import messages, wire
 from baton.cluster import Worker
-from baton.errors import BatonError, WorkerFailed
+from baton.errors import BatonError, Unsupported, WorkerFailed
 from baton.messages import (
     DecodeRequest,
     Decoding,
@@ -128,9 +128,14 @@ class _Link:
     def start(
         self, worker: Worker, request: PrefillRequest | DecodeRequest | FetchRequest, trace: Context
     ) -> WorkerStream[Any]:
+        """Raises WorkerCallError where the worker does not know all that would be said: then nothing is."""
         call_id = next(self._call_ids)
-        start = messages.Start(call_id, request, dict(tracing.to_metadata(trace)))
-        self._outbox.put(wire.start(start))
+        command = wire.start(messages.Start(call_id, request, dict(tracing.to_metadata(trace))))
+        lacking = wire.fields_unknown_to(worker.info.known_fields)
+        if lacking and (unknown := lacking & wire.fields_in(command)):
+            sentence = f"{worker.info.id} is of an older release and does not know {wire.named(unknown)}"
+            raise WorkerCallError(worker, Unsupported(sentence))
+        self._outbox.put(command)
         call = self._calls[call_id] = WorkerStream(worker, lambda: self._leave(call_id))
         return call
 

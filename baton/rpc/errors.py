@@ -14,13 +14,15 @@ from typing import Any, NoReturn
 
 import grpc
 
-from baton import errors
+from baton import errors, wire
 from baton.errors import BatonError, Overloaded, WorkerFailed
 from baton.messages import Failed
 
 ERROR_KEY = "baton-error"
 RETRY_AFTER_KEY = "retry-after"
 MAX_MESSAGE_CHARACTERS = 1024
+CLIENTS_METHODS = ("/baton.v1.Inference/", "/baton.v1.Admin/")
+Check = Callable[[Any], None]
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,10 @@ _CLASSES = _tree(errors.BatonError)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps every `BatonError` raised by a handler of `baton.v1` to its status code."""
+    """Maps every `BatonError` raised by a handler of `baton.v1` to its status code.
+
+    A client's message that has a field which this release does not know is refused before its handler.
+    """
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -41,24 +46,28 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or not details.method.startswith("/baton.v1."):
             return handler
+        check = wire.check_known if details.method.startswith(CLIENTS_METHODS) else None
         if handler.response_streaming:
             method = handler.stream_stream if handler.request_streaming else handler.unary_stream
             # A handler that writes to the context instead of yielding is guarded like a unary one.
-            wrapped = _guard_stream(method) if inspect.isasyncgenfunction(method) else _guard_unary(method)
+            guard = _guard_stream if inspect.isasyncgenfunction(method) else _guard_unary
+            wrapped = guard(method, check)
             make = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
                 else grpc.unary_stream_rpc_method_handler
             )
         else:
-            wrapped = _guard_unary(handler.unary_unary)
+            wrapped = _guard_unary(handler.unary_unary, check)
             make = grpc.unary_unary_rpc_method_handler
         return make(wrapped, handler.request_deserializer, handler.response_serializer)
 
 
-def _guard_unary(method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+def _guard_unary(method: Callable[..., Awaitable[Any]], check: Check | None) -> Callable[..., Any]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            if check is not None:
+                check(request)
             return await method(request, context)
         except BatonError as error:
             await abort(context, error)
@@ -68,9 +77,11 @@ def _guard_unary(method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
     return guarded
 
 
-def _guard_stream(method: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_stream(method: Callable[..., Any], check: Check | None) -> Callable[..., Any]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
+            if check is not None:
+                check(request)
             async with contextlib.aclosing(method(request, context)) as responses:
                 async for response in responses:
                     yield response
