@@ -192,6 +192,17 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreGarbage:
+    """Values of one kind in Redis that could not be read and were skipped, since the process started."""
+
+    what: str
+    times: int
+    """Once for every time that one was come across."""
+    latest: str
+    """Where one lies, and what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterStatus:
     """`baton status`: field names are public."""
 
@@ -205,3 +216,5 @@ class ClusterStatus:
     """None: none is known."""
     mirrored_blocks: dict[str, int] = field(default_factory=dict)
     """By worker: how many blocks the router that answers believes it to hold."""
+    store_garbage: tuple[StoreGarbage, ...] = ()
+    """As the router that answers came across it."""

@@ -518,7 +518,11 @@ def status_response(status: ClusterStatus) -> admin_pb2.GetStatusResponse:
         pools=_pools(status),
         workers=[_worker(worker) for worker in status.workers],
         routers=[_to_pb(router, admin_pb2.Router) for router in status.routers],
-        redis=admin_pb2.Redis(address=status.redis_address, ok=status.redis_ok),
+        redis=admin_pb2.Redis(
+            address=status.redis_address,
+            ok=status.redis_ok,
+            garbage=[_to_pb(each, admin_pb2.StoreGarbage) for each in status.store_garbage],
+        ),
         models=[_to_pb(model, admin_pb2.ServedModel) for model in status.models],
         controller=_to_pb(status.controller, admin_pb2.Controller) if status.controller else None,
     )
@@ -566,6 +570,8 @@ def status_as_json(message: admin_pb2.GetStatusResponse) -> dict[str, Any]:
         for name in ("epoch", "preemptions", "computed_tokens", "queued_tokens"):
             worker[name] = int(worker[name])  # protobuf's JSON writes 64-bit numbers as strings
         worker["transfers"] = {name: int(number) for name, number in worker["transfers"].items()}
+    for garbage in result["redis"]["garbage"]:
+        garbage["times"] = int(garbage["times"])
     for router in result["routers"]:
         for name in ("met", "missed", "rejected"):
             router[name] = int(router[name])

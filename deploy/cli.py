@@ -244,7 +244,15 @@ def status(
     out.print(
         f"controller: pid {controller['pid']}, {controller['address']}" if controller else "controller: none known"
     )
-    out.print(f"redis {report['redis']['address']}: {'ok' if report['redis']['ok'] else 'not reachable'}")
+    redis = report["redis"]
+    out.print(f"redis {redis['address']}: {'ok' if redis['ok'] else 'not reachable'}")
+    for line in garbage_lines(redis):
+        out.print(line, markup=False)
+
+
+def garbage_lines(redis: dict[str, Any]) -> list[str]:
+    """What the router could not read there, a line for each kind."""
+    return [f"  {each['what']} skipped {each['times']} times: {each['latest']}" for each in redis["garbage"]]
 
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:

@@ -257,6 +257,8 @@ def _heading(status: Status, address: str, has_metrics: bool, lost: str) -> Text
     has_controller, has_redis = bool(status.get("controller")), status["redis"]["ok"]
     text.append(f"controller {'ok' if has_controller else 'none'}   ", style="" if has_controller else "yellow")
     text.append(f"Redis {'ok' if has_redis else 'lost'}", style="" if has_redis else "red")
+    for each in status["redis"]["garbage"]:
+        text.append(f"\nin Redis, {each['what']} skipped {each['times']} times: {each['latest']}", style="yellow")
     if lost:
         text.append(f"\nlost: {lost}; this is how it was", style="bold red")
     if not has_metrics:

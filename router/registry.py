@@ -9,7 +9,7 @@ import time
 
 from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, RouterInfo, ServedModel, Worker, WorkerState
 from baton.errors import StoreUnavailable
-from kvstore.index import MirrorFollower
+from kvstore.index import Connection, MirrorFollower, without_password
 from kvstore.leases import LeaseStore
 from router.admission import SloCounts
 from router.pools import PoolView
@@ -23,7 +23,7 @@ class Registry:
 
     Args:
         me: this router, with addresses; its mirror lag and `slo_counts` are filled in.
-        redis_address: for people to read.
+        redis: where `leases` are, for people to read.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Registry:
         me: RouterInfo,
         slo_counts: SloCounts,
         models: tuple[ServedModel, ...],
-        redis_address: str,
+        redis: Connection,
         poll_s: float,
         lease_s: float,
     ) -> None:
@@ -46,7 +46,7 @@ class Registry:
         self._me = me
         self._slo_counts = slo_counts
         self._models = models
-        self._redis_address = redis_address
+        self._redis = redis
         self._poll_s = poll_s
         self._lease_s = lease_s
         self._routers: tuple[RouterInfo, ...] = ()
@@ -77,8 +77,8 @@ class Registry:
 
     async def _listed_workers(self) -> list[Worker]:
         """The leases; for a while after Redis lost its state, also those it has not heard of again."""
-        boot = await self._leases.boot()
         workers = await self._leases.list_workers()
+        boot = await self._leases.boot()  # after it: a list that lacks what was lost is known for one
         if boot != self._boot:
             self._boot, self._keep_until_s = boot, time.monotonic() + self._lease_s
         if time.monotonic() < self._keep_until_s:
@@ -93,11 +93,12 @@ class Registry:
             pools={role.value: PoolStatus(self._desired.get(role.value, ready[role]), ready[role]) for role in Role},
             workers=workers,
             routers=self._routers or (self._myself(),),
-            redis_address=self._redis_address,
+            redis_address=without_password(self._redis.url),
             redis_ok=self._redis_ok,
             models=self._models,
             controller=self._controller,
             mirrored_blocks=self._follower.mirror.workers(),
+            store_garbage=self._redis.garbage.seen(),
         )
 
     def controller(self) -> ControllerInfo | None:

@@ -23,7 +23,7 @@ from baton.rpc import RpcServer
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
 from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
-from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex, without_password
+from kvstore.index import Connection, GarbageBook, Mirror, MirrorFollower, RedisIndex
 from kvstore.leases import RedisLeases, RedisRecords
 from router.admission import Limiter, ModelFacts, SloCounts
 from router.decisions import DecisionLog
@@ -74,8 +74,10 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     content = content_id(config.model.revision)
     mirror = Mirror()
     pools = PoolView(mirror.lookup, time.monotonic)
-    index = RedisIndex(Connection(config.index.redis_url), content)
-    leases = RedisLeases(Connection(config.index.redis_url), content, lease_s=config.index.lease_s)
+    garbage = GarbageBook()
+    redis = Connection(config.index.redis_url, garbage)
+    index = RedisIndex(Connection(config.index.redis_url, garbage), content)
+    leases = RedisLeases(redis, content, lease_s=config.index.lease_s)
     follower = MirrorFollower(
         index,
         mirror,
@@ -84,7 +86,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         blocks_ttl_s=config.index.blocks_ttl_s,
     )
     calls = WorkerCalls()
-    journal = Journal(RedisRecords(Connection(config.index.redis_url), content))
+    journal = Journal(RedisRecords(Connection(config.index.redis_url, garbage), content))
 
     shares_ports = config.cluster.routers > 1
     rpc = RpcServer(
@@ -122,7 +124,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         me,
         slo_counts,
         models,
-        without_password(config.index.redis_url),
+        redis,
         config.index.poll_s,
         config.index.lease_s,
     )

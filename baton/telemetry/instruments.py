@@ -239,6 +239,11 @@ class Instruments:
         observed = [(name, "", text, observe, False) for name, (text, observe) in gauges.items()]
         preempted = "Sequences of a worker that had to give their blocks back and were computed again."
         observed.append(("baton.preemptions", "", preempted, _preemptions, True))
+        skipped = (
+            "Values in Redis that this router could not read and skipped, once for every time that it came across one, "
+            "by what they are: lease, router, event, epoch, boot, ..."
+        )
+        observed.append(("baton.store_garbage", "", skipped, _store_garbage, True))
         for each, is_counter in ((TRANSFER_COUNTERS, True), (TRANSFER_GAUGES, False)):
             observed += [(name, unit, text, _transfers(fields), is_counter) for name, unit, text, fields in each]
         observed.append(
@@ -353,6 +358,10 @@ def _preemptions(status: ClusterStatus) -> Iterable[Observation]:
     for worker in status.workers:
         labels = {"worker": worker.info.id, "role": worker.info.role.value}
         yield Observation(worker.load.preemptions, labels)
+
+
+def _store_garbage(status: ClusterStatus) -> Iterable[Observation]:
+    return [Observation(each.times, {"what": each.what}) for each in status.store_garbage]
 
 
 def _transfers(fields: TransferFields) -> Callable[[ClusterStatus], Iterable[Observation]]:

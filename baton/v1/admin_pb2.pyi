@@ -830,21 +830,55 @@ class Redis(_message.Message):
 
     ADDRESS_FIELD_NUMBER: _builtins.int
     OK_FIELD_NUMBER: _builtins.int
+    GARBAGE_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     ok: _builtins.bool
+    @_builtins.property
+    def garbage(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreGarbage]:
+        """What could not be read there and was skipped, since the router started; each kind once."""
+
     def __init__(
         self,
         *,
         address: _builtins.str = ...,
         ok: _builtins.bool = ...,
+        garbage: _abc.Iterable[Global___StoreGarbage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ok", b"ok"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "garbage", b"garbage", "ok", b"ok"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Redis: _TypeAlias = Redis  # noqa: Y015
+
+@_typing.final
+class StoreGarbage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
+    LATEST_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """A lease, router, event, epoch, ..."""
+    times: _builtins.int
+    """How often one was come across."""
+    latest: _builtins.str
+    """Where one lies, and what is wrong with it."""
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        times: _builtins.int = ...,
+        latest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "times", b"times", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreGarbage: _TypeAlias = StoreGarbage  # noqa: Y015
 
 @_typing.final
 class ServedModel(_message.Message):

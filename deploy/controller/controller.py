@@ -471,15 +471,17 @@ class Controller:
     async def _tell_redis(self) -> None:
         """Tells who we are and how many workers there should be, and reads what they have to do.
 
-        Redis holds a copy of the sizes: after it lost its state (a new boot token) it gets them again.
+        Redis holds a copy of the sizes: after it lost its state (a new boot token), or where the copy is another one, it
+        gets them again.
         """
         while True:
             self._publish_due.clear()
             try:
                 await self._leases.announce_controller(self._me)
                 current = (await self._leases.boot(), self.state.desired)
-                if current != self._known.published:
-                    await self._leases.set_desired({role.value: size for role, size in current[1].items()})
+                sizes = {role.value: size for role, size in current[1].items()}
+                if current != self._known.published or not sizes.items() <= (await self._leases.get_desired()).items():
+                    await self._leases.set_desired(sizes)
                     self._known.published = current
                 leases = {worker.info.id: worker for worker in await self._leases.list_workers()}
                 self._learn(leases, current[0], time.monotonic())

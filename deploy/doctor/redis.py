@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from baton.cluster import Worker
+from baton.cluster import StoreGarbage, Worker
 from baton.errors import BatonError, StoreUnavailable
 from deploy.doctor.checks import Check, judged, names
 from kvstore.index import Connection, without_password
+from kvstore.index.connection import WrongType
 from kvstore.index.keys import Keys
 from kvstore.leases.codec import decode_worker
 
@@ -66,6 +66,8 @@ class Look:
     facts: Facts
     leases: tuple[Lease, ...]
     """Of every cluster that this Redis serves."""
+    garbage: tuple[StoreGarbage, ...] = ()
+    """Those of them that cannot be read."""
 
 
 def look(url: str) -> Look:
@@ -77,7 +79,8 @@ async def _look(url: str) -> Look:
     connection = Connection(url)
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            return Look(await _facts(connection), tuple(await _leases(connection)))
+            facts, leases = await _facts(connection), await _leases(connection)
+            return Look(facts, tuple(leases), connection.garbage.seen())
     except TimeoutError:
         raise StoreUnavailable(f"Redis: no answer within {TIMEOUT_S:g} s") from None
     finally:
@@ -136,7 +139,11 @@ async def _leases(connection: Connection) -> list[Lease]:
     leases = []
     for key in sorted(set(found)):
         keys_of = Keys(key[key.index("{") + 1 : key.rindex("}")])
-        ids = sorted(_text(each) for each in await connection.call("SMEMBERS", key))
+        try:
+            ids = sorted(each.decode() for each in await connection.call("SMEMBERS", key))
+        except (WrongType, UnicodeDecodeError) as error:
+            connection.note(key, error)
+            continue
         rows = await connection.pipeline(
             [
                 command
@@ -144,10 +151,16 @@ async def _leases(connection: Connection) -> list[Lease]:
                 for command in (("HMGET", keys_of.lease(each), "info", "load"), ("PTTL", keys_of.lease(each)))
             ]
         )
-        for (info, load), left_ms in zip(rows[::2], rows[1::2], strict=True):
-            if info is not None and load is not None:
-                version = str(json.loads(info).get("version", ""))
-                leases.append(Lease(decode_worker(info, load), max(0, int(left_ms)) / 1e3, version))
+        for worker_id, row, left_ms in zip(ids, rows[::2], rows[1::2], strict=True):
+            if isinstance(row, WrongType):
+                connection.note(keys_of.lease(worker_id), row)
+            elif None not in row:
+                try:
+                    worker = decode_worker(*row)
+                except ValueError as error:
+                    connection.note(keys_of.lease(worker_id), error)
+                else:
+                    leases.append(Lease(worker, max(0, int(left_ms)) / 1e3, worker.info.version))
     return leases
 
 
@@ -225,6 +238,13 @@ def leases(seen: Look, lease_s: float, now_s: Callable[[], float] = time.time) -
         lease_s: `index.lease_s`.
         now_s: our wall clock.
     """
+    for each in seen.garbage:
+        yield Check(
+            "redis values",
+            "warn",
+            f"{each.what} cannot be read: {each.latest}",
+            "its worker writes it anew within seconds; if it stays, something else writes to this Redis: DEL it",
+        )
     if not seen.leases:
         return
     late = {

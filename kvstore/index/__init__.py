@@ -3,6 +3,7 @@
 from kvstore.index.connection import Connection, without_password
 from kvstore.index.events import ORIGIN, Answer, BlockEvent, Cursor, IndexState, Op, Outcome, Position, Tier
 from kvstore.index.follower import MirrorFollower
+from kvstore.index.garbage import GarbageBook
 from kvstore.index.memory import MemoryIndex, MemoryStore
 from kvstore.index.mirror import Applied, Mirror
 from kvstore.index.protocol import PrefixIndex
@@ -16,6 +17,7 @@ __all__ = [
     "BlockEvent",
     "Connection",
     "Cursor",
+    "GarbageBook",
     "IndexPublisher",
     "IndexState",
     "MemoryIndex",

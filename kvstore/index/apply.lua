@@ -1,28 +1,34 @@
 -- Applies one block event, or says why not.
 --
--- KEYS  1 lease  2 seq  3 blocks  4 snapshot parts  5 event stream
+-- KEYS  1 lease  2 seq  3 blocks  4 snapshot parts  5 event stream  6 highest epoch
 -- ARGV  1 worker id  2 epoch  3 seq  4 op  5 packed entries  6 number of keys  7 ttl of 2-4, ms  8 stream length
--- Returns {'applied' | 'resync' | 'fenced', last seq or the epoch that holds the lease}.
+-- Returns {'applied' | 'resync' | 'fenced', last seq or the epoch that holds the lease, garbage}.
 local lease, seq_key, blocks, parts, stream = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local seq, op, packed, num_keys = tonumber(ARGV[3]), ARGV[4], ARGV[5], tonumber(ARGV[6])
 local CHUNK = 4000 -- unpack() fails near 8000 arguments
 
 -- Race: a worker wakes from a long pause after its successor took the name. Checked apart from the write, its late
 -- event would credit the successor's cold cache with blocks that it does not hold.
-local held = tonumber(redis.call('HGET', lease, 'epoch') or '0')
-local last = tonumber(redis.call('GET', seq_key) or '0')
-if held > tonumber(ARGV[2]) then return {'fenced', string.format('%.0f', held)} end
+local held = redis.call('EXISTS', lease) == 1 and epochs(lease, KEYS[6]) or 0
+if held > tonumber(ARGV[2]) then return {'fenced', string.format('%.0f', held), garbage} end
+-- These have one life: of a wrong type or form is as good as lost.
+local is_readable = is(seq_key, 'string') and is(blocks, 'set') and is(parts, 'set')
+local last = is_readable and natural(redis.call('GET', seq_key) or '0', MAX_SEQ, seq_key)
+if not last then
+  redis.call('UNLINK', seq_key, blocks, parts)
+  last = 0
+end
 -- No lease, or an older one: this store lost its state, and the worker's next renewal puts it right.
-if held < tonumber(ARGV[2]) then return {'resync', last} end
+if held < tonumber(ARGV[2]) then return {'resync', last, garbage} end
 
 -- Race: an event was lost (the worker's queue overflowed, or a connection broke before or after the script ran), and
 -- the next one arrives. Applied, it would leave a wrong set that no one ever notices.
 if op == 'snap' then
-  if seq <= last then return {'resync', last} end
+  if seq <= last then return {'resync', last, garbage} end
 elseif seq ~= last + 1 then
-  return {'resync', last}
+  return {'resync', last, garbage}
 end
-if op == 'snap.' and redis.call('SCARD', parts) ~= num_keys then return {'resync', last} end
+if op == 'snap.' and redis.call('SCARD', parts) ~= num_keys then return {'resync', last, garbage} end
 
 -- The entries of one event are of one tier, so of one length.
 local function each_chunk(command, key)
@@ -48,7 +54,15 @@ else redis.call('RENAME', parts, blocks) end
 -- Race: two writers between set and stream. Appended in the same step, the stream's order is the sets' order, so a
 -- reader who scans a set and then replays the stream ends with the set.
 redis.call('SET', seq_key, ARGV[3])
-redis.call('XADD', stream, 'MAXLEN', '~', ARGV[8], '*',
-  'w', ARGV[1], 'e', ARGV[2], 'q', ARGV[3], 'o', op, 'k', packed, 'n', ARGV[6])
+local function append(call)
+  return call('XADD', stream, 'MAXLEN', '~', ARGV[8], '*',
+    'w', ARGV[1], 'e', ARGV[2], 'q', ARGV[3], 'o', op, 'k', packed, 'n', ARGV[6])
+end
+make_room(stream, 'stream')
+if append(redis.pcall).err then -- after the last id that a stream can have, none can be appended
+  garbage[#garbage + 1] = stream
+  redis.call('UNLINK', stream)
+  append(redis.call)
+end
 for index = 2, 4 do redis.call('PEXPIRE', KEYS[index], ARGV[7]) end
-return {'applied', seq}
+return {'applied', seq, garbage}

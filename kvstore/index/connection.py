@@ -13,15 +13,22 @@ from urllib.parse import urlsplit, urlunsplit
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from baton.errors import ConfigError, StoreUnavailable
+from kvstore.index.garbage import GarbageBook
+from kvstore.index.keys import kind_of
+from kvstore.index.values import text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
 TIMEOUT_S = 5.0
 """Longest wait for one answer; blocking reads wait less than this."""
+
+
+class WrongType(StoreUnavailable):
+    """A key holds a value of another type than the command is for."""
 
 
 def without_password(url: str) -> str:
@@ -38,11 +45,14 @@ class Connection:
 
     It never retries by itself: a script that was cut off may have run, and only its caller knows what to do then.
 
+    Args:
+        garbage: where to note what cannot be read; by default a book of its own.
+
     Raises:
         ConfigError: the URL is not one of Redis.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, garbage: GarbageBook | None = None) -> None:
         try:
             self._redis: Any = Redis.from_url(  # its annotations join sync and async answers
                 url,
@@ -56,45 +66,93 @@ class Connection:
         except ValueError as error:
             raise ConfigError(f"index.redis_url is not a URL of Redis: {error}") from error
         self.url = url
+        self.garbage = garbage or GarbageBook()
 
     async def call(self, *command: Any) -> Any:
-        """Raises: StoreUnavailable."""
+        """Raises: StoreUnavailable, of which WrongType is one."""
         async with _one_try():
             return await self._redis.execute_command(*command)
 
     async def pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """One round trip, in order, not atomic. Raises: StoreUnavailable."""
+        """One round trip, in order, not atomic. The answer to a command that met a wrong type is a WrongType.
+
+        Raises:
+            StoreUnavailable: any other error of any of them.
+        """
         if not commands:
             return []
         async with _one_try(), self._redis.pipeline(transaction=False) as pipe:
             for command in commands:
                 pipe.execute_command(*command)
-            answers: list[Any] = await pipe.execute()
-        return answers
+            answers = await pipe.execute(raise_on_error=False)
+        return [_answer(found) for found in answers]
 
-    async def run(self, script: Script, keys: Sequence[str], *args: str | bytes | int) -> Any:
-        """Raises: StoreUnavailable."""
+    async def run(self, script: Script, keys: Sequence[str], *args: str | bytes | int) -> list[Any]:
+        """What the script has to say; the garbage that it met is noted. Raises: StoreUnavailable."""
         async with _one_try():
             try:
-                return await self._redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
+                answer = await self._redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
             except NoScriptError:  # the server is new or restarted; EVAL also loads the script
-                return await self._redis.execute_command("EVAL", script.text, len(keys), *keys, *args)
+                answer = await self._redis.execute_command("EVAL", script.text, len(keys), *keys, *args)
+        told: list[Any]
+        *told, garbage = answer
+        for key in garbage:
+            self.note(key.decode(), "its type or form is wrong")
+        return told
 
     async def boot(self, key: str) -> str:
         """The token at `key`, drawn here if the store has none. Raises: StoreUnavailable."""
-        _, token = await self.pipeline([("SET", key, uuid.uuid4().hex, "NX"), ("GET", key)])
+        (token,) = await self.run(BOOT, [key], uuid.uuid4().hex)
         return str(token, "ascii")
+
+    async def ids(self, key: str) -> list[str]:
+        """The set of ids at `key`, sorted. What is none is taken out. Raises: StoreUnavailable."""
+        try:
+            members = await self.call("SMEMBERS", key)
+        except WrongType as error:
+            self.note(key, error)
+            raise
+        found = []
+        for member in members:
+            try:
+                found.append(text(member))
+            except ValueError as error:
+                self.note(key, error)
+                await self.call("SREM", key, member)
+        return sorted(found)
+
+    def note(self, key: str, reason: object) -> None:
+        """What lies at `key` cannot be read, and is skipped."""
+        self.garbage.note(kind_of(key), key, reason)
 
     async def close(self) -> None:
         await self._redis.aclose()
 
 
 class Script:
-    """A Lua script that lies beside the code of `package`."""
+    """A Lua script that lies beside the code of `package`; `prelude.lua` goes before it."""
 
     def __init__(self, package: str, name: str) -> None:
-        self.text = resources.files(package).joinpath(name).read_text()
+        parts = ((__package__, "prelude.lua"), (package, name))
+        self.text = "".join(resources.files(folder).joinpath(part).read_text() for folder, part in parts)
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+BOOT = Script("kvstore.index", "boot.lua")
+
+
+def _answer(found: Any) -> Any:
+    """Of one command in a pipeline."""
+    if not isinstance(found, RedisError):
+        return found
+    if isinstance(error := _failure(found), WrongType):
+        return error
+    raise error from found
+
+
+def _failure(error: Exception) -> StoreUnavailable:
+    is_of_wrong_type = isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
+    return (WrongType if is_of_wrong_type else StoreUnavailable)(f"Redis: {error or type(error).__name__}")
 
 
 @contextlib.asynccontextmanager
@@ -103,4 +161,4 @@ async def _one_try() -> AsyncIterator[None]:
         async with asyncio.timeout(TIMEOUT_S):
             yield
     except (RedisError, OSError) as error:
-        raise StoreUnavailable(f"Redis: {error or type(error).__name__}") from error
+        raise _failure(error) from error

@@ -5,6 +5,7 @@
     a worker's events miss one, or the stream was trimmed past them: scan that worker again, and only that one
     Redis is away: the mirror stays as it is, and we try again
     Redis lost its state (a new boot token): read the new stream from its origin; workers publish snapshots there
+    an event cannot be read: skipped; its worker's next one shows that it was missed
 
 The comparison is exact, not a guess: `IndexState` is read with its tip last, so once the stream is read up to that tip,
 a mirror that is behind a position has missed something.
@@ -94,6 +95,7 @@ class MirrorFollower:
             self._cursor = ORIGIN if self._boot else state.tip
             self._grace_until = self._clock() + self._lease_s if self._boot else self._grace_until
             self._boot = state.boot
+        self._cursor = min(self._cursor, state.tip)  # beyond it where another stream is in the place of ours
         self._note_leases({worker_id: position.epoch for worker_id, position in state.owners.items()})
         await self._read_up_to(state.tip)
         for worker_id, position in state.owners.items():
@@ -106,6 +108,10 @@ class MirrorFollower:
 
     def _note_leases(self, epochs: Mapping[str, int]) -> None:
         now = self._clock()
+        for worker_id, epoch in epochs.items():
+            # An epoch that nobody holds came with an event that nobody should have written.
+            if (position := self.mirror.position(worker_id)) and position.epoch > epoch:
+                self.mirror.forget(worker_id)
         # Right after Redis lost its state, a missing lease says nothing: the worker has not renewed it yet.
         self._epochs = {**self._epochs, **epochs} if now < self._grace_until else dict(epochs)
         self.mirror.set_leased(self._epochs)
@@ -137,7 +143,7 @@ class MirrorFollower:
         entries = await self._index.read(self._cursor, wait_s)
         gaps: dict[str, int] = {}
         for cursor, event in entries:
-            if self.mirror.apply(event) is Applied.GAP:
+            if event is not None and self.mirror.apply(event) is Applied.GAP:
                 gaps[event.worker_id] = event.epoch
             self._cursor = cursor
         if len(entries) == READ_EVENTS:

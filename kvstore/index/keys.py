@@ -17,6 +17,15 @@ kv:{ns}:req:<n>:<t>:<id>   HASH, a request in flight    PX a minute; tenant t of
 
 from __future__ import annotations
 
+KINDS = {"ev": "event", "blk": "blocks", "snap": "snapshot", "req": "record"}
+"""What lies under a key, for people, where the key has a shorter name for it."""
+
+
+def kind_of(key: str) -> str:
+    """What lies under one of these keys."""
+    name = key.partition("}:")[2].partition(":")[0]
+    return KINDS.get(name, name)
+
 
 class Keys:
     """The names under one content id."""

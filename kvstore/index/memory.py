@@ -107,7 +107,7 @@ class MemoryIndex:
         blocks = self._store.owned(worker_id, epoch)
         return (blocks.seq, set(blocks.owned)) if blocks else (0, set())
 
-    async def read(self, cursor: Cursor, wait_s: float) -> Sequence[tuple[Cursor, BlockEvent]]:
+    async def read(self, cursor: Cursor, wait_s: float) -> Sequence[tuple[Cursor, BlockEvent | None]]:
         if cursor >= self._tip() and wait_s > 0:
             try:
                 async with asyncio.timeout(wait_s), self._grown:

@@ -42,8 +42,11 @@ class PrefixIndex(Protocol):
     async def snapshot(self, worker_id: str, epoch: int) -> tuple[int, set[bytes]]:
         """A seq, and the entries; exact once all events after seq are applied to them, some perhaps a second time."""
 
-    async def read(self, cursor: Cursor, wait_s: float) -> Sequence[tuple[Cursor, BlockEvent]]:
-        """The next events after `cursor`, at most `READ_EVENTS`; waits for the first up to `wait_s`, perhaps less."""
+    async def read(self, cursor: Cursor, wait_s: float) -> Sequence[tuple[Cursor, BlockEvent | None]]:
+        """The next events after `cursor`, at most `READ_EVENTS`; waits for the first up to `wait_s`, perhaps less.
+
+        None stands for one that cannot be read.
+        """
 
     async def close(self) -> None: ...
 

@@ -6,20 +6,23 @@ script), from one scan and then the stream.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+from typing import TYPE_CHECKING
 
 from baton.blocks import KEY_BYTES
 from baton.errors import Fenced
-from kvstore.index.connection import TIMEOUT_S, Connection, Script
+from kvstore.index.connection import TIMEOUT_S, Connection, Script, WrongType
 from kvstore.index.events import ORIGIN, Answer, BlockEvent, Cursor, IndexState, Op, Outcome, Position, Tier
 from kvstore.index.keys import Keys
 from kvstore.index.protocol import READ_EVENTS
+from kvstore.index.values import MAX_EPOCH, MAX_SEQ, natural, text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 APPLY = Script("kvstore.index", "apply.lua")
 SCAN_COUNT = 5000
+TIER_LETTERS = frozenset(tier.encode() for tier in Tier if tier)
 
 
 class RedisIndex:
@@ -44,6 +47,7 @@ class RedisIndex:
                 keys.blocks(worker, epoch),
                 keys.parts(worker, epoch),
                 keys.events,
+                keys.epoch(worker),
             ],
             *(worker, epoch, event.seq, event.op, b"".join(event.entries), event.num_keys or len(event.keys)),
             *(self._blocks_ttl_ms, self._stream_max_events),
@@ -53,45 +57,96 @@ class RedisIndex:
         return Answer(Outcome(outcome.decode()), int(seq))
 
     async def position(self, worker_id: str, epoch: int) -> int:
-        return int(await self._connection.call("GET", self._keys.seq(worker_id, epoch)) or 0)
+        keys = self._keys
+        seq, size = await self._connection.pipeline(
+            [("GET", keys.seq(worker_id, epoch)), ("SCARD", keys.blocks(worker_id, epoch))]
+        )
+        if isinstance(size, WrongType):
+            self._connection.note(keys.blocks(worker_id, epoch), size)
+            return 0  # the set is lost
+        return self._seq(keys.seq(worker_id, epoch), seq)
 
     async def state(self) -> IndexState:
-        boot = await self._connection.boot(self._keys.boot)
-        ids = [worker.decode() for worker in await self._connection.call("SMEMBERS", self._keys.workers)]
-        epochs = await self._connection.pipeline([("HGET", self._keys.lease(worker), "epoch") for worker in ids])
-        alive = {worker: int(epoch) for worker, epoch in zip(ids, epochs, strict=True) if epoch is not None}
+        keys = self._keys
+        boot = await self._connection.boot(keys.boot)
+        ids = await self._connection.ids(keys.workers)
+        found = await self._connection.pipeline([("HGET", keys.lease(worker), "epoch") for worker in ids])
+        epochs = {worker: self._epoch(worker, epoch) for worker, epoch in zip(ids, found, strict=True)}
+        alive = {worker: epoch for worker, epoch in epochs.items() if epoch is not None}
         *seqs, newest = await self._connection.pipeline(
             [
-                *(("GET", self._keys.seq(worker, epoch)) for worker, epoch in alive.items()),
-                ("XREVRANGE", self._keys.events, "+", "-", "COUNT", 1),
+                *(("GET", keys.seq(worker, epoch)) for worker, epoch in alive.items()),
+                ("XREVRANGE", keys.events, "+", "-", "COUNT", 1),
             ]
         )
         owners = {
-            worker: Position(epoch, int(seq or 0)) for (worker, epoch), seq in zip(alive.items(), seqs, strict=True)
+            worker: Position(epoch, self._seq(keys.seq(worker, epoch), seq))
+            for (worker, epoch), seq in zip(alive.items(), seqs, strict=True)
         }
+        if isinstance(newest, WrongType):
+            self._connection.note(keys.events, newest)
+            newest = []
         return IndexState(boot, owners, _cursor(newest[0][0]) if newest else ORIGIN)
 
     async def snapshot(self, worker_id: str, epoch: int) -> tuple[int, set[bytes]]:
-        seq = await self.position(worker_id, epoch)  # before the scan: what changes during it is replayed
+        seq_key, blocks = self._keys.seq(worker_id, epoch), self._keys.blocks(worker_id, epoch)
+        (found,) = await self._connection.pipeline([("GET", seq_key)])
+        seq = self._seq(seq_key, found)  # before the scan: what changes during it is replayed
         owned: set[bytes] = set()
         position: int | bytes = 0
         while True:
-            position, members = await self._connection.call(
-                "SSCAN", self._keys.blocks(worker_id, epoch), position, "COUNT", SCAN_COUNT
-            )
-            owned.update(members)
+            try:
+                position, members = await self._connection.call("SSCAN", blocks, position, "COUNT", SCAN_COUNT)
+            except WrongType as error:
+                self._connection.note(blocks, error)
+                return seq, set()
+            entries = [member for member in members if _is_entry(member)]
+            if len(entries) < len(members):
+                self._connection.note(blocks, "some of its members are no keys of blocks")
+            owned.update(entries)
             if not int(position):
                 return seq, owned
 
-    async def read(self, cursor: Cursor, wait_s: float) -> Sequence[tuple[Cursor, BlockEvent]]:
+    async def read(self, cursor: Cursor, wait_s: float) -> Sequence[tuple[Cursor, BlockEvent | None]]:
         wait_ms = int(min(wait_s, TIMEOUT_S / 2) * 1000)
         block = ("BLOCK", wait_ms) if wait_ms > 0 else ()  # BLOCK 0 would wait for ever
         since = f"{cursor[0]}-{cursor[1]}"
-        found = await self._connection.call("XREAD", "COUNT", READ_EVENTS, *block, "STREAMS", self._keys.events, since)
-        return [(_cursor(entry), _event(fields)) for _, entries in found or () for entry, fields in entries]
+        key = self._keys.events
+        try:
+            found = await self._connection.call("XREAD", "COUNT", READ_EVENTS, *block, "STREAMS", key, since)
+        except WrongType as error:
+            self._connection.note(key, error)
+            await asyncio.sleep(wait_ms / 1000)  # the next event puts a stream there
+            return []
+        return [(_cursor(entry), self._event(fields)) for _, entries in found or () for entry, fields in entries]
 
     async def close(self) -> None:
         await self._connection.close()
+
+    def _epoch(self, worker_id: str, found: bytes | WrongType | None) -> int | None:
+        """Of the worker's lease; None: there is none."""
+        if found is None:
+            return None
+        try:
+            return natural(found, MAX_EPOCH)
+        except ValueError as error:
+            self._connection.note(self._keys.lease(worker_id), error)
+            return None
+
+    def _seq(self, key: str, found: bytes | WrongType | None) -> int:
+        """0: none is known."""
+        try:
+            return natural(found or b"0", MAX_SEQ)
+        except ValueError as error:
+            self._connection.note(key, error)
+            return 0
+
+    def _event(self, fields: dict[bytes, bytes]) -> BlockEvent | None:
+        try:
+            return _event(fields)
+        except (KeyError, ValueError) as error:
+            self._connection.note(self._keys.events, repr(error))
+            return None
 
 
 def _cursor(entry_id: bytes) -> Cursor:
@@ -99,14 +154,23 @@ def _cursor(entry_id: bytes) -> Cursor:
     return int(ms), int(number)
 
 
-def _event(fields: dict[bytes, Any]) -> BlockEvent:
-    packed, num_keys = fields[b"k"], int(fields[b"n"])
-    entry_bytes = len(packed) // num_keys if packed else KEY_BYTES
+def _is_entry(member: bytes) -> bool:
+    return len(member) == KEY_BYTES or (len(member) == KEY_BYTES + 1 and member[KEY_BYTES:] in TIER_LETTERS)
+
+
+def _event(fields: dict[bytes, bytes]) -> BlockEvent:
+    """Raises KeyError or ValueError."""
+    packed, num_keys = fields[b"k"], natural(fields[b"n"], MAX_SEQ)
+    entry_bytes = KEY_BYTES
+    if packed:
+        entry_bytes, rest = divmod(len(packed), num_keys or 1)
+        if rest or not _is_entry(packed[:entry_bytes]):
+            raise ValueError(f"{len(packed)} bytes are not {num_keys} entries")
     return BlockEvent(
-        fields[b"w"].decode(),
-        int(fields[b"e"]),
-        int(fields[b"q"]),
-        Op(fields[b"o"].decode()),
+        text(fields[b"w"]),
+        natural(fields[b"e"], MAX_EPOCH),
+        natural(fields[b"q"], MAX_SEQ),
+        Op(text(fields[b"o"])),
         tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), entry_bytes)),
         num_keys,
         Tier(packed[KEY_BYTES:entry_bytes].decode()),

@@ -1,18 +1,19 @@
--- Gives a worker id to a new incarnation. Returns {its epoch, 1}, or {the epoch that fences the caller off, 0}.
+-- Gives a worker id to a new incarnation. Returns {its epoch, 1, garbage}, or {the epoch that fences the caller off, 0,
+-- garbage}.
 --
--- KEYS  1 highest epoch  2 lease  3 worker ids
+-- KEYS  1 highest epoch  2 lease  3 worker ids  4 boot token
 -- ARGV  1 worker id  2 now, ms  3 lease, ms  4 life of the highest epoch, ms  5 the highest that the caller knows, or ''
 --
 -- Race: two processes start under one name in the same millisecond, or the clock went back. Read and written in one
 -- step, the two epochs differ, and the later caller has the higher one. Or a worker wakes from a pause while another
 -- process starts under its name: it may only follow itself, or it would fence its successor.
-local highest = tonumber(redis.call('GET', KEYS[1]) or '0')
-if ARGV[5] ~= '' and highest > tonumber(ARGV[5]) then return {string.format('%.0f', highest), 0} end
+local holder, highest = epochs(KEYS[2], KEYS[1])
+if ARGV[5] ~= '' and holder > tonumber(ARGV[5]) then return {string.format('%.0f', holder), 0, garbage} end
 local epoch = math.max(tonumber(ARGV[2]), highest + 1)
 local text = string.format('%.0f', epoch)
 redis.call('SET', KEYS[1], text, 'PX', ARGV[4])
 redis.call('DEL', KEYS[2])
 redis.call('HSET', KEYS[2], 'epoch', text)
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
-redis.call('SADD', KEYS[3], ARGV[1])
-return {text, 1}
+enlist(ARGV[1], KEYS[3], KEYS[4])
+return {text, 1, garbage}

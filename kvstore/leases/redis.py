@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from baton.errors import Fenced
-from kvstore.index.connection import Connection, Script
+from kvstore.index.connection import Connection, Script, WrongType
 from kvstore.index.keys import Keys
+from kvstore.index.values import MAX_EPOCH, natural, text
 from kvstore.leases.codec import decode_controller, decode_router, decode_worker, encode
 from kvstore.leases.journal import choices_of, fields_of
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
     from kvstore.leases.journal import Ended, Entry, Noted, RecordKey
 
+T = TypeVar("T")
 ACQUIRE = Script("kvstore.leases", "acquire.lua")
 RENEW = Script("kvstore.leases", "renew.lua")
 RELEASE = Script("kvstore.leases", "release.lua")
@@ -24,6 +27,8 @@ PRUNE = Script("kvstore.leases", "prune.lua")
 
 EPOCH_TTL_MS = 24 * 3600 * 1000
 """By then the clock alone keeps epochs apart."""
+MAX_WORKERS = 1_000_000
+"""That anybody asks for in a pool."""
 BATCH = 64
 """Records in one round trip: what is packed at once, in a millisecond, holds up everybody's tokens."""
 
@@ -51,7 +56,7 @@ class RedisLeases:
         now_ms = int(self._clock() * 1000)
         epoch, is_acquired = await self._connection.run(
             ACQUIRE,
-            [keys.epoch(worker_id), keys.lease(worker_id), keys.workers],
+            [keys.epoch(worker_id), keys.lease(worker_id), keys.workers, keys.boot],
             *(worker_id, now_ms, self._lease_ms, EPOCH_TTL_MS, "" if after is None else after),
         )
         if not is_acquired:
@@ -60,14 +65,15 @@ class RedisLeases:
 
     async def renew(self, info: WorkerInfo, load: WorkerLoad) -> bool:
         keys = self._keys
-        highest = await self._connection.run(
+        (found,) = await self._connection.run(
             RENEW,
-            [keys.epoch(info.id), keys.lease(info.id), keys.workers, *self._owned(info.id, info.epoch)],
+            [keys.epoch(info.id), keys.lease(info.id), keys.workers, keys.boot, *self._owned(info.id, info.epoch)],
             *(info.id, info.epoch, encode(info), encode(load), self._lease_ms, self._blocks_ttl_ms, EPOCH_TTL_MS),
         )
-        if int(highest) > info.epoch:
-            raise _fenced(info.id, int(highest), info.epoch)
-        return not int(highest)
+        holder = int(found)
+        if holder > info.epoch:
+            raise _fenced(info.id, holder, info.epoch)
+        return not holder
 
     async def release(self, worker_id: str, epoch: int) -> None:
         keys = self._keys
@@ -76,46 +82,64 @@ class RedisLeases:
         )
 
     async def list_workers(self) -> list[Worker]:
-        ids = await self._ids(self._keys.workers)
+        ids = await self._connection.ids(self._keys.workers)
         leases = await self._connection.pipeline(
             [("HMGET", self._keys.lease(worker_id), "epoch", "info", "load") for worker_id in ids]
         )
-        for worker_id, (epoch, _, _) in zip(ids, leases, strict=True):
-            if epoch is None:
+        workers = []
+        for worker_id, lease in zip(ids, leases, strict=True):
+            if lease == [None, None, None]:
                 await self._connection.run(PRUNE, [self._keys.lease(worker_id), self._keys.workers], worker_id)
-        return [decode_worker(info, load) for _, info, load in leases if info is not None]
+            elif isinstance(lease, WrongType) or lease[1:] != [
+                None,
+                None,
+            ]:  # else it is acquired, and not described yet
+                workers += self._read(self._keys.lease(worker_id), partial(_leased, worker_id), lease)
+        return workers
 
     async def announce_router(self, info: RouterInfo) -> None:
-        await self._connection.pipeline(
-            [
-                ("SET", self._keys.router(info.id), encode(info), "PX", self._lease_ms),
-                ("SADD", self._keys.routers, info.id),
-            ]
+        announced = ("SADD", self._keys.routers, info.id)
+        _, listed = await self._connection.pipeline(
+            [("SET", self._keys.router(info.id), encode(info), "PX", self._lease_ms), announced]
         )
+        if isinstance(listed, WrongType):
+            self._connection.note(self._keys.routers, listed)
+            await self._connection.pipeline([("UNLINK", self._keys.routers), announced])
 
     async def list_routers(self) -> list[RouterInfo]:
-        ids = await self._ids(self._keys.routers)
+        ids = await self._connection.ids(self._keys.routers)
         found = await self._connection.pipeline([("GET", self._keys.router(router_id)) for router_id in ids])
+        routers = []
         for router_id, info in zip(ids, found, strict=True):
             if info is None:
                 await self._connection.run(PRUNE, [self._keys.router(router_id), self._keys.routers], router_id)
-        return [decode_router(info) for info in found if info is not None]
+            else:
+                routers += self._read(self._keys.router(router_id), partial(_announced, router_id), info)
+        return routers
 
     async def announce_controller(self, info: ControllerInfo) -> None:
         await self._connection.call("SET", self._keys.controller, encode(info), "PX", self._lease_ms)
 
     async def get_controller(self) -> ControllerInfo | None:
-        found = await self._connection.call("GET", self._keys.controller)
-        return decode_controller(found) if found else None
+        (found,) = await self._connection.pipeline([("GET", self._keys.controller)])
+        known = [] if found is None else self._read(self._keys.controller, decode_controller, found)
+        return known[0] if known else None
 
     async def set_desired(self, sizes: Mapping[str, int]) -> None:
         if sizes:
-            fields = [part for pool, size in sizes.items() for part in (pool, size)]
-            await self._connection.call("HSET", self._keys.desired, *fields)
+            write = ("HSET", self._keys.desired, *(part for pool, size in sizes.items() for part in (pool, size)))
+            (written,) = await self._connection.pipeline([write])
+            if isinstance(written, WrongType):
+                self._connection.note(self._keys.desired, written)
+                await self._connection.pipeline([("UNLINK", self._keys.desired), write])
 
     async def get_desired(self) -> dict[str, int]:
-        sizes = await self._connection.call("HGETALL", self._keys.desired)
-        return {pool.decode(): int(size) for pool, size in sizes.items()}
+        (sizes,) = await self._connection.pipeline([("HGETALL", self._keys.desired)])
+        if isinstance(sizes, WrongType):
+            self._connection.note(self._keys.desired, sizes)
+            return {}
+        read = [self._read(self._keys.desired, _size, size) for size in sizes.items()]
+        return dict(size for found in read for size in found)
 
     async def boot(self) -> str:
         return await self._connection.boot(self._keys.boot)
@@ -123,8 +147,15 @@ class RedisLeases:
     async def close(self) -> None:
         await self._connection.close()
 
-    async def _ids(self, key: str) -> list[str]:
-        return sorted(found.decode() for found in await self._connection.call("SMEMBERS", key))
+    def _read(self, key: str, decode: Callable[[Any], T], found: Any) -> list[T]:
+        """What `decode` makes of a value; nothing if it raises ValueError."""
+        try:
+            if isinstance(found, WrongType):
+                raise ValueError(found)
+            return [decode(found)]
+        except ValueError as error:
+            self._connection.note(key, error)
+            return []
 
     def _owned(self, worker_id: str, epoch: int) -> list[str]:
         keys = self._keys
@@ -133,6 +164,29 @@ class RedisLeases:
 
 def _fenced(worker_id: str, newer: int, own: int | None) -> Fenced:
     return Fenced(f"{worker_id}: epoch {newer} holds the lease, this is epoch {own}")
+
+
+def _leased(worker_id: str, lease: Sequence[bytes | None]) -> Worker:
+    """Raises ValueError unless it is a lease of that worker."""
+    epoch, info, load = lease
+    worker = decode_worker(info or b"", load or b"")
+    if (worker.info.id, worker.info.epoch) != (worker_id, natural(epoch, MAX_EPOCH)):
+        raise ValueError(f"it is of {worker.info.id!r}, epoch {worker.info.epoch}")
+    return worker
+
+
+def _announced(router_id: str, found: bytes) -> RouterInfo:
+    """Raises ValueError unless it is of that router."""
+    info = decode_router(found)
+    if info.id != router_id:
+        raise ValueError(f"it is of {info.id!r}")
+    return info
+
+
+def _size(found: tuple[bytes, bytes]) -> tuple[str, int]:
+    """Of a pool. Raises ValueError."""
+    pool, size = found
+    return text(pool), natural(size, MAX_WORKERS)
 
 
 class RedisRecords:
@@ -147,18 +201,34 @@ class RedisRecords:
         for begin in range(0, len(ended), BATCH):
             await self._connection.pipeline([self._forget(past) for past in ended[begin : begin + BATCH]])
         for begin in range(0, len(entries), BATCH):
-            commands: list[tuple[object, ...]] = []
-            for entry in entries[begin : begin + BATCH]:
-                name = self._name(entry.key)
-                commands.append(("HSET", name, *(part for field in fields_of(entry).items() for part in field)))
-                commands.append(("PEXPIRE", name, self._ttl_ms))
-            await self._connection.pipeline(commands)
+            batch = entries[begin : begin + BATCH]
+            written = await self._connection.pipeline([command for entry in batch for command in self._add(entry)])
+            for entry, answer in zip(batch, written[::2], strict=True):
+                if isinstance(answer, WrongType):
+                    name = self._name(entry.key)
+                    self._connection.note(name, answer)
+                    await self._connection.pipeline([("UNLINK", name), *self._add(entry)])
 
     async def read(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
-        return choices_of(await self._connection.call("HGETALL", self._name(key)), digest)
+        name = self._name(key)
+        (found,) = await self._connection.pipeline([("HGETALL", name)])
+        try:
+            if isinstance(found, WrongType):
+                raise ValueError(found)
+            return choices_of(found, digest)
+        except ValueError as error:
+            self._connection.note(name, error)
+            raise
 
     async def close(self) -> None:
         await self._connection.close()
+
+    def _add(self, entry: Entry) -> list[tuple[object, ...]]:
+        name = self._name(entry.key)
+        return [
+            ("HSET", name, *(part for field in fields_of(entry).items() for part in field)),
+            ("PEXPIRE", name, self._ttl_ms),
+        ]
 
     def _forget(self, past: Ended) -> tuple[object, ...]:
         """A record without fields is none."""

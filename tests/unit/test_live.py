@@ -132,7 +132,7 @@ STATUS = {
     "models": [{"id": "m"}],
     "pools": {"decode": {"ready": 1, "desired": 2}},
     "routers": [router(0), router(0, router_id="router-1")],
-    "redis": {"ok": False},
+    "redis": {"ok": False, "garbage": []},
     "workers": [
         {"id": "d0", "role": "decode", "state": "draining", "running": 3, "waiting": 4, "self_check": "a leak",
          "node": "n1", "blocks": {"total": 100, "in_use": 25, "cached": 50, "free": 25}},

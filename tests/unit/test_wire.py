@@ -22,6 +22,7 @@ from baton.cluster import (
     Role,
     RouterInfo,
     ServedModel,
+    StoreGarbage,
     TransferCounts,
     Worker,
     WorkerInfo,
@@ -366,6 +367,7 @@ def status(num_workers: int) -> ClusterStatus:
         False,
         (ServedModel("m", "/m"),),
         ControllerInfo(3, "h:3", (PoolScaling("decode", 0.5, 3),), "1.2"),
+        store_garbage=(StoreGarbage("lease", 2**40, "k: no number"),),
     )
 
 
@@ -426,7 +428,11 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                 "version": "1.3",
             }
         ],
-        "redis": {"address": "redis://x", "ok": False},
+        "redis": {
+            "address": "redis://x",
+            "ok": False,
+            "garbage": [{"what": "lease", "times": 2**40, "latest": "k: no number"}],
+        },
         "models": [{"id": "m", "path": "/m"}],
         "controller": {
             "pid": 3,

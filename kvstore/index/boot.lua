@@ -1,0 +1,11 @@
+-- The token of the store's present life, drawn where there is none. Returns {the token, garbage}.
+--
+-- KEYS  1 boot token
+-- ARGV  1 a new token
+--
+-- Race: two who find none, or the same garbage, must go away with one token.
+local found = is(KEYS[1], 'string') and redis.call('GET', KEYS[1])
+if found and #found <= 64 and string.match(found, '^[%w-]+$') then return {found, garbage} end
+if found then garbage[#garbage + 1] = KEYS[1] end
+redis.call('SET', KEYS[1], ARGV[1])
+return {ARGV[1], garbage}

@@ -1,0 +1,42 @@
+-- Begins every script. Each returns what it has to say in a list, the last of which is `garbage`.
+--
+-- A script that stops at a value of a wrong type would stop at it for ever, and half done: Redis undoes nothing.
+local garbage = {} -- keys at which something else lay than should
+
+local function is(key, kind)
+  local found = redis.call('TYPE', key).ok
+  if found == kind or found == 'none' then return true end
+  garbage[#garbage + 1] = key
+  return false
+end
+
+local function make_room(key, kind) -- before a write
+  if is(key, kind) then return false end
+  redis.call('UNLINK', key)
+  return true
+end
+
+local function natural(text, most, key) -- nil: there is none
+  if not text then return nil end
+  local number = #text <= 16 and string.match(text, '^%d+$') and tonumber(text)
+  if number and number <= most then return number end
+  garbage[#garbage + 1] = key
+  return nil
+end
+
+local MAX_EPOCH = 4398046511104 -- 2^42 ms: the year 2109
+local MAX_SEQ = 9007199254740991 -- 2^53 - 1: beyond it numbers are not exact
+
+-- Without the set of ids nobody is listed until it renews, as after a loss of the store's state; so it is told like one.
+local function enlist(id, ids, boot)
+  if make_room(ids, 'set') then redis.call('UNLINK', boot) end
+  redis.call('SADD', ids, id)
+end
+
+-- The epoch that holds a worker's id, and the highest that was given out; 0: none. The first is the lesser of two copies
+-- that are only ever written together, so that one which is forged fences nobody off.
+local function epochs(lease, highest)
+  local leased = is(lease, 'hash') and natural(redis.call('HGET', lease, 'epoch'), MAX_EPOCH, lease) or nil
+  local given = is(highest, 'string') and natural(redis.call('GET', highest), MAX_EPOCH, highest) or nil
+  return math.min(leased or given or 0, given or leased or 0), math.max(leased or 0, given or 0)
+end

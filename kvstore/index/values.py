@@ -1,0 +1,28 @@
+"""Numbers and texts in the store, checked as they are read."""
+
+from __future__ import annotations
+
+import re
+
+MAX_EPOCH = 2**42
+"""Milliseconds since 1970: the year 2109."""
+MAX_SEQ = 2**53 - 1
+"""Beyond it Lua's numbers are not exact."""
+MAX_TEXT = 4096
+"""Characters of a name, an address or a sentence."""
+_NATURAL = re.compile(rb"[0-9]{1,16}")
+
+
+def natural(found: object, most: int) -> int:
+    """Raises ValueError unless these bytes are a number from 0 to `most`, in digits."""
+    if not isinstance(found, bytes) or not _NATURAL.fullmatch(found) or int(found) > most:
+        raise ValueError(f"{found!r:.100} is no number from 0 to {most}")
+    return int(found)
+
+
+def text(found: bytes) -> str:
+    """Raises ValueError unless these bytes are a name."""
+    name = found.decode()
+    if not 0 < len(name) <= MAX_TEXT:
+        raise ValueError(f"a name has 1 to {MAX_TEXT} characters, this one {len(name)}")
+    return name
