@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from statistics import mode
 
 from baton import wire
 from baton.blocks import GRANULE
@@ -13,8 +14,13 @@ from baton.costs import typical
 from baton.messages import SequenceSpec
 from router.placement import Candidate, Job, LoadBook, Prompt, Residence, Turn
 
+UNKNOWN_LENGTH = 2**31 - 1
+"""Context of a model that does not say its own: then the workers' limit is what counts."""
 SUSPICION_S = 10.0
 """A worker whose stream broke is passed over for so long, unless it comes back as a new incarnation."""
+SHORT = 8
+"""A worker that holds less than one such part of the sequence that most hold has something wrong with it, or its lease
+has: it takes no requests, and what the others can hold stays everybody's limit."""
 LEAVING_S = 3.0
 """A worker that has said on a stream that it leaves its role is not asked for so long; by then its lease says so."""
 
@@ -25,13 +31,22 @@ class PoolView:
     Args:
         lookup: prompt keys -> leading blocks that each worker is believed to hold.
         clock: monotonic seconds.
+        longest: sequence that the model takes; a worker that holds more is believed to hold this.
     """
 
-    def __init__(self, lookup: Callable[[tuple[bytes, ...]], dict[str, int]], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        lookup: Callable[[tuple[bytes, ...]], dict[str, int]],
+        clock: Callable[[], float],
+        longest: int = UNKNOWN_LENGTH,
+    ) -> None:
         self._lookup = lookup
         self._clock = clock
+        self._longest = longest
         self._workers: dict[str, Worker] = {}
         self._max_model_len: int | None = None
+        self._short: frozenset[str] = frozenset()
+        """Workers that hold much less than most."""
         self._block_size = GRANULE
         self._books: dict[tuple[str, int], LoadBook] = {}
         """By worker and epoch: an incarnation's jobs are none of the next one's."""
@@ -51,20 +66,22 @@ class PoolView:
         return tuple(self._workers.values())
 
     def max_model_len(self) -> int | None:
-        """Longest sequence that every known worker can hold; None while none is known."""
+        """Longest sequence that every worker which takes requests can hold; None while none is known."""
         return self._max_model_len
 
     @property
     def block_size(self) -> int:
-        """The workers', in tokens; a granule while none is known."""
+        """Most workers', in tokens; a granule while none is known."""
         return self._block_size
 
     async def update(self, workers: Collection[Worker]) -> None:
         """Takes over what the leases say; whoever has none is gone."""
         self._workers = {worker.info.id: worker for worker in sorted(workers, key=lambda worker: worker.info.id)}
         infos = [worker.info for worker in self._workers.values()]
-        self._max_model_len = min((info.max_model_len for info in infos), default=None)
-        self._block_size = infos[0].block_size if infos else GRANULE
+        lengths = {info.id: min(info.max_model_len, self._longest) for info in infos}
+        self._short = _much_shorter(lengths)
+        self._max_model_len = min((lengths[worker_id] for worker_id in lengths.keys() - self._short), default=None)
+        self._block_size = mode(info.block_size for info in infos) if infos else GRANULE
         lacking = {info.id: wire.fields_unknown_to(info.known_fields) for info in infos}
         self._lacking = {worker_id: fields for worker_id, fields in lacking.items() if fields}
         usual = {role: typical([w.load.costs for w in workers if w.info.role is role]) for role in Role}
@@ -79,7 +96,7 @@ class PoolView:
             [
                 self._books[worker.info.id, worker.info.epoch]
                 for worker in self._workers.values()
-                if worker.load.state is state
+                if worker.load.state is state and worker.info.id not in self._short
             ]
             for state in (WorkerState.READY, WorkerState.DRAINING)
         )
@@ -135,7 +152,7 @@ class PoolView:
 
     def _is_trusted(self, worker_id: str, epoch: int) -> bool:
         now = self._clock()
-        if self._suspects.get((worker_id, epoch), 0.0) > now:
+        if worker_id in self._short or self._suspects.get((worker_id, epoch), 0.0) > now:
             return False
         role = self._workers[worker_id].info.role
         return self._leaving.get((worker_id, epoch, role), 0.0) <= now
@@ -191,3 +208,11 @@ class PoolView:
         finally:
             if book is not None:
                 book.finished(job, self._clock())
+
+
+def _much_shorter(lengths: Mapping[str, int]) -> frozenset[str]:
+    """Those far below what half of them or more have."""
+    if not lengths:
+        return frozenset()
+    usual = sorted(lengths.values())[len(lengths) // 2]
+    return frozenset(worker_id for worker_id, length in lengths.items() if length * SHORT < usual)

@@ -32,7 +32,7 @@ from router.hints import HintBook
 from router.http import create_app
 from router.journal import Journal
 from router.orders import OrdersClient
-from router.pools import PoolView
+from router.pools import UNKNOWN_LENGTH, PoolView
 from router.readiness import Readiness
 from router.registry import Registry
 from router.rpc import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
@@ -42,8 +42,6 @@ from router.text import Tokenizer
 from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
-UNKNOWN_LENGTH = 2**31 - 1
-"""Context of a model that does not say its own: then the workers' limit is what counts."""
 
 
 class _HttpServer(uvicorn.Server):
@@ -73,7 +71,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
 
     content = content_id(config.model.revision)
     mirror = Mirror()
-    pools = PoolView(mirror.lookup, time.monotonic)
+    pools = PoolView(mirror.lookup, time.monotonic, max_model_len)
     garbage = GarbageBook()
     redis = Connection(config.index.redis_url, garbage)
     index = RedisIndex(Connection(config.index.redis_url, garbage), content)

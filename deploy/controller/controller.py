@@ -471,8 +471,8 @@ class Controller:
     async def _tell_redis(self) -> None:
         """Tells who we are and how many workers there should be, and reads what they have to do.
 
-        Redis holds a copy of the sizes: after it lost its state (a new boot token), or where the copy is another one, it
-        gets them again.
+        Redis holds a copy of the sizes: it gets them again where the copy is another one, or after it lost its state (a
+        new boot token).
         """
         while True:
             self._publish_due.clear()

@@ -121,6 +121,13 @@ TROUBLE = Section(
             bad_below=1,
         ),
         Panel(
+            "Skipped in Redis",
+            "Values a second that a router could not read, by what they are: of another release, or of somebody else "
+            "who writes there. Each harms only what it speaks of; `baton status` tells where it lies.",
+            "ops",
+            {"{{what}}": "sum by (what) (rate(baton_store_garbage_total{$cluster}[$__rate_interval]))"},
+        ),
+        Panel(
             "Versions",
             "Routers by version: during a roll-out there are two.",
             "short",

@@ -90,10 +90,7 @@ class RedisLeases:
         for worker_id, lease in zip(ids, leases, strict=True):
             if lease == [None, None, None]:
                 await self._connection.run(PRUNE, [self._keys.lease(worker_id), self._keys.workers], worker_id)
-            elif isinstance(lease, WrongType) or lease[1:] != [
-                None,
-                None,
-            ]:  # else it is acquired, and not described yet
+            elif isinstance(lease, WrongType) or lease[1:] != [None, None]:  # else it is acquired, not described yet
                 workers += self._read(self._keys.lease(worker_id), partial(_leased, worker_id), lease)
         return workers
 

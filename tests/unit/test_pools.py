@@ -235,10 +235,34 @@ async def test_the_longest_sequence_is_what_every_worker_can_hold() -> None:
     assert pools.max_model_len() == 4096
 
 
+async def test_a_worker_that_holds_next_to_nothing_is_out_and_limits_nobody_else() -> None:
+    """Regression: one lease with a `max_model_len` of 2 made every request too long."""
+    pools, _ = view()
+    for short in ("a", "b", "c"):
+        lengths = {worker_id: 2 if worker_id == short else 2048 for worker_id in ("a", "b", "c")}
+        await pools.update([worker(worker_id, max_model_len=length) for worker_id, length in lengths.items()])
+        assert pools.max_model_len() == 2048
+        assert {c.worker_id for c in pools.candidates(PROMPT, NORMAL)} == lengths.keys() - {short}
+        assert [pools.is_trusted(pools.get(worker_id)) for worker_id in "abc"] == [w != short for w in "abc"]
+        assert len(pools.workers) == 3, "it is still shown"
+    await pools.update([worker("a", max_model_len=2048), worker("b", max_model_len=2)])
+    assert pools.max_model_len() == 2048
+    assert [c.worker_id for c in pools.candidates(PROMPT, NORMAL)] == ["a"]
+
+
+async def test_nobody_is_thought_to_hold_more_than_the_model_takes() -> None:
+    pools = PoolView(lambda keys: {}, lambda: 0.0, longest=4096)
+    await pools.update([worker("a", max_model_len=2**31 - 1), worker("b", max_model_len=2048)])
+    assert pools.max_model_len() == 2048
+    assert {c.worker_id for c in pools.candidates(PROMPT, NORMAL)} == {"a", "b"}
+
+
 async def test_the_block_size_is_the_workers() -> None:
     pools, _ = view()
     assert pools.block_size == 16
     await pools.update([worker("a", block_size=64)])
+    assert pools.block_size == 64
+    await pools.update([worker("a", block_size=16), worker("b", block_size=64), worker("c", block_size=64)])
     assert pools.block_size == 64
     await pools.update([])
     assert pools.block_size == 16
