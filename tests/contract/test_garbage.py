@@ -59,7 +59,7 @@ class Plane:
         self.pools = PoolView(self.mirror.lookup, time.monotonic)
         me = RouterInfo("router-0", 1, "h:1", "h:2", 0.0)
         self.registry = Registry(
-            self.leases, self.pools, WorkerCalls(), self.follower, me, SloCounts(), (), self.redis, POLL_S, 10.0
+            self.leases, self.pools, WorkerCalls(), self.follower, me, SloCounts(), (), self.redis, POLL_S, 5 * POLL_S
         )
         config = Config(index=IndexConfig(renew_s=POLL_S))
         state = State({Role.PREFILL: 0, Role.DECODE: 0}, "baton-x")
