@@ -20,7 +20,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import yaml
 
@@ -31,8 +31,10 @@ if typing.TYPE_CHECKING:
     from collections.abc import Mapping
 
 T = TypeVar("T")
+FloatOrAuto: TypeAlias = float | Literal["auto"]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+MAX_PORT = 65_535
 
 
 def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -63,6 +65,10 @@ class ModelConfig:
     device: str = "auto"
     """auto, cpu or cuda."""
 
+    def __post_init__(self) -> None:
+        _require_one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _require_one_of("model.device", self.device, ("auto", "cpu", "cuda"))
+
 
 ENGINE_COUNTS = ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "num_threads", "tensor_parallel")
 
@@ -79,8 +85,13 @@ class EngineConfig:
     """The same for each token that a step computes."""
     block_size: int = 16
     """Tokens a KV block; a multiple of 16."""
-    kv_cache_gib: float = 2.0
-    """Memory of the KV pool, in GiB; with several ranks, of each of them."""
+    kv_cache_gib: FloatOrAuto = "auto"
+    """Memory of the KV pool, in GiB; with several ranks, of each of them. auto, or 0: of the free memory that weights
+    leave, 85 % on a GPU, half on a machine, which its workers share, but not more than 2 GiB or than the weights take.
+    More than there is is refused."""
+    memory_share: float = 1.0
+    """Of its machine's free memory, or of its GPU, on which a worker may count where `kv_cache_gib` is auto: those that
+    Ray places together share evenly whatever this is."""
     num_blocks: int = 0
     """Blocks of the KV pool; 0: as many as fit into `kv_cache_gib`."""
     max_num_seqs: int = 64
@@ -106,6 +117,10 @@ class EngineConfig:
         _require_at_least_one("engine", self, ENGINE_COUNTS)
         if self.runner == "arithmetic" and self.tensor_parallel > 1:
             raise ConfigError("engine.runner arithmetic has one rank; set engine.tensor_parallel to 1")
+        if self.kv_cache_gib != "auto" and not 0 < self.kv_cache_gib < math.inf:
+            raise ConfigError(f"engine.kv_cache_gib must be auto or more than 0 GiB, got {self.kv_cache_gib}")
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError(f"engine.memory_share must be more than 0 and at most 1, got {self.memory_share}")
         if not self.rank_timeout_s > 0:
             raise ConfigError(f"engine.rank_timeout_s must be more than 0 seconds, got {self.rank_timeout_s}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -328,6 +343,9 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         _require_at_least_one("cluster", self, ("routers",))
+        for name in ("grpc_port", "http_port", "controller_port"):
+            if not 0 <= getattr(self, name) <= MAX_PORT:
+                raise ConfigError(f"cluster.{name} must be a port, 0 to {MAX_PORT}, got {getattr(self, name)}")
         for name in ("drain_timeout_s", "start_timeout_s", "stop_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"cluster.{name} must be more than 0 seconds, got {getattr(self, name)}")
@@ -535,6 +553,11 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
         return _build(typing.cast("type[Any]", kind), value, name + ".")
     if typing.get_origin(kind) is dict:
         return _convert_mapping(kind, value, name)
+    if kind == FloatOrAuto:
+        try:
+            return value if value == "auto" else _convert(float, value, name) or "auto"  # 0 means the same
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("must be", "must be auto or", 1)) from None
     if isinstance(kind, types.GenericAlias):
         if isinstance(value, str):
             return tuple(item for item in (part.strip() for part in value.split(",")) if item)

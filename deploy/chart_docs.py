@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from baton import config as baton_config
-from baton.config import Config
+from baton.config import Config, FloatOrAuto
 
 CHART = Path("helm/baton")
 BEGIN, END = "<!-- values: written by `python -m deploy.chart_docs` -->", "<!-- end of values -->"
@@ -149,6 +149,8 @@ def _type(kind: Any, name: str, source: Source) -> Schema:
         return {"type": "object", "additionalProperties": _section(values, f"{name}.", source, set())}
     if isinstance(kind, types.GenericAlias):
         return {"type": "array", "items": {"type": "string", **_limits(name, source)}}
+    if kind == FloatOrAuto:
+        return {"anyOf": [{"type": "number", "minimum": 0}, {"const": "auto"}]}
     return {"type": NUMBERS[kind], **_limits(name, source)}
 
 

@@ -31,6 +31,7 @@ from baton.config import Config
 from baton.errors import ConfigError
 from baton.rpc import channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
+from deploy import preflight
 from deploy.children import Child
 from deploy.controller import UNJOINED
 from deploy.controller.state import load, why_not
@@ -183,7 +184,12 @@ async def _run(config: Config, console: Console, on_ready: Callable[[Config], ob
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
         state_path = _state_path(config, folder)
         config = _with_sizes(config)
+        if config.cluster.ray_address:
+            await preflight.require_ray(config.cluster.ray_address)
+        await asyncio.to_thread(preflight.require_gpus, config)
         config = await _resolved(config, console)
+        preflight.require_heads(config)
+        config = await asyncio.to_thread(preflight.with_kv_size, config)
         config = _with_redis(config, folder, stack, console)
         what = "the router" if config.cluster.routers == 1 else f"{config.cluster.routers} routers"
         console.print(f"==> Starting {what} on {config.cluster.host}:{config.cluster.grpc_port}", style="dim")

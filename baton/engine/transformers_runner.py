@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.attention import order_for_packing
-from baton.engine.kv_cache import KVCache
+from baton.engine.kv_cache import KVCache, KVSpec
 from baton.engine.ranks import OtherRanks
 from baton.engine.runner import Fence, LayerDone, ignore_layer
 from baton.engine.sampler import sample
 from baton.engine.scheduler import Batch, Part
 from baton.engine.transformers_model import ModelRank, Step, eos_token_ids, load_config, rank_spec
 from baton.errors import ModelLoadError
+from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FULL_LENGTH_SEQUENCES = 64
@@ -31,6 +33,7 @@ class TransformersRunner:
     Raises:
         ModelLoadError: the folder is not a model this engine runs, the KV pool is too small, the ranks do not suit
             model or machine, or the model cannot compute a first step; the message says why.
+        ConfigError: there is no room for the KV pool.
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
@@ -39,7 +42,7 @@ class TransformersRunner:
         spec = rank_spec(config, engine.block_size, _dtype(model.dtype, devices[0], config), len(devices))
         model_len: int = engine.max_model_len or config.max_position_embeddings
         num_blocks = engine.num_blocks or min(
-            int(engine.kv_cache_gib * 2**30 // spec.block_bytes),
+            int(_pool_gib(model, engine, spec, devices) * GIB // spec.block_bytes),
             FULL_LENGTH_SEQUENCES * num_blocks_for(model_len, engine.block_size),
         )
         if num_blocks < 2:
@@ -148,6 +151,18 @@ def _devices(name: str, num_ranks: int) -> list[torch.device]:
     return [torch.device("cuda", rank) for rank in range(num_ranks)]
 
 
+def _pool_gib(model: ModelConfig, engine: EngineConfig, spec: KVSpec, devices: Sequence[torch.device]) -> float:
+    """Of each rank. Raises ConfigError: there is no room for it."""
+    share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
+    weights = weights_bytes(Path(model.path), str(spec.groups[0].dtype).removeprefix("torch.")) // len(devices)
+    if devices[0].type == "cuda":
+        free, total = torch.cuda.mem_get_info(devices[0])
+        room = Room(min(free, int(share * total)), 1, weights, on_gpu=True)
+    else:
+        room = Room(int(share * available_memory()), len(devices), weights + PROCESS_BYTES)
+    return room.pool_gib(engine.kv_cache_gib)
+
+
 def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> None:
     """Raises ModelLoadError: the other ranks' caches do not fit."""
     if not folder.is_dir():
@@ -163,6 +178,4 @@ def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> N
 def _dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
-    if name not in DTYPES:
-        raise ModelLoadError(f"model.dtype must be auto or one of {', '.join(DTYPES)}; got {name!r}")
     return DTYPES[name]

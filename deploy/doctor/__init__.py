@@ -70,7 +70,7 @@ def diagnose(
         checks += guarded("torch", lambda: machine.torch_build(config))
         checks += guarded("links", lambda: machine.links(config, environ))
         checks += guarded("shared memory", lambda: machine.shared_memory(machine.ranks_memory_mib(config)))
-        checks += machine.memory(config.engine.kv_cache_gib * config.engine.tensor_parallel)
+        checks += machine.memory(machine.worker_memory_gib(config))
     return checks
 
 

@@ -16,6 +16,7 @@ import psutil
 
 from baton.config import Config
 from baton.errors import BatonError, ModelLoadError
+from baton.memory import CPU_MOST_GIB, GIB, PROCESS_BYTES, available_memory
 from deploy.doctor.checks import Check, judged, names
 from deploy.models import CATALOGUE, cache_dir
 from deploy.models.folder import check_folder
@@ -61,20 +62,24 @@ def packages(extras: Collection[str]) -> Iterator[Check]:
     )
 
 
-def torch_build(
-    config: Config, num_workers: int = 1, nvidia: Path = Path("/proc/driver/nvidia/version")
-) -> Iterator[Check]:
+def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The version of the kernel's NVIDIA driver, as far as it is told; empty: there is none."""
+    if path.exists() and (version := re.search(r"Kernel Module\D*([\d.]+)", path.read_text())):
+        return version[1]
+    return "of unknown version" if shutil.which("nvidia-smi") else ""
+
+
+def torch_build(config: Config, num_workers: int = 1) -> Iterator[Check]:
     """The build of torch, and whether it sees the GPUs that `model.device` asks for, of all workers on this machine."""
     import torch
 
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Check("torch", "ok", f"{torch.__version__}, {cpus} CPUs")
-    driver = re.search(r"Kernel Module\D*([\d.]+)", nvidia.read_text()) if nvidia.exists() else None
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = names({torch.cuda.get_device_name(number) for number in range(num_gpus)})
     ranks = config.engine.tensor_parallel
     needed = ranks * num_workers if ranks > 1 else 0
-    yield gpu(config.model.device, needed, num_gpus, gpus, torch.version.cuda or "", driver[1] if driver else "")
+    yield gpu(config.model.device, needed, num_gpus, gpus, torch.version.cuda or "", nvidia_driver())
 
 
 def gpu(wanted: str, needed: int, num_gpus: int, gpus: str, cuda: str, driver: str) -> Check:
@@ -260,7 +265,7 @@ def _hub_model(name: str, revision: str, fetch: str) -> Check:
 
 
 def memory(needed_gib: float) -> Iterator[Check]:
-    free = available_memory(Path("/sys/fs/cgroup"), psutil.virtual_memory().available) / 2**30
+    free = available_memory() / GIB
     yield judged(
         "memory",
         free >= needed_gib,
@@ -270,13 +275,10 @@ def memory(needed_gib: float) -> Iterator[Check]:
     )
 
 
-def available_memory(cgroup: Path, machine: int) -> int:
-    """Bytes that this process can still get: the machine's, or less where a container has a limit."""
-    try:
-        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return machine
-    return machine if limit == "max" else min(machine, int(limit) - int(used))
+def worker_memory_gib(config: Config) -> float:
+    """What the processes of a worker's ranks take at least, and the KV that is asked for."""
+    asked = config.engine.kv_cache_gib
+    return config.engine.tensor_parallel * (PROCESS_BYTES / GIB if asked == "auto" else asked)
 
 
 def disk(config: Config) -> Iterator[Check]:
@@ -298,7 +300,8 @@ def ranks_memory_mib(config: Config) -> float:
 
     if config.model.device != "cpu" and torch.cuda.is_available():
         return 0.0
-    return (config.engine.tensor_parallel - 1) * config.engine.kv_cache_gib * 1024
+    asked = config.engine.kv_cache_gib
+    return (config.engine.tensor_parallel - 1) * (CPU_MOST_GIB if asked == "auto" else asked) * 1024
 
 
 def shared_memory(ranks_mib: float = 0.0, path: Path = Path("/dev/shm")) -> Iterator[Check]:

@@ -9,9 +9,10 @@ import secrets
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import psutil
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.client import Client
-from deploy.processes import die_with_parent, module_command
+from deploy.processes import die_with_parent
 
 READY = re.compile(r"BATON READY grpc=(\S+) http=(\S+)")
 FIXED_PORTS = range(10_000, 30_000)
@@ -78,26 +79,20 @@ class Served:
 class Cluster(Served):
     """A running `baton up`."""
 
-    def __init__(
-        self, *args: str, folder: Path | None = None, environment: Mapping[str, str] | None = None, **settings: str
-    ) -> None:
+    def __init__(self, *args: str, **settings: str) -> None:
         """Starts one and waits until it is ready.
 
         Args:
             args: of `baton up`.
-            folder: to start it in; this process's own if None.
-            environment: variables on top of this process's.
             settings: BATON_* environment variables without the prefix, in lower case.
         """
         self._log_file = tempfile.NamedTemporaryFile("w+", prefix="baton-up-", suffix=".log")  # noqa: SIM115
         ports = {"grpc_port": str(free_port()), "http_port": str(free_port())}
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("BATON_") or k == "BATON_CACHE"}
-        environment = inherited | dict(environment or {})
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_") or k == "BATON_CACHE"}
         environment |= {f"BATON_{name.upper()}": value for name, value in (ports | settings).items()}
         self.process = subprocess.Popen(
-            module_command("deploy.cli", "up", *args),
+            [sys.executable, "-P", "-m", "deploy.cli", "up", *args],
             env=environment,
-            cwd=folder,
             stdout=self._log_file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -180,11 +175,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running_cluster(
-    *args: str, folder: Path | None = None, environment: Mapping[str, str] | None = None, **settings: str
-) -> Iterator[Cluster]:
+def running_cluster(*args: str, **settings: str) -> Iterator[Cluster]:
     """A cluster for the length of a block. Leaving it checks that no process is left."""
-    cluster = Cluster(*args, folder=folder, environment=environment, **settings)
+    cluster = Cluster(*args, **settings)
     try:
         yield cluster
         started = cluster.processes()

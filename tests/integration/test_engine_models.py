@@ -24,7 +24,7 @@ from baton.engine.scheduler import Batch, SchedulerLimits
 from baton.engine.sequence import Purpose, Sequence
 from baton.engine.transformers_model import LLAMA_FAMILY, ModelRank, Step, eos_token_ids
 from baton.engine.transformers_runner import TransformersRunner
-from baton.errors import ModelLoadError
+from baton.errors import ConfigError, ModelLoadError
 from baton.messages import SequenceSpec
 from router.text import Tokenizer
 
@@ -315,6 +315,17 @@ def test_the_pool_bounds_the_context_and_memory_bounds_the_pool(tmp_path: Path) 
     assert runner.max_model_len == 512
 
 
+def test_a_pool_that_this_machine_has_no_room_for_is_refused(tmp_path: Path) -> None:
+    save_tiny("llama", {}, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"1 KV pool of 1e\+06 GiB does not fit: .* set engine.kv_cache_gib to auto or"
+    ):
+        make_engine(tmp_path, replace(ENGINE, num_blocks=0, kv_cache_gib=1e6))
+    shared = replace(ENGINE, num_blocks=0, kv_cache_gib="auto", memory_share=1e-6)
+    with pytest.raises(ConfigError, match=r"there is no room for KV: of the 0\.0 GiB that are free"):
+        make_engine(tmp_path, shared)
+
+
 def test_the_first_steps_are_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt and a token were computed before any client comes; a device that cannot compute them is found out."""
     save_tiny("llama", {}, tmp_path)
@@ -338,14 +349,6 @@ def test_the_first_steps_are_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ModelRank, "compute", failing)
     with pytest.raises(ModelLoadError, match="the model cannot compute a first step: CUDA out of memory"):
         make_engine(tmp_path)
-
-
-def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
-    save_tiny("llama", {}, tmp_path)
-    with pytest.raises(
-        ModelLoadError, match=r"model\.dtype must be auto or one of float32, bfloat16, float16; got 'int3'"
-    ):
-        TransformersRunner(ModelConfig(path=str(tmp_path), dtype="int3", device="cpu"), ENGINE)
 
 
 @pytest.mark.parametrize(

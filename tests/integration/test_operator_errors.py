@@ -32,18 +32,26 @@ def refused(result: subprocess.CompletedProcess[str], sentence: str) -> None:
     assert sentence in result.stderr
 
 
+def refused_at_once(result: subprocess.CompletedProcess[str], sentence: str) -> None:
+    """By `baton up`, before it starts anything: Ray alone takes seconds."""
+    refused(result, sentence)
+    said = [line for line in result.stderr.splitlines() if not line.startswith("==> Model ")]
+    assert len(said) == 1, result.stderr
+
+
 def test_a_port_in_use(model_dir: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        refused(baton("up", BATON_GRPC_PORT=port), "set BATON_GRPC_PORT to another port")
-        refused(baton("up", BATON_HTTP_PORT=port), "set BATON_HTTP_PORT to another port")
+        refused_at_once(baton("up", BATON_GRPC_PORT=port), "set BATON_GRPC_PORT to another port")
+        refused_at_once(baton("up", BATON_HTTP_PORT=port), "set BATON_HTTP_PORT to another port")
+    refused_at_once(baton("up", BATON_HTTP_PORT="70000"), "cluster.http_port must be a port, 0 to 65535, got 70000")
 
 
 def test_pool_sizes_that_cannot_serve() -> None:
-    refused(baton("up", "--decode", "0"), "there must be at least 1 decode worker")
-    refused(baton("up", "--prefill", "0", BATON_ROUTER_MODE="split"), "use --prefill 1")
+    refused_at_once(baton("up", "--decode", "0"), "there must be at least 1 decode worker")
+    refused_at_once(baton("up", "--prefill", "0", BATON_ROUTER_MODE="split"), "use --prefill 1")
 
 
 def test_settings_that_do_not_exist(tmp_path: Path) -> None:
@@ -56,7 +64,27 @@ def test_settings_that_do_not_exist(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_exist_or_does_not_run(tmp_path: Path) -> None:
-    refused(baton("up", "--model", str(tmp_path)), str(tmp_path))
+    refused_at_once(baton("up", "--model", str(tmp_path)), str(tmp_path))
+    refused_at_once(baton("up", "--model", str(tmp_path / "none")), "does not exist")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"engine_kv_cache_gib": "5000"}, "2 KV pools of 5,000 GiB do not fit: "),
+        ({"model_device": "cuda"}, "model.device is cuda, and of GPUs there are none"),
+        ({"model_dtype": "fp16"}, "model.dtype must be one of auto, float32, bfloat16, float16; got 'fp16'"),
+        ({"engine_tensor_parallel": "4"}, "engine.tensor_parallel is 4, which does not divide the 9 heads of smollm2"),
+    ],
+)
+def test_what_this_machine_or_the_model_cannot_do(settings: dict[str, str], sentence: str, model_dir: Path) -> None:
+    given = {f"BATON_{name.upper()}": value for name, value in settings.items()}
+    refused_at_once(baton("up", CUDA_VISIBLE_DEVICES="", **given), sentence)
+
+
+def test_an_address_where_no_ray_answers() -> None:
+    refused_at_once(baton("up", "--ray-address", "127.0.0.1:1"), "no Ray answers at 127.0.0.1:1")
+    refused_at_once(baton("up", "--ray-address", "auto"), "cluster.ray_address: 'auto' is not host:port")
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["status"]])

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integration.cluster import running_cluster
 
-FULL = {"RAY_memory_usage_threshold": "0"}
-"""To Ray's memory monitor the machine is full: it would kill worker after worker."""
 
-
-def test_a_folder_of_modules_and_a_full_machine_harm_no_cluster(model_dir: Path, tmp_path: Path) -> None:
+def test_a_folder_of_modules_and_a_full_machine_harm_no_cluster(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To Ray's memory monitor every machine is full here: where it runs, it kills worker after worker."""
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0")
+    monkeypatch.chdir(tmp_path)
     for name in ("baton", "deploy", "json", "kvstore", "ray", "router", "socket"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('this is my own {name}.py')")
-    with running_cluster("--prefill", "0", folder=tmp_path, environment=FULL, engine_runner="arithmetic") as cluster:
+    with running_cluster("--prefill", "0", engine_runner="arithmetic") as cluster:
         answer = cluster.generate(token_ids=[1, 2, 3], sampling={"max_tokens": 4})
         assert len(answer.token_ids) == 4
         assert "my own" not in cluster.log

@@ -34,14 +34,16 @@ def from_yaml(folder: Path, text: str, **environ: str) -> Config:
 
 
 def another(name: str, value: Any) -> Any:
-    """A valid value of the same type that differs from a setting's default."""
+    """A valid value that differs from a setting's default; of the same type, unless that is `auto` for a number."""
     match value:
         case bool():
             return not value
         case float() if name in ("target_utilisation", "goodput_target"):  # shares
             return value / 2
-        case str() if name == "wire_dtype":
-            return "int8"
+        case str() if name in ("wire_dtype", "dtype", "device", "kv_cache_gib"):
+            return {"wire_dtype": "int8", "dtype": "bfloat16", "device": "cuda", "kv_cache_gib": 3.5}[name]
+        case float() if name == "memory_share":
+            return 0.5
         case float() | int() if name == "ping_s":  # must not exceed others
             return value + 1
         case str():
@@ -97,7 +99,7 @@ def test_every_setting_can_come_from_the_environment_and_from_a_file(section: st
     assert from_environment == from_file
     got = getattr(getattr(from_file, section), name)
     assert got == wanted
-    assert type(got) is type(default)
+    assert type(got) is type(wanted)
     assert Config.from_json(from_file.to_json()) == from_file
 
 
@@ -136,7 +138,13 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
         ("engine: {block_size: }", "engine.block_size must be of type int, got None"),
         ("engine: {block_size: [16]}", r"engine.block_size must be of type int, got \[16\]"),
         ("engine: {num_blocks: .inf}", "engine.num_blocks must be of type int, got inf"),
-        ("engine: {kv_cache_gib: big}", "engine.kv_cache_gib must be of type float, got 'big'"),
+        ("engine: {kv_cache_gib: big}", "engine.kv_cache_gib must be auto or of type float, got 'big'"),
+        ("engine: {kv_cache_gib: -1}", "engine.kv_cache_gib must be auto or more than 0 GiB, got -1.0"),
+        ("engine: {kv_cache_gib: .inf}", "engine.kv_cache_gib must be auto or more than 0 GiB, got inf"),
+        ("engine: {memory_share: 1.5}", "engine.memory_share must be more than 0 and at most 1, got 1.5"),
+        ("model: {dtype: fp16}", "model.dtype must be one of auto, float32, bfloat16, float16; got 'fp16'"),
+        ("model: {device: gpu}", "model.device must be one of auto, cpu, cuda; got 'gpu'"),
+        ("cluster: {http_port: 70000}", "cluster.http_port must be a port, 0 to 65535, got 70000"),
         ("model: {id: [a, b]}", r"model.id must be of type str, got \['a', 'b'\]"),
         ("model: {id: }", "model.id must be of type str, got None"),
         ("transfer: {links: 5}", "transfer.links must be a list, got 5"),

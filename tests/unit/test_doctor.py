@@ -114,14 +114,19 @@ def test_rdma_devices_have_to_be_active_open_and_lockable(tmp_path: Path) -> Non
     assert "NCCL_IB_DISABLE=1" in look(is_disabled=True).found
 
 
-def test_a_containers_limit_is_what_memory_there_is(tmp_path: Path) -> None:
-    assert machine.available_memory(tmp_path, 1000) == 1000
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("300\n")
-    assert machine.available_memory(tmp_path, 1000) == 1000
-    (tmp_path / "memory.max").write_text("700\n")
-    assert machine.available_memory(tmp_path, 1000) == 400
-    assert machine.available_memory(tmp_path, 100) == 100
+def test_a_worker_wants_the_memory_that_it_is_told_to_take() -> None:
+    three = EngineConfig(tensor_parallel=3, kv_cache_gib=1.5)
+    assert machine.worker_memory_gib(Config(engine=three)) == 4.5
+    assert machine.worker_memory_gib(Config()) == 0.75
+
+
+def test_a_driver_is_known_by_the_kernels_word_or_by_its_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.nvidia_driver(tmp_path / "version") == ""
+    (tmp_path / "nvidia-smi").touch(0o755)
+    assert machine.nvidia_driver(tmp_path / "version") == "of unknown version"
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\n")
+    assert machine.nvidia_driver(tmp_path / "version") == "550.54.15"
 
 
 def test_open_files_suffice_for_the_clients() -> None:

@@ -1,0 +1,166 @@
+"""How much memory there is, and how much of it KV pools may take.
+
+    free ── what other processes are about to take ──┐
+         ── for each pool: weights, what its process needs ── the rest: `auto` takes a share, more than it is refused
+
+Nothing here imports torch: `baton up` asks before it starts anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from baton.config import FloatOrAuto
+from baton.errors import ConfigError
+
+GIB = 2**30
+GPU_SHARE = 0.85
+"""Of what the weights leave of a GPU: the rest is for a step's activations, staging slots and what NCCL takes."""
+CPU_SHARE = 0.5
+"""Of what the weights leave of a machine, which has other things to do; as many workers again have room."""
+CPU_MOST_GIB = 2.0
+"""A pool that is chosen for a CPU is no larger than this, or than the weights if they are: a CPU takes minutes to fill
+it, and all of it is taken at once."""
+FITS = 0.95
+"""A pool may have so much of what is left: what else takes memory is only estimated."""
+ADVISED = 0.9
+"""What a refusal names: less than `FITS`, so that it still fits a moment later."""
+PROCESS_BYTES = 3 * GIB // 4
+"""What the process of a rank takes on a CPU besides weights and pool: torch, transformers, activations, slots."""
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory in which the KV pools of a few ranks are to be: a machine's, or one GPU's. All sizes are in bytes."""
+
+    free: int
+    num_pools: int
+    needed: int
+    """By each rank besides its pool: its weights and what its process takes."""
+    others: int = 0
+    """By processes that are about to start."""
+    on_gpu: bool = False
+
+    def pool_gib(self, asked: FloatOrAuto) -> float:
+        """The size of each pool in GiB: the one asked for, or a share of the room.
+
+        Raises:
+            ConfigError: there is no room for it; the message says how much there would be.
+        """
+        left_gib = ((self.free - self.others) / self.num_pools - self.needed) / GIB
+        if left_gib <= 0:
+            raise ConfigError(
+                f"there is no room for KV: of the {self.free / GIB:.1f} GiB that are free, weights and processes of "
+                f"{_pools(self.num_pools, 'rank')} want {(self.needed * self.num_pools + self.others) / GIB:.1f}; take "
+                "a smaller model, a narrower model.dtype or fewer workers"
+            )
+        if asked == "auto":
+            if self.on_gpu:
+                return GPU_SHARE * left_gib
+            return min(CPU_SHARE * left_gib, max(CPU_MOST_GIB, self.needed / GIB))
+        if asked > FITS * left_gib:
+            wanted = f"{_pools(self.num_pools, 'KV pool')} of {asked:,.4g} GiB"
+            most = math.floor(ADVISED * left_gib * 100) / 100
+            raise ConfigError(
+                f"{wanted} {'do' if self.num_pools > 1 else 'does'} not fit: {self.free / GIB:.1f} GiB are free, of "
+                f"which the model and its processes leave {left_gib * self.num_pools:.1f}; set engine.kv_cache_gib to "
+                f"auto or at most {most:g}"
+            )
+        return asked
+
+
+def _pools(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def weights_bytes(folder: Path, dtype: str = "") -> int:
+    """What the weights of a model's folder take in memory.
+
+    Args:
+        dtype: float32, bfloat16 or float16, in which they are loaded; empty: as they are stored.
+    """
+    return sum(_file_bytes(path, SIZES.get(dtype)) for path in _weights_files(folder))
+
+
+def _weights_files(folder: Path) -> list[Path]:
+    """Those that are loaded: there may be the same weights in other files beside them."""
+    try:
+        named = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        whole = folder / "model.safetensors"
+        return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    return [path for name in sorted(set(named)) if (path := folder / name).is_file()]
+
+
+def _file_bytes(path: Path, itemsize: int | None) -> int:
+    """Of the tensors that a safetensors file's header lists. A file that has no such header is as large as it is."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            size = path.stat().st_size
+            header = json.loads(file.read(min(length, size)))
+        tensors = [value for name, value in header.items() if name != "__metadata__"]
+        if itemsize is None:
+            return sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in tensors)
+        return sum(math.prod(tensor["shape"]) * itemsize for tensor in tensors)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return path.stat().st_size
+
+
+def available_memory(
+    machine: int | None = None,
+    cgroups: Path = Path("/sys/fs/cgroup"),
+    own: Path = Path("/proc/self/cgroup"),
+) -> int:
+    """Bytes that this process can still get: the machine's, or less where one of its cgroups has a limit.
+
+    What a cgroup keeps of files counts as free, for the kernel takes it back when memory is wanted.
+
+    Args:
+        machine: what the machine has left; None: as it says.
+        cgroups: where they are mounted.
+        own: the kernel's list of those that this process is in.
+    """
+    free = psutil.virtual_memory().available if machine is None else machine
+    return min([free, *_cgroups_free(cgroups, own)])
+
+
+def _cgroups_free(cgroups: Path, own: Path) -> list[int]:
+    """What the limit of each leaves, v2 and v1: in a container the one it is in is mounted as the root."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        lines = []
+    found = []
+    v2, v1 = [cgroups], [cgroups / "memory"]
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        if not controllers:
+            v2 += _with_parents(cgroups, path)
+        elif "memory" in controllers.split(","):
+            v1 += _with_parents(cgroups / "memory", path)
+    for folders, limit, used, prefix in (
+        (v2, "memory.max", "memory.current", ""),
+        (v1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        for folder in dict.fromkeys(folders):
+            try:
+                most = (folder / limit).read_text().strip()
+                files = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                kept = sum(int(files.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
+                if most != "max":
+                    found.append(max(0, int(most) - int((folder / used).read_text()) + kept))
+            except (OSError, ValueError):
+                continue
+    return found
+
+
+def _with_parents(root: Path, path: str) -> list[Path]:
+    folder = root / path.lstrip("/")
+    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]

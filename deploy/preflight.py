@@ -1,0 +1,149 @@
+"""What `baton up` looks at before it starts anything: can what is configured run here?
+
+    Ray cluster to join ── does one answer?        GPUs ── are those asked for there?
+    model's heads ── do the ranks divide them?     memory ── what each worker's KV pool may have
+
+All of it takes a second, for torch and Ray, whose imports alone take longer, have no part in it. Of a Ray cluster that
+is joined nothing is known of the workers' machines. Workers look at their own in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from baton.config import Config
+from baton.errors import ConfigError
+from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
+from baton.rpc import channel
+from deploy.doctor import machine
+
+ANSWER_S = 3.0
+RAY_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+"""Every Ray head has it; what it answers does not matter."""
+SERVICES_BYTES = GIB
+"""What Ray, Redis, the controller and the routers are about to take."""
+
+
+async def require_ray(address: str) -> None:
+    """Raises ConfigError: no head of a Ray cluster answers there."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"cluster.ray_address: {address!r} is not host:port")
+    async with channel(address) as head:
+        try:
+            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = head.unary_unary(RAY_METHOD)
+            await call(b"", timeout=ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            strangers = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
+            if error.code() in strangers:
+                raise ConfigError(
+                    f"no Ray answers at {address} (cluster.ray_address, --ray-address); start one with `ray start "
+                    "--head`, or leave the address out: `baton up` then starts its own"
+                ) from None
+
+
+def require_gpus(config: Config) -> None:
+    """Raises ConfigError: the GPUs that `model.device` and `engine.tensor_parallel` ask for are not on this machine."""
+    gpus = visible_gpus(os.environ) if _is_here(config) else None
+    if gpus is None:
+        return
+    ranks = config.engine.tensor_parallel
+    needed = ranks * _num_workers(config) if ranks > 1 else 0
+    check = machine.gpu(config.model.device, needed, len(gpus), "GPU", _torch_cuda(), machine.nvidia_driver())
+    if check.state == "fail":
+        raise ConfigError(f"model.device is {config.model.device}, and of GPUs there are {check.found}; {check.mend}")
+
+
+def require_heads(config: Config) -> None:
+    """Raises ConfigError: the ranks of a worker cannot share the model's heads. What the folder leaves out is not known
+    here."""
+    ranks = config.engine.tensor_parallel
+    if ranks == 1 or config.engine.runner != "transformers":
+        return
+    said: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        said = json.loads((Path(config.model.path) / "config.json").read_text())
+    for name, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
+        if isinstance(number := said.get(name), int) and number % ranks:
+            raise ConfigError(
+                f"engine.tensor_parallel is {ranks}, which does not divide the {number} {what} of "
+                f"{config.model.served_name}"
+            )
+
+
+def with_kv_size(config: Config) -> Config:
+    """The configuration with the size of each KV pool where workers compute on this machine's CPUs.
+
+    One size for all, from before any of them has taken its own. On GPUs each worker finds it by itself.
+
+    Raises:
+        ConfigError: there is no room for pools of the size asked for.
+    """
+    engine, model = config.engine, config.model
+    if engine.num_blocks or not _is_here(config):
+        return config
+    ranks = engine.tensor_parallel
+    num_pools = ranks * _num_workers(config)
+    gpus = [] if model.device == "cpu" else visible_gpus(os.environ)
+    if gpus is None or gpus:
+        if gpus and engine.kv_cache_gib != "auto":
+            weights = weights_bytes(Path(model.path), model.dtype) // ranks
+            free = int(min(gpus) * min(1.0, len(gpus) / num_pools))
+            Room(free, 1, weights, on_gpu=True).pool_gib(engine.kv_cache_gib)
+        return config
+    weights = weights_bytes(Path(model.path), "float32" if model.dtype == "auto" else model.dtype) // ranks
+    room = Room(available_memory(), num_pools, weights + PROCESS_BYTES, SERVICES_BYTES)
+    return replace(config, engine=replace(engine, kv_cache_gib=room.pool_gib(engine.kv_cache_gib)))
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[int] | None:
+    """Bytes that are free on each GPU that torch would see; None: that cannot be told without it."""
+    if not _torch_cuda() or not machine.nvidia_driver():
+        return []
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return []
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=ANSWER_S,
+        ).stdout
+        free = [int(line) * 2**20 for line in told.splitlines()]
+        return free if visible is None else [free[int(number)] for number in visible.split(",")]
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def _torch_cuda() -> str:
+    """The version of CUDA that torch is built for; empty: it is a CPU build, or not there."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return ""
+    text = Path(found.origin).with_name("version.py").read_text()
+    version = re.search(r"^cuda\b.*=\s*'([^']+)'", text, re.MULTILINE)
+    return version[1] if version else ""
+
+
+def _is_here(config: Config) -> bool:
+    """Whether workers load a model, and do so on this machine."""
+    return config.engine.runner == "transformers" and not config.cluster.ray_address
+
+
+def _num_workers(config: Config) -> int:
+    """As many as there may come to be."""
+    most = config.autoscale.max_workers if config.autoscale.enabled else 0
+    return max(config.cluster.prefill + config.cluster.decode, most)
