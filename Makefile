@@ -4,6 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on
 STAMP := $(VENV)/.installed
+TORCH := 2.13.0
+# Asked beside pip's own indexes where there is no NVIDIA driver: PyPI has only the build that brings CUDA, gigabytes of it.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# What tells that there is a driver. `make install NVIDIA=` takes the CPU build in any case.
+NVIDIA ?= $(shell command -v nvidia-smi || ls /proc/driver/nvidia/version 2>/dev/null)
 FAST_TESTS := tests/unit tests/contract
 # What these hold against the clock, others beside them would hold up: they run by themselves.
 ALONE := $(addprefix tests/integration/, test_admission.py test_cancel_latency.py test_goodput.py test_overload.py \
@@ -33,11 +38,19 @@ export OMP_NUM_THREADS ?= 1
 
 install: $(STAMP)
 
-# torch first and alone: on a CPU machine its CPU build, where any other package would pull the CUDA one.
+# torch first and alone: whichever build is there, what is installed later keeps it. Where the CPU build cannot be had,
+# as its index is out of reach, that costs seconds; the other one does the same. Beside a driver the CPU build is not
+# wanted, although its version counts as the higher one.
+ifeq ($(NVIDIA),)
+INSTALL_TORCH = $(PIP) --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU_INDEX) torch==$(TORCH)+cpu 2>/dev/null
+else
+INSTALL_TORCH = $(PIP) 'torch==$(TORCH),!=$(TORCH)+cpu'
+endif
 $(STAMP): pyproject.toml
 	@echo "==> Setting up $(VENV): a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "==> 1 of 2: torch";            $(PIP) torch==2.13.0
+	@echo "==> 1 of 2: torch, $(if $(NVIDIA),for GPUs,the CPU build: there is no NVIDIA driver)"
+	@$(INSTALL_TORCH) || (echo "    not to be had; taking the build that pip finds"; $(PIP) torch==$(TORCH))
 	@echo "==> 2 of 2: everything else";  $(PIP) -e '.[worker,local,dev]'
 	@touch $(STAMP)
 
