@@ -90,8 +90,8 @@ class EngineConfig:
     leave, 85 % on a GPU, half on a machine, which its workers share, but not more than 2 GiB or than the weights take.
     More than there is is refused."""
     memory_share: float = 1.0
-    """Of its machine's free memory, or of its GPU, on which a worker may count where `kv_cache_gib` is auto: those that
-    Ray places together share evenly whatever this is."""
+    """Of the free memory of its machine or of its GPU: on so much a worker counts where `kv_cache_gib` is auto. For
+    what else is there; the workers of one Ray node share evenly by themselves."""
     num_blocks: int = 0
     """Blocks of the KV pool; 0: as many as fit into `kv_cache_gib`."""
     max_num_seqs: int = 64

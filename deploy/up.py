@@ -189,7 +189,7 @@ async def _run(config: Config, console: Console, on_ready: Callable[[Config], ob
         await asyncio.to_thread(preflight.require_gpus, config)
         config = await _resolved(config, console)
         preflight.require_heads(config)
-        config = await asyncio.to_thread(preflight.with_kv_size, config)
+        config = await asyncio.to_thread(_sized, config, console)
         config = _with_redis(config, folder, stack, console)
         what = "the router" if config.cluster.routers == 1 else f"{config.cluster.routers} routers"
         console.print(f"==> Starting {what} on {config.cluster.host}:{config.cluster.grpc_port}", style="dim")
@@ -285,6 +285,14 @@ async def _resolved(config: Config, console: Console) -> Config:
     if config.router.cache_secret:
         return config
     return dataclasses.replace(config, router=dataclasses.replace(config.router, cache_secret=secrets.token_hex(32)))
+
+
+def _sized(config: Config, console: Console) -> Config:
+    """The configuration with the size of the KV pools, as far as it can be told here."""
+    sized = preflight.with_kv_size(config)
+    if sized != config:
+        console.print(f"==> {sized.engine.kv_cache_gib:.3g} GiB for each KV pool", style="dim")
+    return sized
 
 
 def _with_redis(config: Config, folder: Path, stack: contextlib.AsyncExitStack, console: Console) -> Config:

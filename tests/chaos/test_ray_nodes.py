@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from baton.cluster import Role
+from baton.config import Config
 from deploy.actors import POOL_LABEL
 from deploy.controller.ray_actors import ANSWER_S
 from deploy.processes import die_with_parent
@@ -177,6 +178,7 @@ def test_pools_keep_to_their_own_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
             before = cluster.wait_for(has(1, 1))
             own_places = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
             assert places(before) == own_places
+            assert {w["id"]: memory_share(w["pid"]) for w in before["workers"]} == {"prefill-0": 1.0, "decode-0": 0.5}
             cluster.client.scale("prefill", 2)
             cluster.wait_for(lambda _: "prefill-1 waits" in cluster.log)  # with room on the other pool's node
             cluster.client.scale("prefill", 1)
@@ -190,6 +192,10 @@ def test_pools_keep_to_their_own_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
             serves(cluster)
     finally:
         nodes.close()
+
+
+def memory_share(pid: int) -> float:
+    return Config.from_json(psutil.Process(pid).environ()["BATON_CONFIG_JSON"]).engine.memory_share
 
 
 def _is_worker(process: psutil.Process) -> bool:
