@@ -259,6 +259,7 @@ async def hand_over(
     assert (arrival.num_tokens, arrival.first_token) == (num_tokens, 1234)
     assert await decode.receiver.release(ticket) == tuple(target)
     assert same_blocks(prefill.cache, source, decode.cache, target)
+    decode.receiver.check()
     return handed_over
 
 
