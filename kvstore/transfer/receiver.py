@@ -424,8 +424,9 @@ class KvReceiver:
         link = next((kind for kind in kinds if kind != "shm" or hello.host_id == host_id()), None)
         if link is None:
             raise TransferRefused(
-                f"worker {hello.worker_id} offers the links {', '.join(hello.links) or 'none'}, "
-                f"worker {self.worker_id} can use {', '.join(self._links) or 'none'}"
+                f"worker {hello.worker_id} offers the links {', '.join(hello.links) or 'none'}"
+                f"{', and is on another host; ' if kinds else ', '}"
+                f"worker {self.worker_id} can use {', '.join(self._links)}"
             )
         cache = self._caches[hello.peer_rank]
         place = (self._config, self._host, cache.device, self._staging.pool(link, cache.device))

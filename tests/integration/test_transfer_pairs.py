@@ -104,6 +104,21 @@ async def test_a_link_that_only_the_receiver_cannot_open_gives_way_to_the_next_k
         assert same_blocks(prefill.cache, range(40), decode.cache, range(40))
 
 
+@pytest.mark.parametrize("links", [("shm", "tcp"), ("shm",)])
+async def test_memory_is_shared_on_one_host_only(links: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between hosts no pair waits for a link that cannot be."""
+    monkeypatch.setattr("kvstore.transfer.sender.host_id", lambda: "another host")
+    config = dataclasses.replace(CONFIG, links=links)
+    async with decode_side(config) as decode, prefill_side(config) as prefill:
+        failure = await hand_over(prefill, decode, "t")
+        if "tcp" in links:
+            assert failure == ""
+            assert {pair.link_kind for pair in prefill.sender._pairs._alive} == {"tcp"}
+            assert decode.num_pairs_ever == 1, "and none was tried before"
+        else:
+            assert "offers the links shm, and is on another host; worker decode-0 can use shm" in failure
+
+
 async def test_a_sender_that_is_still_talking_hears_why_its_session_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a client writes to a stream that the server has ended, gRPC tells it INTERNAL, and nothing else."""
 
