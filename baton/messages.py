@@ -50,6 +50,11 @@ class SequenceSpec:
     def sequence_id(self) -> str:
         return f"{self.request_id}/{self.choice_index}/{self.attempt}"
 
+    @property
+    def is_continued(self) -> bool:
+        """Whether the client has some of the answer already, from another worker."""
+        return len(self.token_ids) > self.num_prompt_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:

@@ -41,13 +41,13 @@ class PrefillService:
         spec, ticket, source = request.sequence, request.ticket, request.source
         if ticket and ticket.num_tokens != len(spec.token_ids):
             raise TransferRefused(f"the ticket is for {ticket.num_tokens} tokens, the prompt has {len(spec.token_ids)}")
-        if self._is_draining() and len(spec.token_ids) == spec.num_prompt_tokens:
+        if self._is_draining() and not spec.is_continued:
             raise WorkerDraining(f"{self._worker_id} takes no new work")
         labels: tracing.Attributes = {"baton.worker": self._worker_id}
         arrived_s = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
             transfer = await stack.enter_async_context(self._kv.sender.transfer(ticket)) if ticket else None
-            await self._kv.sender.wait_for_room(self._loop.max_waiting)
+            await self._kv.sender.wait_for_room(self._loop.max_waiting(spec))
             began_s = time.monotonic()
             num_pulled = await self._kv.fetch_prefix(spec, source, arrived_s, trace) if source else 0
             pull_s = time.monotonic() - began_s if num_pulled else 0.0

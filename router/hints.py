@@ -41,8 +41,7 @@ class HintBook:
         """Must be called before the mirror that placement looked into has changed."""
         # The last token is computed whatever is cached. Of an answer that goes on elsewhere nothing is noted: workers
         # report what they found of the prompt alone, but all that they pulled.
-        is_continued = len(spec.token_ids) > spec.num_prompt_tokens
-        num_tokens = 0 if is_continued else min(num_believed_tokens, spec.num_prompt_tokens - 1)
+        num_tokens = 0 if spec.is_continued else min(num_believed_tokens, spec.num_prompt_tokens - 1)
         info = worker.info
         keys = prompt.block_keys[: num_tokens // info.block_size]
         return Hint(info.id, info.block_size, keys, self._mirror.position(info.id), num_believed_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
@@ -45,7 +46,7 @@ class EngineLoop:
     ) -> None:
         self.engine = engine
         self.self_check = "ok"
-        self.max_waiting = max_waiting
+        self._max_waiting = max_waiting
         self._on_block_events = on_block_events
         self._on_idle = on_idle
         self._outputs: dict[Sequence, asyncio.Queue[Output | BatonError]] = {}
@@ -87,6 +88,11 @@ class EngineLoop:
                         self._tell(part.sequence, part.end, self._num_layers, None)
                     self._deliver(outputs)
 
+    def max_waiting(self, spec: SequenceSpec) -> float:
+        """How many may wait already when this one comes. An answer that goes on was let in when it began: refusing it
+        would end a stream."""
+        return math.inf if spec.is_continued else self._max_waiting
+
     @contextlib.asynccontextmanager
     async def sequence(
         self, spec: SequenceSpec, purpose: Purpose, arrived_s: float | None = None
@@ -97,10 +103,10 @@ class EngineLoop:
             arrived_s: when its request came, on the monotonic clock, if that was not just now: its place in the queue.
 
         Raises:
-            Overloaded: too many sequences wait already.
+            Overloaded: too many sequences wait already; see `max_waiting`.
             InvalidRequest: see `Engine.add`.
         """
-        if len(self.engine.scheduler.waiting) >= self.max_waiting:
+        if len(self.engine.scheduler.waiting) >= self.max_waiting(spec):
             raise Overloaded("the worker's queue is full; try again later")
         sequence = self.engine.add(spec, purpose, time.monotonic() if arrived_s is None else arrived_s)
         self._was_idle = False

@@ -100,7 +100,7 @@ class KvSender:
         """Computed, and not gathered yet."""
         return sum(part.outbound.unsent_bytes for part in self._live if part.outbound)
 
-    async def wait_for_room(self, max_waiting: int) -> None:
+    async def wait_for_room(self, max_waiting: float) -> None:
         """Returns once less KV than `max_unsent_mib` is computed and not sent: blocks that wait fill the cache.
 
         Raises:

@@ -466,7 +466,7 @@ async def test_a_slow_reader_gets_what_is_ready_in_order() -> None:
         assert reasons == [None] * 19 + [FinishReason.LENGTH]
 
 
-async def test_beyond_max_waiting_it_refuses() -> None:
+async def test_beyond_max_waiting_it_refuses_whoever_has_no_token_yet() -> None:
     loop = EngineLoop(make_engine(), 2)  # not running: everybody waits
     async with (
         loop.sequence(make_spec([1], name="a"), Purpose.GENERATE),
@@ -476,6 +476,9 @@ async def test_beyond_max_waiting_it_refuses() -> None:
             async with loop.sequence(make_spec([1], name="c"), Purpose.GENERATE):
                 pass
         assert len(loop.engine.scheduler.waiting) == 2
+        # Its worker has died: a refusal would end a stream.
+        async with loop.sequence(make_spec([1, 2], name="d", num_prompt_tokens=1), Purpose.GENERATE):
+            assert len(loop.engine.scheduler.waiting) == 3
     async with loop.sequence(make_spec([1], name="c"), Purpose.GENERATE):
         pass
     assert is_empty(loop.engine)
