@@ -376,6 +376,28 @@ async def test_a_choice_moves_to_nobody_without_room(
     assert decode.sequence.token_ids == prefill.sequence.token_ids == (*SPEC.token_ids, 4)
 
 
+async def test_tokens_come_on_while_the_next_worker_pulls_their_kv() -> None:
+    pulled = asyncio.Event()
+    workers = ToldWorkers(
+        decode=[
+            [NewTokens((4,), None), Migrate(), NewTokens((8,), None)],
+            [ticket, NewTokens((7,), FinishReason.LENGTH)],
+        ],
+        fetch=[[pulled, Fetched(NUM_PROMPT)]],
+        prefill=[[FirstToken(6, None, 0, 0.0, 0.0), HandedOver(10, 1, 0.0, 0.0)]],
+    )
+    async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
+        answer = bench.tokens(spec=LONG)
+        assert [await anext(answer), await anext(answer)] == [4, 8]
+        rest = asyncio.ensure_future(collected(answer))
+        await until(lambda: FetchRequest in workers.kinds)
+        assert workers.kinds == [DecodeRequest, FetchRequest]
+        pulled.set()
+        assert await rest == [6, 7]
+        assert 'baton_migrations_total{pulled="true"} 1.0' in bench.instruments.exposition().decode()
+    assert workers.requests[-1].sequence.token_ids == (*SPEC.token_ids, 4, 8)
+
+
 async def test_a_choice_does_not_move_when_its_worker_has_stayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """There was no room elsewhere until its lease said for some seconds that it serves as before."""
     monkeypatch.setattr("router.dispatch.MOVE_RETRY_S", 0.01)
