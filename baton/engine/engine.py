@@ -89,11 +89,17 @@ class Engine:
         """Queues a sequence.
 
         Raises:
-            InvalidRequest: it cannot fit.
+            InvalidRequest: it cannot fit, or has a token id that the model has no embedding for.
         """
         if not 0 < len(spec.token_ids) < self.runner.max_model_len:
             raise InvalidRequest(
                 f"{len(spec.token_ids)} tokens do not fit; this worker takes 1 to {self.runner.max_model_len - 1}"
+            )
+        # In the step it would be an error of the whole batch, on a GPU of the whole process.
+        if max(spec.token_ids) >= self.runner.vocab_size or min(spec.token_ids) < 0:
+            bad = next(token for token in spec.token_ids if not 0 <= token < self.runner.vocab_size)
+            raise InvalidRequest(
+                f"token id {bad} is none of the model's, whose embedding has rows 0 to {self.runner.vocab_size - 1}"
             )
         sequence = Sequence(spec, purpose, now)
         self._sequences.add(sequence)

@@ -27,6 +27,8 @@ class Runner(Protocol):
     """Rank 0's, which the engine's own process computes with; the others' are of the same shape."""
     max_model_len: int
     """Longest sequence the model and the cache can hold, in tokens."""
+    vocab_size: int
+    """Rows of the embedding: a token id is less."""
     eos_token_ids: frozenset[int]
 
     @property

@@ -7,16 +7,16 @@ of its heads only. All ranks compute the same steps in the same order.
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from baton.config import EngineConfig, ModelConfig
@@ -25,7 +25,9 @@ from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.engine.runner import LayerDone
 from baton.engine.scheduler import Part
 from baton.errors import ModelLoadError
+from baton.model_files import require_runnable
 
+logger = logging.getLogger(__name__)
 LLAMA_FAMILY = (
     "cohere", "ernie4_5", "gemma", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi3", "qwen2", "qwen3",
     "qwen3_moe", "smollm3", "starcoder2",
@@ -34,6 +36,9 @@ LLAMA_FAMILY = (
 KEYS = "layers.*.self_attn.k_proj"
 """In a plan: how the projection to keys is split."""
 BY_HEAD = "colwise"
+ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+NUM_NAMED = 3
+"""Of tensors that a message is about, so many are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class ModelRank:
     Where there are several ranks, this process's default process group is theirs.
 
     Raises:
-        ModelLoadError: the weights cannot be loaded.
+        ModelLoadError: the weights cannot be loaded, or the checkpoint lacks some of the model's.
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, cache: KVCache) -> None:
@@ -61,15 +66,18 @@ class ModelRank:
         if engine.tensor_parallel > 1:
             split["distributed_config"] = DistributedConfig(tp_size=engine.tensor_parallel, tp_plan="auto")
         try:
-            self.model = AutoModelForCausalLM.from_pretrained(
+            self.model, report = AutoModelForCausalLM.from_pretrained(
                 model.path,
                 dtype=cache.spec.groups[0].dtype,
                 attn_implementation=ATTENTION_NAME,
                 local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report, by name
                 **split,
             )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ModelLoadError(f"cannot load the weights in {model.path}: {error}") from error
+        except Exception as error:  # the library raises no narrower class
+            raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
+        _require_complete(model.path, type(self.model).__name__, report)
         self.model.to(cache.device).eval()
         self.cache = cache
 
@@ -94,18 +102,62 @@ class ModelRank:
         return logits
 
 
+def in_one_line(error: Exception) -> str:
+    """What a library's error says, with its class: the text of some, such as KeyError, means nothing alone."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def load_config(path: str) -> Any:
     """Raises ModelLoadError: the folder does not hold a model that runs here."""
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} is not a model folder that transformers can read: {error}") from error
+    except Exception as error:  # the library raises no narrower class
+        raise ModelLoadError(
+            f"{path} is not a model folder that transformers can read: {in_one_line(error)}"
+        ) from error
     if config.model_type not in LLAMA_FAMILY:
         raise ModelLoadError(
             f"{path} holds a model of type {config.model_type!r}, which this version does not run; "
             f"it runs {', '.join(LLAMA_FAMILY)}"
         )
+    require_runnable(Path(path))
     return config
+
+
+def longest_sequence(config: Any, asked: int) -> int:
+    """How many tokens a sequence may have: `asked`, or what the model says where that is 0, as far as it is computed.
+
+    transformers chooses the frequencies of `longrope` (Ding et al., 2024) and `dynamic` once a forward pass, by the
+    highest position in it. Ours holds many sequences, and K that is in the cache stays as it was rotated. So sequences
+    are only as long as none of them calls for other frequencies: `longrope` has its short factors then, `dynamic` is
+    plain RoPE.
+
+    Raises:
+        ModelLoadError: the frequencies of this kind, or of sequences so long, are not known here.
+    """
+    rope = config.rope_parameters
+    if config.nested_rope_parameter_keys(rope):
+        raise ModelLoadError(
+            f"config.json has RoPE by type of layer, which models of type {config.model_type!r} do not have"
+        )
+    kind = rope["rope_type"]
+    if kind not in ROPE_KINDS:
+        raise ModelLoadError(f"RoPE of type {kind!r} is not known; known are {', '.join(ROPE_KINDS)}")
+    num_tokens: int = asked or config.max_position_embeddings
+    if kind == "dynamic" and num_tokens > config.max_position_embeddings:
+        raise ModelLoadError(
+            f"engine.max_model_len is {asked}, but with RoPE of type dynamic this model is computed up to its "
+            f"max_position_embeddings only; set it to {config.max_position_embeddings} at most"
+        )
+    if kind == "longrope" and num_tokens > (trained := int(rope["original_max_position_embeddings"])):
+        logger.warning(
+            "max_model_len is %d, the model's original_max_position_embeddings, not %d: with RoPE of type longrope "
+            "longer sequences would take other frequencies, and so would those that are computed beside them",
+            trained,
+            num_tokens,
+        )
+        return trained
+    return num_tokens
 
 
 def rank_spec(config: Any, block_size: int, dtype: torch.dtype, num_ranks: int) -> KVSpec:
@@ -132,11 +184,25 @@ def rank_spec(config: Any, block_size: int, dtype: torch.dtype, num_ranks: int) 
     return KVSpec(block_size, (group,))
 
 
-def eos_token_ids(folder: Path) -> frozenset[int]:
-    """End-of-sequence ids: those of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if eos is not None:
-            return frozenset(eos if isinstance(eos, list) else [eos])
-    return frozenset()
+def _require_complete(path: str, name: str, report: dict[str, Any]) -> None:
+    """Refuses a checkpoint without some of the model's tensors, which would be random numbers, and others in each rank.
+
+    What it holds beyond them is named in the log: transformers leaves it out, too.
+
+    Raises:
+        ModelLoadError: tensors are missing, or have other shapes than the model's.
+    """
+    if missing := sorted(report["missing_keys"]):
+        raise ModelLoadError(f"the checkpoint in {path} lacks {_some(missing)}, without which a {name} is not whole")
+    mismatched = sorted(
+        f"{key} of shape {list(there)} instead of {list(wanted)}" for key, there, wanted in report["mismatched_keys"]
+    )
+    if mismatched:
+        raise ModelLoadError(f"the checkpoint in {path} does not fit its config.json: it holds {_some(mismatched)}")
+    if unexpected := sorted(report["unexpected_keys"]):
+        logger.warning("of the checkpoint in %s a %s does not use %s", path, name, _some(unexpected))
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - NUM_NAMED
+    return ", ".join(names[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")

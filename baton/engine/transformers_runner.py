@@ -17,9 +17,10 @@ from baton.engine.ranks import OtherRanks
 from baton.engine.runner import Fence, LayerDone, ignore_layer
 from baton.engine.sampler import sample
 from baton.engine.scheduler import Batch, Part
-from baton.engine.transformers_model import ModelRank, Step, eos_token_ids, load_config, rank_spec
+from baton.engine.transformers_model import ModelRank, Step, in_one_line, load_config, longest_sequence, rank_spec
 from baton.errors import ModelLoadError
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
+from baton.model_files import end_of_sequence_ids
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FULL_LENGTH_SEQUENCES = 64
@@ -40,7 +41,7 @@ class TransformersRunner:
         devices = _devices(model.device, engine.tensor_parallel)
         config = load_config(model.path)
         spec = rank_spec(config, engine.block_size, _dtype(model.dtype, devices[0], config), len(devices))
-        model_len: int = engine.max_model_len or config.max_position_embeddings
+        model_len = longest_sequence(config, engine.max_model_len)
         num_blocks = engine.num_blocks or min(
             int(_pool_gib(model, engine, spec, devices) * GIB // spec.block_bytes),
             FULL_LENGTH_SEQUENCES * num_blocks_for(model_len, engine.block_size),
@@ -58,7 +59,8 @@ class TransformersRunner:
         )
         self.cache = self.caches[0]
         self.max_model_len = min(model_len, num_blocks * engine.block_size)
-        self.eos_token_ids = eos_token_ids(Path(model.path))
+        self.vocab_size: int = config.vocab_size  # loading refuses an embedding of another size
+        self.eos_token_ids = frozenset(end_of_sequence_ids(Path(model.path)))
         self._others = OtherRanks(model, engine, self.caches) if len(devices) > 1 else None
         try:
             self.rank = ModelRank(model, engine, self.cache)
@@ -110,8 +112,8 @@ class TransformersRunner:
             for part in (Part((0,) * num_tokens, 0, blocks), Part((0,), num_tokens - 1, blocks)):
                 self._compute(Step([part], [0]), ignore_layer)
             self._wait_for_stream()
-        except RuntimeError as error:
-            raise ModelLoadError(f"the model cannot compute a first step: {error}") from error
+        except Exception as error:  # the model's own code
+            raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
 
     def _wait_for_stream(self) -> None:
         if self.cache.device.type == "cuda":

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from baton.errors import ModelLoadError
+from baton.model_files import require_runnable
 
 INDEX_FILE = "model.safetensors.index.json"
 NUM_SAMPLES = 64
@@ -14,7 +15,7 @@ SAMPLE_BYTES = 64 * 1024
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ModelLoadError with the first thing that is missing and how to get it."""
+    """Raises ModelLoadError with the first thing that is missing, or cannot run, and what to do."""
     if not folder.is_dir():
         raise ModelLoadError(f"The model folder {folder} does not exist.")
     if not (folder / "config.json").is_file():
@@ -22,6 +23,7 @@ def check_folder(folder: Path) -> None:
             f"The model folder {folder} has no config.json, so it is not a model in Hugging Face's layout; "
             "give the folder that holds config.json, the .safetensors files and tokenizer.json."
         )
+    require_runnable(folder)
     weights_files(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ModelLoadError(

@@ -6,6 +6,7 @@ block: nothing can come between but an arrival, which cuts such a leap short at 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,7 @@ class CostlyRunner:
         self.cache.num_blocks = shape.num_blocks
         self.caches = (self.cache,)
         self.max_model_len = shape.num_blocks * shape.block_tokens
+        self.vocab_size = sys.maxsize
         self.eos_token_ids: frozenset[int] = frozenset()
 
     def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:

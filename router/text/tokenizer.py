@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,19 @@ from typing import Any
 import tokenizers
 
 from baton.errors import InvalidRequest, ModelLoadError
+from baton.model_files import (
+    end_of_sequence_ids,
+    of_text,
+    read_json,
+    read_tokenizer,
+    special_tokens,
+    unapplied_recommendations,
+)
 from baton.sampling import SamplingParams
 from router.text.chat import ChatTemplate, Message
 from router.text.segments import SegmentEncoder, encode_batch
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+logger = logging.getLogger(__name__)
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p")
 
@@ -43,30 +51,32 @@ class Tokenizer:
     def load(folder: Path) -> Tokenizer:
         """From tokenizer.json, tokenizer_config.json, config.json and generation_config.json.
 
+        What the last recommends and this version does not apply is named in the log.
+
         Raises:
             ModelLoadError: tokenizer.json or config.json is missing, or a file cannot be read.
         """
-        if not (folder / "tokenizer.json").is_file():
-            raise ModelLoadError(f"The model folder {folder} has no tokenizer.json.")
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises no narrower class
-            raise ModelLoadError(f"Cannot read {folder / 'tokenizer.json'}: {error}") from error
+        tokenizer = read_tokenizer(folder)
         vocabulary = tokenizer.get_vocab()
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        config = _read_json(folder / "config.json", required=True)
-        generation = _read_json(folder / "generation_config.json")
-        tokenizer_config = _read_json(folder / "tokenizer_config.json")
-        special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | tokenizer_config)
+        config = read_json(folder / "config.json", required=True)
+        tokenizer_config = read_json(folder / "tokenizer_config.json")
+        if unapplied := unapplied_recommendations(folder):
+            logger.warning(
+                "%s recommends %s, which this version does not apply: answers may differ from those that the model's "
+                "authors had in mind",
+                folder / "generation_config.json",
+                ", ".join(f"{name} {value}" for name, value in unapplied.items()),
+            )
         return Tokenizer(
-            chat_template=ChatTemplate.load(folder, tokenizer_config, special_tokens),
+            chat_template=ChatTemplate.load(folder, tokenizer_config, special_tokens(folder)),
             vocab_size=max(vocabulary.values(), default=-1) + 1,
             longest_token=max(map(len, vocabulary), default=1),
             special_ids=frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special),
-            eos_ids=_eos_ids(generation, config, tokenizer.token_to_id(special_tokens.get("eos_token", ""))),
-            max_model_len=next((int(value) for name in LENGTH_NAMES if (value := _of_text(config, name))), 0),
-            default_sampling=_default_sampling(generation),
+            eos_ids=end_of_sequence_ids(folder),
+            max_model_len=next((int(value) for name in LENGTH_NAMES if (value := of_text(config, name))), 0),
+            default_sampling=_default_sampling(read_json(folder / "generation_config.json")),
             _tokenizer=tokenizer,
             _segments=SegmentEncoder(tokenizer),
         )
@@ -111,44 +121,9 @@ class Tokenizer:
         return self._tokenizer.id_to_token(token_id) or ""
 
 
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    if not required and not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"Cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object.")
-    return value
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> text, under the names by which chat templates read them."""
-    extra = config.get("extra_special_tokens")
-    named = {name: config.get(name) for name in SPECIAL_NAMES} | (extra if isinstance(extra, dict) else {})
-    texts = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _eos_ids(generation: Mapping[str, Any], config: Mapping[str, Any], eos_token_id: int | None) -> tuple[int, ...]:
-    """generation_config.json wins; it may list several, such as the end of a turn beside the end of a text."""
-    for value in (generation.get("eos_token_id"), _of_text(config, "eos_token_id"), eos_token_id):
-        if value is not None:
-            return tuple(value) if isinstance(value, list) else (value,)
-    return ()
-
-
 def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
     recommended = {name: generation[name] for name in SAMPLING_NAMES if generation.get(name) is not None}
     try:
         return dataclasses.replace(SamplingParams(), **recommended)
     except (InvalidRequest, TypeError) as error:
         raise ModelLoadError(f"The model's generation_config.json recommends what cannot be: {error}") from error
-
-
-def _of_text(config: Mapping[str, Any], name: str) -> Any:
-    """A field of the language model's configuration, which multimodal models nest."""
-    nested = config.get("text_config")
-    value = nested.get(name) if isinstance(nested, dict) else None
-    return config.get(name) if value is None else value

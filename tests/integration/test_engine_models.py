@@ -7,26 +7,36 @@ Such places are counted, printed, and bounded.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from opentelemetry.context import Context
+from safetensors.torch import load_file, save_file
 
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.engine import Engine, Generated
 from baton.engine.kv_cache import KVCache
+from baton.engine.loop import EngineLoop
 from baton.engine.runner import Fence, LayerDone
 from baton.engine.scheduler import Batch, SchedulerLimits
 from baton.engine.sequence import Purpose, Sequence
-from baton.engine.transformers_model import LLAMA_FAMILY, ModelRank, Step, eos_token_ids
+from baton.engine.transformers_model import LLAMA_FAMILY, ModelRank, Step
 from baton.engine.transformers_runner import TransformersRunner
-from baton.errors import ConfigError, ModelLoadError
+from baton.errors import ConfigError, InvalidRequest, ModelLoadError
 from baton.messages import SequenceSpec
+from baton.rpc.calls import CallServicer
+from decode_worker.service import DecodeService
 from router.text import Tokenizer
+from router.worker_calls import WorkerCallError
+from tests.unit.test_worker_calls import router, served, worker_at
 
 pytestmark = pytest.mark.integration
 
@@ -347,27 +357,301 @@ def test_the_first_steps_are_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ModelRank, "compute", failing)
-    with pytest.raises(ModelLoadError, match="the model cannot compute a first step: CUDA out of memory"):
+    with pytest.raises(ModelLoadError, match=r"cannot compute a first step: OutOfMemoryError: CUDA out of memory"):
         make_engine(tmp_path)
 
 
+def edit_config(folder: Path, **fields: Any) -> None:
+    """Sets fields of config.json; one that is set to None is taken out."""
+    path = folder / "config.json"
+    gone = [name for name, value in fields.items() if value is None]
+    config = {name: value for name, value in (json.loads(path.read_text()) | fields).items() if name not in gone}
+    path.write_text(json.dumps(config))
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    edit(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def said_at_load(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """By us; what transformers says depends on what was loaded before."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("baton")]
+
+
+def without(*parts: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def edit(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if any(part in name for part in parts)]:
+            del weights[name]
+
+    return edit
+
+
+def narrow_head(weights: dict[str, torch.Tensor]) -> None:
+    weights["lm_head.weight"] = torch.zeros(VOCAB_SIZE, 32)
+
+
+def as_embedding_model(weights: dict[str, torch.Tensor]) -> None:
+    """As `Qwen3Model` saves itself: no head, and no name begins with "model."."""
+    del weights["lm_head.weight"]
+    for name in list(weights):
+        weights[name.removeprefix("model.")] = weights.pop(name)
+
+
+def as_reward_model(weights: dict[str, torch.Tensor]) -> None:
+    weights["score.weight"] = weights.pop("lm_head.weight")[:1].clone()
+
+
 @pytest.mark.parametrize(
-    ("generation", "config", "expected"),
+    ("edit", "sentence"),
     [
-        ({"eos_token_id": [2, 5]}, {"eos_token_id": 7}, {2, 5}),
-        ({"eos_token_id": 2}, {}, {2}),
-        ({"temperature": 1.0}, {"eos_token_id": 7}, {7}),
-        (None, {"eos_token_id": 0}, {0}),
-        (None, {}, set()),
+        (without("lm_head"), r"lacks lm_head\.weight, without which a Qwen3ForCausalLM is not whole"),
+        (without("layers.2."), r"lacks model\.layers\.2\.input_layernorm\.weight, .* and 8 more, without which"),
+        (without("model.norm"), r"lacks model\.norm\.weight, without"),
+        (as_embedding_model, r"lacks lm_head\.weight, without"),
+        (as_reward_model, r"lacks lm_head\.weight, without"),
+        (narrow_head, r"it holds lm_head\.weight of shape \[512, 32\] instead of \[512, 64\]"),
     ],
 )
-def test_end_of_sequence_ids(
-    generation: dict[str, Any] | None, config: dict[str, Any], expected: set[int], tmp_path: Path
+def test_a_checkpoint_without_some_tensors_is_refused_by_their_names(
+    edit: Callable[[dict[str, torch.Tensor]], None], sentence: str, tmp_path: Path
 ) -> None:
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert eos_token_ids(tmp_path) == expected
+    """Else they would be random numbers, different ones in each worker."""
+    save_tiny("qwen3", EXTRAS["qwen3"], tmp_path)
+    edit_weights(tmp_path, edit)
+    with pytest.raises(ModelLoadError, match=sentence) as refusal:
+        make_engine(tmp_path)
+    assert str(tmp_path) in str(refusal.value)
+
+
+def test_a_head_that_is_the_embedding_is_not_missing_and_what_is_too_much_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny("qwen3", EXTRAS["qwen3"] | {"tie_word_embeddings": True}, tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    make_engine(tmp_path)
+    assert not said_at_load(caplog)
+    edit_weights(tmp_path, lambda weights: weights.update({"score.weight": torch.zeros(1, 64)}))
+    make_engine(tmp_path)
+    assert said_at_load(caplog) == [f"of the checkpoint in {tmp_path} a Qwen3ForCausalLM does not use score.weight"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"]},
+            "holds a Qwen3ForSequenceClassification, which does not",
+        ),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"are quantized \(gptq\)"),
+        (
+            {"rope_parameters": {"rope_type": "of-tomorrow"}},
+            "RoPE of type 'of-tomorrow' is not known; known are default,",
+        ),
+        ({"rope_parameters": {"rope_type": "linear"}}, "transformers can read: KeyError: .*'factor'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "RoPE by type of layer, which models of type",
+        ),
+        ({"num_hidden_layers": "four"}, "transformers can read: .*expected int, got str"),
+        ({"hidden_act": "of-tomorrow"}, "cannot load the weights in .*: KeyError: 'of-tomorrow'"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"layer_types": ["chunked_attention"] * 4}, "cannot compute a first step: KeyError: 'chunked_attention'"),
+    ],
+)
+def test_what_a_config_says_that_does_not_run_is_a_sentence(
+    fields: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    save_tiny("qwen3", EXTRAS["qwen3"], tmp_path)
+    edit_config(tmp_path, **fields)
+    with pytest.raises(ModelLoadError, match=sentence) as refusal:
+        make_engine(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+# -- RoPE: every kind of it, for any type of model ---------------------------------------------------------------------
+
+TRAINED = 64
+"""original_max_position_embeddings"""
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.8, 2.2, 2.7],
+    "long_factor": [1.0, 2.0, 4.0, 6.0, 9.0, 13.0, 18.0, 24.0],
+    "original_max_position_embeddings": TRAINED,
+}
+
+
+@pytest.mark.parametrize("kind", ["phi3", "llama"])
+def test_longrope_is_the_same_beside_a_longer_sequence(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also for whoever finds the prompt in the cache later. transformers would take the frequencies of the longest."""
+    save_tiny(kind, {}, tmp_path)
+    edit_config(tmp_path, rope_parameters=LONG, original_max_position_embeddings=TRAINED)
+    engine = make_engine(tmp_path)
+    draw = random.Random(12)
+    prompt = [draw.randrange(VOCAB_SIZE) for _ in range(40)]
+    beside = [draw.randrange(VOCAB_SIZE) for _ in range(min(100, engine.runner.max_model_len - 1))]
+    reference = refer(load_reference(tmp_path), prompt, 12)
+    got, _ = answers(engine, [make_spec("beside", beside, 30, True), make_spec("prompt", prompt, 12, True)], 0)
+    same_up_to_near_ties(got[1], reference)
+    got, sequences = answers(engine, [make_spec("again", prompt, 12, True)], 0)
+    assert sequences[0].num_cached_tokens == 32
+    same_up_to_near_ties(got[0], reference)
+
+    assert engine.runner.max_model_len == TRAINED
+    (said,) = said_at_load(caplog)
+    assert said.startswith("max_model_len is 64, the model's original_max_position_embeddings, not 512: ")
+    with pytest.raises(InvalidRequest, match="64 tokens do not fit; this worker takes 1 to 63"):
+        engine.add(make_spec("long", list(range(TRAINED)), 1, True), Purpose.GENERATE, 0.0)
+    assert make_engine(tmp_path, replace(ENGINE, max_model_len=200)).runner.max_model_len == TRAINED
+    assert make_engine(tmp_path, replace(ENGINE, max_model_len=50)).runner.max_model_len == 50
+
+
+def test_dynamic_rope_beyond_what_was_trained_is_refused(tmp_path: Path) -> None:
+    save_tiny("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, tmp_path)
+    with pytest.raises(ModelLoadError, match=r"max_model_len is 513, .* type dynamic .*; set it to 512 at most"):
+        make_engine(tmp_path, replace(ENGINE, max_model_len=513))
+    for asked in (0, 512):
+        assert make_engine(tmp_path, replace(ENGINE, max_model_len=asked)).runner.max_model_len == 512
+
+
+@dataclass(frozen=True)
+class RandomModel:
+    """A model of a listed type with a drawn RoPE, and an engine of drawn sizes."""
+
+    kind: str
+    extra: dict[str, Any]
+    rope: dict[str, Any]
+    is_legacy: bool
+    """Whether config.json has `rope_scaling`, as those of older models do."""
+    max_position_embeddings: int
+    engine: EngineConfig
+
+    def save(self, folder: Path) -> None:
+        save_tiny(self.kind, self.extra | {"max_position_embeddings": self.max_position_embeddings}, folder)
+        rope = dict(self.rope)
+        trained = {}
+        if self.kind == "phi3" and "original_max_position_embeddings" in rope:
+            trained["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
+        if self.is_legacy:
+            theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+            scaling = {"type": kind, **rope} if kind != "default" else None
+            edit_config(folder, rope_parameters=None, rope_theta=theta, rope_scaling=scaling, **trained)
+        else:
+            edit_config(folder, rope_parameters=rope, **trained)
+
+
+def random_rope(draw: random.Random, rope_type: str, head_dim: int, longest: int) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": draw.choice([1e4, 5e5])}
+    trained = draw.choice([longest // 4, longest // 2])
+    factor = draw.choice([1.5, 2.0, 4.0, 8.0])
+    if rope_type in ("linear", "dynamic", "yarn", "llama3"):
+        rope["factor"] = factor
+    if rope_type in ("yarn", "llama3", "longrope"):
+        rope["original_max_position_embeddings"] = trained
+    if rope_type == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": draw.choice([2.0, 4.0])}
+    if rope_type == "yarn":
+        more = {"attention_factor": 1.2, "beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 0.8}
+        rope |= {name: value for name, value in more.items() if draw.random() < 0.4}
+    if rope_type == "longrope":
+        rope |= {name: [draw.uniform(1, 2 + 8 * i) for _ in range(head_dim // 2)] for i, name in enumerate(FACTORS)}
+        rope |= draw.choice([{}, {"factor": factor}, {"attention_factor": 1.1}])
+    if rope_type == "proportional":
+        rope |= {"partial_rotary_factor": draw.choice([0.25, 0.5, 1.0]), "factor": factor}
+    return rope
+
+
+FACTORS = ("short_factor", "long_factor")
+ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+NUM_RANDOM = int(os.environ.get("BATON_RANDOM_MODELS", "1"))
+"""Of each kind of RoPE."""
+
+
+def random_model(rope_type: str, seed: int) -> tuple[RandomModel, random.Random]:
+    draw = random.Random(f"{rope_type}-{seed}")
+    kinds = [kind for kind in LLAMA_FAMILY if kind != "phi3"]
+    if rope_type in ("default", "longrope"):  # phi3 knows no others
+        kinds += ["phi3"] * len(kinds)
+    kind = draw.choice(kinds)
+    extra = dict(EXTRAS.get(kind, {}))
+    if kind in WINDOWED and draw.random() < 0.4:
+        extra |= WINDOWED[kind]
+        extra["sliding_window"] = draw.randrange(2, 100)
+    longest = draw.choice([128, 256, 512])
+    engine = EngineConfig(
+        block_size=draw.choice([16, 32, 48]),
+        num_blocks=draw.randrange(26, 96),
+        max_num_seqs=6,
+        max_num_batched_tokens=draw.randrange(8, 100),
+        max_model_len=draw.choice([0, 0, 0, longest // 2, longest + 100]),
+    )
+    rope = random_rope(draw, rope_type, extra.get("head_dim", 16), longest)
+    return RandomModel(kind, extra, rope, draw.random() < 0.5, longest, engine), draw
+
+
+@pytest.mark.parametrize("seed", range(NUM_RANDOM))
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+def test_any_model_with_any_rope_answers_as_generate_or_is_refused(rope_type: str, seed: int, tmp_path: Path) -> None:
+    model, draw = random_model(rope_type, seed)
+    print(model)
+    model.save(tmp_path)
+    if rope_type == "dynamic" and model.engine.max_model_len > model.max_position_embeddings:
+        with pytest.raises(ModelLoadError, match="type dynamic"):
+            make_engine(tmp_path, model.engine)
+        return
+    engine, reference = make_engine(tmp_path, model.engine), load_reference(tmp_path)
+    room = engine.runner.max_model_len - 10
+    prompts = [
+        [draw.randrange(VOCAB_SIZE) for _ in range(min(length, room))]
+        for length in (draw.randrange(1, 17), 17, draw.randrange(30, 60), draw.randrange(60, 130), room)
+    ]
+    references = [refer(reference, prompt, 10) for prompt in prompts]
+    for turn, steps_between in (("first", draw.randrange(3)), ("again", 0)):
+        specs = [make_spec(f"{turn}-{i}", prompt, 10, ignore_eos=True) for i, prompt in enumerate(prompts)]
+        got, _ = answers(engine, specs, steps_between)
+        same = [same_up_to_near_ties(answer, wanted) for answer, wanted in zip(got, references, strict=True)]
+        print(f"{turn}: {sum(same)} of {len(same)} answers equal to the last token")
+        assert sum(same) >= 3, "too many near ties for a test that means something"
+
+
+# -- a token id that has no row in the embedding -----------------------------------------------------------------------
+
+
+async def test_a_token_id_without_an_embedding_is_refused_by_itself(tmp_path: Path) -> None:
+    """Its tokenizer knows more tokens than the model. The request beside it goes on, and routers are told whose fault
+    it is, so that no other worker is asked."""
+    save_tiny("llama", {}, tmp_path)
+    engine = make_engine(tmp_path)
+    loop = EngineLoop(engine, max_waiting=8)
+    kv: Any = None  # nothing is handed over or pulled here
+    good = make_spec("good", list(range(30)), 40, ignore_eos=True)
+    bad = make_spec("bad", [*range(30), VOCAB_SIZE], 40, ignore_eos=True)
+    servicer = CallServicer(decode=DecodeService("decode-0", loop, kv).decode)
+    async with asyncio.timeout(60), served(servicer) as (_, port), router() as calls:
+        steps = asyncio.create_task(loop.run())
+        worker = worker_at(port)
+        async with calls.decode(worker, good, await_kv=False, trace=Context()) as stream:
+            messages: list[Any] = [await stream.read()]
+            for await_kv in (False, True):
+                async with calls.decode(worker, bad, await_kv=await_kv, trace=Context()) as refused:
+                    with pytest.raises(WorkerCallError) as caught:
+                        await refused.read()
+                assert type(caught.value.error) is InvalidRequest
+                assert str(caught.value.error) == (
+                    "token id 512 is none of the model's, whose embedding has rows 0 to 511"
+                )
+            while messages[-1].finish_reason is None:
+                messages.append(await stream.read())
+        steps.cancel()
+        await asyncio.gather(steps, return_exceptions=True)
+    (alone,), _ = answers(make_engine(tmp_path), [good], 0)
+    assert [token for message in messages for token in message.token_ids] == alone
+    assert engine.is_idle
 
 
 def real_prompts(tokenizer: Tokenizer) -> list[list[int]]:

@@ -194,7 +194,7 @@ def test_a_model_has_to_be_there_before_a_container_starts(tmp_path: Path) -> No
     assert look(is_needed=True).state == "ok"
     assert "has no config.json" in look(is_needed=True, path=str(folder)).found
     assert "does not exist" in look(is_needed=True, id="/nowhere/model").found
-    (folder / "config.json").touch()
+    (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").touch()
     assert look(is_needed=True, path=str(folder)).state == "ok"
     assert look(is_needed=False, id="org/name") == Check("model", "ok", "org/name comes from the Hugging Face hub")
