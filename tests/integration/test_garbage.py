@@ -1,0 +1,80 @@
+"""Garbage in Redis under real processes and load: none of them ends, and no request is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import redis
+
+from baton.cluster import Role, Worker
+from baton.config import RouterConfig, TransferConfig
+from baton.engine.arithmetic import expected_tokens
+from kvstore.index.keys import Keys
+from kvstore.leases.codec import decode_worker, encode
+from tests.chaos.fleet import Fleet, running_fleet
+from tests.contract.garbage import index_of, leases_of, shared
+from tests.integration.test_plumbing import prompt_of, sampling
+
+NUM_CLIENTS = 3
+BETWEEN_S = 0.03
+
+
+@contextlib.contextmanager
+def asking(fleet: Fleet) -> Iterator[None]:
+    """Clients that check every token, while the block is entered; a request that fails fails it."""
+    stop = threading.Event()
+
+    def ask(client: int) -> int:
+        num_served = 0
+        while not stop.is_set():
+            prompt = prompt_of(1000 * client + num_served, 50)
+            answer = fleet.routers[0].generate(token_ids=prompt, sampling=sampling(20))
+            assert answer.token_ids == expected_tokens(prompt, 20)
+            num_served += 1
+        return num_served
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        serving = [pool.submit(ask, client) for client in range(NUM_CLIENTS)]
+        try:
+            yield
+        finally:
+            stop.set()
+        assert sum(task.result() for task in serving) > 50
+
+
+def test_garbage_ends_no_process_and_refuses_no_request() -> None:
+    """Regression: most of these ended every router, some a worker, one made every request too long."""
+    with running_fleet(TransferConfig(), RouterConfig(mode="split")) as fleet:
+        router = fleet.fill(*Role)
+        store: Any = redis.Redis.from_url(fleet.config.index.redis_url)
+        (ids,) = store.keys("kv:{*}:workers")
+        keys = Keys(ids.decode().partition("{")[2].partition("}")[0])
+
+        def lease(worker_id: str) -> Worker:
+            info, load = store.hmget(keys.lease(worker_id), "info", "load")
+            return decode_worker(info, load)
+
+        one, other = lease("prefill-0"), lease("decode-0")
+        short = Worker(dataclasses.replace(one.info, id="short", max_model_len=2), one.load)
+        with asking(fleet):
+            described = {"epoch": short.info.epoch, "info": encode(short.info), "load": encode(short.load)}
+            store.hset(keys.lease("short"), mapping=described)
+            store.sadd(keys.workers, "short")
+            for garbage in (*leases_of(keys, one), *shared(keys), *index_of(keys, other)):
+                for command in garbage.commands:
+                    with contextlib.suppress(redis.ResponseError):  # what is there already is of another type
+                        store.execute_command(*command)
+                time.sleep(BETWEEN_S)
+                assert router.process.poll() is None, f"the router has ended by a {garbage}: {router.log}"
+        assert all(process.is_alive() for process in fleet.workers.values())
+        status = router.wait_for(lambda status: {w["id"] for w in status["workers"]} >= {"prefill-0", "decode-0"})
+        assert status["redis"]["ok"]
+        assert {each["what"] for each in status["redis"]["garbage"]} >= {"lease", "event", "router"}
+        counted = {name: value for name, value in router.metrics() if name.startswith("baton_store_garbage_total")}
+        assert counted['baton_store_garbage_total{what="lease"}'] > 0
