@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
 import random
+import re
 import threading
 import time
 import urllib.request
@@ -19,11 +21,14 @@ import httpx2
 import psutil
 import pytest
 
+from baton import wire
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from baton.engine.arithmetic import expected_tokens
 from baton.errors import BatonError
 from baton.v1 import inference_pb2
+from kvstore.index import Connection
+from kvstore.leases import RedisLeases
 from tests.chaos.fleet import running_fleet
 from tests.integration.cluster import Cluster, Served, request
 from tests.integration.conftest import TraceReceiver
@@ -444,6 +449,29 @@ def test_fields_not_built_yet_are_named(arithmetic_cluster: Cluster, fields: dic
         arithmetic_cluster.generate(text="hello", **fields)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert named in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize("place", ["", "sampling.", "chat.messages[0]."])
+def test_fields_of_a_newer_release_are_refused_by_number(arithmetic_cluster: Cluster, place: str) -> None:
+    message = request(chat=[("user", "hello")])
+    places = {"": message, "sampling.": message.sampling, "chat.messages[0].": message.chat.messages[0]}
+    places[place].MergeFromString(b"\x98\x06\x01")
+    with pytest.raises(grpc.RpcError, match=rf"has a field {re.escape(place)}99 that this release does not") as caught:
+        list(arithmetic_cluster.inference.Generate(message, timeout=30))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_every_workers_lease_tells_what_it_knows(arithmetic_cluster: Cluster) -> None:
+    status = arithmetic_cluster.client.status()
+    content_id = status["workers"][0]["content_id"]
+
+    async def leased() -> list[str]:
+        async with contextlib.AsyncExitStack() as stack:
+            leases = RedisLeases(Connection(status["redis"]["address"]), content_id)
+            stack.push_async_callback(leases.close)
+            return [worker.info.known_fields for worker in await leases.list_workers()]
+
+    assert asyncio.run(leased()) == [wire.KNOWN_FIELDS] * len(status["workers"])
 
 
 def test_no_worker_saw_a_bad_request(arithmetic_cluster: Cluster) -> None:

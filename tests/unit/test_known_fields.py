@@ -275,7 +275,7 @@ async def dispatching(
         roles = {name: Role.PREFILL if name.startswith("p") else Role.DECODE for name in known}
         await pools.update([leased(name, address, fields, roles[name]) for name, fields in known.items()])
         instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
-        hints, config = HintBook(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=0.5)
+        hints, config = HintBook(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=0.3)
         dispatcher = Dispatcher(pools, calls, hints, DecisionLog(), config, instruments)
 
         async def serve(spec: SequenceSpec, record: ChoiceRecord) -> list[int]:
@@ -305,11 +305,18 @@ async def test_a_request_goes_only_to_workers_that_know_all_of_it(mode: str) -> 
 
 async def test_where_nobody_knows_all_of_a_request_it_is_refused_by_name_and_at_once() -> None:
     workers = Workers()
-    async with dispatching(workers, {"old": OLDER, "p-old": OLDER}, "auto") as (_, serve), asyncio.timeout(0.4):
+    async with dispatching(workers, {"old": OLDER, "p-old": OLDER}, "auto") as (_, serve), asyncio.timeout(0.2):
         with pytest.raises(Unsupported, match=r"no worker is ready that knows SequenceSpec\.min_p \(9\)"):
             await serve(WITH_MIN_P, ChoiceRecord())
         assert workers.asked == []
         assert await serve(SPEC, ChoiceRecord()) == [5]
+
+
+async def test_who_waits_in_vain_for_one_that_knows_is_told_so() -> None:
+    """A decode worker knows all of it, and there may soon be a prefill worker that does."""
+    async with dispatching(Workers(), {"d-new": wire.KNOWN_FIELDS, "p-old": OLDER}, "split") as (_, serve):
+        with pytest.raises(Unsupported, match=r"no worker is ready that knows SequenceSpec\.min_p \(9\)"):
+            await serve(WITH_MIN_P, ChoiceRecord())
 
 
 async def test_a_choice_that_has_begun_waits_for_a_worker_that_knows_all_of_it() -> None:
@@ -320,6 +327,7 @@ async def test_a_choice_that_has_begun_waits_for_a_worker_that_knows_all_of_it()
         await soon(lambda: record.retries)
         old, new = pools.get("old"), pools.get("new")
         await pools.update([old])
+        await asyncio.sleep(0.05)
         await pools.update([old, replace(new, info=replace(new.info, epoch=2))])
         assert await serving == [5]
     assert (record.decode_worker, record.retries) == ("new", 1)
