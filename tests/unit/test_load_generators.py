@@ -19,12 +19,14 @@ PARTS = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        ("completions", {**COMPLETION, "stream_options": {**USAGE, "continuous_usage_stats": True}}),
+        ("chat/completions", {**CHAT, **PARTS, "stream_options": {**USAGE, "continuous_usage_stats": True}}),
         ("completions", {**COMPLETION, "stream_options": USAGE, "repetition_penalty": 1.0, "logprobs": None}),
         ("chat/completions", {**CHAT, **PARTS, "stream_options": USAGE, "temperature": 0.0}),
         ("completions", {**COMPLETION, "stream_options": USAGE}),
         ("chat/completions", {**CHAT, "stream_options": USAGE}),
     ],
-    ids=["vllm bench serve", "vllm bench serve, chat", "aiperf", "aiperf, chat"],
+    ids=["guidellm", "guidellm, chat", "vllm bench serve", "vllm bench serve, chat", "aiperf", "aiperf, chat"],
 )
 async def test_what_load_generators_send_is_served(path: str, body: dict[str, Any]) -> None:
     service = Service()
