@@ -24,6 +24,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.processes import die_with_parent
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import free_port, is_idle, request
+from tests.integration.test_plumbing import metric
 
 STEP_MS = 10.0
 NUM_STREAMS = 16
@@ -142,6 +143,7 @@ def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str) -> N
         assert {stream.decode_worker for stream in streams.streams} == {"decode-1"}
         assert not any(stream.retries for stream in streams.streams)
         assert num_again <= NUM_STREAMS * BLOCK_SIZE
+        assert metric(fleet.routers[0], "baton_migrations_total", 'pulled="true"') == NUM_STREAMS
         assert took_s < fewest_left * STEP_MS / 1e3 / 2, "it waited for ends"
 
 
