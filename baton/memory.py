@@ -66,7 +66,7 @@ class Room:
                 return GPU_SHARE * left_gib
             return min(CPU_SHARE * left_gib, max(CPU_MOST_GIB, self.needed / GIB))
         if asked > FITS * left_gib:
-            wanted = f"{_pools(self.num_pools, 'KV pool')} of {asked:,.4g} GiB"
+            wanted = f"{_pools(self.num_pools, 'KV pool')} of {asked:,.7g} GiB"
             most = math.floor(ADVISED * left_gib * 100) / 100
             raise ConfigError(
                 f"{wanted} {'do' if self.num_pools > 1 else 'does'} not fit: {self.free / GIB:.1f} GiB are free, of "

@@ -328,7 +328,7 @@ def test_the_pool_bounds_the_context_and_memory_bounds_the_pool(tmp_path: Path) 
 def test_a_pool_that_this_machine_has_no_room_for_is_refused(tmp_path: Path) -> None:
     save_tiny("llama", {}, tmp_path)
     with pytest.raises(
-        ConfigError, match=r"1 KV pool of 1e\+06 GiB does not fit: .* set engine.kv_cache_gib to auto or"
+        ConfigError, match=r"1 KV pool of 1,000,000 GiB does not fit: .* set engine.kv_cache_gib to auto or"
     ):
         make_engine(tmp_path, replace(ENGINE, num_blocks=0, kv_cache_gib=1e6))
     shared = replace(ENGINE, num_blocks=0, kv_cache_gib="auto", memory_share=1e-6)
