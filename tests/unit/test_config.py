@@ -118,6 +118,12 @@ def test_what_is_not_a_setting_is_left_alone() -> None:
     assert load(environ={"BATON_ADDRESS": "x:1", "BATON_CONFIG_JSON": "{}", "PATH": "/bin", "BATONS": "1"}) == Config()
 
 
+def test_a_pool_of_nothing_is_one_of_a_size_that_suits(tmp_path: Path) -> None:
+    for text in ("auto", "0", "0.0"):
+        assert load(environ={"BATON_ENGINE_KV_CACHE_GIB": text}).engine.kv_cache_gib == "auto"
+    assert from_yaml(tmp_path, "engine: {kv_cache_gib: 0}").engine.kv_cache_gib == "auto"
+
+
 @pytest.mark.parametrize("name", ["BATON_ENGINE_BLOCKSIZE", "BATON_NOSUCH_X", "BATON_X", "BATON_", "BATON_ENGINE"])
 def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"the environment variable {name} is not a setting of Baton"):
