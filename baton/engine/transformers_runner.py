@@ -143,6 +143,10 @@ def _devices(name: str, num_ranks: int) -> list[torch.device]:
                 "CUDA_VISIBLE_DEVICES empty"
             )
         return [torch.device("cpu")] * num_ranks
+    if not torch.cuda.is_available():
+        raise ModelLoadError(
+            "model.device is cuda, and torch sees no GPU here; `baton doctor --part worker` on this machine says why"
+        )
     if num_ranks == 1:
         return [torch.device("cuda")]
     if num_ranks > torch.cuda.device_count():

@@ -336,6 +336,12 @@ def test_a_pool_that_this_machine_has_no_room_for_is_refused(tmp_path: Path) -> 
         make_engine(tmp_path, shared)
 
 
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelLoadError, match=r"model\.device is cuda, and torch sees no GPU here"):
+        TransformersRunner(ModelConfig(path=str(tmp_path), device="cuda"), ENGINE)
+
+
 def test_the_first_steps_are_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt and a token were computed before any client comes; a device that cannot compute them is found out."""
     save_tiny("llama", {}, tmp_path)
