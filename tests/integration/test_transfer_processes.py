@@ -43,7 +43,7 @@ USUALLY_S, AT_WORST_S = 0.25, 1.0
 machine whose processors others use too, so one of them may be late by as much as a few turns of the scheduler."""
 
 
-@pytest.fixture(params=["gloo", "shm"])
+@pytest.fixture(params=["tcp", "shm"])
 def config(request: pytest.FixtureRequest) -> TransferConfig:
     return with_link(request.param, CONFIG, op_timeout_s=OP_TIMEOUT_S, slot_bytes=1024, lease_s=20.0)
 
