@@ -79,12 +79,12 @@ class SessionStore(Store):
         with self._changed:
             self._is_well_formed = is_well_formed
             for key, value in self._values.items():
-                self._require_well_formed(key, value)
+                self._fail_unless_well_formed(key, value)
 
     def deliver(self, key: str, value: bytes) -> None:
         """A key that the peer set."""
         with self._changed:
-            self._require_well_formed(key, value)
+            self._fail_unless_well_formed(key, value)
             if not self._failure:
                 self._values[key] = value
             self._changed.notify_all()
@@ -123,7 +123,7 @@ class SessionStore(Store):
             if not arrived:
                 raise TransferTimeout(f"the peer did not join the link within {timeout.total_seconds():g} s")
 
-    def _require_well_formed(self, key: str, value: bytes) -> None:
+    def _fail_unless_well_formed(self, key: str, value: bytes) -> None:
         is_known = key in self._values or len(self._values) < _MAX_KEYS
         if not (is_known and _is_small(key, value) and self._is_well_formed(key, value)):
             self._fail(f"the peer said {len(value)} bytes as {key[:40]!r}, which no such link says while it is opened")
