@@ -4,6 +4,9 @@ isort:skip_file
 Router -> workers. One stream joins a router and a worker and carries all their calls. A call is one choice of one
 request on that worker, from its start to its end; cancelling it frees everything it holds there. Every worker serves
 every call, whatever its role: the role tells routers whom to ask.
+
+A worker's lease lists the fields of commands that it knows. A request goes only to workers that know all that is set in
+it, so a new field must mean at its default what there was before it.
 """
 
 from collections import abc as _abc
