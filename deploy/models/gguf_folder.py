@@ -42,6 +42,8 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+ROPE_FACTORS = "rope_freqs.weight"
+"""By which rotary frequencies are divided; all are 1 where they are plain."""
 
 
 class Metadata:
@@ -66,7 +68,8 @@ def write_folder(gguf_file: Path, folder: Path, sampling: dict[str, float], prog
     `sampling` are the defaults that generation_config.json recommends.
 
     Raises:
-        ModelLoadError: not a GGUF file, not of the llama architecture, or with a tokenizer that is not known.
+        ModelLoadError: not a GGUF file, not of the llama architecture, with scaled rotary embeddings, or with a
+            tokenizer that is not known.
     """
     try:
         reader = gguf.GGUFReader(gguf_file)
@@ -77,6 +80,8 @@ def write_folder(gguf_file: Path, folder: Path, sampling: dict[str, float], prog
         raise ModelLoadError(
             f"{gguf_file.name} holds a {architecture} model; only the llama architecture is converted."
         )
+    if (scaling := metadata.get("llama.rope.scaling.type", "none")) != "none":
+        raise ModelLoadError(f"{gguf_file.name} has RoPE scaling of type {scaling}; only plain RoPE is converted.")
     folder.mkdir(parents=True)
     special_ids = {
         f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -108,8 +113,12 @@ def _weights(tensors: list[Any], metadata: Metadata, progress: OnProgress) -> di
         part = tensor.name.split(".")[-2]
         if part in heads:
             array = undo_permutation(array, heads[part])
-        if tensor.name != "rope_freqs.weight":  # a constant of the architecture, not a weight
+        if tensor.name != ROPE_FACTORS:
             weights[hugging_face_name(tensor.name)] = np.ascontiguousarray(array)
+        elif (array != 1).any():
+            raise ModelLoadError(
+                "The GGUF file scales its rotary frequencies (rope_freqs); only plain RoPE is converted."
+            )
         progress(Progress("dequantise", done, len(tensors), unit="tensors", detail=tensor.name))
     return weights
 

@@ -477,6 +477,41 @@ def test_what_a_config_says_that_does_not_run_is_a_sentence(
     assert "\n" not in str(refusal.value)
 
 
+FP8_BLOCK = 32
+
+
+def quantize_to_fp8(weights: dict[str, torch.Tensor]) -> None:
+    """As fp8 checkpoints are written: a scale for each square of a projection."""
+    for name in [name for name in weights if name.endswith("proj.weight")]:
+        num_rows, num_columns = weights[name].shape
+        squares = weights[name].view(num_rows // FP8_BLOCK, FP8_BLOCK, num_columns // FP8_BLOCK, FP8_BLOCK)
+        scales = squares.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        weights[name] = (squares / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(num_rows, num_columns)
+        weights[f"{name}_scale_inv"] = scales
+
+
+def dequantize_from_fp8(weights: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in weights if name.endswith("_scale_inv")]:
+        scales = weights.pop(name).repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+        weight = name.removesuffix("_scale_inv")
+        weights[weight] = weights[weight].float() * scales
+
+
+def test_a_checkpoint_in_fp8_answers_as_the_same_weights_in_float32(tmp_path: Path) -> None:
+    quantized, plain = tmp_path / "fp8", tmp_path / "float32"
+    for folder in (quantized, plain):
+        save_tiny("llama", {}, folder)
+        edit_weights(folder, quantize_to_fp8)
+    edit_weights(plain, dequantize_from_fp8)
+    method = {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK], "activation_scheme": "dynamic"}
+    edit_config(quantized, quantization_config=method)
+    prompt = [random.Random(13).randrange(VOCAB_SIZE) for _ in range(40)]
+    reference = refer(load_reference(plain), prompt, 12)
+    assert len(set(reference.tokens)) > 6, "an answer that is easily missed"
+    got, _ = answers(make_engine(quantized), [make_spec("fp8", prompt, 12, ignore_eos=True)], 0)
+    assert same_up_to_near_ties(got[0], reference)
+
+
 # -- RoPE: every kind of it, for any type of model ---------------------------------------------------------------------
 
 TRAINED = 64
@@ -540,15 +575,17 @@ class RandomModel:
     def save(self, folder: Path) -> None:
         save_tiny(self.kind, self.extra | {"max_position_embeddings": self.max_position_embeddings}, folder)
         rope = dict(self.rope)
-        trained = {}
+        outside = {}
         if self.kind == "phi3" and "original_max_position_embeddings" in rope:
-            trained["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
+            outside["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
         if self.is_legacy:
             theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+            if self.kind == "phi3":
+                outside["partial_rotary_factor"] = rope.pop("partial_rotary_factor", 1.0)
             scaling = {"type": kind, **rope} if kind != "default" else None
-            edit_config(folder, rope_parameters=None, rope_theta=theta, rope_scaling=scaling, **trained)
+            edit_config(folder, rope_parameters=None, rope_theta=theta, rope_scaling=scaling, **outside)
         else:
-            edit_config(folder, rope_parameters=rope, **trained)
+            edit_config(folder, rope_parameters=rope, **outside)
 
 
 def random_rope(draw: random.Random, rope_type: str, head_dim: int, longest: int) -> dict[str, Any]:
@@ -596,7 +633,10 @@ def random_model(rope_type: str, seed: int) -> tuple[RandomModel, random.Random]
         max_num_batched_tokens=draw.randrange(8, 100),
         max_model_len=draw.choice([0, 0, 0, longest // 2, longest + 100]),
     )
-    rope = random_rope(draw, rope_type, extra.get("head_dim", 16), longest)
+    rotated = draw.choice([0.5, 1.0]) if kind == "phi3" else 1.0
+    rope = random_rope(draw, rope_type, int(rotated * extra.get("head_dim", 16)), longest)
+    if rotated < 1:
+        rope["partial_rotary_factor"] = rotated
     return RandomModel(kind, extra, rope, draw.random() < 0.5, longest, engine), draw
 
 
@@ -610,7 +650,14 @@ def test_any_model_with_any_rope_answers_as_generate_or_is_refused(rope_type: st
         with pytest.raises(ModelLoadError, match="type dynamic"):
             make_engine(tmp_path, model.engine)
         return
-    engine, reference = make_engine(tmp_path, model.engine), load_reference(tmp_path)
+    try:
+        reference = load_reference(tmp_path)
+    except Exception as error:  # "head_dim": null, which mixtral writes, together with yarn or longrope
+        print(f"transformers does not load it: {error}")
+        with pytest.raises(ModelLoadError, match=type(error).__name__):
+            make_engine(tmp_path, model.engine)
+        return
+    engine = make_engine(tmp_path, model.engine)
     room = engine.runner.max_model_len - 10
     prompts = [
         [draw.randrange(VOCAB_SIZE) for _ in range(min(length, room))]

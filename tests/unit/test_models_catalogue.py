@@ -10,6 +10,7 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -55,7 +56,15 @@ def llama_cpp_permute(weight: Array, num_heads: int) -> Array:
     return out
 
 
-def write_gguf(path: Path, *, architecture: str = "llama", pre: str = "smollm", tied: bool = True) -> dict[str, Array]:
+def write_gguf(
+    path: Path,
+    *,
+    architecture: str = "llama",
+    pre: str = "smollm",
+    tied: bool = True,
+    scaling: gguf.RopeScalingType | None = None,
+    rope_factors: list[float] | None = None,
+) -> dict[str, Array]:
     """A model of one layer; returns its weights by GGUF's names, in Hugging Face's order of rows."""
     random = np.random.default_rng(7)
     writer = gguf.GGUFWriter(path, architecture)
@@ -68,6 +77,10 @@ def write_gguf(path: Path, *, architecture: str = "llama", pre: str = "smollm", 
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_rope_freq_base(1e5)
     writer.add_layer_norm_rms_eps(1e-5)
+    if scaling is not None:
+        writer.add_rope_scaling_type(scaling)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
@@ -115,7 +128,8 @@ def tiny(tmp_path: Path) -> CatalogueModel:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_weight_arrives_under_its_name(tmp_path: Path, tied: bool) -> None:
-    expected = write_gguf(tmp_path / "tiny.gguf", tied=tied)
+    plain = [1.0] * (HEAD_DIM // 2)
+    expected = write_gguf(tmp_path / "tiny.gguf", tied=tied, scaling=gguf.RopeScalingType.NONE, rope_factors=plain)
     write_folder(tmp_path / "tiny.gguf", tmp_path / "out", {}, ignore_progress)
     weights = load_file(tmp_path / "out" / "model.safetensors")
     names = {
@@ -220,11 +234,16 @@ def test_a_cache_that_cannot_be_written(tiny: CatalogueModel, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("architecture", "pre", "sentence"),
-    [("llama", "qwen2", "gpt2 tokenizer of kind qwen2"), ("gemma", "smollm", "holds a gemma model")],
+    ("other", "sentence"),
+    [
+        ({"pre": "qwen2"}, "gpt2 tokenizer of kind qwen2"),
+        ({"architecture": "gemma"}, "holds a gemma model"),
+        ({"scaling": gguf.RopeScalingType.YARN}, "RoPE scaling of type yarn; only plain RoPE"),
+        ({"rope_factors": [1.0, 8.0]}, r"scales its rotary frequencies \(rope_freqs\); only plain RoPE"),
+    ],
 )
-def test_what_is_not_converted_is_refused(tmp_path: Path, architecture: str, pre: str, sentence: str) -> None:
-    write_gguf(tmp_path / "other.gguf", architecture=architecture, pre=pre)
+def test_what_is_not_converted_is_refused(tmp_path: Path, other: dict[str, Any], sentence: str) -> None:
+    write_gguf(tmp_path / "other.gguf", **other)
     with pytest.raises(ModelLoadError, match=sentence):
         write_folder(tmp_path / "other.gguf", tmp_path / "out", {}, ignore_progress)
 
