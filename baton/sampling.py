@@ -12,6 +12,8 @@ from baton.errors import InvalidRequest
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
+MAX_STOP_TOKEN_IDS = 4096
+"""Each token of an answer is looked up among them."""
 
 
 class FinishReason(StrEnum):
@@ -64,6 +66,12 @@ class SamplingParams:
             "stop",
             f"at most {MAX_STOP_STRINGS} strings",
             f"{len(self.stop)} strings",
+        )
+        require(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"at most {MAX_STOP_TOKEN_IDS} ids",
+            f"{len(self.stop_token_ids)} ids",
         )
         for stop in self.stop:
             require(

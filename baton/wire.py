@@ -27,7 +27,7 @@ MAX_CONTROL_BYTES = 64 * 1024
 """Of a ticket, of a message between workers, and of a call's start but for its tokens: many times what is ever sent.
 Reading a message costs a hundred times its bytes, so longer ones are refused unread."""
 MAX_COMMANDS = 1024
-"""In one frame; a router writes a few (`router.worker_calls`)."""
+"""In one frame; a router writes a few (`baton.rpc.calls`)."""
 MAX_TOKEN_BYTES = 5
 
 # -- router <-> workers --------------------------------------------------------------------------------------------
@@ -132,11 +132,16 @@ def commands(message: worker_pb2.ServeRequest, max_model_len: float = math.inf) 
     return [_command(command, max_model_len) for command in message.commands]
 
 
+def max_start_bytes(max_model_len: float) -> float:
+    """Of a call's start; a longer one is not read."""
+    return MAX_CONTROL_BYTES + MAX_TOKEN_BYTES * max_model_len
+
+
 def _command(message: worker_pb2.Command, max_model_len: float) -> m.Start | m.Cancel:
     if message.WhichOneof("command") == "cancel":
         return m.Cancel(message.call_id)
     try:
-        _require_short(message, MAX_CONTROL_BYTES + MAX_TOKEN_BYTES * max_model_len, InvalidRequest)
+        _require_short(message, max_start_bytes(max_model_len), InvalidRequest)
         if path := unknown_field(message):
             raise Unsupported(f"this worker does not know the field {path} of a router's command")
         return m.Start(message.call_id, _call_request(message), dict(message.trace))

@@ -11,7 +11,7 @@ from opentelemetry.context import Context
 from baton.engine.engine import Generated, Reserved
 from baton.engine.loop import EngineLoop, SequenceHandle
 from baton.engine.sequence import Purpose, Sequence
-from baton.errors import WorkerDraining
+from baton.errors import TransferCorrupted, WorkerDraining
 from baton.messages import DecodeRequest, Fetched, FetchRequest, NewTokens, PrefixSource, SequenceSpec, Ticket
 from baton.sampling import FinishReason
 from baton.telemetry import tracing
@@ -36,6 +36,7 @@ class DecodeService:
 
         Raises:
             WorkerDraining: the worker takes no new work.
+            TransferError: the KV did not come, or not with a token of the model's.
         """
         self._require_staying()
         spec = request.sequence
@@ -99,6 +100,8 @@ class DecodeService:
                 await self._kv.receiver.release(ticket)
             # The router has the first token already, straight from the prefill worker, and its finish reason too.
             assert arrival.first_token is not None
+            if arrival.first_token >= (vocab_size := self._loop.engine.runner.vocab_size):
+                raise TransferCorrupted(f"token {arrival.first_token} came with the KV; the model has {vocab_size}")
             if self._loop.insert(sequence, arrival.first_token) is None:
                 async with contextlib.aclosing(self._tokens(handle)) as messages:
                     async for message in messages:

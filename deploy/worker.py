@@ -29,7 +29,7 @@ from baton.config import Config, process_config
 from baton.engine.runner import Runner
 from baton.errors import BatonError, ConfigError, Fenced
 from baton.rpc import RpcServer
-from baton.rpc.calls import CallServicer
+from baton.rpc.calls import CallServicer, max_message_bytes
 from baton.rpc.errors import to_failed
 from baton.telemetry import logs, tracing
 from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
@@ -53,7 +53,7 @@ async def running(
 ) -> AsyncGenerator[tuple[WorkerControl, asyncio.Task[None]]]:
     """A worker that takes traffic while the block is entered. Yields its control, and what `Member.joined` does."""
     member = Member(role, worker_id, host, config, runner)
-    rpc = RpcServer(SERVICE_NAMES)
+    rpc = RpcServer(SERVICE_NAMES, max_message_bytes=max_message_bytes(runner.max_model_len))
 
     def is_draining() -> bool:
         return member.state is WorkerState.DRAINING

@@ -35,13 +35,11 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import channel, from_rpc_error
-from baton.rpc.calls import Outbox
+from baton.rpc.calls import MAX_FRAME_COMMANDS, Outbox
 from baton.rpc.errors import from_failed
 from baton.telemetry import tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
-MAX_FRAME_COMMANDS = 16
-"""So many of the longest prompts still fit into a gRPC message."""
 Event = TypeVar("Event")
 
 

@@ -43,8 +43,8 @@ from baton.telemetry import logs, tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 MAX_FRAME_EVENTS = 4096
-MAX_STOP_TOKEN_IDS = 4096
-"""Each token of an answer is looked up among them."""
+MAX_FRAME_COMMANDS = 16
+"""So many of the longest prompts fit into a message that a worker takes."""
 MAX_TOP_K = 2**20
 """No vocabulary is larger."""
 T = TypeVar("T")
@@ -73,6 +73,11 @@ class Outbox(Generic[T]):
         if not self._items:
             self._ready.clear()
         return taken
+
+
+def max_message_bytes(max_model_len: int) -> int:
+    """The longest message that a worker of such sequences has to take: a router's frame, or gRPC's own limit."""
+    return max(int(MAX_FRAME_COMMANDS * wire.max_start_bytes(max_model_len)), 4 * 2**20)
 
 
 class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
@@ -187,12 +192,17 @@ def require_servable(spec: SequenceSpec) -> None:
 
     How many tokens fit is the engine's to say.
     """
-    SamplingParams(temperature=spec.temperature, top_k=spec.top_k, top_p=spec.top_p, min_p=spec.min_p)
+    SamplingParams(
+        temperature=spec.temperature,
+        top_k=spec.top_k,
+        top_p=spec.top_p,
+        min_p=spec.min_p,
+        stop_token_ids=spec.stop_token_ids,
+    )
     for ok, rule in (
         (0 < spec.num_prompt_tokens <= len(spec.token_ids), "num_prompt_tokens must be 1 to the number of token_ids"),
         (spec.top_k <= MAX_TOP_K, f"top_k must be at most {MAX_TOP_K}"),
         (spec.ttft_s >= 0 and spec.itl_s >= 0, "ttft_s and itl_s must be at least 0"),  # which NaN is not
-        (len(spec.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"there must be at most {MAX_STOP_TOKEN_IDS} stop_token_ids"),
         (len(spec.cache_seed) <= KEY_BYTES, f"cache_seed must have at most {KEY_BYTES} bytes"),
     ):
         if not ok:

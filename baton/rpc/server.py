@@ -46,6 +46,7 @@ class RpcServer:
         shares_port: other processes of this user may listen on the same port. The kernel gives each connection to one
             of them.
         max_connection_age_s: a client is asked to connect anew after so long. What runs on its old connection goes on.
+        max_message_bytes: a longer message ends its call, before it is parsed.
     """
 
     def __init__(
@@ -55,11 +56,14 @@ class RpcServer:
         *,
         shares_port: bool = False,
         max_connection_age_s: float = math.inf,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))]
+        options = dict(SERVER_OPTIONS)
+        options["grpc.so_reuseport"] = int(shares_port)
+        options["grpc.max_receive_message_length"] = max_message_bytes
         if max_connection_age_s < math.inf:
-            options.append(("grpc.max_connection_age_ms", round(max_connection_age_s * 1e3)))
-        self.server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=options)
+            options["grpc.max_connection_age_ms"] = round(max_connection_age_s * 1e3)
+        self.server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=list(options.items()))
         self._health = health.aio.HealthServicer()
         self._service_names = service_names
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

@@ -33,11 +33,12 @@ from baton.config import Config, EngineConfig, IndexConfig, TransferConfig
 from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
 from baton.engine.engine import Reserved
 from baton.engine.sequence import Purpose
-from baton.errors import BatonError
+from baton.errors import BatonError, TransferCorrupted
 from baton.messages import (
     Abort,
     Commit,
     DecodeRequest,
+    Decoding,
     Ended,
     Event,
     Failed,
@@ -66,7 +67,7 @@ from deploy.worker import running
 from kvstore.member import Member
 from kvstore.transfer.header import PROTOCOL_VERSION
 from kvstore.transfer.shm_link import host_id
-from router.worker_calls import WorkerCalls
+from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
 from tests.integration.transfer_peers import eventually, served
 
 T = TypeVar("T")
@@ -274,8 +275,8 @@ async def session(member: Member, messages: list[Any], change: Change) -> Answer
                 if said[-1] in ("session_failed", "nack", "abort_ack", "commit_ack"):
                     reason = getattr(getattr(response, said[-1]), "reason", "")
                     return Answer(tuple(said), *reason.split(": ", 1)) if ": " in reason else Answer(tuple(said))
-        except asyncio.InvalidStateError:  # it ended while we wrote
-            return Answer(tuple(said), "ended", await stream.details())
+        except asyncio.InvalidStateError:
+            return Answer(tuple(said), ENDED)
         except grpc.aio.AioRpcError as error:
             return Answer(tuple(said), *typed(error))
         finally:
@@ -283,7 +284,12 @@ async def session(member: Member, messages: list[Any], change: Change) -> Answer
     return Answer(tuple(said))
 
 
+ENDED = "ended while we wrote"
+
+
 def typed(error: grpc.aio.AioRpcError) -> tuple[str, str]:
+    if error.details() == "Internal error from Core":  # what a client's write says of a stream that was ended
+        return ENDED, ""
     kind = dict(error.trailing_metadata() or ()).get(ERROR_KEY, "")
     return str(kind) or f"untyped {error.code().name}", error.details() or ""
 
@@ -308,12 +314,12 @@ class HostileReceiver(kv_pb2_grpc.KvControlServicer):
 
 
 @contextlib.asynccontextmanager
-async def reserved(cluster: Cluster, spec: SequenceSpec) -> AsyncIterator[Ticket]:
-    """For the whole of a sequence, at the decode worker."""
+async def reserved(cluster: Cluster, spec: SequenceSpec) -> AsyncIterator[tuple[Ticket, WorkerStream[Decoding]]]:
+    """For the whole of a sequence, at the decode worker, and the call that holds it."""
     async with cluster.calls.decode(at(cluster.decode), spec, await_kv=True, trace=Context()) as stream:
         ticket = await stream.read()
         assert isinstance(ticket, Ticket)
-        yield ticket
+        yield ticket, stream
 
 
 @contextlib.asynccontextmanager
@@ -349,7 +355,7 @@ async def answer(cluster: Cluster, kind: str, change: Change) -> Answer:
         spec = small_spec(spec.request_id, tuple(range(next(cluster.numbers), 100 + next(cluster.numbers))))
         async with reserved_for_a_prefix(cluster, spec) as ticket:
             return await pull(prefill, Pull(ticket, tuple(block_keys(spec.cache_seed, spec.token_ids))), change)
-    async with reserved(cluster, spec) as ticket:
+    async with reserved(cluster, spec) as (ticket, _):
         if kind == "prefill":
             return await call(prefill, PrefillRequest(spec, ticket, None), change)
         ids = (ticket.transfer_id, ticket.generation)
@@ -361,7 +367,7 @@ async def answer(cluster: Cluster, kind: str, change: Change) -> Answer:
             return await session(decode, sent, change)
         assert kind == "receive"
         said = [Welcome(ticket.incarnation, "shm", 1), Rendezvous("k", b"v"), LinkReady(), Ping(), Grant(*ids)]
-        async with served(HostileReceiver(said, change)) as (address, _):
+        async with served(HostileReceiver(said, change)) as (address, _server):
             return await call(prefill, PrefillRequest(spec, replace(ticket, kv_address=address), None), lambda _: None)
 
 
@@ -437,7 +443,7 @@ def many_groups(message: Any) -> None:
 
 def long_rendezvous(message: Any) -> None:
     if message.HasField("rendezvous"):
-        message.rendezvous.value = b"x" * 10_000_000
+        message.rendezvous.value = b"x" * 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -465,6 +471,47 @@ def test_a_message_against_the_workers_own_facts_is_refused_at_once(
     loop(cluster.serve_well())  # so that there is a prefix to be pulled
     got = within_limits(loop, cluster, lambda: answer(cluster, kind, change))
     assert (got.kind, sentence in got.text) == (expected, True), got
+
+
+def test_a_message_that_no_router_could_send_is_not_even_parsed(loop: Loop, cluster: Cluster) -> None:
+    """A gigabyte of memory and a second of the loop, in a prefill's ticket: its layout has 16 million groups."""
+    raw = b"\x1a\x00" * 16_000_000
+    for tag in (10, 2, 2, 1):  # layout, ticket, prefill, commands
+        raw = bytes([tag << 3 | 2]) + varint(len(raw)) + raw
+
+    async def send() -> Answer:
+        async with grpc.aio.insecure_channel(cluster.prefill.info.address) as link:
+            stream: Any = link.stream_stream("/baton.v1.WorkerCalls/Serve")()
+            await stream.write(raw)
+            try:
+                await stream.read()
+            except grpc.aio.AioRpcError as error:
+                return Answer((), *typed(error))
+        return Answer(())
+
+    got = within_limits(loop, cluster, send)
+    assert (got.kind, "Received message larger than max" in got.text) == ("untyped RESOURCE_EXHAUSTED", True)
+
+
+def varint(number: int) -> bytes:
+    low = bytes([number & 127])
+    return low if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
+
+
+def test_a_token_that_is_none_of_the_models_never_reaches_the_engine(loop: Loop, cluster: Cluster) -> None:
+    """It would fail the step of all that decode there."""
+
+    async def hand_over() -> None:
+        spec = small_spec(f"token-{next(cluster.numbers)}", tuple(range(7, 7 + 32)))
+        async with reserved(cluster, spec) as (ticket, stream):
+            async with cluster.prefill.kv.sender.transfer(ticket) as transfer:
+                transfer.attach((0, 1))
+                await transfer.finish(2**32 - 1)
+            with pytest.raises(WorkerCallError, match="token 4294967295 came with the KV") as caught:
+                await stream.read()
+            assert isinstance(caught.value.error, TransferCorrupted)
+
+    within_limits(loop, cluster, hand_over)
 
 
 # -- anything at all -------------------------------------------------------------------------------------------------
@@ -527,7 +574,7 @@ def test_whatever_is_sent_ends_and_harms_nobody(loop: Loop, cluster: Cluster, se
     answers = within_limits(loop, cluster, send_all)
     known = {cls.__name__ for cls in tree(BatonError)}
     for (kind, seed), got in zip(sent, answers, strict=True):
-        assert got.kind in {"", "ended", *known}, (kind, seed, got)
+        assert got.kind in {"", ENDED, *known}, (kind, seed, got)
         assert "internal error" not in got.text, (kind, seed, got)
 
 
