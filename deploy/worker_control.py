@@ -6,6 +6,9 @@
 A draining worker takes no new choices to decode and hands back what it has not begun. Every choice that it decodes is
 asked to move: the router has the next worker pull the KV from here while the tokens go on, and then has the few missing
 blocks handed over like those of any prompt. So how long it takes depends on the KV, not on how much remains to be said.
+
+A worker that was told to drain for good takes no work again. Where it was not the controller that told it, the
+controller sees it in the lease and has another one take its place.
 """
 
 from __future__ import annotations

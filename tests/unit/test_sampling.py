@@ -30,6 +30,8 @@ from baton.sampling import SamplingParams, uniform
         ("n", 0, "sampling.n must be between 1 and 16; got 0. Change or unset it."),
         ("n", 17, "sampling.n must be between 1 and 16; got 17. Change or unset it."),
         ("seed", 2**63, f"sampling.seed must be a signed 64-bit integer; got {2**63}. Change or unset it."),
+        ("stop_token_ids", (5,) * 4097, "sampling.stop_token_ids must be at most 4096 ids; got 4097 ids. "
+         "Change or unset it."),
         ("stop", ("x",) * 17, "sampling.stop must be at most 16 strings; got 17 strings. Change or unset it."),
         ("stop", ("a", ""), "sampling.stop must be strings of 1 to 256 characters; got one of 0 characters. "
          "Change or unset it."),
@@ -50,7 +52,7 @@ def test_a_value_out_of_range_is_named_with_its_range(param: str, value: Any, se
         {},
         {"max_tokens": 1, "temperature": 0, "top_k": -1, "top_p": 1e-9, "min_p": 0, "n": 1, "seed": -(2**63) + 1},
         {"temperature": 2.0, "top_k": 10**6, "top_p": 1.0, "min_p": 1.0, "n": 16, "seed": 2**63 - 1},
-        {"stop": ("x" * 256,) * 16, "stop_token_ids": (0, 5), "ignore_eos": True},
+        {"stop": ("x" * 256,) * 16, "stop_token_ids": (0, 5) * 2048, "ignore_eos": True},
     ],
 )
 def test_the_edges_of_the_ranges_are_inside(values: dict[str, Any]) -> None:
