@@ -26,6 +26,7 @@ from kvstore.index import (
 )
 from kvstore.index.publisher import MAX_EVENT_KEYS
 from kvstore.leases import LeaseKeeper
+from tests.contract.conftest import STREAM_MAX_EVENTS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -377,6 +378,55 @@ async def test_a_worker_that_stays_away_is_forgotten(backend: Backend) -> None:
         await until(lambda: owns(late.mirror, worker))
         await backend.lapse("w")
         await until(lambda: not late.mirror.workers() and len(late.mirror) == 0)
+
+
+async def test_a_lease_that_is_missing_for_a_moment_costs_no_scan(backend: Backend) -> None:
+    """Its worker is looked over, and not forgotten: what it holds is known at once when the lease is there again."""
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    late = MirrorFollower(backend.index, Mirror(), poll_s=0.02)
+    async with running(worker.publisher):
+        worker.store(1, 2)
+        await until(lambda: worker.publisher.is_settled)
+        async with running(late):
+            await until(lambda: late.mirror.lookup(keys(1, 2)) == {"w": 2})
+            rescans = late.num_rescans
+            await backend.lose("w")
+            await until(lambda: late.mirror.lookup(keys(1, 2)) == {})
+            assert late.mirror.workers() == {"w": 2}
+            await backend.leases.renew(worker_info("w", worker.epoch), WorkerLoad())
+            await until(lambda: late.mirror.lookup(keys(1, 2)) == {"w": 2})
+            assert late.num_rescans == rescans
+
+
+async def test_the_stream_is_as_long_as_it_may_be(backend: Backend) -> None:
+    """A stream that only grows fills the store's memory; Redis trims by nodes of a hundred entries."""
+    epoch = await backend.leases.acquire("w")
+    for seq in range(1, STREAM_MAX_EVENTS + 301):
+        assert (await backend.index.apply(stored(epoch, seq, seq))).outcome is APPLIED
+    cursor, num_events = ORIGIN, 0
+    while entries := await read(backend, cursor):
+        cursor, num_events = entries[-1][0], num_events + len(entries)
+    assert STREAM_MAX_EVENTS <= num_events < STREAM_MAX_EVENTS + 200
+    assert (await backend.index.state()).owners == {"w": Position(epoch, STREAM_MAX_EVENTS + 300)}
+
+
+async def test_an_event_of_an_epoch_that_nobody_holds_hides_no_blocks_for_long(
+    server: RedisServer, namespace: str
+) -> None:
+    """Regression: the mirror adopted it, and took all that the worker said from then on for old."""
+    backend = server.backend(namespace)
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    late = follower(backend)
+    assert backend.connection
+    async with running(worker.publisher, late):
+        worker.store(1, 2)
+        await until(lambda: owns(late.mirror, worker))
+        forged: dict[str, str | bytes | int] = {"w": "w", "e": worker.epoch + 5, "q": 1, "o": "snap", "k": b"", "n": 0}
+        flat = [part for field in forged.items() for part in field]
+        await backend.connection.call("XADD", f"kv:{{{namespace}}}:ev", "*", *flat)
+        await until(lambda: late.mirror.lookup(keys(1)) == {})
+        worker.store(3)
+        await until(lambda: owns(late.mirror, worker) and late.mirror.lookup(keys(1, 2, 3)) == {"w": 3})
 
 
 async def test_a_gap_between_two_polls_is_healed_at_once(server: RedisServer, namespace: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -27,7 +28,8 @@ from baton.cluster import (
 )
 from baton.errors import ConfigError, Fenced, StoreUnavailable
 from deploy.redis import EmbeddedRedis
-from kvstore.index import BlockEvent, Connection, Op
+from kvstore.index import BlockEvent, Connection, Op, Outcome
+from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper
 from kvstore.leases.codec import decode_worker, encode
 
@@ -208,6 +210,31 @@ def test_a_field_of_a_newer_release_is_skipped() -> None:
     newer = load.replace('"total":100', '"total":100,"pinned":4').replace('"running":3', '"running":3,"paused":1')
     assert newer != load
     assert decode_worker(info.encode(), newer.encode()) == Worker(worker_info("w", 1), LOAD)
+    newer = load.replace('"s_weights"', '"s_of_later":1e-3,"s_weights"').replace(
+        '"resent"', '"again":{"x":[]},"resent"'
+    )
+    assert newer.count("later") == newer.count("again") == 1
+    assert decode_worker(info.encode(), newer.encode()) == Worker(worker_info("w", 1), LOAD)
+    older = json.loads(load)
+    del older["costs"], older["transfers"]
+    assert decode_worker(info.encode(), json.dumps(older).encode()) == Worker(worker_info("w", 1), LOAD)
+
+
+async def test_one_forged_epoch_fences_nobody_off(server: RedisServer, namespace: str) -> None:
+    """Two copies of it are always written together. Where they differ, the lesser one is believed."""
+    backend = server.backend(namespace)
+    info = worker_info("w", await backend.leases.acquire("w"))
+    keys = Keys(namespace)
+    assert backend.connection
+    forgeries = [("HSET", keys.lease("w"), "epoch", 2**41), ("SET", keys.epoch("w"), 2**41)]
+    for seq, forgery in enumerate(forgeries, 1):
+        await backend.leases.renew(info, LOAD)
+        await backend.connection.call(*forgery)
+        applied = await backend.index.apply(BlockEvent("w", info.epoch, seq, Op.STORED, (b"k" * 16,)))
+        assert applied.outcome is Outcome.APPLIED
+        assert await backend.leases.renew(info, LOAD)
+        assert await backend.leases.list_workers() == [Worker(info, LOAD)]
+    assert await backend.leases.acquire("w", info.epoch) == info.epoch + 1
 
 
 async def test_the_keeper_renews_at_once_when_asked(backend: Backend) -> None:

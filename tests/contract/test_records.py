@@ -125,6 +125,27 @@ async def test_what_cannot_be_read_is_an_error_of_values(server: RedisServer, na
         await backend.connection.call("HSET", name, field, value, "unknown", "x")
         with pytest.raises(ValueError, match=reason):
             await records.read(KEY, DIGEST)
+    assert [(each.what, each.times) for each in backend.connection.garbage.seen()] == [("record", 3)]
+
+
+async def test_a_record_of_a_wrong_type_is_written_anew_and_holds_up_no_other(
+    server: RedisServer, namespace: str
+) -> None:
+    """Regression: as long as it lay there, nothing was noted of any request."""
+    backend = server.backend(namespace)
+    assert backend.connection
+    records = RedisRecords(backend.connection, namespace)
+    await backend.connection.call("SET", Keys(namespace).record(KEY.tenant_id, KEY.request_id), "x")
+    with pytest.raises(ValueError, match="WRONGTYPE"):
+        await records.read(KEY, DIGEST)
+    other = RecordKey("acme", "r-2")
+    await records.write([entry(Part(0, 0, [1])), entry(Part(0, 0, [2]), key=other)], [])
+    assert await records.read(KEY, DIGEST) == {0: Noted((1,))}
+    assert await records.read(other, DIGEST) == {0: Noted((2,))}
+    assert [(each.what, each.times) for each in backend.connection.garbage.seen()] == [("record", 2)]
+    await backend.connection.pipeline([("UNLINK", name := Keys(namespace).record("acme", "r-2")), ("SET", name, "x")])
+    await records.write([], [Ended(other, (b"field",)), Ended(KEY)])  # what is of no use any more stops nothing either
+    assert await records.read(KEY, DIGEST) == {}
 
 
 async def test_without_redis_it_says_so() -> None:
