@@ -24,6 +24,7 @@ from kvstore.index import (
     Position,
     Tier,
 )
+from kvstore.index.keys import Keys
 from kvstore.index.publisher import MAX_EVENT_KEYS
 from kvstore.leases import LeaseKeeper
 from tests.contract.conftest import STREAM_MAX_EVENTS
@@ -424,9 +425,40 @@ async def test_an_event_of_an_epoch_that_nobody_holds_hides_no_blocks_for_long(
         forged: dict[str, str | bytes | int] = {"w": "w", "e": worker.epoch + 5, "q": 1, "o": "snap", "k": b"", "n": 0}
         flat = [part for field in forged.items() for part in field]
         await backend.connection.call("XADD", f"kv:{{{namespace}}}:ev", "*", *flat)
-        await until(lambda: late.mirror.lookup(keys(1)) == {})
         worker.store(3)
         await until(lambda: owns(late.mirror, worker) and late.mirror.lookup(keys(1, 2, 3)) == {"w": 3})
+
+
+async def test_a_stream_that_can_grow_no_more_is_begun_anew(server: RedisServer, namespace: str) -> None:
+    """Regression: after an event with the last of all ids none could be told."""
+    backend = server.backend(namespace)
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    late = follower(backend)
+    assert backend.connection
+    async with running(worker.publisher, late):
+        worker.store(1)
+        await until(lambda: owns(late.mirror, worker))
+        await backend.connection.call("XADD", f"kv:{{{namespace}}}:ev", f"{2**64 - 1}-{2**64 - 1}", "x", "y")
+        worker.store(2)
+        await until(lambda: owns(late.mirror, worker) and late.connected and late.lag_s == 0)
+        rescans = late.num_rescans
+        for number in range(3, 9):
+            worker.store(number)
+            await until(lambda: owns(late.mirror, worker))
+        assert late.num_rescans <= rescans + 1, "the new stream is not followed"
+
+
+async def test_an_idle_publisher_notices_that_its_set_is_no_set(server: RedisServer, namespace: str) -> None:
+    backend = server.backend(namespace)
+    worker = FakeWorker(backend, "w", await backend.leases.acquire("w"))
+    assert backend.connection
+    async with running(worker.publisher):
+        worker.store(1, 2)
+        await until(lambda: worker.publisher.is_settled)
+        name = Keys(namespace).blocks("w", worker.epoch)
+        await backend.connection.pipeline([("DEL", name), ("SET", name, "x")])
+        await until(lambda: worker.publisher.num_snapshots == 2)
+    assert (await backend.index.snapshot("w", worker.epoch))[1] == worker.owned
 
 
 async def test_a_gap_between_two_polls_is_healed_at_once(server: RedisServer, namespace: str) -> None:

@@ -149,11 +149,12 @@ async def test_release_ends_the_lease_and_the_blocks(backend: Backend) -> None:
 async def test_a_renewal_keeps_the_blocks_alive(server: RedisServer, namespace: str) -> None:
     backend = server.backend(namespace)
     info = worker_info("w", await backend.leases.acquire("w"))
-    await backend.index.apply(BlockEvent("w", info.epoch, 1, Op.STORED, (b"k" * 16,)))
+    for seq, op in enumerate((Op.STORED, Op.SNAPSHOT_BEGIN, Op.SNAPSHOT_PART), 1):
+        await backend.index.apply(BlockEvent("w", info.epoch, seq, op, (b"k" * 16,)))
     assert backend.connection
     keys = [key for key in await backend.connection.call("KEYS", "*") if namespace.encode() in key]
-    owned = [key for key in keys if b":blk:" in key or b":seq:" in key]
-    assert len(owned) == 2
+    owned = [key for key in keys if any(kind in key for kind in (b":blk:", b":seq:", b":snap:"))]
+    assert len(owned) == 3
     await backend.connection.pipeline([("PEXPIRE", key, 5000) for key in owned])
     await backend.leases.renew(info, LOAD)
     assert all(life > 50_000 for life in await backend.connection.pipeline([("PTTL", key) for key in owned]))
@@ -218,6 +219,20 @@ def test_a_field_of_a_newer_release_is_skipped() -> None:
     older = json.loads(load)
     del older["costs"], older["transfers"]
     assert decode_worker(info.encode(), json.dumps(older).encode()) == Worker(worker_info("w", 1), LOAD)
+
+
+async def test_a_set_of_ids_that_is_lost_is_told_like_a_loss_of_everything(server: RedisServer, namespace: str) -> None:
+    """Who renews next is listed alone, and the others must not be taken for dead until they have renewed."""
+    backend = server.backend(namespace)
+    info = worker_info("w", await backend.leases.acquire("w"))
+    boot, name = await backend.leases.boot(), Keys(namespace).workers
+    assert backend.connection
+    await backend.connection.pipeline([("DEL", name), ("SET", name, "x")])
+    with pytest.raises(StoreUnavailable):
+        await backend.leases.list_workers()
+    assert await backend.leases.renew(info, LOAD)
+    assert await backend.leases.list_workers() == [Worker(info, LOAD)]
+    assert await backend.leases.boot() != boot
 
 
 async def test_one_forged_epoch_fences_nobody_off(server: RedisServer, namespace: str) -> None:
