@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
+from baton.cluster import Role, WorkerInfo, WorkerLoad
 from baton.config import Config, IndexConfig
-from deploy.doctor import Check, diagnose
+from deploy.doctor import Check, diagnose, redis
 from deploy.redis import EmbeddedRedis
 from kvstore.index import Connection
+from kvstore.index.keys import Keys
+
+if TYPE_CHECKING:
+    from tests.contract.conftest import RedisServer
 
 
 def eviction_check(url: str) -> Check:
@@ -32,6 +38,27 @@ def test_an_eviction_policy_is_a_failure(policy: str, state: str) -> None:
         check = eviction_check(server.url)
     assert (check.state, check.found) == (state, f"maxmemory-policy is {policy}")
     assert ("noeviction" in check.mend) == (state == "fail")
+
+
+async def test_a_lease_that_cannot_be_read_is_told_and_hides_no_other(server: RedisServer, namespace: str) -> None:
+    """Regression: the doctor ended with the error of its decoder."""
+    leases = server.backend(namespace).leases
+    for worker_id in ("w-0", "w-1", "w-2"):
+        epoch = await leases.acquire(worker_id)
+        info = WorkerInfo(worker_id, Role.DECODE, "h:1", 1, "n", epoch, "c", "w", 16, 2048)
+        await leases.renew(info, WorkerLoad())
+    connection, keys = server.backend(namespace).connection, Keys(namespace)
+    assert connection
+    await connection.pipeline([("DEL", keys.lease("w-0")), ("SET", keys.lease("w-0"), "x")])
+    await connection.call("HSET", keys.lease("w-2"), "load", "{")
+    await connection.call("SET", Keys(namespace + "-other").workers, "x")
+    found = await redis._look(server.embedded.url)
+    mine = [lease.worker.info.id for lease in found.leases if lease.worker.info.content_id == "c"]
+    assert mine == ["w-1"]
+    checks = [check for check in redis.leases(found, lease_s=10.0) if check.name == "redis values"]
+    assert {check.state for check in checks} == {"warn"}
+    assert {check.found.partition(" ")[0] for check in checks} == {"lease", "workers"}
+    await connection.call("DEL", Keys(namespace + "-other").workers)
 
 
 def test_a_redis_that_is_away_is_no_secret() -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from baton.api import Explanation, Option
 from baton.errors import InvalidRequest
-from deploy.cli import option_table, show_explanations, transfer_table, worker_table
+from deploy.cli import garbage_lines, option_table, show_explanations, transfer_table, worker_table
 
 WORKER = {
     "id": "decode-0", "role": "decode", "state": "draining", "pid": 123456, "address": "127.0.0.1:50052",
@@ -53,6 +53,11 @@ def test_the_status_shows_what_is_wrong_with_a_worker() -> None:
     with console.capture() as captured:
         console.print(worker_table([WORKER | {"self_check": "3 blocks are lost"}]))
     assert "draining: 3 blocks are lost" in captured.get()
+
+
+def test_the_status_shows_what_is_skipped_in_redis() -> None:
+    garbage = [{"what": "lease", "times": 3, "latest": "kv:{x}:lease:w: [1] is no object"}]
+    assert garbage_lines({"garbage": garbage}) == ["  lease skipped 3 times: kv:{x}:lease:w: [1] is no object"]
 
 
 def test_the_status_shows_a_workers_transfers() -> None:

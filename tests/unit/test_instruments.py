@@ -12,6 +12,7 @@ from baton.cluster import (
     ControllerInfo,
     PoolScaling,
     Role,
+    StoreGarbage,
     TransferCounts,
     Worker,
     WorkerInfo,
@@ -273,3 +274,10 @@ def test_vllms_names_show_the_same_values() -> None:
     }, "the refused one is none; nothing is booked of first tokens and of generated ones"
     assert f'vllm:e2e_request_latency_seconds_bucket{{le="0.32",{model}}} 1.0' in lines
     assert "# TYPE vllm:e2e_request_latency_seconds histogram" in lines
+
+
+def test_what_is_skipped_in_redis_is_counted_by_what_it_is() -> None:
+    garbage = (StoreGarbage("event", 2, "there"), StoreGarbage("lease", 5, "here"))
+    exposition = Instruments(lambda: ClusterStatus({}, (), (), "", True, (), store_garbage=garbage)).exposition()
+    lines = [line for line in exposition.decode().splitlines() if line.startswith("baton_store_garbage")]
+    assert lines == ['baton_store_garbage_total{what="event"} 2.0', 'baton_store_garbage_total{what="lease"} 5.0']

@@ -128,7 +128,7 @@ def test_the_line_is_drawn_against_its_highest() -> None:
     assert sparkline([0, 0]) == "▁▁"
 
 
-STATUS = {
+STATUS: dict[str, Any] = {
     "models": [{"id": "m"}],
     "pools": {"decode": {"ready": 1, "desired": 2}},
     "routers": [router(0), router(0, router_id="router-1")],
@@ -178,6 +178,12 @@ def test_what_lies_above_the_last_bound_is_not_shown_as_the_bound() -> None:
     assert re.search(r"first token +p50 550\.00 s +p99 > 600 s", text), text
     assert re.search(r"between tokens +p50 26\.67 s +p99 > 30 s", text), text
     assert "p50 > 3,600 s" in shown(View(itl=Quantiles(Quantile(3600.0, is_above=True))))
+
+
+def test_what_is_skipped_in_redis_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    garbage = [{"what": "lease", "times": 3, "latest": "kv:{x}:lease:w: no number"}]
+    monkeypatch.setitem(STATUS, "redis", {"ok": True, "garbage": garbage})
+    assert "in Redis, lease skipped 3 times: kv:{x}:lease:w: no number" in shown(View())
 
 
 def test_what_is_not_known_is_said_and_not_shown_as_nothing() -> None:
