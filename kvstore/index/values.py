@@ -8,8 +8,8 @@ MAX_EPOCH = 2**42
 """Milliseconds since 1970: the year 2109."""
 MAX_SEQ = 2**53 - 1
 """Beyond it Lua's numbers are not exact."""
-MAX_TEXT = 4096
-"""Characters of a name, an address or a sentence."""
+MAX_TEXT = 2**16
+"""Characters of a name, an address or what a self-check finds."""
 _NATURAL = re.compile(rb"[0-9]{1,16}")
 
 

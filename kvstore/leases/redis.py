@@ -88,10 +88,14 @@ class RedisLeases:
         )
         workers = []
         for worker_id, lease in zip(ids, leases, strict=True):
-            if lease == [None, None, None]:
-                await self._connection.run(PRUNE, [self._keys.lease(worker_id), self._keys.workers], worker_id)
-            elif isinstance(lease, WrongType) or lease[1:] != [None, None]:  # else it is acquired, not described yet
-                workers += self._read(self._keys.lease(worker_id), partial(_leased, worker_id), lease)
+            key = self._keys.lease(worker_id)
+            match lease:
+                case [None, None, None]:
+                    await self._connection.run(PRUNE, [key, self._keys.workers], worker_id)
+                case [_, None, None]:
+                    pass  # acquired, and not described yet
+                case _:
+                    workers += self._read(key, partial(_leased, worker_id), lease)
         return workers
 
     async def announce_router(self, info: RouterInfo) -> None:
