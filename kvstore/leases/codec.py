@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from enum import Enum
 from functools import cache
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+ADDRESS = re.compile(r"[\w.\-\[\]:%]+:[0-9]{1,5}", re.ASCII)
 MAX_BYTES = 2**20
 """Of one value; a worker's has a thousandth of it."""
 MAX_ITEMS = 1000
@@ -49,6 +51,8 @@ def decode_worker(info: bytes, load: bytes) -> Worker:
     worker = Worker(_decode(WorkerInfo, info), _decode(WorkerLoad, load))
     if worker.info.block_size % GRANULE:
         raise ValueError(f"block_size {worker.info.block_size} is no multiple of {GRANULE}")
+    if not ADDRESS.fullmatch(worker.info.address):
+        raise ValueError(f"{worker.info.address!r:.100} is no HOST:PORT")
     return worker
 
 

@@ -65,6 +65,8 @@ def leases_of(keys: Keys, worker: Worker) -> Iterator[Garbage]:
     yield changed("holds too much", max_model_len=10**30)
     yield changed("steps of no token", chunk_tokens=0)
     yield changed("pid too large", pid=2**40)
+    yield changed("nowhere", address="")
+    yield changed("at no address", address="dns:///h\0:1")
     yield changed("a role of later", role="encode")
     yield changed("a role that is none", role=[])
     yield changed("of another worker", id="good")
