@@ -139,11 +139,11 @@ async def _leases(connection: Connection) -> list[Lease]:
     leases = []
     for key in sorted(set(found)):
         keys_of = Keys(key[key.index("{") + 1 : key.rindex("}")])
-        try:
-            ids = sorted(each.decode() for each in await connection.call("SMEMBERS", key))
-        except (WrongType, UnicodeDecodeError) as error:
-            connection.note(key, error)
+        (members,) = await connection.pipeline([("SMEMBERS", key)])
+        if isinstance(members, WrongType):
+            connection.note(key, members.reason)
             continue
+        ids = sorted(each.decode(errors="replace") for each in members)  # of a name that is none there is no lease
         rows = await connection.pipeline(
             [
                 command
@@ -153,7 +153,7 @@ async def _leases(connection: Connection) -> list[Lease]:
         )
         for worker_id, row, left_ms in zip(ids, rows[::2], rows[1::2], strict=True):
             if isinstance(row, WrongType):
-                connection.note(keys_of.lease(worker_id), row)
+                connection.note(keys_of.lease(worker_id), row.reason)
             elif None not in row:
                 try:
                     worker = decode_worker(*row)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import uuid
+from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
@@ -27,8 +28,11 @@ TIMEOUT_S = 5.0
 """Longest wait for one answer; blocking reads wait less than this."""
 
 
-class WrongType(StoreUnavailable):
-    """A key holds a value of another type than the command is for."""
+@dataclass(frozen=True, slots=True)
+class WrongType:
+    """In place of an answer: the key holds a value of another type than the command is for."""
+
+    reason: str
 
 
 def without_password(url: str) -> str:
@@ -69,12 +73,12 @@ class Connection:
         self.garbage = garbage or GarbageBook()
 
     async def call(self, *command: Any) -> Any:
-        """Raises: StoreUnavailable, of which WrongType is one."""
+        """Raises: StoreUnavailable."""
         async with _one_try():
             return await self._redis.execute_command(*command)
 
     async def pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """One round trip, in order, not atomic. The answer to a command that met a wrong type is a WrongType.
+        """One round trip, in order, not atomic. A command that met a wrong type has a WrongType for its answer.
 
         Raises:
             StoreUnavailable: any other error of any of them.
@@ -107,11 +111,10 @@ class Connection:
 
     async def ids(self, key: str) -> list[str]:
         """The set of ids at `key`, sorted. What is none is taken out. Raises: StoreUnavailable."""
-        try:
-            members = await self.call("SMEMBERS", key)
-        except WrongType as error:
-            self.note(key, error)
-            raise
+        (members,) = await self.pipeline([("SMEMBERS", key)])
+        if isinstance(members, WrongType):
+            self.note(key, members.reason)
+            raise StoreUnavailable(f"Redis: {key} cannot be read")
         found = []
         for member in members:
             try:
@@ -143,16 +146,15 @@ BOOT = Script("kvstore.index", "boot.lua")
 
 def _answer(found: Any) -> Any:
     """Of one command in a pipeline."""
-    if not isinstance(found, RedisError):
-        return found
-    if isinstance(error := _failure(found), WrongType):
-        return error
-    raise error from found
+    if isinstance(found, ResponseError) and "WRONGTYPE" in str(found):
+        return WrongType(str(found))
+    if isinstance(found, RedisError):
+        raise _unavailable(found) from found
+    return found
 
 
-def _failure(error: Exception) -> StoreUnavailable:
-    is_of_wrong_type = isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
-    return (WrongType if is_of_wrong_type else StoreUnavailable)(f"Redis: {error or type(error).__name__}")
+def _unavailable(error: Exception) -> StoreUnavailable:
+    return StoreUnavailable(f"Redis: {error or type(error).__name__}")
 
 
 @contextlib.asynccontextmanager
@@ -161,4 +163,4 @@ async def _one_try() -> AsyncIterator[None]:
         async with asyncio.timeout(TIMEOUT_S):
             yield
     except (RedisError, OSError) as error:
-        raise _failure(error) from error
+        raise _unavailable(error) from error

@@ -62,7 +62,7 @@ class RedisIndex:
             [("GET", keys.seq(worker_id, epoch)), ("SCARD", keys.blocks(worker_id, epoch))]
         )
         if isinstance(size, WrongType):
-            self._connection.note(keys.blocks(worker_id, epoch), size)
+            self._connection.note(keys.blocks(worker_id, epoch), size.reason)
             return 0  # the set is lost
         return self._seq(keys.seq(worker_id, epoch), seq)
 
@@ -84,7 +84,7 @@ class RedisIndex:
             for (worker, epoch), seq in zip(alive.items(), seqs, strict=True)
         }
         if isinstance(newest, WrongType):
-            self._connection.note(keys.events, newest)
+            self._connection.note(keys.events, newest.reason)
             newest = []
         return IndexState(boot, owners, _cursor(newest[0][0]) if newest else ORIGIN)
 
@@ -95,11 +95,11 @@ class RedisIndex:
         owned: set[bytes] = set()
         position: int | bytes = 0
         while True:
-            try:
-                position, members = await self._connection.call("SSCAN", blocks, position, "COUNT", SCAN_COUNT)
-            except WrongType as error:
-                self._connection.note(blocks, error)
+            (scanned,) = await self._connection.pipeline([("SSCAN", blocks, position, "COUNT", SCAN_COUNT)])
+            if isinstance(scanned, WrongType):
+                self._connection.note(blocks, scanned.reason)
                 return seq, set()
+            position, members = scanned
             entries = [member for member in members if _is_entry(member)]
             if len(entries) < len(members):
                 self._connection.note(blocks, "some of its members are no keys of blocks")
@@ -112,10 +112,9 @@ class RedisIndex:
         block = ("BLOCK", wait_ms) if wait_ms > 0 else ()  # BLOCK 0 would wait for ever
         since = f"{cursor[0]}-{cursor[1]}"
         key = self._keys.events
-        try:
-            found = await self._connection.call("XREAD", "COUNT", READ_EVENTS, *block, "STREAMS", key, since)
-        except WrongType as error:
-            self._connection.note(key, error)
+        (found,) = await self._connection.pipeline([("XREAD", "COUNT", READ_EVENTS, *block, "STREAMS", key, since)])
+        if isinstance(found, WrongType):
+            self._connection.note(key, found.reason)
             await asyncio.sleep(wait_ms / 1000)  # the next event puts a stream there
             return []
         return [(_cursor(entry), self._event(fields)) for _, entries in found or () for entry, fields in entries]

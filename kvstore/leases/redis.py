@@ -104,7 +104,7 @@ class RedisLeases:
             [("SET", self._keys.router(info.id), encode(info), "PX", self._lease_ms), announced]
         )
         if isinstance(listed, WrongType):
-            self._connection.note(self._keys.routers, listed)
+            self._connection.note(self._keys.routers, listed.reason)
             await self._connection.pipeline([("UNLINK", self._keys.routers), announced])
 
     async def list_routers(self) -> list[RouterInfo]:
@@ -131,13 +131,13 @@ class RedisLeases:
             write = ("HSET", self._keys.desired, *(part for pool, size in sizes.items() for part in (pool, size)))
             (written,) = await self._connection.pipeline([write])
             if isinstance(written, WrongType):
-                self._connection.note(self._keys.desired, written)
+                self._connection.note(self._keys.desired, written.reason)
                 await self._connection.pipeline([("UNLINK", self._keys.desired), write])
 
     async def get_desired(self) -> dict[str, int]:
         (sizes,) = await self._connection.pipeline([("HGETALL", self._keys.desired)])
         if isinstance(sizes, WrongType):
-            self._connection.note(self._keys.desired, sizes)
+            self._connection.note(self._keys.desired, sizes.reason)
             return {}
         read = [self._read(self._keys.desired, _size, size) for size in sizes.items()]
         return dict(size for found in read for size in found)
@@ -152,7 +152,7 @@ class RedisLeases:
         """What `decode` makes of a value; nothing if it raises ValueError."""
         try:
             if isinstance(found, WrongType):
-                raise ValueError(found)
+                raise ValueError(found.reason)
             return [decode(found)]
         except ValueError as error:
             self._connection.note(key, error)
@@ -207,7 +207,7 @@ class RedisRecords:
             for entry, answer in zip(batch, written[::2], strict=True):
                 if isinstance(answer, WrongType):
                     name = self._name(entry.key)
-                    self._connection.note(name, answer)
+                    self._connection.note(name, answer.reason)
                     await self._connection.pipeline([("UNLINK", name), *self._add(entry)])
 
     async def read(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
@@ -215,7 +215,7 @@ class RedisRecords:
         (found,) = await self._connection.pipeline([("HGETALL", name)])
         try:
             if isinstance(found, WrongType):
-                raise ValueError(found)
+                raise ValueError(found.reason)
             return choices_of(found, digest)
         except ValueError as error:
             self._connection.note(name, error)
