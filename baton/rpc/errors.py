@@ -46,7 +46,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or not details.method.startswith("/baton.v1."):
             return handler
-        check = wire.check_known if details.method.startswith(CLIENTS_METHODS) else None
+        # One that reads no message refuses whatever is said.
+        is_clients = details.method.startswith(CLIENTS_METHODS) and handler.request_deserializer is not None
+        check = wire.check_known if is_clients else None
         if handler.response_streaming:
             method = handler.stream_stream if handler.request_streaming else handler.unary_stream
             # A handler that writes to the context instead of yielding is guarded like a unary one.
