@@ -15,14 +15,13 @@ from kvstore.transfer.link import RECEIVER, SENDER
 from kvstore.transfer.shm_link import ShmReceiver, ShmSender, is_of_shm
 from kvstore.transfer.slots import StagingPool
 from kvstore.transfer.tcp_link import TcpReceiver, TcpSender, is_of_tcp
-from kvstore.transfer.torch_link import GlooLink, NcclLink, is_of_gloo, is_of_nccl
+from kvstore.transfer.torch_link import GlooLink, NcclLink, SessionStore, is_of_gloo, is_of_nccl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from baton.config import TransferConfig
     from kvstore.transfer.link import ReceivingLink, SendingLink
-    from kvstore.transfer.torch_link import SessionStore
 
 
 _IS_OF = {"nccl": is_of_nccl, "shm": is_of_shm, "tcp": is_of_tcp, "gloo": is_of_gloo}
@@ -106,7 +105,7 @@ def open_sender(
         TransferTimeout: the receiver did not join.
         TransferError: the link could not be built.
     """
-    store.expect(partial(_IS_OF[kind], RECEIVER))
+    _expect(store, kind, RECEIVER)
     with _errors_named(kind):
         if kind == "shm":
             return ShmSender(store, max_slots, staging.slot_bytes, open_timeout_s, op_timeout_s)
@@ -125,7 +124,7 @@ def open_receiver(
     op_timeout_s: float,
 ) -> ReceivingLink:
     """As `open_sender`, on the other side; an shm link stages nothing on this one."""
-    store.expect(partial(_IS_OF[kind], SENDER))
+    _expect(store, kind, SENDER)
     with _errors_named(kind):
         if kind == "shm":
             return ShmReceiver(store, open_timeout_s, op_timeout_s)
@@ -148,6 +147,12 @@ def _open_torch_link(
     if kind == "nccl":
         return NcclLink(store, rank, host, staging.device, slots, open_timeout_s, op_timeout_s)
     return GlooLink(store, rank, host, slots, open_timeout_s, op_timeout_s)
+
+
+def _expect(store: object, kind: str, peer: int) -> None:
+    """Of the stores only a session's is filled by somebody else."""
+    if isinstance(store, SessionStore):
+        store.expect(partial(_IS_OF[kind], peer))
 
 
 @contextlib.contextmanager

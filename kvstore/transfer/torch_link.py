@@ -40,8 +40,8 @@ _MAX_CTAS = 4
 """NCCL channels a pair: each costs about 6.5 MB of GPU memory, and blocks of the decode kernels."""
 _STAGED, _POSTED = (word.ljust(HEADER_BYTES, b"\0") for word in (b"baton: staged", b"baton: posted"))
 """What the two sides of a chunk on NCCL say on the gloo pair."""
-_MAX_KEYS, _MAX_KEY_BYTES, _MAX_VALUE_BYTES = 32, 512, 1024
-"""What a peer may say at a rendezvous, of whatever kind: several times what any says."""
+_MAX_KEYS, _MAX_KEY_BYTES, _MAX_VALUE_BYTES = 1024, 512, 1024
+"""What a peer may say at a rendezvous, of whatever kind: more than any says."""
 _GLOO_NAME = struct.Struct("@N")
 _GLOO_ADDRESS = struct.Struct("@NHH124xnnn")
 """What gloo says of one side: the length of its host's name, the name; the length of the address, which is family, port
