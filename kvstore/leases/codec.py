@@ -10,9 +10,10 @@ import dataclasses
 import json
 import re
 import typing
+from collections.abc import Callable
 from enum import Enum
-from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from baton.blocks import GRANULE
 from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+Reader: TypeAlias = Callable[[Any], Any]
+"""What JSON holds -> a field's value. Raises ValueError."""
 ADDRESS = re.compile(r"[\w.\-\[\]:%]+:[0-9]{1,5}", re.ASCII)
 MAX_BYTES = 2**20
 """Of one value; a worker's has a thousandth of it."""
@@ -73,45 +76,53 @@ def _decode(cls: type[T], packed: bytes) -> T:
         found = json.loads(packed)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    return _object(cls, found, cls.__name__)
+    return _object(cls, found)
 
 
-def _object(cls: type[T], found: Any, where: str) -> T:
+def _object(cls: type[T], found: Any) -> T:
     if not isinstance(found, dict):
-        raise ValueError(f"{where} is no object")
-    kinds = _kinds(cls)
-    values = {name: _value(kinds[name], found[name], name) for name in kinds.keys() & found.keys()}
+        raise ValueError(f"{cls.__name__} is no object")
     try:
-        return cls(**values)
+        return cls(**{name: read(found[name]) for name, read in _readers(cls) if name in found})
     except TypeError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def _value(kind: Any, found: Any, name: str) -> Any:
-    """One field's, of the type that the field has."""
-    if dataclasses.is_dataclass(kind):
-        return _object(typing.cast("type[DataclassInstance]", kind), found, name)
-    if typing.get_origin(kind) is tuple:
-        if not isinstance(found, list) or len(found) > MAX_ITEMS:
-            raise ValueError(f"{name} is no list of at most {MAX_ITEMS}")
-        return tuple(_value(typing.get_args(kind)[0], item, name) for item in found)
-    if issubclass(kind, Enum):
-        return kind(found)
-    if kind is str:
-        if not isinstance(found, str) or len(found) > MAX_TEXT:
-            raise ValueError(f"{name} is no text of at most {MAX_TEXT} characters")
-        found.encode()  # half a surrogate pair is no text
-        return found
-    return _number(kind, found, name)
-
-
-def _number(kind: type[int] | type[float], found: Any, name: str) -> int | float:
-    least, most = LEAST.get(name, 0), MOST.get(name, MAX_SEQ if kind is int else MAX_S)
-    if type(found) not in (int, kind) or not least <= found <= most:  # nor is NaN
-        raise ValueError(f"{name} is {found!r:.100}, and no number from {least} to {most}")
-    return kind(found)
+        raise ValueError(f"{cls.__name__}: {error}") from None
 
 
 @cache
-def _kinds(cls: type[DataclassInstance]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def _readers(cls: type[DataclassInstance]) -> tuple[tuple[str, Reader], ...]:
+    """Of its fields, made once: leases are read every second, while others wait for their tokens."""
+    return tuple((name, _reader(kind, name)) for name, kind in typing.get_type_hints(cls).items())
+
+
+def _reader(kind: Any, name: str) -> Reader:
+    """What reads a field of that type, or raises ValueError."""
+    if dataclasses.is_dataclass(kind):
+        return partial(_object, typing.cast("type[DataclassInstance]", kind))
+    if typing.get_origin(kind) is tuple:
+        return partial(_items, _reader(typing.get_args(kind)[0], name), name)
+    if issubclass(kind, Enum):
+        return partial(kind)
+    if kind is str:
+        return partial(_text, name)
+    least, most = LEAST.get(name, 0), MOST.get(name, MAX_SEQ if kind is int else MAX_S)
+
+    def number(found: Any) -> Any:
+        of_type = type(found)
+        if (of_type is kind or of_type is int) and least <= found <= most:  # of which NaN is neither
+            return found if of_type is kind else kind(found)
+        raise ValueError(f"{name} is {found!r:.100}, and no number from {least} to {most}")
+
+    return number
+
+
+def _items(read: Reader, name: str, found: Any) -> tuple[Any, ...]:
+    if not isinstance(found, list) or len(found) > MAX_ITEMS:
+        raise ValueError(f"{name} is no list of at most {MAX_ITEMS}")
+    return tuple(map(read, found))
+
+
+def _text(name: str, found: Any) -> str:
+    if not isinstance(found, str) or len(found) > MAX_TEXT:
+        raise ValueError(f"{name} is no text of at most {MAX_TEXT} characters")
+    found.encode()  # half a surrogate pair is no text
+    return found
