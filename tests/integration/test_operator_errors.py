@@ -46,7 +46,6 @@ def test_a_port_in_use(model_dir: Path) -> None:
         port = str(taken.getsockname()[1])
         refused_at_once(baton("up", BATON_GRPC_PORT=port), "set BATON_GRPC_PORT to another port")
         refused_at_once(baton("up", BATON_HTTP_PORT=port), "set BATON_HTTP_PORT to another port")
-    refused_at_once(baton("up", BATON_HTTP_PORT="70000"), "cluster.http_port must be a port, 0 to 65535, got 70000")
 
 
 def test_pool_sizes_that_cannot_serve() -> None:
@@ -84,7 +83,6 @@ def test_what_this_machine_or_the_model_cannot_do(settings: dict[str, str], sent
 
 def test_an_address_where_no_ray_answers() -> None:
     refused_at_once(baton("up", "--ray-address", "127.0.0.1:1"), "no Ray answers at 127.0.0.1:1")
-    refused_at_once(baton("up", "--ray-address", "auto"), "cluster.ray_address: 'auto' is not host:port")
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["status"]])
