@@ -37,6 +37,7 @@ KEYS = "layers.*.self_attn.k_proj"
 """In a plan: how the projection to keys is split."""
 BY_HEAD = "colwise"
 ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+"""Rotary embeddings that transformers computes from a config; `longest_sequence` says how far each holds."""
 NUM_NAMED = 3
 """Of tensors that a message is about, so many are named."""
 
@@ -185,7 +186,7 @@ def rank_spec(config: Any, block_size: int, dtype: torch.dtype, num_ranks: int) 
 
 
 def _require_complete(path: str, name: str, report: dict[str, Any]) -> None:
-    """Refuses a checkpoint without some of the model's tensors, which would be random numbers, and others in each rank.
+    """Refuses a checkpoint without some of the model's tensors, which would be random numbers, others in each worker.
 
     What it holds beyond them is named in the log: transformers leaves it out, too.
 
