@@ -201,6 +201,10 @@ def require_servable(spec: SequenceSpec) -> None:
     )
     for ok, rule in (
         (0 < spec.num_prompt_tokens <= len(spec.token_ids), "num_prompt_tokens must be 1 to the number of token_ids"),
+        (
+            len(spec.token_ids) - spec.num_prompt_tokens < spec.max_tokens,
+            "max_tokens must be more than the tokens that the answer has",
+        ),
         (spec.top_k <= MAX_TOP_K, f"top_k must be at most {MAX_TOP_K}"),
         (spec.ttft_s >= 0 and spec.itl_s >= 0, "ttft_s and itl_s must be at least 0"),  # which NaN is not
         (len(spec.cache_seed) <= KEY_BYTES, f"cache_seed must have at most {KEY_BYTES} bytes"),

@@ -22,7 +22,7 @@ import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from opentelemetry.context import Context
 
@@ -53,7 +53,6 @@ from baton.messages import (
     PrefillRequest,
     PrefixSource,
     Pull,
-    Rendezvous,
     SequenceSpec,
     Start,
     Ticket,
@@ -284,12 +283,14 @@ async def session(member: Member, messages: list[Any], change: Change) -> Answer
     return Answer(tuple(said))
 
 
-ENDED = "ended while we wrote"
+ENDED, TOO_LONG = "ended while we wrote", "too long to be parsed"
 
 
 def typed(error: grpc.aio.AioRpcError) -> tuple[str, str]:
     if error.details() == "Internal error from Core":  # what a client's write says of a stream that was ended
         return ENDED, ""
+    if "Received message larger than max" in (error.details() or ""):
+        return TOO_LONG, error.details() or ""
     kind = dict(error.trailing_metadata() or ()).get(ERROR_KEY, "")
     return str(kind) or f"untyped {error.code().name}", error.details() or ""
 
@@ -363,10 +364,10 @@ async def answer(cluster: Cluster, kind: str, change: Change) -> Answer:
             layout, links = prefill.kv.sender.layout, ("shm", "tcp")
             hello = Hello(PROTOCOL_VERSION, "hostile", "h.1", decode.wire_compat, links, layout, 0, 0, host_id())
             offer = Offer(*ids, b"x" * 16, 3, "auto", ticket.num_tokens, 4096)
-            sent = [hello, Rendezvous("k", b"v"), Ping(), offer, Commit(*ids, 5), Abort(*ids, "no")]
+            sent = [hello, Ping(), offer, Commit(*ids, 5), Abort(*ids, "no")]
             return await session(decode, sent, change)
         assert kind == "receive"
-        said = [Welcome(ticket.incarnation, "shm", 1), Rendezvous("k", b"v"), LinkReady(), Ping(), Grant(*ids)]
+        said = [Welcome(ticket.incarnation, "shm", 1), LinkReady(), Ping(), Grant(*ids)]
         async with served(HostileReceiver(said, change)) as (address, _server):
             return await call(prefill, PrefillRequest(spec, replace(ticket, kv_address=address), None), lambda _: None)
 
@@ -407,7 +408,8 @@ def test_what_ours_send_is_served(loop: Loop, cluster: Cluster, kind: str) -> No
         assert got.said[0] == "welcome"
         assert "the two sides plan this transfer differently" in got.text
     else:
-        assert (got.said[0], got.kind) == ("FirstToken", "TransferError"), "the link is never joined"
+        assert got.said[0] == "FirstToken"
+        assert got.kind in ("TransferError", "TransferRefused"), "the link is never joined"
 
 
 def ticket_with(**changes: Any) -> Change:
@@ -441,11 +443,6 @@ def many_groups(message: Any) -> None:
     ticket.layout.groups.extend([worker_pb2.GroupLayout()] * 200_000)
 
 
-def long_rendezvous(message: Any) -> None:
-    if message.HasField("rendezvous"):
-        message.rendezvous.value = b"x" * 1_000_000
-
-
 @pytest.mark.parametrize(
     ("kind", "change", "expected", "sentence"),
     [
@@ -462,7 +459,7 @@ def long_rendezvous(message: Any) -> None:
         ("session", hello_with(tp_size=0), "TransferRefused", "a layout has 0 ranks"),
         ("session", hello_with(tp_size=2**32 - 1), "TransferRefused", "a layout has 4294967295 ranks"),
         ("session", hello_with(rank=7), "TransferRefused", "worker hostile has no rank 7"),
-        ("session", long_rendezvous, "TransferRefused", "is not read here"),
+        ("session", hello_with(host_id="x" * 1_000_000), "TransferRefused", "is not read here"),
     ],
 )
 def test_a_message_against_the_workers_own_facts_is_refused_at_once(
@@ -490,7 +487,7 @@ def test_a_message_that_no_router_could_send_is_not_even_parsed(loop: Loop, clus
         return Answer(())
 
     got = within_limits(loop, cluster, send)
-    assert (got.kind, "Received message larger than max" in got.text) == ("untyped RESOURCE_EXHAUSTED", True)
+    assert got.kind == TOO_LONG
 
 
 def varint(number: int) -> bytes:
@@ -563,7 +560,7 @@ def spoiled(message: Message, dice: random.Random) -> None:
             setattr(inner, changing.name, dice.choice(EXTREMES[changing.type]))
 
 
-@settings(max_examples=NUM_ROUNDS)
+@settings(max_examples=NUM_ROUNDS, phases=(Phase.generate,))
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 2**32)), min_size=PER_ROUND, max_size=PER_ROUND))
 def test_whatever_is_sent_ends_and_harms_nobody(loop: Loop, cluster: Cluster, sent: list[tuple[str, int]]) -> None:
     async def send_all() -> list[Answer]:
@@ -574,7 +571,7 @@ def test_whatever_is_sent_ends_and_harms_nobody(loop: Loop, cluster: Cluster, se
     answers = within_limits(loop, cluster, send_all)
     known = {cls.__name__ for cls in tree(BatonError)}
     for (kind, seed), got in zip(sent, answers, strict=True):
-        assert got.kind in {"", ENDED, *known}, (kind, seed, got)
+        assert got.kind in {"", ENDED, TOO_LONG, *known}, (kind, seed, got)
         assert "internal error" not in got.text, (kind, seed, got)
 
 

@@ -478,6 +478,8 @@ async def test_the_id_of_a_call_that_has_ended_may_come_again() -> None:
         ({"top_k": 2**32 - 1}, "top_k"),
         ({"num_prompt_tokens": 0}, "num_prompt_tokens"),
         ({"num_prompt_tokens": 4}, "num_prompt_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"token_ids": (1,) * 7}, "max_tokens"),
         ({"ttft_s": float("nan")}, "ttft_s"),
         ({"itl_s": float("nan")}, "itl_s"),
         ({"itl_s": -1.0}, "itl_s"),
