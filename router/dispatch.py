@@ -527,7 +527,8 @@ class Dispatcher:
         while True:
             placement = None
             spec = replace(first, token_ids=first.token_ids[: first.num_prompt_tokens] + tuple(record.emitted))
-            if with_room := self._pools.with_room(len(spec.token_ids), failed):
+            excluded = failed | self._pools.unfit(spec).keys()
+            if with_room := self._pools.with_room(len(spec.token_ids), excluded):
                 prompt = self._prompt(spec)
                 candidates = self._pools.candidates(prompt, (-claim.priority, False))
                 placement = decide(prompt, [c for c in candidates if c.worker_id in with_room], Mode.AGGREGATED)

@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from baton.cluster import BlockCounts, Role
+from baton.cluster import BlockCounts, Role, Worker
 from baton.errors import (
     BatonError,
     InvalidRequest,
@@ -38,7 +39,7 @@ from router.dispatch import ChoiceRecord
 from router.goodput import Stage
 from router.placement import NO_OBJECTIVE, Mode
 from router.pools import LEAVING_S
-from router.worker_calls import WorkerStream
+from router.worker_calls import WorkerCalls, WorkerStream
 from tests.unit.told_workers import CLAIM, NUM_PROMPT, READY, SPEC, Bench, Script, ToldWorkers, bench_of, ticket, until
 
 PAIR = {"p0": Role.PREFILL, "d0": Role.DECODE}
@@ -374,6 +375,31 @@ async def test_a_choice_moves_to_nobody_without_room(
     assert isinstance(decode, DecodeRequest)
     assert decode.await_kv
     assert decode.sequence.token_ids == prefill.sequence.token_ids == (*SPEC.token_ids, 4)
+
+
+async def test_a_choice_moves_to_nobody_who_does_not_know_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.dispatch.MOVE_RETRY_S", 0.01)
+    workers, record = leaving_worker(), ChoiceRecord()
+    asked: list[str] = []
+    fetch = WorkerCalls.fetch
+
+    def watched(self: WorkerCalls, worker: Worker, *args: Any, **more: Any) -> WorkerStream[Fetched]:
+        asked.append(worker.info.id)
+        return fetch(self, worker, *args, **more)
+
+    monkeypatch.setattr(WorkerCalls, "fetch", watched)
+    async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
+        answer = bench.tokens(record, spec=LONG)
+        assert await anext(answer) == 4
+        await bench.lease("d1", Role.DECODE, known_fields="SequenceSpec:1,2")
+        moved = asyncio.ensure_future(anext(answer))
+        await until(lambda: leaves(bench, "d0"))
+        await until(looks_for_room)
+        await asyncio.sleep(0.05)  # a few looks
+        await bench.lease("d2", Role.DECODE)
+        assert await moved == 6
+        assert await collected(answer) == [7]
+    assert (asked, record.decode_worker) == (["d2"], "d2")
 
 
 async def test_tokens_come_on_while_the_next_worker_pulls_their_kv() -> None:

@@ -38,7 +38,7 @@ from router.worker_calls import WorkerCalls
 BLOCK = 16
 NUM_PROMPT = 400
 READY = WorkerLoad(WorkerState.READY)
-SPEC = SequenceSpec("r", 0, tuple(range(NUM_PROMPT)), NUM_PROMPT, 1, 0.0, 0, 1.0, 0.0, 0, (), False, b"seed")
+SPEC = SequenceSpec("r", 0, tuple(range(NUM_PROMPT)), NUM_PROMPT, 8, 0.0, 0, 1.0, 0.0, 0, (), False, b"seed")
 CLAIM = Claim(DEFAULT_TENANT, 0, "default", NO_OBJECTIVE, Weights(), arrived_s=0.0)
 
 Request = PrefillRequest | DecodeRequest | FetchRequest
@@ -118,9 +118,11 @@ class Bench:
         self.dispatcher = Dispatcher(self.pools, calls, hints, DecisionLog(), config, self.instruments)
         self._leases: dict[str, Worker] = {}
 
-    async def lease(self, worker_id: str, role: Role, load: WorkerLoad = READY) -> None:
+    async def lease(self, worker_id: str, role: Role, load: WorkerLoad = READY, *, known_fields: str = "") -> None:
         """A worker comes, or says something else of itself."""
-        info = WorkerInfo(worker_id, role, self.address, 1, "node", 1, "content", "wire", BLOCK, 8192)
+        info = WorkerInfo(
+            worker_id, role, self.address, 1, "node", 1, "content", "wire", BLOCK, 8192, known_fields=known_fields
+        )
         self._leases[worker_id] = Worker(info, load)
         await self.pools.update(self._leases.values())
 
