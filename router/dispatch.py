@@ -371,7 +371,8 @@ class Dispatcher:
         decide = self._decider(claim, lessons.not_from)
         while True:
             unfit = self._pools.unfit(spec)
-            candidates = self._pools.candidates(prompt, (-claim.priority, False), lessons.refused | unfit.keys())
+            excluded = lessons.refused | unfit.keys() | self._pools.too_short(spec)
+            candidates = self._pools.candidates(prompt, (-claim.priority, False), excluded)
             undoubted = [c for c in candidates if c.worker_id not in lessons.doubted]
             placement = decide(prompt, undoubted, mode) or decide(prompt, candidates, mode)
             if placement is not None:
@@ -527,7 +528,7 @@ class Dispatcher:
         while True:
             placement = None
             spec = replace(first, token_ids=first.token_ids[: first.num_prompt_tokens] + tuple(record.emitted))
-            excluded = failed | self._pools.unfit(spec).keys()
+            excluded = failed | self._pools.unfit(spec).keys() | self._pools.too_short(spec)
             if with_room := self._pools.with_room(len(spec.token_ids), excluded):
                 prompt = self._prompt(spec)
                 candidates = self._pools.candidates(prompt, (-claim.priority, False))

@@ -19,8 +19,8 @@ UNKNOWN_LENGTH = 2**31 - 1
 SUSPICION_S = 10.0
 """A worker whose stream broke is passed over for so long, unless it comes back as a new incarnation."""
 SHORT = 8
-"""A worker that holds less than one such part of the sequence that most hold has something wrong with it, or its lease
-has: it takes no requests, and what the others can hold stays everybody's limit."""
+"""A worker that holds less than one such part of the sequence that most of its role hold has something wrong with it,
+or its lease has: it takes only what fits it, and what the others hold stays everybody's limit."""
 LEAVING_S = 3.0
 """A worker that has said on a stream that it leaves its role is not asked for so long; by then its lease says so."""
 
@@ -45,8 +45,8 @@ class PoolView:
         self._longest = longest
         self._workers: dict[str, Worker] = {}
         self._max_model_len: int | None = None
-        self._short: frozenset[str] = frozenset()
-        """Workers that hold much less than most."""
+        self._short: dict[str, int] = {}
+        """Workers that hold much less than most of their role -> the longest sequence that each of them holds."""
         self._block_size = GRANULE
         self._books: dict[tuple[str, int], LoadBook] = {}
         """By worker and epoch: an incarnation's jobs are none of the next one's."""
@@ -66,7 +66,9 @@ class PoolView:
         return tuple(self._workers.values())
 
     def max_model_len(self) -> int | None:
-        """Longest sequence that every worker which takes requests can hold; None while none is known."""
+        """Longest sequence that every worker can hold, but for those far below the others of their role; None while
+        none is known.
+        """
         return self._max_model_len
 
     @property
@@ -78,9 +80,12 @@ class PoolView:
         """Takes over what the leases say; whoever has none is gone."""
         self._workers = {worker.info.id: worker for worker in sorted(workers, key=lambda worker: worker.info.id)}
         infos = [worker.info for worker in self._workers.values()]
-        lengths = {info.id: min(info.max_model_len, self._longest) for info in infos}
-        self._short = _much_shorter(lengths)
-        self._max_model_len = min((lengths[worker_id] for worker_id in lengths.keys() - self._short), default=None)
+        lengths = {role: {w.id: min(w.max_model_len, self._longest) for w in infos if w.role is role} for role in Role}
+        self._short = {worker_id: each[worker_id] for each in lengths.values() for worker_id in _much_shorter(each)}
+        usual_lengths = [
+            n for each in lengths.values() for worker_id, n in each.items() if worker_id not in self._short
+        ]
+        self._max_model_len = min(usual_lengths, default=None)
         self._block_size = mode(info.block_size for info in infos) if infos else GRANULE
         lacking = {info.id: wire.fields_unknown_to(info.known_fields) for info in infos}
         self._lacking = {worker_id: fields for worker_id, fields in lacking.items() if fields}
@@ -96,7 +101,7 @@ class PoolView:
             [
                 self._books[worker.info.id, worker.info.epoch]
                 for worker in self._workers.values()
-                if worker.load.state is state and worker.info.id not in self._short
+                if worker.load.state is state
             ]
             for state in (WorkerState.READY, WorkerState.DRAINING)
         )
@@ -136,6 +141,11 @@ class PoolView:
         used = wire.fields_of(spec)
         return {worker_id: unknown for worker_id, fields in self._lacking.items() if (unknown := used & fields)}
 
+    def too_short(self, spec: SequenceSpec) -> set[str]:
+        """Workers that cannot hold the sequence and all of its answer, though it is no longer than `max_model_len`."""
+        num_tokens = spec.num_prompt_tokens + spec.max_tokens
+        return {worker_id for worker_id, length in self._short.items() if length < num_tokens}
+
     def with_room(self, num_tokens: int, excluded: Collection[str]) -> set[str]:
         """The decode workers that have room for so many tokens, as far as is known, were none of them cached there."""
         return {
@@ -152,7 +162,7 @@ class PoolView:
 
     def _is_trusted(self, worker_id: str, epoch: int) -> bool:
         now = self._clock()
-        if worker_id in self._short or self._suspects.get((worker_id, epoch), 0.0) > now:
+        if self._suspects.get((worker_id, epoch), 0.0) > now:
             return False
         role = self._workers[worker_id].info.role
         return self._leaving.get((worker_id, epoch, role), 0.0) <= now

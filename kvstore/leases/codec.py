@@ -33,7 +33,7 @@ MAX_INT32 = 2**31 - 1
 MAX_S = 1e9
 """Seconds, and all other fractions: 30 years."""
 MAX_COST_S = 3600.0
-LEAST = {"block_size": GRANULE, "max_model_len": 1, "chunk_tokens": 1}
+LEAST = {"block_size": GRANULE, "max_model_len": GRANULE, "chunk_tokens": 1}
 """Of a number, where that is not 0."""
 MOST: dict[str, float] = {
     **dict.fromkeys(("pid", "block_size", "max_model_len", "chunk_tokens", "running", "waiting", "wanted"), MAX_INT32),
@@ -54,6 +54,8 @@ def decode_worker(info: bytes, load: bytes) -> Worker:
     worker = Worker(_decode(WorkerInfo, info), _decode(WorkerLoad, load))
     if worker.info.block_size % GRANULE:
         raise ValueError(f"block_size {worker.info.block_size} is no multiple of {GRANULE}")
+    if worker.info.max_model_len < worker.info.block_size:
+        raise ValueError(f"max_model_len {worker.info.max_model_len} is less than a block")
     if not ADDRESS.fullmatch(worker.info.address):
         raise ValueError(f"{worker.info.address!r:.100} is no HOST:PORT")
     return worker

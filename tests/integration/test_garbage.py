@@ -61,7 +61,7 @@ def test_garbage_ends_no_process_and_refuses_no_request() -> None:
             return decode_worker(info, load)
 
         one, other = lease("prefill-0"), lease("decode-0")
-        short = Worker(dataclasses.replace(one.info, id="short", max_model_len=2), one.load)
+        short = Worker(dataclasses.replace(one.info, id="short", max_model_len=64), one.load)
         with asking(fleet):
             described = {"epoch": short.info.epoch, "info": encode(short.info), "load": encode(short.load)}
             store.hset(keys.lease("short"), mapping=described)

@@ -159,6 +159,22 @@ async def test_an_answer_that_goes_on_outlives_any_number_of_workers_and_one_tha
     assert workers.requests[-1].sequence.token_ids == (*SPEC.token_ids, *record.emitted)
 
 
+async def test_what_does_not_fit_one_worker_goes_to_the_others() -> None:
+    short = replace(SPEC, token_ids=SPEC.token_ids[:40], num_prompt_tokens=40)
+    workers = ToldWorkers(decode=[[LAST]] * 24)
+    async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
+        await bench.lease("d1", Role.DECODE, max_model_len=64)
+        served: dict[SequenceSpec, set[str]] = {SPEC: set(), short: set()}
+        for spec, names in served.items():
+            for token_id in range(12):
+                record = ChoiceRecord()
+                own = replace(spec, token_ids=(token_id, *spec.token_ids[1:]))
+                assert await collected(bench.tokens(record, spec=own)) == [5]
+                names.add(record.decode_worker)
+    assert served[SPEC] == {"d0"}
+    assert "d1" in served[short]
+
+
 async def test_when_every_queue_is_full_the_client_is_told_so() -> None:
     workers = ToldWorkers(decode=[[Overloaded("full")], [Overloaded("full")]])
     async with bench_of(workers, TWO, "aggregated") as bench:
@@ -377,7 +393,10 @@ async def test_a_choice_moves_to_nobody_without_room(
     assert decode.sequence.token_ids == prefill.sequence.token_ids == (*SPEC.token_ids, 4)
 
 
-async def test_a_choice_moves_to_nobody_who_does_not_know_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("unfit", [{"known_fields": "SequenceSpec:1,2"}, {"max_model_len": 64}], ids=str)
+async def test_a_choice_moves_to_nobody_who_does_not_know_or_cannot_hold_all_of_it(
+    unfit: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("router.dispatch.MOVE_RETRY_S", 0.01)
     workers, record = leaving_worker(), ChoiceRecord()
     asked: list[str] = []
@@ -391,7 +410,7 @@ async def test_a_choice_moves_to_nobody_who_does_not_know_all_of_it(monkeypatch:
     async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
         answer = bench.tokens(record, spec=LONG)
         assert await anext(answer) == 4
-        await bench.lease("d1", Role.DECODE, known_fields="SequenceSpec:1,2")
+        await bench.lease("d1", Role.DECODE, **unfit)
         moved = asyncio.ensure_future(anext(answer))
         await until(lambda: leaves(bench, "d0"))
         await until(looks_for_room)

@@ -8,6 +8,7 @@ import pytest
 
 from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.costs import PRIOR, StepCosts
+from baton.messages import SequenceSpec
 from router.placement import Candidate, Job, Prompt, Turn
 from router.pools import SUSPICION_S, PoolView
 
@@ -45,6 +46,11 @@ def worker(
 def job(num_tokens: int, turn: Turn = NORMAL) -> Job:
     """A prompt of which each token takes a millisecond."""
     return Job(turn, num_tokens * COSTS.s_per_token, num_tokens, 0)
+
+
+def sequence(num_prompt_tokens: int, max_tokens: int) -> SequenceSpec:
+    token_ids = tuple(range(num_prompt_tokens))
+    return SequenceSpec("r", 0, token_ids, num_prompt_tokens, max_tokens, 0.0, 0, 1.0, 0.0, 0, (), False, b"seed")
 
 
 def view(held: dict[str, int] | None = None) -> tuple[PoolView, Clock]:
@@ -235,19 +241,26 @@ async def test_the_longest_sequence_is_what_every_worker_can_hold() -> None:
     assert pools.max_model_len() == 4096
 
 
-async def test_a_worker_that_holds_next_to_nothing_is_out_and_limits_nobody_else() -> None:
+async def test_a_worker_that_holds_next_to_nothing_takes_what_fits_it_and_limits_nobody_else() -> None:
     """Regression: one lease with a `max_model_len` of 2 made every request too long."""
     pools, _ = view()
     for short in ("a", "b", "c"):
-        lengths = {worker_id: 2 if worker_id == short else 2048 for worker_id in ("a", "b", "c")}
+        lengths = {worker_id: 64 if worker_id == short else 2048 for worker_id in ("a", "b", "c")}
         await pools.update([worker(worker_id, max_model_len=length) for worker_id, length in lengths.items()])
         assert pools.max_model_len() == 2048
-        assert {c.worker_id for c in pools.candidates(PROMPT, NORMAL)} == lengths.keys() - {short}
-        assert [pools.is_trusted(pools.get(worker_id)) for worker_id in "abc"] == [w != short for w in "abc"]
-        assert len(pools.workers) == 3, "it is still shown"
-    await pools.update([worker("a", max_model_len=2048), worker("b", max_model_len=2)])
+        assert pools.too_short(sequence(40, 25)) == {short}
+        assert pools.too_short(sequence(40, 24)) == set()
+    await pools.update([worker("a", max_model_len=2048), worker("b", max_model_len=64)])
     assert pools.max_model_len() == 2048
-    assert [c.worker_id for c in pools.candidates(PROMPT, NORMAL)] == ["a"]
+    assert pools.too_short(sequence(2000, 48)) == {"b"}
+
+
+async def test_roles_may_hold_sequences_of_very_different_lengths() -> None:
+    """Every sequence has to fit both."""
+    pools, _ = view()
+    await pools.update([worker("p", role=Role.PREFILL, max_model_len=32768), worker("d", max_model_len=640)])
+    assert pools.max_model_len() == 640
+    assert pools.too_short(sequence(600, 40)) == set()
 
 
 async def test_nobody_is_thought_to_hold_more_than_the_model_takes() -> None:

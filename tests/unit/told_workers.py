@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from opentelemetry.context import Context
 
@@ -118,12 +120,14 @@ class Bench:
         self.dispatcher = Dispatcher(self.pools, calls, hints, DecisionLog(), config, self.instruments)
         self._leases: dict[str, Worker] = {}
 
-    async def lease(self, worker_id: str, role: Role, load: WorkerLoad = READY, *, known_fields: str = "") -> None:
-        """A worker comes, or says something else of itself."""
-        info = WorkerInfo(
-            worker_id, role, self.address, 1, "node", 1, "content", "wire", BLOCK, 8192, known_fields=known_fields
-        )
-        self._leases[worker_id] = Worker(info, load)
+    async def lease(self, worker_id: str, role: Role, load: WorkerLoad = READY, **more: Any) -> None:
+        """A worker comes, or says something else of itself.
+
+        Args:
+            more: of `WorkerInfo`.
+        """
+        info = WorkerInfo(worker_id, role, self.address, 1, "node", 1, "content", "wire", BLOCK, 8192)
+        self._leases[worker_id] = Worker(replace(info, **more), load)
         await self.pools.update(self._leases.values())
 
     async def tokens(
