@@ -25,8 +25,8 @@ GPU_SHARE = 0.85
 CPU_SHARE = 0.5
 """Of what the weights leave of a machine, which has other things to do; as many workers again have room."""
 CPU_MOST_GIB = 2.0
-"""A pool that is chosen for a CPU is no larger than this, or than the weights if they are: a CPU takes minutes to fill
-it, and all of it is taken at once."""
+"""A pool that is chosen for a CPU is no larger than this, or than weights and process if they are: a CPU takes minutes
+to fill it, and all of it is taken at once."""
 FITS = 0.95
 """A pool may have so much of what is left: what else takes memory is only estimated."""
 ADVISED = 0.9
@@ -90,12 +90,14 @@ def weights_bytes(folder: Path, dtype: str = "") -> int:
 
 
 def _weights_files(folder: Path) -> list[Path]:
-    """Those that are loaded: there may be the same weights in other files beside them."""
+    """Those that are loaded: there may be the same weights in other files beside them. transformers looks for one file
+    first."""
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
     try:
         named = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        whole = folder / "model.safetensors"
-        return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+        return sorted(folder.glob("*.safetensors"))
     return [path for name in sorted(set(named)) if (path := folder / name).is_file()]
 
 
@@ -115,7 +117,8 @@ def _file_bytes(path: Path, itemsize: int | None) -> int:
 
 
 def available_memory(
-    machine: int | None = None,
+    share: float = 1.0,
+    machine: tuple[int, int] | None = None,
     cgroups: Path = Path("/sys/fs/cgroup"),
     own: Path = Path("/proc/self/cgroup"),
 ) -> int:
@@ -124,16 +127,21 @@ def available_memory(
     What a cgroup keeps of files counts as free, for the kernel takes it back when memory is wanted.
 
     Args:
-        machine: what the machine has left; None: as it says.
+        share: of all memory that there is, taken or not; it gets no more. What its neighbours have taken of theirs
+            takes nothing off it.
+        machine: what the machine has left, and what it has; None: as it says.
         cgroups: where they are mounted.
         own: the kernel's list of those that this process is in.
     """
-    free = psutil.virtual_memory().available if machine is None else machine
-    return min([free, *_cgroups_free(cgroups, own)])
+    if machine is None:
+        told = psutil.virtual_memory()
+        machine = told.available, told.total
+    limits = [machine, *_cgroups_limits(cgroups, own)]
+    return min(min(left for left, _ in limits), int(share * min(most for _, most in limits)))
 
 
-def _cgroups_free(cgroups: Path, own: Path) -> list[int]:
-    """What the limit of each leaves, v2 and v1: in a container the one it is in is mounted as the root."""
+def _cgroups_limits(cgroups: Path, own: Path) -> list[tuple[int, int]]:
+    """What each limit leaves, and the limit, v2 and v1: in a container the one it is in is mounted as the root."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -155,7 +163,7 @@ def _cgroups_free(cgroups: Path, own: Path) -> list[int]:
                 files = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 kept = sum(int(files.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
                 if most != "max":
-                    found.append(max(0, int(most) - int((folder / used).read_text()) + kept))
+                    found.append((max(0, int(most) - int((folder / used).read_text()) + kept), int(most)))
             except (OSError, ValueError):
                 continue
     return found

@@ -17,7 +17,7 @@ from baton.errors import ModelLoadError
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CAUSAL = "ForCausalLM"
 RUNNABLE_QUANTIZATIONS = ("fp8",)
-"""Methods of which transformers has all that it needs; on a CPU it takes the weights as they were before."""
+"""Methods of which transformers has all that it needs to take the weights as they were before."""
 UNAPPLIED_UNLESS: dict[str, Any] = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,

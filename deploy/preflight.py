@@ -9,22 +9,20 @@ is joined nothing is known of the workers' machines. Workers look at their own i
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import os
 import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
+from baton.model_files import read_json
 from baton.rpc import channel
 from deploy.doctor import machine
 
@@ -36,10 +34,12 @@ SERVICES_BYTES = GIB
 
 
 async def require_ray(address: str) -> None:
-    """Raises ConfigError: no head of a Ray cluster answers there."""
+    """Raises ConfigError: no head of a Ray cluster answers there. One that speaks TLS is asked by Ray itself."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"cluster.ray_address: {address!r} is not host:port")
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return
     async with channel(address) as head:
         try:
             call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = head.unary_unary(RAY_METHOD)
@@ -59,21 +59,23 @@ def require_gpus(config: Config) -> None:
     if gpus is None:
         return
     ranks = config.engine.tensor_parallel
-    needed = ranks * _num_workers(config) if ranks > 1 else 0
+    needed = ranks * (config.cluster.prefill + config.cluster.decode) if ranks > 1 else 0
     check = machine.gpu(config.model.device, needed, len(gpus), "GPU", _torch_cuda(), machine.nvidia_driver())
     if check.state == "fail":
         raise ConfigError(f"model.device is {config.model.device}, and of GPUs there are {check.found}; {check.mend}")
 
 
 def require_heads(config: Config) -> None:
-    """Raises ConfigError: the ranks of a worker cannot share the model's heads. What the folder leaves out is not known
-    here."""
+    """What the model's folder leaves out is not known here.
+
+    Raises:
+        ConfigError: the ranks of a worker cannot share the model's heads.
+        ModelLoadError: the model's config.json cannot be read.
+    """
     ranks = config.engine.tensor_parallel
     if ranks == 1 or config.engine.runner != "transformers":
         return
-    said: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        said = json.loads((Path(config.model.path) / "config.json").read_text())
+    said = read_json(Path(config.model.path) / "config.json")
     for name, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
         if isinstance(number := said.get(name), int) and number % ranks:
             raise ConfigError(
@@ -93,17 +95,18 @@ def with_kv_size(config: Config) -> Config:
     engine, model = config.engine, config.model
     if engine.num_blocks or not _is_here(config):
         return config
-    ranks = engine.tensor_parallel
-    num_pools = ranks * _num_workers(config)
+    ranks, workers = engine.tensor_parallel, config.cluster.prefill + config.cluster.decode
     gpus = [] if model.device == "cpu" else visible_gpus(os.environ)
     if gpus is None or gpus:
         if gpus and engine.kv_cache_gib != "auto":
             weights = weights_bytes(Path(model.path), model.dtype) // ranks
-            free = int(min(gpus) * min(1.0, len(gpus) / num_pools))
-            Room(free, 1, weights, on_gpu=True).pool_gib(engine.kv_cache_gib)
+            part = config.cluster.gpus_per_worker or len(gpus) / (ranks * workers)
+            Room(int(min(gpus) * min(1.0, part)), 1, weights, on_gpu=True).pool_gib(engine.kv_cache_gib)
         return config
     weights = weights_bytes(Path(model.path), "float32" if model.dtype == "auto" else model.dtype) // ranks
-    room = Room(available_memory(), num_pools, weights + PROCESS_BYTES, SERVICES_BYTES)
+    most = max(workers, config.autoscale.max_workers if config.autoscale.enabled else 0)
+    free = available_memory(engine.memory_share if engine.kv_cache_gib == "auto" else 1.0)
+    room = Room(free, ranks * most, weights + PROCESS_BYTES, SERVICES_BYTES)
     return replace(config, engine=replace(engine, kv_cache_gib=room.pool_gib(engine.kv_cache_gib)))
 
 
@@ -141,9 +144,3 @@ def _torch_cuda() -> str:
 def _is_here(config: Config) -> bool:
     """Whether workers load a model, and do so on this machine."""
     return config.engine.runner == "transformers" and not config.cluster.ray_address
-
-
-def _num_workers(config: Config) -> int:
-    """As many as there may come to be."""
-    most = config.autoscale.max_workers if config.autoscale.enabled else 0
-    return max(config.cluster.prefill + config.cluster.decode, most)

@@ -69,6 +69,7 @@ class ModelRank:
         try:
             self.model, report = AutoModelForCausalLM.from_pretrained(
                 model.path,
+                config=load_config(model.path),
                 dtype=cache.spec.groups[0].dtype,
                 attn_implementation=ATTENTION_NAME,
                 local_files_only=True,
@@ -122,6 +123,8 @@ def load_config(path: str) -> Any:
             f"it runs {', '.join(LLAMA_FAMILY)}"
         )
     require_runnable(Path(path))
+    if isinstance(quantization := getattr(config, "quantization_config", None), dict):
+        quantization["dequantize"] = True  # on every device: kernels for fp8 are no part of transformers
     return config
 
 

@@ -165,7 +165,7 @@ def _pool_gib(model: ModelConfig, engine: EngineConfig, spec: KVSpec, devices: S
         free, total = torch.cuda.mem_get_info(devices[0])
         room = Room(min(free, int(share * total)), 1, weights, on_gpu=True)
     else:
-        room = Room(int(share * available_memory()), len(devices), weights + PROCESS_BYTES)
+        room = Room(available_memory(share), len(devices), weights + PROCESS_BYTES)
     return room.pool_gib(engine.kv_cache_gib)
 
 

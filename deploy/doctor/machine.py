@@ -116,18 +116,22 @@ def gpu(wanted: str, needed: int, num_gpus: int, gpus: str, cuda: str, driver: s
 
 
 def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
-    """What carries KV between workers: gloo, NCCL, RDMA."""
+    """What carries KV between workers, of what a build of torch or a machine may lack: gloo, NCCL, RDMA. Shared memory
+    and TCP need nothing.
+    """
     import torch
     import torch.distributed as dist
 
-    is_there = dist.is_available() and dist.is_gloo_available()
-    yield judged(
-        "gloo",
-        is_there,
-        "available" if is_there else "missing from this build of torch",
-        "install the torch build that the Makefile installs",
-    )
-    if not torch.cuda.is_available() or "nccl" not in config.transfer.links:
+    has_nccl_link = torch.cuda.is_available() and "nccl" in config.transfer.links  # its signals are on gloo
+    if has_nccl_link or "gloo" in config.transfer.links or config.engine.tensor_parallel > 1:
+        is_there = dist.is_available() and dist.is_gloo_available()
+        yield judged(
+            "gloo",
+            is_there,
+            "available" if is_there else "missing from this build of torch",
+            "install the torch build that the Makefile installs",
+        )
+    if not has_nccl_link:
         return
     version = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""  # type: ignore[no-untyped-call]
     yield judged(

@@ -28,7 +28,7 @@ from baton.engine.loop import EngineLoop
 from baton.engine.runner import Fence, LayerDone
 from baton.engine.scheduler import Batch, SchedulerLimits
 from baton.engine.sequence import Purpose, Sequence
-from baton.engine.transformers_model import LLAMA_FAMILY, ModelRank, Step
+from baton.engine.transformers_model import LLAMA_FAMILY, ModelRank, Step, load_config
 from baton.engine.transformers_runner import TransformersRunner
 from baton.errors import ConfigError, InvalidRequest, ModelLoadError
 from baton.messages import SequenceSpec
@@ -505,6 +505,8 @@ def test_a_checkpoint_in_fp8_answers_as_the_same_weights_in_float32(tmp_path: Pa
     edit_weights(plain, dequantize_from_fp8)
     method = {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK], "activation_scheme": "dynamic"}
     edit_config(quantized, quantization_config=method)
+    # So on a GPU as well, where transformers would look for kernels that are no part of it.
+    assert load_config(str(quantized)).quantization_config["dequantize"]
     prompt = [random.Random(13).randrange(VOCAB_SIZE) for _ in range(40)]
     reference = refer(load_reference(plain), prompt, 12)
     assert len(set(reference.tokens)) > 6, "an answer that is easily missed"

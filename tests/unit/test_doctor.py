@@ -492,7 +492,8 @@ def test_a_worker_that_asks_for_a_gpu_needs_one(tmp_path: Path) -> None:
     config = Config(model=ModelConfig(device="cuda"), cluster=ClusterConfig(cache_dir=str(tmp_path)))
     expected = "ok" if torch.cuda.is_available() else "fail"
     assert states(Place.WORKER, config)["gpu"] == expected
-    config = Config(model=ModelConfig(device="cpu"), transfer=TransferConfig(links=("tcp",)))
+    assert "gloo" not in states(Place.WORKER, Config(model=ModelConfig(device="cpu")))
+    config = Config(model=ModelConfig(device="cpu"), transfer=TransferConfig(links=("gloo", "tcp")))
     found = states(Place.WORKER, config)
     assert (found["gpu"] in ("ok", "warn"), found["gloo"], found["packages"]) == (True, "ok", "ok")
 

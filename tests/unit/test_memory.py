@@ -39,6 +39,13 @@ def test_a_model_that_leaves_no_room_is_refused(asked: float) -> None:
         Room(free=8 * GIB, num_pools=3, needed=5 * GIB, others=GIB).pool_gib(asked)
 
 
+def test_one_file_is_loaded_whatever_an_index_beside_it_says(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "part.safetensors").write_bytes(b"x" * 300)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "part.safetensors"}}')
+    assert weights_bytes(tmp_path) == 100
+
+
 def test_weights_count_as_they_are_loaded(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(10, 5, dtype=torch.bfloat16)}, tmp_path / "a.safetensors")
     save_file({"b": torch.zeros(7)}, tmp_path / "b.safetensors", {"format": "pt"})
@@ -52,18 +59,28 @@ def test_weights_count_as_they_are_loaded(tmp_path: Path) -> None:
 
 def test_a_cgroups_limit_is_what_memory_there_is(tmp_path: Path) -> None:
     own, cgroups = tmp_path / "own", tmp_path / "cgroup"
-    assert available_memory(1000, cgroups, own) == 1000
+    assert available_memory(1.0, (1000, 2000), cgroups, own) == 1000
     limited(cgroups, "max", 300)
-    assert available_memory(1000, cgroups, own) == 1000
+    assert available_memory(1.0, (1000, 2000), cgroups, own) == 1000
     limited(cgroups, "700", 300)
-    assert available_memory(1000, cgroups, own) == 400 + 50, "what is kept of files can be had"
-    assert available_memory(100, cgroups, own) == 100
+    assert available_memory(1.0, (1000, 2000), cgroups, own) == 400 + 50, "what is kept of files can be had"
+    assert available_memory(1.0, (100, 2000), cgroups, own) == 100
     own.write_text("1:name=systemd:/\n0::/user/session\n")
     limited(cgroups / "user", "500", 300)
     limited(cgroups / "user" / "session", "max", 300)
-    assert available_memory(1000, cgroups, own) == 250, "a limit of a cgroup above binds, too"
+    assert available_memory(1.0, (1000, 2000), cgroups, own) == 250, "a limit of a cgroup above binds, too"
     (cgroups / "user" / "memory.current").write_text("900")
-    assert available_memory(1000, cgroups, own) == 0
+    assert available_memory(1.0, (1000, 2000), cgroups, own) == 0
+
+
+def test_a_share_is_of_all_there_is_and_not_of_what_neighbours_left(tmp_path: Path) -> None:
+    """Two workers with half a machine each: the second comes while the first has its half."""
+    own, cgroups = tmp_path / "own", tmp_path / "cgroup"
+    assert available_memory(0.5, (2000, 2000), cgroups, own) == 1000
+    assert available_memory(0.5, (1000, 2000), cgroups, own) == 1000
+    assert available_memory(0.5, (900, 2000), cgroups, own) == 900, "somebody else took more than the rest"
+    limited(cgroups, "800", 300)
+    assert available_memory(0.5, (1000, 2000), cgroups, own) == 400
 
 
 def test_a_limit_of_the_first_version_of_cgroups_counts_as_well(tmp_path: Path) -> None:
@@ -73,11 +90,11 @@ def test_a_limit_of_the_first_version_of_cgroups_counts_as_well(tmp_path: Path) 
     (folder / "memory.limit_in_bytes").write_text("800\n")
     (folder / "memory.usage_in_bytes").write_text("500\n")
     (folder / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 20\n")
-    assert available_memory(1000, tmp_path, own) == 350
+    assert available_memory(1.0, (1000, 2000), tmp_path, own) == 350
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
     (tmp_path / "memory" / "memory.usage_in_bytes").write_text("500\n")
     (tmp_path / "memory" / "memory.stat").write_text("total_inactive_file 30\n")
-    assert available_memory(1000, tmp_path, own) == 350, "so large a limit is none"
+    assert available_memory(1.0, (1000, 2000), tmp_path, own) == 350, "so large a limit is none"
 
 
 def limited(folder: Path, limit: str, used: int) -> None:

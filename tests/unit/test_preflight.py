@@ -64,7 +64,7 @@ def machine_with(
     monkeypatch: pytest.MonkeyPatch, free_gib: float = 0.0, gpus_gib: list[float] | None = None, cuda: str = "12.9"
 ) -> None:
     """Args: gpus_gib: what is free on each, as nvidia-smi would say; None: it says nothing."""
-    monkeypatch.setattr(preflight, "available_memory", lambda: int(free_gib * GIB))
+    monkeypatch.setattr(preflight, "available_memory", lambda share: int(share * free_gib * GIB))
     monkeypatch.setattr(preflight, "_torch_cuda", lambda: cuda)
     monkeypatch.setattr(
         preflight, "visible_gpus", lambda environ: None if gpus_gib is None else [int(gib * GIB) for gib in gpus_gib]
@@ -92,6 +92,8 @@ def test_workers_on_cpus_have_pools_of_one_size(tmp_path: Path, monkeypatch: pyt
     assert preflight.with_kv_size(many).engine.kv_cache_gib == (8 / 4 - 1.75) / 2, "as many as there may come to be"
     narrow = replace(config, model=replace(config.model, dtype="bfloat16"))
     assert preflight.with_kv_size(narrow).engine.kv_cache_gib == (8 / 2 - 1.25) / 2
+    others = replace(config, engine=EngineConfig(memory_share=0.75))
+    assert preflight.with_kv_size(others).engine.kv_cache_gib == (5.75 / 2 - 1.75) / 2, "for what else is there"
     ranks = replace(config, engine=EngineConfig(tensor_parallel=2))
     assert preflight.with_kv_size(ranks).engine.kv_cache_gib == (8 / 4 - 1.25) / 2
     two = replace(config, engine=EngineConfig(kv_cache_gib=2.0))
