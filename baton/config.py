@@ -35,6 +35,8 @@ FloatOrAuto: TypeAlias = float | Literal["auto"]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 MAX_PORT = 65_535
+MAX_TIMEOUT_S = 7 * 86_400
+"""For whatever an operator may have to wait for."""
 
 
 def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -87,11 +89,12 @@ class EngineConfig:
     """Tokens a KV block; a multiple of 16."""
     kv_cache_gib: FloatOrAuto = "auto"
     """Memory of the KV pool, in GiB; with several ranks, of each of them. auto, or 0: of the free memory that weights
-    leave, 85 % on a GPU, half on a machine, which its workers share, but not more than 2 GiB or than the weights take.
-    More than there is is refused."""
+    leave, 85 % on a GPU, half on a machine, which its workers share, but there not more than 2 GiB, or than weights and
+    process take if that is more. More than there is is refused."""
     memory_share: float = 1.0
-    """Of the free memory of its machine or of its GPU: on so much a worker counts where `kv_cache_gib` is auto. For
-    what else is there; the workers of one Ray node share evenly by themselves."""
+    """Of the memory of its machine or of its GPU: on so much a worker counts where `kv_cache_gib` is auto, as far as it
+    is free. For what else is there. The workers of one Ray node share evenly by themselves; on GPUs each has the part
+    of one that Ray gives it (`cluster.gpus_per_worker`)."""
     num_blocks: int = 0
     """Blocks of the KV pool; 0: as many as fit into `kv_cache_gib`."""
     max_num_seqs: int = 64
@@ -117,6 +120,8 @@ class EngineConfig:
         _require_at_least_one("engine", self, ENGINE_COUNTS)
         if self.runner == "arithmetic" and self.tensor_parallel > 1:
             raise ConfigError("engine.runner arithmetic has one rank; set engine.tensor_parallel to 1")
+        if self.max_model_len and self.max_model_len < GRANULE:
+            raise ConfigError(f"engine.max_model_len must be 0 or at least {GRANULE} tokens, got {self.max_model_len}")
         if self.kv_cache_gib != "auto" and not 0 < self.kv_cache_gib < math.inf:
             raise ConfigError(f"engine.kv_cache_gib must be auto or more than 0 GiB, got {self.kv_cache_gib}")
         if not 0 < self.memory_share <= 1:
@@ -347,8 +352,9 @@ class ClusterConfig:
             if not 0 <= getattr(self, name) <= MAX_PORT:
                 raise ConfigError(f"cluster.{name} must be a port, 0 to {MAX_PORT}, got {getattr(self, name)}")
         for name in ("drain_timeout_s", "start_timeout_s", "stop_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"cluster.{name} must be more than 0 seconds, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
+                bound = f"more than 0 seconds, and at most {MAX_TIMEOUT_S}"
+                raise ConfigError(f"cluster.{name} must be {bound}, got {getattr(self, name)}")
         if not 0 <= self.gpus_per_worker < math.inf:
             raise ConfigError(f"cluster.gpus_per_worker must be at least 0, got {self.gpus_per_worker}")
 
@@ -471,11 +477,26 @@ class Config:
             )
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        """What differs from the defaults: a process of the release before this one refuses settings that it does not
+        know."""
+        return json.dumps(_changed(self, dataclasses.asdict(self)))
 
     @staticmethod
     def from_json(text: str) -> Config:
         return _build(Config, json.loads(text), "")
+
+
+def _changed(settings: Any, as_dict: dict[str, Any]) -> dict[str, Any]:
+    """Of a section, or of all of them, what differs from the defaults."""
+    found = {}
+    for each in dataclasses.fields(settings):
+        value = getattr(settings, each.name)
+        if dataclasses.is_dataclass(value):
+            if inner := _changed(value, as_dict[each.name]):
+                found[each.name] = inner
+        elif value != (each.default if each.default_factory is dataclasses.MISSING else each.default_factory()):
+            found[each.name] = as_dict[each.name]
+    return found
 
 
 SHORT_NAMES = {

@@ -41,7 +41,7 @@ class WorkerActor:
         self._role = role
         self._worker_id = worker_id
         self._host = host
-        self._config = Config.from_json(config_json)
+        self._config_json = config_json
         self._started: asyncio.Task[dict[str, Any]] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Task[int] | None = None
@@ -92,8 +92,8 @@ class WorkerActor:
 
     def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
         """From the event loop's thread, which lives as long as the actor: the process dies with it."""
-        config = self._config
-        share = config.engine.memory_share * self._share()
+        config = Config.from_json(self._config_json)
+        share = config.engine.memory_share * self._share(config)
         config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, memory_share=share))
         arguments = (self._role, self._worker_id, self._host or _node_address(), "--ready-fd", str(ready_fd))
         return subprocess.Popen(
@@ -103,7 +103,7 @@ class WorkerActor:
             preexec_fn=die_with_parent(),
         )
 
-    def _share(self) -> float:
+    def _share(self, config: Config) -> float:
         """Of this Ray node's memory, or of one of its GPUs, that is this worker's: others may be here, too."""
         import ray
 
@@ -112,7 +112,7 @@ class WorkerActor:
         if gpus := own.get("GPU"):
             return min(1.0, gpus)
         if self._host:  # all are on this machine
-            return 1 / (self._config.cluster.prefill + self._config.cluster.decode)
+            return 1 / (config.cluster.prefill + config.cluster.decode)
         (node,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
         return own[RESOURCE] / float(node["Resources"][RESOURCE])
 

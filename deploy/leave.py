@@ -81,7 +81,10 @@ def workers_on(hosts: Collection[str]) -> dict[str, psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             match process.cmdline():
-                case [_, "-P", "-m", "deploy.worker", _, worker_id, host, *_] if host in hosts:
+                case (
+                    [_, "-P", "-m", "deploy.worker", _, worker_id, host, *_]
+                    | [_, "-m", "deploy.worker", _, worker_id, host, *_]  # as the release before started them
+                ) if host in hosts:
                     found[worker_id] = process
     return found
 

@@ -19,12 +19,11 @@ from typing import Any
 import grpc
 
 from baton.cluster import Role, WorkerState
+from baton.config import MAX_TIMEOUT_S
 from baton.errors import Conflict, InvalidRequest, WorkerDraining
 from baton.rpc.calls import CallServicer
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.member import Member
-
-MAX_TIMEOUT_S = 7 * 86_400
 
 
 class WorkerControl(worker_pb2_grpc.WorkerControlServicer):

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from baton.cluster import Role
+from baton.config import MAX_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def spec_of(role: Role, pool: Any) -> PoolSpec:
         asked=asked,
         least=least,
         most=None if most is None else int(most),
-        drain_timeout_s=None if drain_timeout_s is None else float(drain_timeout_s),
+        drain_timeout_s=None if drain_timeout_s is None else min(float(drain_timeout_s), MAX_TIMEOUT_S),
         is_paused=bool(spec.get("paused", False)),
         selector=f"app.kubernetes.io/instance={instance},baton.dev/pool={role.value}",
         generation=int(pool.metadata.generation or 0),

@@ -103,6 +103,14 @@ def test_every_setting_can_come_from_the_environment_and_from_a_file(section: st
     assert Config.from_json(from_file.to_json()) == from_file
 
 
+def test_a_child_is_told_what_differs_from_the_defaults() -> None:
+    """One of the release before refuses a setting that it does not know."""
+    assert json.loads(Config().to_json()) == {}
+    config = Config(engine=EngineConfig(block_size=32), transfer=TransferConfig(links=("tcp",)))
+    assert json.loads(config.to_json()) == {"engine": {"block_size": 32}, "transfer": {"links": ["tcp"]}}
+    assert Config.from_json(config.to_json()) == config
+
+
 def test_the_environment_wins_over_the_file_setting_by_setting(tmp_path: Path) -> None:
     text = "engine:\n  block_size: 32\n  max_num_seqs: 5\n"
     config = from_yaml(tmp_path, text, BATON_ENGINE_MAX_NUM_SEQS="7", BATON_CLUSTER_PREFILL="3", HOME="/root")
@@ -186,10 +194,22 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
         ("router: {slo_classes: {default: {affinity_weight: .inf}}}", "affinity_weight must be at least 0, got inf"),
         ("router: {slo_classes: {default: {interference_weight: .nan}}}", "interference_weight must be at least 0"),
         ("cluster: {routers: 0}", "cluster.routers must be at least 1, got 0"),
-        ("router: {max_connection_age_s: 0}", "router.max_connection_age_s must be more than 0 seconds, got 0.0"),
-        ("cluster: {drain_timeout_s: 0}", "cluster.drain_timeout_s must be more than 0 seconds, got 0.0"),
-        ("cluster: {start_timeout_s: -1}", "cluster.start_timeout_s must be more than 0 seconds, got -1.0"),
-        ("cluster: {stop_timeout_s: .nan}", "cluster.stop_timeout_s must be more than 0 seconds, got nan"),
+        (
+            "router: {max_connection_age_s: 0}",
+            "router.max_connection_age_s must be more than 0 seconds, got 0.0",
+        ),
+        (
+            "cluster: {drain_timeout_s: 0}",
+            "cluster.drain_timeout_s must be more than 0 seconds, and at most 604800, got 0.0",
+        ),
+        (
+            "cluster: {start_timeout_s: -1}",
+            "cluster.start_timeout_s must be more than 0 seconds, and at most 604800, got -1.0",
+        ),
+        (
+            "cluster: {stop_timeout_s: .nan}",
+            "cluster.stop_timeout_s must be more than 0 seconds, and at most 604800, got nan",
+        ),
         ("cluster: {gpus_per_worker: -0.5}", "cluster.gpus_per_worker must be at least 0, got -0.5"),
         (
             "{cluster: {gpus_per_worker: 1}, engine: {tensor_parallel: 4}}",

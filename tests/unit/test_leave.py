@@ -18,7 +18,10 @@ NOBODY = "127.99.1.3:9"
 WORKER = "import pathlib, sys, time; pathlib.Path('runs').touch(); time.sleep(600)"
 
 
-def test_a_worker_whose_whole_cluster_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", [["-P"], []], ids=["ours", "of the release before"])
+def test_a_worker_whose_whole_cluster_is_gone_ends(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in `helm uninstall`: neither Ray's head nor Redis nor a controller answers any more."""
     monkeypatch.setattr(deploy.leave, "RAY_S", 0.2)
     monkeypatch.setattr(deploy.leave, "NO_CONTROLLER_S", 1.0)
@@ -30,7 +33,7 @@ def test_a_worker_whose_whole_cluster_is_gone_ends(tmp_path: Path, monkeypatch: 
         cluster=ClusterConfig(ray_address=NOBODY),
     )
     without_packages = str(Path(sys.executable).resolve())
-    command = [without_packages, "-P", "-m", "deploy.worker", "decode", "decode-0", HOST]
+    command = [without_packages, *flags, "-m", "deploy.worker", "decode", "decode-0", HOST]
     with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}) as worker:
         try:
             while not (tmp_path / "runs").exists():

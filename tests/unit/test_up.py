@@ -14,7 +14,7 @@ import pytest
 import deploy.worker
 from baton.cluster import Role
 from baton.config import ClusterConfig, Config
-from baton.errors import WorkerFailed
+from baton.errors import ConfigError, WorkerFailed
 from deploy import actors, children, up
 from deploy.children import Child
 from deploy.controller import UNJOINED
@@ -92,6 +92,12 @@ def test_workers_in_a_ray_that_goes_on_are_known_to_the_next_cluster(tmp_path: P
     assert up._state_path(Config(cluster=named), tmp_path) == Path("mine.json")
     joined = up._state_path(Config(cluster=replace(named, state_file="")), tmp_path)
     assert joined == tmp_path / "cache" / "clusters" / "10.0.0.1-6379.json"
+
+
+async def test_a_setting_of_another_release_is_a_sentence_and_not_the_actors_end() -> None:
+    actor = actors.WorkerActor("decode", "decode-0", "", '{"engine": {"of_tomorrow": 1}}')
+    with pytest.raises(ConfigError, match=r"unknown setting engine\.of_tomorrow"):
+        await actor.start()
 
 
 async def test_a_worker_whose_name_another_process_has_says_so() -> None:
