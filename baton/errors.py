@@ -5,7 +5,7 @@
     │   └── ModelNotFound          INVALID_ARGUMENT     404
     ├── Unauthenticated            UNAUTHENTICATED      401   no API key, or one that is no tenant's
     ├── Forbidden                  PERMISSION_DENIED    403   a known tenant's key, for what only operators may do
-    ├── Unsupported                UNIMPLEMENTED        400   a field or method that is not built yet, named
+    ├── Unsupported                UNIMPLEMENTED        400   a field or method not built yet, or that no worker knows
     ├── Overloaded                 RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve

@@ -56,7 +56,7 @@ class StreamOptionsBody(_Strict):
 
 
 def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return ([value] if value else []) if isinstance(value, str) else value
 
 
 class _Body(BaseModel):

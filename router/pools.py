@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from statistics import mode
 
 from baton import wire
 from baton.blocks import GRANULE
-from baton.cluster import Role, Worker, WorkerState
+from baton.cluster import Role, Worker, WorkerInfo, WorkerState
 from baton.costs import typical
 from baton.messages import SequenceSpec
 from router.placement import Candidate, Job, LoadBook, Prompt, Residence, Turn
@@ -20,7 +20,8 @@ SUSPICION_S = 10.0
 """A worker whose stream broke is passed over for so long, unless it comes back as a new incarnation."""
 SHORT = 8
 """A worker that holds less than one such part of the sequence that most of its role hold has something wrong with it,
-or its lease has: it takes only what fits it, and what the others hold stays everybody's limit."""
+or its lease has: it takes only what fits it, and what the others hold stays everybody's limit. So does a prefill worker
+beside decode workers that could do without it."""
 LEAVING_S = 3.0
 """A worker that has said on a stream that it leaves its role is not asked for so long; by then its lease says so."""
 
@@ -32,6 +33,7 @@ class PoolView:
         lookup: prompt keys -> leading blocks that each worker is believed to hold.
         clock: monotonic seconds.
         longest: sequence that the model takes; a worker that holds more is believed to hold this.
+        is_split: no prompt is served without a prefill worker.
     """
 
     def __init__(
@@ -39,14 +41,16 @@ class PoolView:
         lookup: Callable[[tuple[bytes, ...]], dict[str, int]],
         clock: Callable[[], float],
         longest: int = UNKNOWN_LENGTH,
+        is_split: bool = False,
     ) -> None:
         self._lookup = lookup
         self._clock = clock
         self._longest = longest
+        self._is_split = is_split
         self._workers: dict[str, Worker] = {}
         self._max_model_len: int | None = None
         self._short: dict[str, int] = {}
-        """Workers that hold much less than most of their role -> the longest sequence that each of them holds."""
+        """Workers that hold much less than others do -> the longest sequence that each of them holds."""
         self._block_size = GRANULE
         self._books: dict[tuple[str, int], LoadBook] = {}
         """By worker and epoch: an incarnation's jobs are none of the next one's."""
@@ -66,9 +70,7 @@ class PoolView:
         return tuple(self._workers.values())
 
     def max_model_len(self) -> int | None:
-        """Longest sequence that every worker can hold, but for those far below the others of their role; None while
-        none is known.
-        """
+        """Longest sequence that every worker can hold, but for those far below the others; None while none is known."""
         return self._max_model_len
 
     @property
@@ -80,12 +82,9 @@ class PoolView:
         """Takes over what the leases say; whoever has none is gone."""
         self._workers = {worker.info.id: worker for worker in sorted(workers, key=lambda worker: worker.info.id)}
         infos = [worker.info for worker in self._workers.values()]
-        lengths = {role: {w.id: min(w.max_model_len, self._longest) for w in infos if w.role is role} for role in Role}
-        self._short = {worker_id: each[worker_id] for each in lengths.values() for worker_id in _much_shorter(each)}
-        usual_lengths = [
-            n for each in lengths.values() for worker_id, n in each.items() if worker_id not in self._short
-        ]
-        self._max_model_len = min(usual_lengths, default=None)
+        lengths = {info.id: min(info.max_model_len, self._longest) for info in infos}
+        self._short = self._much_shorter(infos, lengths)
+        self._max_model_len = min((lengths[worker_id] for worker_id in lengths.keys() - self._short), default=None)
         self._block_size = mode(info.block_size for info in infos) if infos else GRANULE
         lacking = {info.id: wire.fields_unknown_to(info.known_fields) for info in infos}
         self._lacking = {worker_id: fields for worker_id, fields in lacking.items() if fields}
@@ -110,6 +109,12 @@ class PoolView:
         self._leaving = {who: until for who, until in self._leaving.items() if until > now}
         async with self._changed:
             self._changed.notify_all()
+
+    def _much_shorter(self, infos: Sequence[WorkerInfo], lengths: Mapping[str, int]) -> dict[str, int]:
+        usual = {role: _upper_median([lengths[info.id] for info in infos if info.role is role]) for role in Role}
+        if not self._is_split:
+            usual[Role.PREFILL] = max(usual.values())
+        return {info.id: lengths[info.id] for info in infos if lengths[info.id] * SHORT < usual[info.role]}
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Returns after the next `update`, or after the time given."""
@@ -220,9 +225,5 @@ class PoolView:
                 book.finished(job, self._clock())
 
 
-def _much_shorter(lengths: Mapping[str, int]) -> frozenset[str]:
-    """Those far below what half of them or more have."""
-    if not lengths:
-        return frozenset()
-    usual = sorted(lengths.values())[len(lengths) // 2]
-    return frozenset(worker_id for worker_id, length in lengths.items() if length * SHORT < usual)
+def _upper_median(lengths: Sequence[int]) -> int:
+    return sorted(lengths)[len(lengths) // 2] if lengths else 0

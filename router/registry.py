@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from dataclasses import replace
 
 from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, RouterInfo, ServedModel, Worker, WorkerState
 from baton.errors import StoreUnavailable
@@ -108,4 +109,5 @@ class Registry:
     def _myself(self) -> RouterInfo:
         me, counts = self._me, self._slo_counts
         lag_s = round(self._follower.lag_s, 6)
-        return RouterInfo(me.id, os.getpid(), me.grpc, me.http, lag_s, counts.met, counts.missed, counts.rejected)
+        told = replace(me, met=counts.met, missed=counts.missed, rejected=counts.rejected)
+        return replace(told, pid=os.getpid(), mirror_lag_s=lag_s)

@@ -127,7 +127,7 @@ class RouterService:
 
     Args:
         slo_counts: filled in here.
-        worker_limit: longest sequence that every worker can hold, in tokens; None: not known yet.
+        worker_limit: longest sequence that the workers can hold, in tokens; None: not known yet.
     """
 
     def __init__(

@@ -483,20 +483,23 @@ class Controller:
                 if current != self._known.published or not sizes.items() <= (await self._leases.get_desired()).items():
                     await self._leases.set_desired(sizes)
                     self._known.published = current
-                leases = {worker.info.id: worker for worker in await self._leases.list_workers()}
-                self._learn(leases, current[0], time.monotonic())
+                self._learn(await self._leases.list_leases(), current[0], time.monotonic())
             except StoreUnavailable as error:
                 logger.debug("Redis is away; going on with what is known: %s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.index.renew_s):
                     await self._publish_due.wait()
 
-    def _learn(self, leases: dict[str, Worker], boot: str, now_s: float) -> None:
-        """Who has a lease, who has had none for so long that it is held to hang, and who drains without an order."""
+    def _learn(self, leases: dict[str, Worker | None], boot: str, now_s: float) -> None:
+        """Who has a lease, who has had none for so long that it is held to hang, and who drains without an order.
+
+        One that cannot be read is a lease: who hangs does not renew it.
+        """
         known, lease_s = self._known, self.config.index.lease_s
         if boot != known.boot or now_s - known.told_s > lease_s:
             known.since_s = now_s
-        known.leases, known.boot, known.told_s = leases, boot, now_s
+        known.leases = {worker_id: worker for worker_id, worker in leases.items() if worker is not None}
+        known.boot, known.told_s = boot, now_s
         for worker in self._workers.values():
             self._note_draining(worker, leases.get(worker.id), now_s)
             if worker.phase is not Phase.READY or worker.id in leases:

@@ -63,7 +63,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """From now on it has to leave: the pool is too large."""
+    """From now on it has to leave: the pool is too large, or it drains without an order."""
 
     worker_id: str
 

@@ -1,12 +1,19 @@
 -- Begins every script. Each returns what it has to say in a list, the last of which is `garbage`.
 --
 -- A script that stops at a value of a wrong type would stop at it for ever, and half done: Redis undoes nothing.
-local garbage = {} -- keys at which something else lay than should
+local garbage = {} -- keys at which something else lay than should, each once
+
+local function tell(key)
+  for _, told in ipairs(garbage) do
+    if told == key then return end
+  end
+  garbage[#garbage + 1] = key
+end
 
 local function is(key, kind)
   local found = redis.call('TYPE', key).ok
   if found == kind or found == 'none' then return true end
-  garbage[#garbage + 1] = key
+  tell(key)
   return false
 end
 
@@ -20,7 +27,7 @@ local function natural(text, most, key) -- nil: there is none
   if not text then return nil end
   local number = #text <= 16 and string.match(text, '^%d+$') and tonumber(text)
   if number and number <= most then return number end
-  garbage[#garbage + 1] = key
+  tell(key)
   return nil
 end
 

@@ -9,6 +9,7 @@
 -- process starts under its name: it may only follow itself, or it would fence its successor.
 local holder, highest = epochs(KEYS[2], KEYS[1])
 if ARGV[5] ~= '' and holder > tonumber(ARGV[5]) then return {string.format('%.0f', holder), 0, garbage} end
+if highest >= MAX_EPOCH then highest = 0 end -- forged: nobody could read the next one
 local epoch = math.max(tonumber(ARGV[2]), highest + 1)
 local text = string.format('%.0f', epoch)
 redis.call('SET', KEYS[1], text, 'PX', ARGV[4])

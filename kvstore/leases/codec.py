@@ -54,8 +54,6 @@ def decode_worker(info: bytes, load: bytes) -> Worker:
     worker = Worker(_decode(WorkerInfo, info), _decode(WorkerLoad, load))
     if worker.info.block_size % GRANULE:
         raise ValueError(f"block_size {worker.info.block_size} is no multiple of {GRANULE}")
-    if worker.info.max_model_len < worker.info.block_size:
-        raise ValueError(f"max_model_len {worker.info.max_model_len} is less than a block")
     if not ADDRESS.fullmatch(worker.info.address):
         raise ValueError(f"{worker.info.address!r:.100} is no HOST:PORT")
     return worker

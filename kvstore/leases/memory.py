@@ -54,8 +54,11 @@ class MemoryLeases:
             del self._store.leases[worker_id]
 
     async def list_workers(self) -> list[Worker]:
-        leases = [self._store.lease(worker_id) for worker_id in sorted(self._store.leases)]
-        return [lease.worker for lease in leases if lease and lease.worker]
+        return [worker for worker in (await self.list_leases()).values() if worker]
+
+    async def list_leases(self) -> dict[str, Worker | None]:
+        leases = {worker_id: self._store.lease(worker_id) for worker_id in sorted(self._store.leases)}
+        return {worker_id: lease.worker for worker_id, lease in leases.items() if lease and lease.worker}
 
     async def announce_router(self, info: RouterInfo) -> None:
         self._store.routers[info.id] = (self._store.clock() + self._lease_s, info)

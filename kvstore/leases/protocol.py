@@ -47,6 +47,9 @@ class LeaseStore(Protocol):
     async def list_workers(self) -> list[Worker]:
         """The live workers, by id."""
 
+    async def list_leases(self) -> dict[str, Worker | None]:
+        """The live workers, by id. None: one whose lease cannot be read; its owner may be of another release."""
+
     async def announce_router(self, info: RouterInfo) -> None:
         """Lists the router for the length of a lease."""
 

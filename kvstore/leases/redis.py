@@ -82,20 +82,30 @@ class RedisLeases:
         )
 
     async def list_workers(self) -> list[Worker]:
-        ids = await self._connection.ids(self._keys.workers)
-        leases = await self._connection.pipeline(
-            [("HMGET", self._keys.lease(worker_id), "epoch", "info", "load") for worker_id in ids]
+        return [worker for worker in (await self.list_leases()).values() if worker]
+
+    async def list_leases(self) -> dict[str, Worker | None]:
+        keys = self._keys
+        ids = await self._connection.ids(keys.workers)
+        found = await self._connection.pipeline(
+            [
+                command
+                for each in ids
+                for command in (("HMGET", keys.lease(each), "epoch", "info", "load"), ("GET", keys.epoch(each)))
+            ]
         )
-        workers = []
-        for worker_id, lease in zip(ids, leases, strict=True):
-            key = self._keys.lease(worker_id)
+        workers: dict[str, Worker | None] = {}
+        for worker_id, lease, epoch in zip(ids, found[::2], found[1::2], strict=True):
+            key = keys.lease(worker_id)
+            if epoch is not None:
+                self._read(keys.epoch(worker_id), _epoch, epoch)  # only owners read it; here it is told
             match lease:
                 case [None, None, None]:
-                    await self._connection.run(PRUNE, [key, self._keys.workers], worker_id)
+                    await self._connection.run(PRUNE, [key, keys.workers], worker_id)
                 case [_, None, None]:
                     pass  # acquired, and not described yet
                 case _:
-                    workers += self._read(key, partial(_leased, worker_id), lease)
+                    workers[worker_id] = next(iter(self._read(key, partial(_leased, worker_id), lease)), None)
         return workers
 
     async def announce_router(self, info: RouterInfo) -> None:
@@ -165,6 +175,11 @@ class RedisLeases:
 
 def _fenced(worker_id: str, newer: int, own: int | None) -> Fenced:
     return Fenced(f"{worker_id}: epoch {newer} holds the lease, this is epoch {own}")
+
+
+def _epoch(found: bytes) -> int:
+    """Raises ValueError."""
+    return natural(found, MAX_EPOCH)
 
 
 def _leased(worker_id: str, lease: Sequence[bytes | None]) -> Worker:

@@ -61,7 +61,7 @@ def leases_of(keys: Keys, worker: Worker) -> Iterator[Garbage]:
     yield changed("blocks of no tokens", block_size=0)
     yield changed("blocks of 17 tokens", block_size=17)
     yield changed("holds -1 tokens", max_model_len=-1)
-    yield changed("holds less than a block", max_model_len=2)
+    yield changed("holds next to nothing", max_model_len=2)
     yield changed("holds no number", max_model_len=float("nan"))
     yield changed("holds too much", max_model_len=10**30)
     yield changed("steps of no token", chunk_tokens=0)

@@ -235,6 +235,40 @@ async def test_a_set_of_ids_that_is_lost_is_told_like_a_loss_of_everything(serve
     assert await backend.leases.boot() != boot
 
 
+async def test_a_lease_that_cannot_be_read_is_a_lease(server: RedisServer, namespace: str) -> None:
+    backend, keys = server.backend(namespace), Keys(namespace)
+    infos = {each: worker_info(each, await backend.leases.acquire(each)) for each in ("a", "b", "c")}
+    for info in infos.values():
+        await backend.leases.renew(info, LOAD)
+    assert backend.connection
+    await backend.connection.pipeline(
+        [("HSET", keys.lease("a"), "load", '{"state": "resting"}'), ("DEL", keys.lease("c"))]
+    )
+    assert await backend.leases.list_leases() == {"a": None, "b": Worker(infos["b"], LOAD)}
+    assert await backend.leases.list_workers() == [Worker(infos["b"], LOAD)]
+
+
+async def test_an_epoch_that_cannot_be_read_is_told_by_whoever_lists(server: RedisServer, namespace: str) -> None:
+    """Only its owner reads it, and owners show nothing."""
+    owner, reader, keys = server.backend(namespace), server.backend(namespace), Keys(namespace)
+    info = worker_info("w", await owner.leases.acquire("w"))
+    await owner.leases.renew(info, LOAD)
+    assert reader.connection
+    await reader.connection.call("SET", keys.epoch("w"), "x")
+    assert await reader.leases.list_workers() == [Worker(info, LOAD)]
+    assert [(each.what, each.times) for each in reader.connection.garbage.seen()] == [("epoch", 1)]
+
+
+async def test_the_highest_epoch_that_can_be_read_is_given_to_nobody(server: RedisServer, namespace: str) -> None:
+    """The next one could not be read, and its worker would be on no list."""
+    backend = server.backend(namespace)
+    assert backend.connection
+    await backend.connection.call("SET", Keys(namespace).epoch("w"), 2**42)
+    info = worker_info("w", await backend.leases.acquire("w"))
+    assert await backend.leases.renew(info, LOAD)
+    assert await backend.leases.list_workers() == [Worker(info, LOAD)]
+
+
 async def test_one_forged_epoch_fences_nobody_off(server: RedisServer, namespace: str) -> None:
     """Two copies of it are always written together. Where they differ, the lesser one is believed."""
     backend = server.backend(namespace)

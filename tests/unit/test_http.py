@@ -220,6 +220,7 @@ async def test_what_is_not_done_as_it_is_asked_is_refused_by_name(
             **dict.fromkeys(("n", "stop", "stream", "stream_options", "slo", "priority", "user", "tools", "logprobs"))
         ),
         chat(temperature=1, top_p=1, seed=2**40, n=1, stream=False, stop="x"),
+        chat(stop=""),
         chat(tools=[], tool_choice="auto", presence_penalty=0.0, response_format={"type": "text"}, logprobs=False),
         chat(user="me", metadata={"a": "b"}, store=False, safety_identifier="x", prompt_cache_key="y"),
         chat(max_completion_tokens=4, stream_options={"include_usage": True, "include_obfuscation": False}),
