@@ -20,8 +20,8 @@ SUSPICION_S = 10.0
 """A worker whose stream broke is passed over for so long, unless it comes back as a new incarnation."""
 SHORT = 8
 """A worker that holds less than one such part of the sequence that most of its role hold has something wrong with it,
-or its lease has: it takes only what fits it, and what the others hold stays everybody's limit. So does a prefill worker
-beside decode workers that could do without it."""
+or its lease has: it takes only what fits it, and what the others hold stays everybody's limit. A prefill worker is also
+judged by the decode workers, who could do without it."""
 LEAVING_S = 3.0
 """A worker that has said on a stream that it leaves its role is not asked for so long; by then its lease says so."""
 
@@ -33,7 +33,6 @@ class PoolView:
         lookup: prompt keys -> leading blocks that each worker is believed to hold.
         clock: monotonic seconds.
         longest: sequence that the model takes; a worker that holds more is believed to hold this.
-        is_split: no prompt is served without a prefill worker.
     """
 
     def __init__(
@@ -41,12 +40,10 @@ class PoolView:
         lookup: Callable[[tuple[bytes, ...]], dict[str, int]],
         clock: Callable[[], float],
         longest: int = UNKNOWN_LENGTH,
-        is_split: bool = False,
     ) -> None:
         self._lookup = lookup
         self._clock = clock
         self._longest = longest
-        self._is_split = is_split
         self._workers: dict[str, Worker] = {}
         self._max_model_len: int | None = None
         self._short: dict[str, int] = {}
@@ -112,8 +109,7 @@ class PoolView:
 
     def _much_shorter(self, infos: Sequence[WorkerInfo], lengths: Mapping[str, int]) -> dict[str, int]:
         usual = {role: _upper_median([lengths[info.id] for info in infos if info.role is role]) for role in Role}
-        if not self._is_split:
-            usual[Role.PREFILL] = max(usual.values())
+        usual[Role.PREFILL] = max(usual.values())
         return {info.id: lengths[info.id] for info in infos if lengths[info.id] * SHORT < usual[info.role]}
 
     async def wait_for_change(self, timeout_s: float) -> None:

@@ -71,7 +71,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
 
     content = content_id(config.model.revision)
     mirror = Mirror()
-    pools = PoolView(mirror.lookup, time.monotonic, max_model_len, is_split=config.router.mode == "split")
+    pools = PoolView(mirror.lookup, time.monotonic, max_model_len)
     garbage = GarbageBook()
     redis = Connection(config.index.redis_url, garbage)
     index = RedisIndex(Connection(config.index.redis_url, garbage), content)

@@ -263,12 +263,11 @@ async def test_roles_may_hold_sequences_of_very_different_lengths() -> None:
     assert pools.too_short(sequence(600, 40)) == set()
 
 
-@pytest.mark.parametrize("is_split", [True, False])
-async def test_a_prefill_worker_that_holds_next_to_nothing_limits_only_who_needs_it(is_split: bool) -> None:
-    pools = PoolView(lambda keys: {}, lambda: 0.0, is_split=is_split)
+async def test_a_prefill_worker_that_holds_next_to_nothing_is_judged_by_those_who_do_without_it() -> None:
+    pools, _ = view()
     await pools.update([worker("p", role=Role.PREFILL, max_model_len=64), worker("d", max_model_len=8192)])
-    assert pools.max_model_len() == (64 if is_split else 8192)
-    assert pools.too_short(sequence(60, 40)) == (set() if is_split else {"p"})
+    assert pools.max_model_len() == 8192
+    assert pools.too_short(sequence(60, 40)) == {"p"}
 
 
 async def test_nobody_is_thought_to_hold_more_than_the_model_takes() -> None:
