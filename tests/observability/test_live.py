@@ -2,7 +2,8 @@
 
 The cluster has all that a panel may be about: tenants and SLO classes, one of which nobody can keep; more load than it
 can serve in time; transfers that fail, as BATON_FAULTS makes them; a worker that leaves; a Redis that stands still,
-while workers forget what the index says they have; an autoscaler that tells what it would do.
+while workers forget what the index says they have; a lease that nobody can read; an autoscaler that tells what it would
+do.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 import grpc
 import pytest
+import redis
 
 from baton.errors import BatonError
 from deploy.client import Client
@@ -119,6 +121,7 @@ class Trouble:
         (self._redis,) = [process for process in cluster.processes() if "valkey-server" in process.name()]
 
     def __enter__(self) -> Trouble:
+        self._write_garbage()
         self._threads = ThreadPoolExecutor(NUM_FLOOD + 1)
         self._happening = self._threads.submit(self._happen)
         return self
@@ -146,6 +149,13 @@ class Trouble:
                     operations.drain(told.decode_worker)
                     self._stop.wait(3)
             answer.cancel()
+
+    def _write_garbage(self) -> None:
+        """Somebody else's lease, of another type."""
+        with redis.Redis.from_url(self._cluster.client.status()["redis"]["address"]) as store:
+            (workers,) = store.keys("kv:{*}:workers")
+            store.sadd(workers, "stranger")
+            store.set(workers.removesuffix(b"workers") + b"lease:stranger", "x")
 
     def _no_redis(self) -> None:
         """Workers forget, and the index is not told."""
