@@ -107,6 +107,7 @@ class Loop:
         self._beating.cancel()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
+        self._loop.close()
 
     async def _beat(self) -> None:
         while True:
