@@ -20,6 +20,7 @@ from baton.cluster import VERSION, RouterInfo, ServedModel
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
+from baton.rpc.server import CLIENTS_PING_TIMEOUT_S
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
 from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
@@ -92,6 +93,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         [Authentication(tenants)],
         shares_port=shares_ports,
         max_connection_age_s=config.router.max_connection_age_s,
+        ping_timeout_s=CLIENTS_PING_TIMEOUT_S,
     )
     grpc_port = rpc.bind(config.cluster.host, config.cluster.grpc_port)
     http_sockets = bound(config.cluster.host, config.cluster.http_port, shares_ports)

@@ -13,21 +13,31 @@ from baton.errors import ConfigError
 from baton.rpc.errors import ErrorInterceptor
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-KEEPALIVE = [
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.http2.ping_timeout_ms", 3_000),  # grpc's core waits this long, and a minute by default
-    ("grpc.http2.max_pings_without_data", 0),
-]
-"""A peer that stops answering, without closing its socket, is given up after 8 seconds at most."""
+PING_TIMEOUT_S = 3.0
+"""A peer of ours that stops answering, without closing its socket, is given up after 8 seconds at most."""
+CLIENTS_PING_TIMEOUT_S = 20.0
+"""A server that stood still may find its time run out before it reads what a client has answered long since, and a
+client that is given up loses its streams. One that is gone costs no more than what it asked for, a little longer."""
+
+
+def _keepalive(ping_timeout_s: float) -> list[tuple[str, int]]:
+    timeout_ms = round(ping_timeout_s * 1e3)
+    return [
+        ("grpc.keepalive_time_ms", 5_000),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),  # of every ping, also of those that measure bandwidth
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
 SERVER_OPTIONS = [
-    *KEEPALIVE,
+    *_keepalive(PING_TIMEOUT_S),
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
 CHANNEL_OPTIONS = [
-    *KEEPALIVE,
+    *_keepalive(PING_TIMEOUT_S),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_retries", 0),
     # Workers come back on other ports, so an address that refused once is worth another try soon.
@@ -47,6 +57,7 @@ class RpcServer:
             of them.
         max_connection_age_s: a client is asked to connect anew after so long. What runs on its old connection goes on.
         max_message_bytes: a longer message ends its call, before it is parsed.
+        ping_timeout_s: a connection whose other end does not answer a ping for so long is closed.
     """
 
     def __init__(
@@ -57,8 +68,9 @@ class RpcServer:
         shares_port: bool = False,
         max_connection_age_s: float = math.inf,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        ping_timeout_s: float = PING_TIMEOUT_S,
     ) -> None:
-        options = dict(SERVER_OPTIONS)
+        options = dict([*SERVER_OPTIONS, *_keepalive(ping_timeout_s)])
         options["grpc.so_reuseport"] = int(shares_port)
         options["grpc.max_receive_message_length"] = max_message_bytes
         if max_connection_age_s < math.inf:

@@ -8,6 +8,7 @@ import http.client
 import json
 import random
 import re
+import socket
 import threading
 import time
 import urllib.request
@@ -26,11 +27,11 @@ from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from baton.engine.arithmetic import expected_tokens
 from baton.errors import BatonError
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, inference_pb2_grpc
 from kvstore.index import Connection
 from kvstore.leases import RedisLeases
 from tests.chaos.fleet import running_fleet
-from tests.integration.cluster import Cluster, Served, request
+from tests.integration.cluster import Answer, Cluster, Served, request
 from tests.integration.conftest import TraceReceiver
 
 VOCABULARY = 49152
@@ -260,6 +261,92 @@ def test_a_frozen_worker_is_left_within_seconds(arithmetic_cluster: Cluster) -> 
     assert longest_gap_s < 20, "gRPC's own default is a minute"
     cluster.wait_for(lambda s: s["pools"]["decode"]["ready"] == 2)
     cluster.wait_until_idle()
+
+
+def test_a_client_whose_line_stands_still_for_seconds_keeps_its_streams(arithmetic_cluster: Cluster) -> None:
+    """To a router that stood still itself, every client looks like that."""
+    cluster = arithmetic_cluster
+    is_over = threading.Event()
+
+    def ask(channel: grpc.Channel, seed: int) -> None:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        while not is_over.is_set():
+            prompt = prompt_of(seed, 1000)
+            answer = Answer(list(stub.Generate(request(token_ids=prompt, sampling=sampling(8)), timeout=60)))
+            assert answer.token_ids == expected_tokens(prompt, 8)
+
+    with ThreadPoolExecutor(4) as pool, SlowLine(cluster.grpc) as line, grpc.insecure_channel(line.address) as channel:
+        asking = [pool.submit(ask, channel, seed) for seed in range(4)]
+        line.hold_after_a_ping()
+        time.sleep(5)
+        line.let_go()
+        is_over.set()
+        for future in asking:
+            future.result(timeout=20)
+    cluster.wait_until_idle()
+
+
+class SlowLine:
+    """Between one client and a server: what the client says can be held back from a ping of the server's on."""
+
+    PING = 6
+    """HTTP/2's number of such frames (RFC 9113, 6.7)."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._holds_next, self._holds, self._flows = (threading.Event() for _ in range(3))
+        self._flows.set()
+        self._thread = threading.Thread(target=self._serve)
+
+    def hold_after_a_ping(self) -> None:
+        """Returns once there was one."""
+        self._holds_next.set()
+        assert self._holds.wait(30), "no ping"
+
+    def let_go(self) -> None:
+        self._holds_next.clear()
+        self._flows.set()
+
+    def __enter__(self) -> SlowLine:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+    def _serve(self) -> None:
+        host, port = self._server.rsplit(":", 1)
+        with self._listener:
+            client, _ = self._listener.accept()
+        with client, socket.create_connection((host, int(port))) as server:
+            upwards = threading.Thread(target=self._upwards, args=(client, server))
+            upwards.start()
+            self._downwards(server, client)
+            with contextlib.suppress(OSError):  # the client may have been first
+                client.shutdown(socket.SHUT_RDWR)
+            upwards.join()
+
+    def _downwards(self, server: socket.socket, client: socket.socket) -> None:
+        unread = b""
+        with contextlib.suppress(OSError):
+            while data := server.recv(2**16):
+                unread += data
+                while len(unread) >= 9 and len(unread) >= (end := 9 + int.from_bytes(unread[:3])):
+                    is_answer = unread[4] & 1
+                    if unread[3] == self.PING and not is_answer and self._holds_next.is_set():
+                        self._flows.clear()
+                        self._holds.set()
+                    unread = unread[end:]
+                client.sendall(data)
+
+    def _upwards(self, client: socket.socket, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := client.recv(2**16):
+                self._flows.wait()
+                server.sendall(data)
+            server.shutdown(socket.SHUT_WR)
 
 
 def test_the_last_message_carries_the_usage_whatever_choice_ends_last(arithmetic_cluster: Cluster) -> None:
