@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.cluster import Role
 from deploy.controller.reconcile import (
@@ -286,7 +288,8 @@ class World:
                 self.workers[worker.id] = replace(worker, role=other)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32))
 def test_whatever_happens_the_pools_become_what_they_should_be(seed: int) -> None:
     world = World(seed)
     for _ in range(40):
@@ -305,7 +308,8 @@ def test_whatever_happens_the_pools_become_what_they_should_be(seed: int) -> Non
         assert all(is_serving(worker) for worker in members)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**32))
 def test_a_change_of_role_changes_nothing_for_the_others(seed: int) -> None:
     world = World(seed)
     world.desired = sizes(2, 3)
