@@ -60,7 +60,7 @@ class Conversation:
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     with running_fleet(TransferConfig(), SPLIT, num_blocks=NUM_BLOCKS) as fleet:
-        fleet.fill(*TWO_EACH)
+        fleet.fill(Role.PREFILL, Role.DECODE, Role.DECODE)  # of two who compute, either may seem the quicker one
         yield fleet
 
 
@@ -68,17 +68,16 @@ def test_the_next_turn_finds_what_decoding_left(fleet: Fleet) -> None:
     """The prefill worker that computes the rest pulls the generated tokens' KV from the decode worker."""
     cluster = fleet.routers[0]
     conversation = Conversation(100)
-    first = conversation.first_turn(cluster)
+    conversation.first_turn(cluster)
     before = metric(cluster, "baton_kv_pulled_tokens_total")
     second = conversation.second_turn(cluster)
     assert second.usage.cached_tokens == conversation.num_held
     assert (second.timing.mode, second.timing.retries) == ("split", 0)
-    assert second.timing.prefill_worker == first.timing.prefill_worker, "which holds the first prompt"
     held_there = whole_blocks(len(conversation.first_prompt))
     cluster.wait_until_idle()
     soon(lambda: metric(cluster, "baton_kv_pulled_tokens_total") == before + conversation.num_held - held_there)
     third = conversation.second_turn(cluster)
-    assert third.usage.cached_tokens == whole_blocks(len(conversation.second_prompt) - 1), "by whoever pulled it"
+    assert third.usage.cached_tokens == whole_blocks(len(conversation.second_prompt) - 1), "by the worker that pulled"
 
 
 def test_the_source_dies_just_before_the_next_turn(fleet: Fleet) -> None:
