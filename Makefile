@@ -10,8 +10,9 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # What tells that there is a driver. `make install NVIDIA=` takes the CPU build in any case.
 NVIDIA ?= $(shell command -v nvidia-smi || ls /proc/driver/nvidia/version 2>/dev/null)
 FAST_TESTS := tests/unit tests/contract
-# What these hold against the clock, others beside them would hold up: they run by themselves.
-ALONE := $(addprefix tests/integration/, test_admission.py test_cancel_latency.py test_goodput.py test_overload.py \
+# What these hold against the clock, others beside them would hold up: they run by themselves, two at a time, since most
+# of them wait most of the time.
+ALONE := $(addprefix tests/integration/, test_admission.py test_overload.py test_cancel_latency.py test_goodput.py \
 	test_transfer_processes.py)
 SOAK := tests/chaos/test_streams.py
 # Of the chaos tests, those that are short enough for every run.
@@ -58,7 +59,7 @@ serve: $(STAMP)
 	@$(BIN)/baton up --ask "The capital of France is"
 
 test: check
-	$(BIN)/python -m pytest $(ALONE)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ALONE)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(OTHERS) \
 		$(addprefix --ignore=,$(ALONE)) $(addprefix --deselect=,$(LONG))
 
