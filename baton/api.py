@@ -38,7 +38,7 @@ class TokenIds:
 Prompt = Text | Chat | TokenIds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One request, not validated yet.
 
@@ -72,7 +72,7 @@ class Usage:
     reasoning_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """Seconds of the first choice, as the router's clock tells. `router.goodput` defines the stages."""
 
@@ -96,7 +96,7 @@ class Timing:
     retries: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateChunk:
     """What is new of one choice. The last chunk of the whole stream carries `usage` and `timing`; all carry `usage`
     where the request asks for that."""
@@ -118,7 +118,7 @@ class ModelCard:
     created: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """A worker that could have been chosen; seconds. See `router.placement.Terms`."""
 
@@ -134,7 +134,7 @@ class Option:
     cost_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """How one choice was placed; field names are those of `baton status --explain --json`."""
 

@@ -34,7 +34,7 @@ class BlockCounts:
     in_use: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferCounts:
     """A worker's KV transfers since it started, sent and received; the last three are as of now."""
 
@@ -86,7 +86,7 @@ class TransferCounts:
         return self.sent_failed + self.received_failed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
     """What a worker says of itself once per incarnation."""
 
@@ -110,7 +110,7 @@ class WorkerInfo:
     """Of a router's messages, as `baton.wire` writes and reads it; empty: of a release that did not tell."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """What a worker says of itself with every renewal of its lease."""
 
@@ -142,7 +142,7 @@ class Worker:
     load: WorkerLoad
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterInfo:
     id: str
     pid: int
@@ -202,7 +202,7 @@ class StoreGarbage:
     """Where one lies, and what is wrong with it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
     """`baton status`: field names are public."""
 

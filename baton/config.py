@@ -50,7 +50,7 @@ def _require_at_least_one(section: str, config: Any, names: tuple[str, ...]) -> 
             raise ConfigError(f"{section}.{name} must be at least 1, got {getattr(config, name)}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What is served."""
 
@@ -75,7 +75,7 @@ class ModelConfig:
 ENGINE_COUNTS = ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "num_threads", "tensor_parallel")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One worker's engine."""
 
@@ -140,7 +140,7 @@ class EngineConfig:
 LINK_KINDS = ("nccl", "shm", "tcp", "gloo")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
     """The KV hand-over."""
 
@@ -203,7 +203,7 @@ class TransferConfig:
             raise ConfigError(f"transfer.max_pairs must be 0 (automatic) or more, got {self.max_pairs}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
     """Who owns which prefix, and who is alive: kept in Redis."""
 
@@ -221,7 +221,7 @@ class IndexConfig:
     """How often a router reads the leases."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SloClassConfig:
     """What the requests of one class are held against, and how their placement weighs."""
 
@@ -249,7 +249,7 @@ class SloClassConfig:
 DEFAULT_CLASS = "default"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     id: str = "router-0"
     mode: str = "auto"
@@ -303,7 +303,7 @@ class RouterConfig:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     prefill: int = 1
     decode: int = 1
@@ -359,7 +359,7 @@ class ClusterConfig:
             raise ConfigError(f"cluster.gpus_per_worker must be at least 0, got {self.gpus_per_worker}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesConfig:
     """Where the pools' sizes are kept in Kubernetes: in ServingPools, which `kubectl scale`, autoscalers, the CLI and
     `Admin.ScalePool` all change. The chart fills it in."""
@@ -375,7 +375,7 @@ class KubernetesConfig:
     decode_deployment: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaleConfig:
     """How the controller sizes the pools by itself. `baton autoscale --dry-run` tells what these settings would do."""
 
@@ -428,7 +428,7 @@ class AutoscaleConfig:
                 raise ConfigError(f"autoscale.{name} must be more than 0 and at most 1, got {getattr(self, name)}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryConfig:
     otlp_endpoint: str = ""
     """host:port of an OTLP gRPC receiver for traces; empty: spans are not exported."""
@@ -455,7 +455,7 @@ class FaultsConfig:
     `kvstore.transfer.faults.Faults`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

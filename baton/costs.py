@@ -23,7 +23,7 @@ ALIKE = 1.25
 """Workers whose steps differ by no more than this factor are of one kind."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
     """One worker's."""
 

@@ -36,7 +36,7 @@ PROCESS_BYTES = 3 * GIB // 4
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """Memory in which the KV pools of a few ranks are to be: a machine's, or one GPU's. All sizes are in bytes."""
 

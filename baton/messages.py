@@ -16,7 +16,7 @@ from baton.errors import BatonError
 from baton.sampling import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec:
     """One choice of one request, as the engine needs it."""
 
@@ -56,7 +56,7 @@ class SequenceSpec:
         return len(self.token_ids) > self.num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLayout:
     """A layer group of a cache: of the model, not of one rank."""
 
@@ -97,7 +97,7 @@ class PrefixSource:
     """Leading prompt tokens it is believed to hold."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
     """A worker's promise of blocks for one transfer into its cache."""
 
@@ -117,7 +117,7 @@ class Ticket:
     layout: KvLayout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
     token_id: int
     finish_reason: FinishReason | None
@@ -141,7 +141,7 @@ class HandedOver:
     """The part of it that came after the first token: what no computing hid."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NewTokens:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
@@ -229,7 +229,7 @@ Event = FirstToken | HandedOver | Ticket | NewTokens | Fetched | Migrate | Faile
 # The KV session. Every message about a transfer names its generation, so that one about a past reservation is dropped.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     protocol_version: int
     worker_id: str
@@ -277,7 +277,7 @@ class Rendezvous:
     value: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     transfer_id: str
     generation: int

@@ -23,7 +23,7 @@ class FinishReason(StrEnum):
     """`max_tokens` or the context window is used up."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling of one request. Constructing it validates it.
 

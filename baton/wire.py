@@ -58,24 +58,24 @@ def write_sequence(spec: m.SequenceSpec, message: worker_pb2.SequenceSpec) -> No
 
 def sequence_from_pb(message: worker_pb2.SequenceSpec) -> m.SequenceSpec:
     return m.SequenceSpec(
-        message.request_id,
-        message.choice_index,
-        tuple(message.token_ids),
-        message.num_prompt_tokens,
-        message.max_tokens,
-        message.temperature,
-        message.top_k,
-        message.top_p,
-        message.min_p,
-        message.seed,
-        tuple(message.stop_token_ids),
-        message.ignore_eos,
-        message.cache_seed,
-        message.attempt,
-        message.priority,
-        message.ttft_s,
-        message.itl_s,
-        message.num_expected_tokens,
+        request_id=message.request_id,
+        choice_index=message.choice_index,
+        token_ids=tuple(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        seed=message.seed,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        cache_seed=message.cache_seed,
+        attempt=message.attempt,
+        priority=message.priority,
+        ttft_s=message.ttft_s,
+        itl_s=message.itl_s,
+        num_expected_tokens=message.num_expected_tokens,
     )
 
 
@@ -211,14 +211,14 @@ def _event(message: worker_pb2.Event) -> m.Event | None:
         tokens = message.new_tokens
         finish_reason = tokens.finish_reason
         return m.NewTokens(
-            tuple(tokens.token_ids),
-            FinishReason(finish_reason) if finish_reason else None,
-            tokens.num_cached_tokens,
-            tokens.queue_s,
-            tokens.prefill_s,
-            tokens.num_pulled_tokens,
-            tokens.pull_s,
-            tokens.room_s,
+            token_ids=tuple(tokens.token_ids),
+            finish_reason=FinishReason(finish_reason) if finish_reason else None,
+            num_cached_tokens=tokens.num_cached_tokens,
+            queue_s=tokens.queue_s,
+            prefill_s=tokens.prefill_s,
+            num_pulled_tokens=tokens.num_pulled_tokens,
+            pull_s=tokens.pull_s,
+            room_s=tokens.room_s,
         )
     event: m.Event | None = _from_pb(getattr(message, field), _EVENT_KIND[field]) if field else None
     return event
@@ -488,13 +488,13 @@ def generate_request(request: api.GenerateRequest) -> inference_pb2.GenerateRequ
 
 def generate_chunk(message: inference_pb2.GenerateResponse) -> api.GenerateChunk:
     return api.GenerateChunk(
-        message.request_id,
-        message.choice_index,
-        message.text,
-        tuple(message.token_ids),
-        FinishReason(message.finish_reason) if message.finish_reason else None,
-        _from_pb(message.usage, api.Usage) if message.HasField("usage") else None,
-        _from_pb(message.timing, api.Timing) if message.HasField("timing") else None,
+        request_id=message.request_id,
+        choice_index=message.choice_index,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
+        usage=_from_pb(message.usage, api.Usage) if message.HasField("usage") else None,
+        timing=_from_pb(message.timing, api.Timing) if message.HasField("timing") else None,
     )
 
 

@@ -120,7 +120,7 @@ class DecodeService:
             if is_first:
                 yield _first_message(handle.sequence, token_ids, finish_reason, num_pulled, pull_s)
             else:
-                yield NewTokens(token_ids, finish_reason)
+                yield NewTokens(token_ids=token_ids, finish_reason=finish_reason)
             if finish_reason is not None:
                 return
             is_first = False
@@ -130,8 +130,8 @@ def _first_message(
     sequence: Sequence, token_ids: tuple[int, ...], finish_reason: FinishReason | None, num_pulled: int, pull_s: float
 ) -> NewTokens:
     return NewTokens(
-        token_ids,
-        finish_reason,
+        token_ids=token_ids,
+        finish_reason=finish_reason,
         num_cached_tokens=sequence.num_cached_tokens,
         queue_s=sequence.scheduled_s - sequence.arrival_s,
         prefill_s=sequence.first_token_s - sequence.scheduled_s,

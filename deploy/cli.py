@@ -157,7 +157,7 @@ def generate(
     prompt: Prompt = Chat((ChatMessage("user", text),)) if chat else Text(text)
     optional = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     sampling = {name: value for name, value in optional.items() if value is not None}
-    _generate(GenerateRequest(prompt, sampling=sampling), Client(address, api_key), as_json)
+    _generate(GenerateRequest(prompt=prompt, sampling=sampling), Client(address, api_key), as_json)
 
 
 @app.command(name="scale")
@@ -445,8 +445,19 @@ def bench(
     from deploy.bench.command import Options, run
     from deploy.simulate.trace_shape import TraceOptions
 
-    part = TraceOptions(trace, speed, requests, from_s, seconds, scale, block, seed)
-    options = Options(part, address, api_key, max_output, concurrency, vocab, ttft_ms, itl_ms)
+    part = TraceOptions(
+        path=trace, speed=speed, requests=requests, from_s=from_s, seconds=seconds, scale=scale, block=block, seed=seed
+    )
+    options = Options(
+        trace=part,
+        address=address,
+        api_key=api_key,
+        max_output=max_output,
+        concurrency=concurrency,
+        vocab=vocab,
+        ttft_ms=ttft_ms,
+        itl_ms=itl_ms,
+    )
     if not run(options, as_json, console):
         raise typer.Exit(1)
 
@@ -508,27 +519,29 @@ def simulate(
     from deploy.simulate.command import Options, run
     from deploy.simulate.trace_shape import TraceOptions
 
-    part = TraceOptions(trace, speed, requests, from_s, seconds, scale, block, seed)
+    part = TraceOptions(
+        path=trace, speed=speed, requests=requests, from_s=from_s, seconds=seconds, scale=scale, block=block, seed=seed
+    )
     options = Options(
-        part,
-        prefill,
-        decode,
-        blocks,
-        profile,
-        costs,
-        max_output,
-        tuple(policy or ()),
-        ttft_ms,
-        itl_ms,
-        jobs,
-        tuple(load or ()),
-        tuple(pools or ()),
-        plot,
-        tell_all,
-        error,
-        baton_config.load().autoscale if autoscale else None,
-        max_workers,
-        start_s,
+        trace=part,
+        prefill=prefill,
+        decode=decode,
+        blocks=blocks,
+        profile=profile,
+        costs=costs,
+        max_output=max_output,
+        policies=tuple(policy or ()),
+        ttft_ms=ttft_ms,
+        itl_ms=itl_ms,
+        jobs=jobs,
+        loads=tuple(load or ()),
+        pools=tuple(pools or ()),
+        plot=plot,
+        tells_all=tell_all,
+        error=error,
+        autoscale=baton_config.load().autoscale if autoscale else None,
+        max_workers=max_workers,
+        start_s=start_s,
     )
     run(options, as_json, console)
 
@@ -555,7 +568,7 @@ def _on_ready(settings: Config, ask: str | None, api_key: str) -> None:
         console.print(f"==> A sample request: baton generate {ask!r} --max-tokens 24", style="dim")
         console.print(ask, end="", style="bold", markup=False)
         try:
-            sample = GenerateRequest(Text(ask), sampling={"max_tokens": 24, "temperature": 0.0})
+            sample = GenerateRequest(prompt=Text(ask), sampling={"max_tokens": 24, "temperature": 0.0})
             _generate(sample, Client(address, api_key), as_json=False)
         except BatonError as error:
             _print_error(error)

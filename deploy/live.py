@@ -71,7 +71,7 @@ class ClassView:
     attainment: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """What is shown. Rates are a second's; None: not known."""
 
@@ -132,16 +132,18 @@ def _with_metrics(known: View, measured: Sequence[Snapshot]) -> View:
         if count > old.sum(MISSES, stage=stage)
     }
     return View(
-        known.goodput,
-        known.attainment,
-        known.line,
-        _rate(grown("baton_tokens_slo_met_total"), span_s),
-        tuple(_class(old, new, name, span_s) for name in sorted(new.by("slo_class", REQUESTS))),
-        tuple((stage, count / sum(blame.values())) for stage, count in sorted(blame.items(), key=lambda x: -x[1])),
-        _quantiles(old.buckets(TTFT), new.buckets(TTFT)),
-        _quantiles(old.buckets(ITL), new.buckets(ITL)),
-        grown("baton_prefix_hit_tokens_total") / prompt if prompt else None,
-        ceiling / prompt if prompt and ceiling else None,
+        goodput=known.goodput,
+        attainment=known.attainment,
+        line=known.line,
+        tokens=_rate(grown("baton_tokens_slo_met_total"), span_s),
+        classes=tuple(_class(old, new, name, span_s) for name in sorted(new.by("slo_class", REQUESTS))),
+        blame=tuple(
+            (stage, count / sum(blame.values())) for stage, count in sorted(blame.items(), key=lambda x: -x[1])
+        ),
+        ttft=_quantiles(old.buckets(TTFT), new.buckets(TTFT)),
+        itl=_quantiles(old.buckets(ITL), new.buckets(ITL)),
+        hit_rate=grown("baton_prefix_hit_tokens_total") / prompt if prompt else None,
+        hit_ceiling=ceiling / prompt if prompt and ceiling else None,
     )
 
 

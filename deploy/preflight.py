@@ -101,12 +101,14 @@ def with_kv_size(config: Config) -> Config:
         if gpus and engine.kv_cache_gib != "auto":
             weights = weights_bytes(Path(model.path), model.dtype) // ranks
             part = config.cluster.gpus_per_worker or len(gpus) / (ranks * workers)
-            Room(int(min(gpus) * min(1.0, part)), 1, weights, on_gpu=True).pool_gib(engine.kv_cache_gib)
+            Room(free=int(min(gpus) * min(1.0, part)), num_pools=1, needed=weights, on_gpu=True).pool_gib(
+                engine.kv_cache_gib
+            )
         return config
     weights = weights_bytes(Path(model.path), "float32" if model.dtype == "auto" else model.dtype) // ranks
     most = max(workers, config.autoscale.max_workers if config.autoscale.enabled else 0)
     free = available_memory(engine.memory_share if engine.kv_cache_gib == "auto" else 1.0)
-    room = Room(free, ranks * most, weights + PROCESS_BYTES, SERVICES_BYTES)
+    room = Room(free=free, num_pools=ranks * most, needed=weights + PROCESS_BYTES, others=SERVICES_BYTES)
     return replace(config, engine=replace(engine, kv_cache_gib=room.pool_gib(engine.kv_cache_gib)))
 
 

@@ -66,13 +66,13 @@ class PrefillService:
             tracing.record_span("prefill.compute", trace, prefill_s, computed)
             # The first token goes out at once; the blocks stay held until the transfer is over.
             yield FirstToken(
-                output.token_id,
-                output.finish_reason,
-                sequence.num_cached_tokens,
-                queue_s,
-                prefill_s,
-                num_pulled,
-                pull_s,
+                token_id=output.token_id,
+                finish_reason=output.finish_reason,
+                num_cached_tokens=sequence.num_cached_tokens,
+                queue_s=queue_s,
+                prefill_s=prefill_s,
+                num_pulled_tokens=num_pulled,
+                pull_s=pull_s,
             )
             if transfer is not None and output.finish_reason is None:
                 handed_over = await _finished(transfer, output.token_id)

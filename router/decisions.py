@@ -14,7 +14,7 @@ KEPT = 256
 """Decisions; one on a large pool holds some tens of KiB."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Decision:
     """About one choice, when it was first placed."""
 
@@ -39,13 +39,13 @@ class DecisionLog:
 
     def note(self, spec: SequenceSpec, claim: Claim, placement: Placement, prediction: Prediction) -> Decision:
         decision = Decision(
-            spec.request_id,
-            spec.choice_index,
-            spec.num_prompt_tokens,
-            claim,
-            placement,
-            prediction,
-            spec.num_expected_tokens,
+            request_id=spec.request_id,
+            choice_index=spec.choice_index,
+            num_prompt_tokens=spec.num_prompt_tokens,
+            claim=claim,
+            placement=placement,
+            prediction=prediction,
+            num_expected_tokens=spec.num_expected_tokens,
         )
         key = claim.tenant.id, spec.request_id, spec.choice_index
         self._decisions[key] = decision
@@ -64,36 +64,36 @@ def explained(decision: Decision) -> Explanation:
     claim, placement = decision.claim, decision.placement
     options = [
         Option(
-            terms.worker_id,
-            terms.role,
-            terms.num_cached_tokens,
-            terms.wait_s,
-            terms.pull_s,
-            terms.compute_s,
-            terms.room_s,
-            terms.exposed_s,
-            terms.step_s,
-            terms.first_s,
+            worker_id=terms.worker_id,
+            role=terms.role,
+            num_cached_tokens=terms.num_cached_tokens,
+            wait_s=terms.wait_s,
+            pull_s=terms.pull_s,
+            compute_s=terms.compute_s,
+            room_s=terms.room_s,
+            exposed_s=terms.exposed_s,
+            step_s=terms.step_s,
+            cost_s=terms.first_s,
         )
         for terms in sorted(placement.considered, key=lambda terms: terms.first_s)
     ]
     return Explanation(
-        decision.request_id,
-        decision.choice_index,
-        claim.tenant.id,
-        claim.slo_class,
-        claim.priority,
-        claim.objective.ttft_s,
-        claim.objective.itl_s,
-        decision.num_prompt_tokens,
-        decision.num_expected_tokens,
-        placement.mode,
-        placement.prefill_worker,
-        placement.decode_worker,
-        placement.source,
-        placement.source_tokens,
-        decision.outcome,
-        decision.prediction.ttft_s,
-        decision.ttft_s,
-        tuple(options),
+        request_id=decision.request_id,
+        choice_index=decision.choice_index,
+        tenant=claim.tenant.id,
+        slo_class=claim.slo_class,
+        priority=claim.priority,
+        ttft_objective_s=claim.objective.ttft_s,
+        itl_objective_s=claim.objective.itl_s,
+        num_prompt_tokens=decision.num_prompt_tokens,
+        num_expected_tokens=decision.num_expected_tokens,
+        mode=placement.mode,
+        prefill_worker=placement.prefill_worker,
+        decode_worker=placement.decode_worker,
+        source=placement.source,
+        source_tokens=placement.source_tokens,
+        outcome=decision.outcome,
+        predicted_ttft_s=decision.prediction.ttft_s,
+        measured_ttft_s=decision.ttft_s,
+        options=tuple(options),
     )

@@ -76,7 +76,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ChoiceRecord:
     """What happened to one choice, filled in as it happens."""
 
@@ -101,7 +101,7 @@ class ChoiceRecord:
     emitted: list[int] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Lessons:
     """What the failed attempts of one choice mean for its next placement."""
 
@@ -135,7 +135,7 @@ class _Lessons:
                 self.doubted |= {placement.prefill_worker, placement.decode_worker} - {failure.worker.info.id}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     """Who is to serve: the workers as they were when that was decided, whatever becomes of their leases."""
 
@@ -153,7 +153,7 @@ class _Plan:
             self.moves_from.leave()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
     """One placement of one choice."""
 
@@ -312,7 +312,7 @@ class Dispatcher:
         trace: Context,
     ) -> AsyncGenerator[NewTokens]:
         placement = plan.placement
-        entry = Entry(claim.tenant, claim.priority, spec.ttft_s)
+        entry = Entry(tenant=claim.tenant, priority=claim.priority, ttft_s=spec.ttft_s)
         entry.is_placed(placement)
         if spec.attempt == 0:
             prediction = self._predicted(entry, placement)
@@ -329,14 +329,19 @@ class Dispatcher:
         try:
             serve = self._split if placement.mode is Mode.SPLIT else self._aggregated
             attempt = _Attempt(
-                spec,
-                claim,
-                plan,
-                kept,
-                Job(entry.turn, entry.compute_s, prompt.num_tokens, prompt.num_expected_tokens),
-                entry,
-                record,
-                trace,
+                spec=spec,
+                claim=claim,
+                plan=plan,
+                kept=kept,
+                job=Job(
+                    turn=entry.turn,
+                    compute_s=entry.compute_s,
+                    num_prompt_tokens=prompt.num_tokens,
+                    num_expected_tokens=prompt.num_expected_tokens,
+                ),
+                entry=entry,
+                record=record,
+                trace=trace,
             )
             async with contextlib.aclosing(serve(attempt)) as messages:
                 async for message in messages:
@@ -383,7 +388,13 @@ class Dispatcher:
                 if placement.source:
                     address = self._pools.get(placement.source).info.address
                     source = PrefixSource(placement.source, address, placement.source_tokens)
-                return _Plan(placement, self._pools.get(placement.decode_worker), prefill, source, hint)
+                return _Plan(
+                    placement=placement,
+                    decode=self._pools.get(placement.decode_worker),
+                    prefill=prefill,
+                    source=source,
+                    hint=hint,
+                )
             if lessons.refused:
                 raise lessons.unsupported or Overloaded("every worker's queue is full; try again later")
             is_late = time.monotonic() >= deadline
@@ -464,7 +475,7 @@ class Dispatcher:
             assert isinstance(first, FirstToken)
             queued.close()
             self._book_prefill(attempt, first)
-            yield NewTokens((first.token_id,), first.finish_reason)
+            yield NewTokens(token_ids=(first.token_id,), finish_reason=first.finish_reason)
             if first.finish_reason is not None:
                 return
             handing_over = await stack.enter_async_context(
@@ -541,7 +552,12 @@ class Dispatcher:
                 continue
             worker = self._pools.get(placement.decode_worker)
             source = PrefixSource(leaving.info.id, leaving.info.address, len(spec.token_ids))
-            job = Job(attempt.entry.turn, 0.0, prompt.num_tokens, prompt.num_expected_tokens)
+            job = Job(
+                turn=attempt.entry.turn,
+                compute_s=0.0,
+                num_prompt_tokens=prompt.num_tokens,
+                num_expected_tokens=prompt.num_expected_tokens,
+            )
             try:
                 with self._pools.decoding(worker, job):
                     async with self._calls.fetch(worker, spec, source, trace=attempt.trace) as fetching:
@@ -553,8 +569,8 @@ class Dispatcher:
                 failed.add(worker.info.id)
                 continue
             self._instruments.migrations.add(1, {"pulled": str(fetched.num_tokens > 0).lower()})
-            split = Placement(Mode.SPLIT, decode_worker=worker.info.id, prefill_worker=leaving.info.id)
-            return _Plan(split, worker, leaving, None, None, stream)
+            split = Placement(mode=Mode.SPLIT, decode_worker=worker.info.id, prefill_worker=leaving.info.id)
+            return _Plan(placement=split, decode=worker, prefill=leaving, source=None, hint=None, moves_from=stream)
 
     @contextlib.asynccontextmanager
     async def _patient(self, attempt: _Attempt) -> AsyncGenerator[None]:

@@ -61,7 +61,7 @@ class Phase(NamedTuple):
     end_s: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class StageLog:
     """What the router notes of a choice while it runs."""
 
@@ -171,7 +171,7 @@ def _laid(
     return laid
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Stages:
     """Seconds of a request's life in each stage."""
 
@@ -198,13 +198,13 @@ class Stages:
             else:
                 seconds[stage] += end_s - begin_s
         return Stages(
-            seconds[Stage.QUEUE],
-            seconds[Stage.DECODE_ADMISSION],
-            seconds[Stage.PREFILL],
-            seconds[Stage.TRANSFER],
-            seconds[Stage.DECODE],
-            seconds[Stage.RECOVERY],
-            late_recovery_s,
+            queue_s=seconds[Stage.QUEUE],
+            decode_admission_s=seconds[Stage.DECODE_ADMISSION],
+            prefill_s=seconds[Stage.PREFILL],
+            transfer_s=seconds[Stage.TRANSFER],
+            decode_s=seconds[Stage.DECODE],
+            early_recovery_s=seconds[Stage.RECOVERY],
+            late_recovery_s=late_recovery_s,
         )
 
     @property

@@ -15,7 +15,7 @@ from kvstore.index import Mirror, Position
 from router.placement import Prompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
     """What the worker that is to compute a prompt was believed to hold of it."""
 
@@ -44,7 +44,13 @@ class HintBook:
         num_tokens = 0 if spec.is_continued else min(num_believed_tokens, spec.num_prompt_tokens - 1)
         info = worker.info
         keys = prompt.block_keys[: num_tokens // info.block_size]
-        return Hint(info.id, info.block_size, keys, self._mirror.position(info.id), num_believed_tokens)
+        return Hint(
+            worker_id=info.id,
+            block_size=info.block_size,
+            keys=keys,
+            as_of=self._mirror.position(info.id),
+            num_tokens=num_believed_tokens,
+        )
 
     def settle(self, hint: Hint, num_found_tokens: int) -> None:
         """The worker held `num_found_tokens` leading tokens of the prompt, not counting what it pulled for it."""

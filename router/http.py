@@ -170,13 +170,19 @@ async def _answer(
         raise Unsupported("several prompts in one request are not supported yet; send them one by one", "prompt")
     kind = "chatcmpl" if is_chat else "cmpl"
     request_id = body.request_id or f"{kind}-{uuid.uuid4().hex}"
-    shape = Shape(request_id, int(time.time()), service.facts.id, is_chat, body.continuous_usage)
+    shape = Shape(
+        id=request_id,
+        created=int(time.time()),
+        model=service.facts.id,
+        is_chat=is_chat,
+        continuous_usage=body.continuous_usage,
+    )
     slo = body.slo or SloBody()
     generate = GenerateRequest(
-        prompts[0],
-        request_id,
-        body.model or "",
-        body.sampling(),
+        prompt=prompts[0],
+        request_id=request_id,
+        model=body.model or "",
+        sampling=body.sampling(),
         priority=body.priority or 0,
         ttft_ms=slo.ttft_ms,
         itl_ms=slo.itl_ms,

@@ -30,7 +30,7 @@ READ_S = 2.0
 """How long a request that is continued waits for what was noted of it: as long as some hundred tokens take."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Noting:
     """A request in flight."""
 
@@ -67,7 +67,7 @@ class Journal:
         Args:
             records, finish_reasons: by choice, filled by their owner as the answer comes.
         """
-        noting = _Noting(digest, records, finish_reasons, [0] * len(records))
+        noting = _Noting(digest=digest, records=records, finish_reasons=finish_reasons, num_written=[0] * len(records))
         is_continued = any(record.emitted for record in records)
         self._notings[key] = noting
         try:

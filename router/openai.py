@@ -161,7 +161,7 @@ class DetokenizeBody(_Strict):
     tokens: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """How one of the two endpoints writes an answer. `timing` is not OpenAI's: where the time went."""
 

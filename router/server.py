@@ -107,11 +107,11 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     )
     found_at = config.cluster.advertise_host or config.cluster.host
     me = RouterInfo(
-        config.router.id,
-        os.getpid(),
-        f"{found_at}:{grpc_port}",
-        f"{found_at}:{config.cluster.http_port}",
-        0.0,
+        id=config.router.id,
+        pid=os.getpid(),
+        grpc=f"{found_at}:{grpc_port}",
+        http=f"{found_at}:{config.cluster.http_port}",
+        mirror_lag_s=0.0,
         version=VERSION,
     )
     slo_counts = SloCounts()
@@ -132,7 +132,11 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     decisions = DecisionLog()
     instruments = Instruments(registry.status, config.router.slo_classes, name if config.telemetry.vllm_aliases else "")
     facts = ModelFacts(
-        name, tokenizer.vocab_size, max_model_len, tokenizer.default_sampling, config.router.default_max_tokens
+        id=name,
+        vocab_size=tokenizer.vocab_size,
+        max_model_len=max_model_len,
+        default_sampling=tokenizer.default_sampling,
+        default_max_tokens=config.router.default_max_tokens,
     )
     service = RouterService(
         LoadedModel(ModelCard(name, config.model.path, max_model_len, int(time.time())), tokenizer, content),

@@ -93,7 +93,7 @@ class Door:
 UNKNOWN_DOOR = Door()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Call:
     """A request in flight, as a later call finds it that continues it."""
 
@@ -187,7 +187,7 @@ class RouterService:
         settle = _Settlement(self._instruments, self._slo_counts, request, facts.id, trace, tenant, door)
         driver = asyncio.current_task()
         assert driver is not None
-        call = _Call(driver)
+        call = _Call(driver=driver)
         with settle:
             check_model(request.model, facts)
             check_request_id(request.request_id)
@@ -373,7 +373,13 @@ class RouterService:
             )
         if not piece.token_ids and piece.finish_reason is None:
             return None
-        return GenerateChunk(spec.request_id, spec.choice_index, piece.text, piece.token_ids, piece.finish_reason)
+        return GenerateChunk(
+            request_id=spec.request_id,
+            choice_index=spec.choice_index,
+            text=piece.text,
+            token_ids=piece.token_ids,
+            finish_reason=piece.finish_reason,
+        )
 
 
 async def merged(choices: list[AsyncGenerator[GenerateChunk]]) -> AsyncGenerator[GenerateChunk]:

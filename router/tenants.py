@@ -35,7 +35,7 @@ from baton.errors import ConfigError, Unauthenticated
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
     """A client of the cluster, as its operator describes it."""
 
@@ -59,7 +59,7 @@ class Tenant:
         return self.cache_scope or self.id
 
 
-DEFAULT_TENANT = Tenant("default", operator=True)
+DEFAULT_TENANT = Tenant(id="default", operator=True)
 """Everybody, where no tenants are configured."""
 
 
@@ -168,7 +168,7 @@ def _entry(tenant_id: object, fields: object, where: str) -> tuple[Tenant, list[
     if "key_sha256" not in fields:
         raise ConfigError(f"{where}: key_sha256 is missing")
     settings = {name: value for name, value in fields.items() if name != "key_sha256"}
-    return Tenant(str(tenant_id), **settings), [bytes.fromhex(digest) for digest in fields["key_sha256"]]
+    return Tenant(id=str(tenant_id), **settings), [bytes.fromhex(digest) for digest in fields["key_sha256"]]
 
 
 def _is_word(value: object) -> bool:

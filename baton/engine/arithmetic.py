@@ -52,7 +52,15 @@ class ArithmeticRunner:
         token_s: float = 0.0,
     ) -> None:
         states = (StateSpec("token_sum", (1,), torch.int64),) if with_state else ()
-        spec = KVSpec(block_size, (LayerGroup("all", tuple(range(num_layers)), 1, 1, 1, torch.int64),), states)
+        spec = KVSpec(
+            block_size,
+            (
+                LayerGroup(
+                    name="all", layers=tuple(range(num_layers)), num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.int64
+                ),
+            ),
+            states,
+        )
         self.cache = KVCache(spec, num_blocks, 2 * max_num_seqs)
         self.caches = (self.cache,)
         self.vocab_size = vocab_size

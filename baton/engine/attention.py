@@ -41,7 +41,7 @@ class Segment:
     """`[kv_heads * blocks]`: rows of the layer's page tensor, head by head."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:
     """A step's index tensors, made once and used by every layer. One layer group: all layers share the page indices."""
 
@@ -102,16 +102,16 @@ def step_context(cache: KVCache, parts: Sequence[Part], layer_done: LayerDone) -
         decode_positions = torch.tensor([p.start for p in decodes]).view(-1, 1, 1, 1).to(cache.device)
         decode_mask = torch.arange(width * block_size, device=cache.device) <= decode_positions
     return StepContext(
-        cache,
-        (blocks[:, None] * num_heads + heads[None]).flatten().to(cache.device),
-        (positions % block_size).repeat_interleave(num_heads).to(cache.device),
-        tuple(segments),
-        row,
-        decode_pages,
-        decode_positions,
-        decode_mask,
-        len(decodes),
-        layer_done,
+        cache=cache,
+        write_pages=(blocks[:, None] * num_heads + heads[None]).flatten().to(cache.device),
+        write_offsets=(positions % block_size).repeat_interleave(num_heads).to(cache.device),
+        segments=tuple(segments),
+        first_decode_row=row,
+        decode_pages=decode_pages,
+        decode_positions=decode_positions,
+        decode_mask=decode_mask,
+        num_decodes=len(decodes),
+        layer_done=layer_done,
     )
 
 

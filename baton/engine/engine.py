@@ -58,7 +58,7 @@ class Generated:
 Output = Reserved | Admitted | Generated
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     running: int
     waiting: int
@@ -101,7 +101,7 @@ class Engine:
             raise InvalidRequest(
                 f"token id {bad} is none of the model's, whose embedding has rows 0 to {self.runner.vocab_size - 1}"
             )
-        sequence = Sequence(spec, purpose, now)
+        sequence = Sequence(spec=spec, purpose=purpose, arrival_s=now)
         self._sequences.add(sequence)
         self.scheduler.add(sequence)
         return sequence

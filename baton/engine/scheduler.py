@@ -29,7 +29,7 @@ LEAST_STEP = 0.5
 """Share of the objective that a step may take whatever the sequences' tokens are due: who is behind stays so."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     block_size: int
     max_num_seqs: int
@@ -58,7 +58,7 @@ class Part:
         return self.start + self.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduled(Part):
     """A part of a step, and whose it is."""
 
@@ -249,10 +249,10 @@ class Scheduler:
         assert num_tokens > 0, f"{sequence.sequence_id} is scheduled with nothing to compute"
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         return Scheduled(
-            tuple(sequence.token_ids[start:end]),
-            start,
-            tuple(sequence.block_table[: num_blocks_for(end, self.limits.block_size)]),
-            sequence,
+            token_ids=tuple(sequence.token_ids[start:end]),
+            start=start,
+            block_table=tuple(sequence.block_table[: num_blocks_for(end, self.limits.block_size)]),
+            sequence=sequence,
             sample=end == sequence.num_tokens,
         )
 

@@ -38,7 +38,7 @@ class Status(Enum):
     """Holds nothing, for good."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     spec: SequenceSpec
     purpose: Purpose

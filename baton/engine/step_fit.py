@@ -61,5 +61,10 @@ class StepFit:
         else:
             s_decoding = s_overhead  # who never decodes never sees what reading the weights takes
         self.costs = StepCosts(
-            s_overhead, s_per_token, s_per_pair, s_decoding - s_overhead, s_per_sequence, s_per_kv_token
+            s_overhead=s_overhead,
+            s_per_token=s_per_token,
+            s_per_pair=s_per_pair,
+            s_weights=s_decoding - s_overhead,
+            s_per_sequence=s_per_sequence,
+            s_per_kv_token=s_per_kv_token,
         )

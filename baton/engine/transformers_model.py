@@ -184,7 +184,9 @@ def rank_spec(config: Any, block_size: int, dtype: torch.dtype, num_ranks: int) 
             f"{num_kv_heads} KV heads"
         )
     layers = tuple(range(config.num_hidden_layers))
-    group = LayerGroup("all", layers, num_kv_heads // num_ranks, head_dim, head_dim, dtype)
+    group = LayerGroup(
+        name="all", layers=layers, num_kv_heads=num_kv_heads // num_ranks, k_dim=head_dim, v_dim=head_dim, dtype=dtype
+    )
     return KVSpec(block_size, (group,))
 
 

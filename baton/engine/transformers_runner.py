@@ -163,9 +163,9 @@ def _pool_gib(model: ModelConfig, engine: EngineConfig, spec: KVSpec, devices: S
     weights = weights_bytes(Path(model.path), str(spec.groups[0].dtype).removeprefix("torch.")) // len(devices)
     if devices[0].type == "cuda":
         free, total = torch.cuda.mem_get_info(devices[0])
-        room = Room(min(free, int(share * total)), 1, weights, on_gpu=True)
+        room = Room(free=min(free, int(share * total)), num_pools=1, needed=weights, on_gpu=True)
     else:
-        room = Room(available_memory(share), len(devices), weights + PROCESS_BYTES)
+        room = Room(free=available_memory(share), num_pools=len(devices), needed=weights + PROCESS_BYTES)
     return room.pool_gib(engine.kv_cache_gib)
 
 

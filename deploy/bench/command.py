@@ -34,7 +34,7 @@ DEFAULT_VOCAB = 32_000
 tells a client how many; a model with fewer is found before the replay begins."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """As `baton bench --help` tells them."""
 
@@ -124,7 +124,13 @@ async def bench(trace: Trace, options: Options, log: Console) -> Benched:
     costs = cost_model([one for one in result.observed if one.outcome == "served"], workers)
     shape = workers[0] if workers else None
     told = (
-        Bench(costs, shape.num_blocks, shape.block_tokens, shape.chunk_tokens, model.max_model_len)
+        Bench(
+            costs=costs,
+            num_blocks=shape.num_blocks,
+            block_tokens=shape.block_tokens,
+            chunk_tokens=shape.chunk_tokens,
+            max_model_len=model.max_model_len,
+        )
         if costs and shape
         else None
     )

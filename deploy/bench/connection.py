@@ -36,7 +36,7 @@ class ServedModel:
     max_model_len: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServingWorker:
     """One that is ready, as the operators' status has it."""
 
@@ -83,7 +83,14 @@ class Connection:
                 return []
             raise self.typed(error) from None
         return [
-            ServingWorker(w.id, w.role, wire.step_costs(w.costs), w.blocks.total, w.block_size, w.chunk_tokens)
+            ServingWorker(
+                id=w.id,
+                role=w.role,
+                costs=wire.step_costs(w.costs),
+                num_blocks=w.blocks.total,
+                block_tokens=w.block_size,
+                chunk_tokens=w.chunk_tokens,
+            )
             for w in status.workers
             if w.state == "ready"
         ]
@@ -103,7 +110,7 @@ def message_of(token_ids: Sequence[int], num_output_tokens: int, objective: Obje
     """A request for exactly so many greedy tokens, without their text, that is held against the objective."""
     sampling = {"max_tokens": num_output_tokens, "ignore_eos": True, "temperature": 0.0}
     request = GenerateRequest(
-        TokenIds(tuple(token_ids)),
+        prompt=TokenIds(tuple(token_ids)),
         sampling=sampling,
         skip_text=True,
         ttft_ms=objective.ttft_s * 1e3,

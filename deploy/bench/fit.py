@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import statistics
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from baton.costs import StepCosts
@@ -41,9 +41,9 @@ def cost_model(served: Sequence[Observed], workers: Sequence[ServingWorker]) -> 
         return None
     latency_s, s_per_token = _transfer(served)
     model = CostModel(
-        steps,
-        latency_s,
-        s_per_token,
+        steps=steps,
+        transfer_latency_s=latency_s,
+        transfer_s_per_token=s_per_token,
         prefill_steps=by_role["prefill"],
         request_overhead_s=request_overhead_s(served),
         decoding_s=decoding_s(served, steps),
@@ -53,7 +53,9 @@ def cost_model(served: Sequence[Observed], workers: Sequence[ServingWorker]) -> 
 
 def median_costs(costs: Sequence[StepCosts]) -> StepCosts | None:
     """By coefficient; None of none."""
-    return StepCosts(*map(statistics.median, zip(*map(astuple, costs), strict=True))) if costs else None
+    if not costs:
+        return None
+    return StepCosts(**{name: statistics.median(getattr(of, name) for of in costs) for name in StepCosts.__slots__})
 
 
 def request_overhead_s(served: Sequence[Observed]) -> float:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from router.placement import Objective
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Observed:
     """What became of a request that was sent. Seconds since the replay's start, as the trace's."""
 
@@ -160,7 +160,7 @@ async def _send(
             message = message_of(prompts.token_ids(number, request), request.num_output_tokens, objective)
             await asyncio.sleep(start_s + request.arrival_s - time.monotonic())
             await places.acquire()
-            one = Observed(request, time.monotonic() - start_s)
+            one = Observed(request=request, sent_s=time.monotonic() - start_s)
             observed.append(one)
             reading = group.create_task(_read(connection, connection.generate(message), one, start_s))
 

@@ -21,7 +21,7 @@ LATE_S = 0.01
 """A request that is sent more than this after it was due is late."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured(Figures):
     """A replay. Requests that were cancelled or not sent are in no figure; `num_requests` counts the others.
 

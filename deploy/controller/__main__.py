@@ -46,7 +46,7 @@ STOP_GRACE_S = 1.0
 NODES_POLL_S = 0.5
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
     cluster: str
     state_file: Path
@@ -181,7 +181,7 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
         sizes = await kubernetes.sizes()
         if reason := why_not(sizes, config):
             raise ConfigError(f"the ServingPools ask for what cannot be: {reason}")
-        return State(sizes, arguments.cluster, gpus_per_worker=config.cluster.gpus_per_worker)
+        return State(desired=sizes, cluster=arguments.cluster, gpus_per_worker=config.cluster.gpus_per_worker)
     deadline_s = time.monotonic() + wait_s
     while not (resources := await ray_actors.resources()).get(RESOURCE) and time.monotonic() < deadline_s:  # noqa: ASYNC110
         await asyncio.sleep(NODES_POLL_S)
@@ -193,7 +193,7 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
     desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}  # as `up` found them
     num_gpus = resources.get("GPU", 0.0) if config.model.device != "cpu" else 0.0
     gpus_per_worker = ray_actors.gpus_per_worker(config, num_gpus, sum(desired.values()))
-    return State(desired, arguments.cluster, gpus_per_worker=gpus_per_worker)
+    return State(desired=desired, cluster=arguments.cluster, gpus_per_worker=gpus_per_worker)
 
 
 async def _until_stopped(config: Config, arguments: Arguments, ready: Ready) -> None:

@@ -61,7 +61,7 @@ STATES = {
 }
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Tended:
     """A worker that the controller looks after. `task` follows its process from start to end."""
 
@@ -92,7 +92,7 @@ class Tended:
     task: asyncio.Task[None] | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Knowledge:
     """Of Redis, as of the latest answer."""
 
@@ -160,7 +160,7 @@ class Controller:
         for worker_id in sorted(found | self.state.roles.keys()):
             # A state file that is lost leaves what workers say of themselves, then the role they began with.
             role = self.state.roles.get(worker_id) or told.get(worker_id) or pool_of(worker_id)
-            worker = Tended(worker_id, role)
+            worker = Tended(id=worker_id, role=role)
             self._workers[worker_id] = worker
             if worker_id in found:
                 self._begin(worker, self._actors.get(worker_id))
@@ -228,8 +228,19 @@ class Controller:
         """As its lease tells, with the role and the state that it has by now."""
         worker = self._workers[worker_id]
         if (lease := self._known.leases.get(worker_id)) is None:
-            info = WorkerInfo(worker_id, worker.role, worker.address, worker.pid, "", 0, "", "", 0, 0)
-            return Worker(info, WorkerLoad(STATES[worker.phase]))
+            info = WorkerInfo(
+                id=worker_id,
+                role=worker.role,
+                address=worker.address,
+                pid=worker.pid,
+                node="",
+                epoch=0,
+                content_id="",
+                wire_compat="",
+                block_size=0,
+                max_model_len=0,
+            )
+            return Worker(info, WorkerLoad(state=STATES[worker.phase]))
         return Worker(replace(lease.info, role=worker.role), replace(lease.load, state=STATES[worker.phase]))
 
     def tell_scaling(self, decision: Decision) -> None:
@@ -273,7 +284,7 @@ class Controller:
         for action in reconcile(self.state.desired, list(seen.values()), time.monotonic()):
             match action:
                 case Start(worker_id, role):
-                    worker = self._workers.setdefault(worker_id, Tended(worker_id, role))
+                    worker = self._workers.setdefault(worker_id, Tended(id=worker_id, role=role))
                     self._record()
                     self._begin(worker, self._actors.create(worker_id, role))
                 case Retire(worker_id):
@@ -323,7 +334,7 @@ class Controller:
     def _report(self, role: Role, seen: Mapping[str, Seen]) -> PoolReport:
         phases = [worker.phase for worker in seen.values() if worker.role is role]
         return PoolReport(
-            self.state.desired[role],
+            desired=self.state.desired[role],
             num_workers=len(phases) - phases.count(Phase.DOWN),
             num_ready=_num_serving(seen, role),
             num_draining=phases.count(Phase.LEAVING),
@@ -564,9 +575,9 @@ class Controller:
     def _seen(self, worker: Tended, num_unique_blocks: int) -> Seen:
         lease = self._known.leases.get(worker.id)
         return Seen(
-            worker.id,
-            worker.role,
-            worker.phase,
+            id=worker.id,
+            role=worker.role,
+            phase=worker.phase,
             is_retiring=worker.id in self.state.retiring,
             is_held=self._is_changing_role(worker),
             is_silent=worker.is_silent and worker.phase is Phase.READY,

@@ -29,7 +29,7 @@ class Phase(StrEnum):
     LEAVING = "leaving"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """A worker as the controller sees it."""
 

@@ -26,7 +26,7 @@ class Flip:
     """The one that the worker is to have."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     desired: Mapping[Role, int]
     cluster: str = ""

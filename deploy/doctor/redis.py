@@ -29,7 +29,7 @@ SCANS, SCAN_KEYS = 50, 1000
 NEVER_EVICT = "noeviction"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What a Redis says of itself."""
 

@@ -37,7 +37,7 @@ def definitions(with_aliases: bool = False) -> list[Definition]:
     Args:
         with_aliases: under vLLM's names, too.
     """
-    nobody = ClusterStatus({}, (), (), "", True, ())
+    nobody = ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
     return [*Instruments(lambda: nobody, vllm_model="any" if with_aliases else "").catalogue().values()]
 
 

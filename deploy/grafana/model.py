@@ -17,7 +17,7 @@ class Kind(StrEnum):
     TABLE = "table"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
     title: str
     description: str
@@ -50,7 +50,7 @@ class Section:
     panels: tuple[Panel, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
     """A choice at the top of a dashboard: the values of a label."""
 
@@ -62,7 +62,7 @@ class Variable:
     """Several, or all, can be chosen: expressions use `=~`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
     name: str
     """Of its file; its uid is `baton-NAME`."""
@@ -76,13 +76,17 @@ class Dashboard:
         return tuple(panel for section in self.sections for panel in section.panels)
 
 
-NAMESPACE = Variable("namespace", "baton_build_info", "namespace", "Namespace", has_all=False)
-JOB = Variable("job", 'baton_build_info{namespace="$namespace"}', "job", "Release", has_all=False)
-MODEL = Variable("model", "baton_requests_slo_total{$cluster}", "model", "Model")
-SLO_CLASS = Variable("slo_class", "baton_requests_slo_total{$cluster}", "slo_class", "SLO class")
-ROLE = Variable("role", "baton_worker_info{$cluster}", "role", "Role")
-WORKER = Variable("worker", 'baton_worker_info{$cluster, role=~"$role"}', "worker", "Worker")
-TENANT = Variable("tenant", "baton_tenant_requests_total{$cluster}", "tenant", "Tenant")
+NAMESPACE = Variable(name="namespace", metric="baton_build_info", label="namespace", title="Namespace", has_all=False)
+JOB = Variable(
+    name="job", metric='baton_build_info{namespace="$namespace"}', label="job", title="Release", has_all=False
+)
+MODEL = Variable(name="model", metric="baton_requests_slo_total{$cluster}", label="model", title="Model")
+SLO_CLASS = Variable(
+    name="slo_class", metric="baton_requests_slo_total{$cluster}", label="slo_class", title="SLO class"
+)
+ROLE = Variable(name="role", metric="baton_worker_info{$cluster}", label="role", title="Role")
+WORKER = Variable(name="worker", metric='baton_worker_info{$cluster, role=~"$role"}', label="worker", title="Worker")
+TENANT = Variable(name="tenant", metric="baton_tenant_requests_total{$cluster}", label="tenant", title="Tenant")
 
 
 def expanded(expression: str) -> str:

@@ -33,66 +33,70 @@ NOW = Section(
     "Now",
     (
         Panel(
-            "Goodput, requests",
-            "Requests a second that met their objectives. It falls with the traffic, too: look at the attainment "
+            title="Goodput, requests",
+            description="Requests a second that met their objectives. It falls with the traffic, too: look at the "
+            "attainment "
             "beside it. If that falls, look at the stage to blame.",
-            "reqps",
-            {"met": f"{MET} or $zero"},
-            Kind.STAT,
+            unit="reqps",
+            queries={"met": f"{MET} or $zero"},
+            kind=Kind.STAT,
             width=4,
             height=4,
         ),
         Panel(
-            "Goodput, tokens",
-            "Tokens a second of requests that met their objectives.",
-            "suffix: tok/s",
-            {"met": f"{TOKENS_MET} or $zero"},
-            Kind.STAT,
+            title="Goodput, tokens",
+            description="Tokens a second of requests that met their objectives.",
+            unit="suffix: tok/s",
+            queries={"met": f"{TOKENS_MET} or $zero"},
+            kind=Kind.STAT,
             width=4,
             height=4,
         ),
         Panel(
-            "SLO attainment",
-            "Share of the requests that met their objectives; those that clients cancelled do not count. Below 99 %: "
+            title="SLO attainment",
+            description="Share of the requests that met their objectives; those that clients cancelled do not "
+            "count. Below 99 %: "
             "look at the outcomes and at the stage to blame.",
-            "percentunit",
-            {"met": f"({MET} or $zero) / ({CANCELLED_APART} > 0)"},
-            Kind.STAT,
+            unit="percentunit",
+            queries={"met": f"({MET} or $zero) / ({CANCELLED_APART} > 0)"},
+            kind=Kind.STAT,
             width=4,
             height=4,
             bad_below=0.99,
         ),
         Panel(
-            "Refused",
-            "Requests a second that were refused at once, because their first token would have come too late. If it "
+            title="Refused",
+            description="Requests a second that were refused at once, because their first token would have come "
+            "too late. If it "
             "lasts, the pools are too small: `baton autoscale --dry-run` tells which one.",
-            "reqps",
-            {"refused": f"{REFUSED} or $zero"},
-            Kind.STAT,
+            unit="reqps",
+            queries={"refused": f"{REFUSED} or $zero"},
+            kind=Kind.STAT,
             width=4,
             height=4,
             bad_above=0.1,
         ),
         Panel(
-            "Ready workers",
-            "Of both pools, of those desired. Fewer than desired for minutes: `baton status`, and the logs of the "
+            title="Ready workers",
+            description="Of both pools, of those desired. Fewer than desired for minutes: `baton status`, and the "
+            "logs of the "
             "head.",
-            "percentunit",
-            {
+            unit="percentunit",
+            queries={
                 "ready": 'sum(max by (pool) (baton_pool_workers{$cluster, state="ready"})) / '
                 'sum(max by (pool) (baton_pool_workers{$cluster, state="desired"}))'
             },
-            Kind.STAT,
+            kind=Kind.STAT,
             width=4,
             height=4,
             bad_below=1,
         ),
         Panel(
-            "Alerts",
-            "Of Baton's that fire now. Each tells in its `runbook` what to do.",
-            "short",
-            {"firing": 'count(ALERTS{$cluster, alertname=~"Baton.*", alertstate="firing"}) or $zero'},
-            Kind.STAT,
+            title="Alerts",
+            description="Of Baton's that fire now. Each tells in its `runbook` what to do.",
+            unit="short",
+            queries={"firing": 'count(ALERTS{$cluster, alertname=~"Baton.*", alertstate="firing"}) or $zero'},
+            kind=Kind.STAT,
             width=4,
             height=4,
             bad_above=1,
@@ -104,35 +108,39 @@ GOODPUT = Section(
     "Goodput",
     (
         Panel(
-            "Requests by outcome",
-            "Every finished request once, held against its SLO class. ttft_missed, itl_missed and e2e_missed were "
+            title="Requests by outcome",
+            description="Every finished request once, held against its SLO class. ttft_missed, itl_missed and "
+            "e2e_missed were "
             "answered too late: see the stage to blame. rejected: too much load, or too few workers.",
-            "reqps",
-            {"{{outcome}}": requests(by="outcome")},
+            unit="reqps",
+            queries={"{{outcome}}": requests(by="outcome")},
             is_stacked=True,
         ),
         Panel(
-            "SLO attainment by class",
-            "Share of a class's requests that met their objectives, without those cancelled. If one class falls alone, "
+            title="SLO attainment by class",
+            description="Share of a class's requests that met their objectives, without those cancelled. If one "
+            "class falls alone, "
             "its objectives may be tighter than the model allows: compare with the latencies below.",
-            "percentunit",
-            {"{{slo_class}}": f"({MET_BY_CLASS} or 0 * {requests(by='slo_class')}) / ({APART_BY_CLASS} > 0)"},
+            unit="percentunit",
+            queries={"{{slo_class}}": f"({MET_BY_CLASS} or 0 * {requests(by='slo_class')}) / ({APART_BY_CLASS} > 0)"},
             bad_below=0.99,
         ),
         Panel(
-            "Tokens",
-            "Tokens a second that were generated, and those of requests that met their objectives. What lies between "
+            title="Tokens",
+            description="Tokens a second that were generated, and those of requests that met their objectives. "
+            "What lies between "
             "them was computed too late.",
-            "suffix: tok/s",
-            {"generated": GENERATED, "in time": f"{TOKENS_MET} or $zero"},
+            unit="suffix: tok/s",
+            queries={"generated": GENERATED, "in time": f"{TOKENS_MET} or $zero"},
         ),
         Panel(
-            "Misses by stage to blame",
-            "Requests a second that were too late, by the stage that took most more than it should. queue, prefill: "
+            title="Misses by stage to blame",
+            description="Requests a second that were too late, by the stage that took most more than it should. "
+            "queue, prefill: "
             "more prefill workers. decode_admission, decode: more decode workers. transfer: see the hand-over's "
             "dashboard. recovery: workers fail; see the pools'.",
-            "reqps",
-            {"{{stage}}, {{outcome}}": f"{MISSES} or $zero"},
+            unit="reqps",
+            queries={"{{stage}}, {{outcome}}": f"{MISSES} or $zero"},
             is_stacked=True,
         ),
     ),
@@ -159,40 +167,43 @@ LATENCY = Section(
     "Latency",
     (
         Panel(
-            "Time to first token",
-            "From a request's arrival to its first token, with the objectives of the classes. Near an objective: more "
+            title="Time to first token",
+            description="From a request's arrival to its first token, with the objectives of the classes. Near an "
+            "objective: more "
             "prefill workers, or a better prefix hit rate.",
-            "s",
-            {**quantiles("gen_ai_server_time_to_first_token_seconds", f", {OF_MODEL}"), **objective("ttft")},
+            unit="s",
+            queries={**quantiles("gen_ai_server_time_to_first_token_seconds", f", {OF_MODEL}"), **objective("ttft")},
             width=8,
             is_logarithmic=True,
             last_bound=TTFT_BOUNDS[-1],
         ),
         Panel(
-            "Time per output token",
-            "A request's mean time between tokens, which its ITL objective is about. Near the objective: more decode "
+            title="Time per output token",
+            description="A request's mean time between tokens, which its ITL objective is about. Near the "
+            "objective: more decode "
             "workers.",
-            "s",
-            {**quantiles("gen_ai_server_time_per_output_token_seconds", f", {OF_MODEL}"), **objective("itl")},
+            unit="s",
+            queries={**quantiles("gen_ai_server_time_per_output_token_seconds", f", {OF_MODEL}"), **objective("itl")},
             width=8,
             is_logarithmic=True,
             last_bound=TOKEN_BOUNDS[-1],
         ),
         Panel(
-            "Gaps between tokens",
-            "Each gap between two tokens. A high p99 with a good mean: streams stall, by preemptions, by prompts "
+            title="Gaps between tokens",
+            description="Each gap between two tokens. A high p99 with a good mean: streams stall, by preemptions, "
+            "by prompts "
             "computed beside, or by workers that leave.",
-            "s",
-            {**quantiles("baton_inter_token_latency_seconds", ""), **objective("itl")},
+            unit="s",
+            queries={**quantiles("baton_inter_token_latency_seconds", ""), **objective("itl")},
             width=8,
             is_logarithmic=True,
             last_bound=TOKEN_BOUNDS[-1],
         ),
         Panel(
-            "Where the time goes",
-            "Mean seconds of a request by stage; together they are its time from end to end.",
-            "s",
-            {
+            title="Where the time goes",
+            description="Mean seconds of a request by stage; together they are its time from end to end.",
+            unit="s",
+            queries={
                 "{{stage}}": "sum by (stage) (rate(baton_stage_duration_seconds_sum{$cluster}[$__rate_interval])) / "
                 "sum by (stage) (rate(baton_stage_duration_seconds_count{$cluster}[$__rate_interval]))"
             },
@@ -200,10 +211,10 @@ LATENCY = Section(
             is_stacked=True,
         ),
         Panel(
-            "Stages, p99",
-            "What one request in a hundred spends longer in a stage than.",
-            "s",
-            {
+            title="Stages, p99",
+            description="What one request in a hundred spends longer in a stage than.",
+            unit="s",
+            queries={
                 "{{stage}}": "histogram_quantile(0.99, sum by (stage, le) "
                 "(rate(baton_stage_duration_seconds_bucket{$cluster}[$__rate_interval])))"
             },
@@ -212,11 +223,12 @@ LATENCY = Section(
             last_bound=STAGE_BOUNDS[-1],
         ),
         Panel(
-            "Request duration",
-            "From a request's arrival to its last token; long answers take long. With objectives where a class has one "
+            title="Request duration",
+            description="From a request's arrival to its last token; long answers take long. With objectives where "
+            "a class has one "
             "for it.",
-            "s",
-            {**quantiles("gen_ai_server_request_duration_seconds", f", {OF_MODEL}"), **objective("e2e")},
+            unit="s",
+            queries={**quantiles("gen_ai_server_request_duration_seconds", f", {OF_MODEL}"), **objective("e2e")},
             width=8,
             is_logarithmic=True,
             last_bound=DURATION_BOUNDS[-1],
@@ -228,47 +240,52 @@ TROUBLE = Section(
     "Refusals and errors",
     (
         Panel(
-            "Refused by class",
-            "Refused at once with the seconds until it would not be (429). More workers, or fewer requests: "
+            title="Refused by class",
+            description="Refused at once with the seconds until it would not be (429). More workers, or fewer "
+            "requests: "
             "`baton autoscale --dry-run` tells what the load needs.",
-            "reqps",
-            {"{{slo_class}}": requests('="rejected"', by="slo_class") + " or $zero"},
+            unit="reqps",
+            queries={"{{slo_class}}": requests('="rejected"', by="slo_class") + " or $zero"},
             width=8,
         ),
         Panel(
-            "Ended by an error",
-            "Requests by the error that ended them; cancelled is a client that left. InvalidRequest is the client's, "
+            title="Ended by an error",
+            description="Requests by the error that ended them; cancelled is a client that left. InvalidRequest is "
+            "the client's, "
             "with a sentence that tells it what to change; WorkerFailed and TransferError are ours: see the pools' and "
             "the hand-over's dashboards.",
-            "reqps",
-            {
+            unit="reqps",
+            queries={
                 "{{error_type}}": "sum by (error_type) (rate(gen_ai_server_request_duration_seconds_count{$cluster, "
                 'error_type!="", gen_ai_request_model=~"$model"}[$__rate_interval])) or $zero'
             },
             width=8,
         ),
         Panel(
-            "Placed again",
-            "Choices that failed on a worker and went on elsewhere, by the kind of failure. Clients do not notice, but "
+            title="Placed again",
+            description="Choices that failed on a worker and went on elsewhere, by the kind of failure. Clients do "
+            "not notice, but "
             "wait. `baton status` shows the workers, `baton status --explain REQUEST` one request.",
-            "reqps",
-            {"{{error}}": "sum by (error) (rate(baton_retries_total{$cluster}[$__rate_interval])) or $zero"},
+            unit="reqps",
+            queries={"{{error}}": "sum by (error) (rate(baton_retries_total{$cluster}[$__rate_interval])) or $zero"},
             width=8,
         ),
         Panel(
-            "Made way",
-            "Requests let in that had to make way for those of tenants with less in the queue. The cluster is over "
+            title="Made way",
+            description="Requests let in that had to make way for those of tenants with less in the queue. The "
+            "cluster is over "
             "full.",
-            "reqps",
-            {"shed": "sum(rate(baton_admission_shed_total{$cluster}[$__rate_interval])) or $zero"},
+            unit="reqps",
+            queries={"shed": "sum(rate(baton_admission_shed_total{$cluster}[$__rate_interval])) or $zero"},
             width=8,
         ),
         Panel(
-            "Error of predictions, p90",
-            "|predicted - measured| / measured, of the time to the first token and of computing the prompt. Placement "
+            title="Error of predictions, p90",
+            description="|predicted - measured| / measured, of the time to the first token and of computing the "
+            "prompt. Placement "
             "and refusals rest on them: above 1 they are guesses, as after a change of model until costs are learned.",
-            "percentunit",
-            {
+            unit="percentunit",
+            queries={
                 "{{of}}": "histogram_quantile(0.9, sum by (of, le) "
                 "(rate(baton_placement_prediction_error_bucket{$cluster}[$__rate_interval])))"
             },
@@ -276,10 +293,10 @@ TROUBLE = Section(
             last_bound=ERROR_BOUNDS[-1],
         ),
         Panel(
-            "All requests by outcome",
-            "With those refused as invalid, which have no SLO.",
-            "reqps",
-            {
+            title="All requests by outcome",
+            description="With those refused as invalid, which have no SLO.",
+            unit="reqps",
+            queries={
                 "{{outcome}}": 'sum by (outcome) (rate(baton_requests_total{$cluster, model=~"$model"}'
                 "[$__rate_interval]))"
             },
@@ -293,29 +310,31 @@ ANSWERS = Section(
     "Answers",
     (
         Panel(
-            "Ends of answers",
-            "Answers a second by how they ended: stop is by themselves or a stop string, length by their limit. Mostly "
+            title="Ends of answers",
+            description="Answers a second by how they ended: stop is by themselves or a stop string, length by "
+            "their limit. Mostly "
             "length: clients ask for less than there would be, or a model does not find its end.",
-            "ops",
-            {
+            unit="ops",
+            queries={
                 "{{reason}}": 'sum by (reason) (rate(baton_finished_choices_total{$cluster, model=~"$model"}'
                 "[$__rate_interval]))"
             },
             is_stacked=True,
         ),
         Panel(
-            "Mean length",
-            "Tokens of a prompt and of an answer. Longer ones are more work for prefill and decode workers.",
-            "short",
-            {"prompt": f"{PROMPTS} / ({BEGUN} > 0)", "answer": f"{GENERATED} / ({ENDS} > 0)"},
+            title="Mean length",
+            description="Tokens of a prompt and of an answer. Longer ones are more work for prefill and decode "
+            "workers.",
+            unit="short",
+            queries={"prompt": f"{PROMPTS} / ({BEGUN} > 0)", "answer": f"{GENERATED} / ({ENDS} > 0)"},
         ),
     ),
 )
 
 DASHBOARD = Dashboard(
-    "overview",
-    "Baton / Overview",
-    "Goodput, SLO attainment, latency and the stage to blame.",
-    (MODEL, SLO_CLASS),
-    (NOW, GOODPUT, LATENCY, TROUBLE, ANSWERS),
+    name="overview",
+    title="Baton / Overview",
+    description="Goodput, SLO attainment, latency and the stage to blame.",
+    variables=(MODEL, SLO_CLASS),
+    sections=(NOW, GOODPUT, LATENCY, TROUBLE, ANSWERS),
 )

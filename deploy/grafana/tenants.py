@@ -25,33 +25,36 @@ REQUESTS = Section(
     "Requests",
     (
         Panel(
-            "Requests by tenant",
-            "Finished requests a second. A tenant that floods the cluster hurts itself first: refusals go by weight.",
-            "reqps",
-            {"{{tenant}}": requests()},
+            title="Requests by tenant",
+            description="Finished requests a second. A tenant that floods the cluster hurts itself first: refusals "
+            "go by weight.",
+            unit="reqps",
+            queries={"{{tenant}}": requests()},
             is_stacked=True,
         ),
         Panel(
-            "Requests by outcome",
-            "Of the chosen tenants. rejected: over their share while the cluster is full.",
-            "reqps",
-            {"{{outcome}}": requests(by="outcome")},
+            title="Requests by outcome",
+            description="Of the chosen tenants. rejected: over their share while the cluster is full.",
+            unit="reqps",
+            queries={"{{outcome}}": requests(by="outcome")},
             is_stacked=True,
         ),
         Panel(
-            "In time",
-            "Share of a tenant's requests that met their objectives, without those cancelled and the invalid. One "
+            title="In time",
+            description="Share of a tenant's requests that met their objectives, without those cancelled and the "
+            "invalid. One "
             "tenant alone: its class may be too tight for its prompts, or its weight too small for what it asks.",
-            "percentunit",
-            {"{{tenant}}": f"({MET} or 0 * {requests()}) / ({COUNTED} > 0)"},
+            unit="percentunit",
+            queries={"{{tenant}}": f"({MET} or 0 * {requests()}) / ({COUNTED} > 0)"},
             bad_below=0.99,
         ),
         Panel(
-            "Refused or made way",
-            "Requests a second that a tenant was refused, and those let in that had to make way for other tenants'. "
+            title="Refused or made way",
+            description="Requests a second that a tenant was refused, and those let in that had to make way for "
+            "other tenants'. "
             "Raise its `weight` in the tenants' file, or the pools.",
-            "reqps",
-            {"refused {{tenant}}": f"{REFUSED} or $zero", "made way {{tenant}}": f"{SHED} or $zero"},
+            unit="reqps",
+            queries={"refused {{tenant}}": f"{REFUSED} or $zero", "made way {{tenant}}": f"{SHED} or $zero"},
         ),
     ),
 )
@@ -60,46 +63,47 @@ TOKENS = Section(
     "Tokens",
     (
         Panel(
-            "Generated",
-            "Tokens a second by tenant.",
-            "suffix: tok/s",
-            {"{{tenant}}": tokens("generated")},
+            title="Generated",
+            description="Tokens a second by tenant.",
+            unit="suffix: tok/s",
+            queries={"{{tenant}}": tokens("generated")},
             width=8,
             is_stacked=True,
         ),
         Panel(
-            "Prompts",
-            "Prompt tokens a second by tenant, cached ones included.",
-            "suffix: tok/s",
-            {"{{tenant}}": tokens("prompt")},
+            title="Prompts",
+            description="Prompt tokens a second by tenant, cached ones included.",
+            unit="suffix: tok/s",
+            queries={"{{tenant}}": tokens("prompt")},
             width=8,
             is_stacked=True,
         ),
         Panel(
-            "Found in a cache",
-            "Share of a tenant's prompt tokens that were cached. Tenants with one `cache_scope` share their prefixes.",
-            "percentunit",
-            {"{{tenant}}": f"({tokens('cached')} or 0 * {tokens('prompt')}) / ({tokens('prompt')} > 0)"},
+            title="Found in a cache",
+            description="Share of a tenant's prompt tokens that were cached. Tenants with one `cache_scope` share "
+            "their prefixes.",
+            unit="percentunit",
+            queries={"{{tenant}}": f"({tokens('cached')} or 0 * {tokens('prompt')}) / ({tokens('prompt')} > 0)"},
             width=8,
         ),
         Panel(
-            "Most tokens",
-            "The tenants with most tokens, prompts and answers, within the chosen time.",
-            "short",
-            {
+            title="Most tokens",
+            description="The tenants with most tokens, prompts and answers, within the chosen time.",
+            unit="short",
+            queries={
                 "{{tenant}}": "topk(20, sum by (tenant) (increase(baton_tenant_tokens_total{$cluster, "
                 'tenant=~"$tenant", kind=~"prompt|generated"}[$__range])))'
             },
-            Kind.BARS,
+            kind=Kind.BARS,
             width=24,
         ),
     ),
 )
 
 DASHBOARD = Dashboard(
-    "tenants",
-    "Baton / Tenants",
-    "Who asks how much, and who is served how well.",
-    (TENANT,),
-    (REQUESTS, TOKENS),
+    name="tenants",
+    title="Baton / Tenants",
+    description="Who asks how much, and who is served how well.",
+    variables=(TENANT,),
+    sections=(REQUESTS, TOKENS),
 )

@@ -11,7 +11,7 @@ from baton.cluster import Role
 from baton.config import MAX_TIMEOUT_S
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
     """What a ServingPool asks for."""
 
@@ -38,7 +38,7 @@ class PoolSpec:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolReport:
     """What becomes of it: the status."""
 

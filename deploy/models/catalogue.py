@@ -9,7 +9,7 @@ RECIPE_VERSION = 1
 """Raise it when the conversion writes anything different: older folders are then left alone and not used."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueModel:
     """A GGUF file inside a PyPI wheel, and what the model's authors recommend."""
 

@@ -93,10 +93,10 @@ def write_folder(gguf_file: Path, folder: Path, sampling: dict[str, float], prog
     write_json(folder / "generation_config.json", special_ids | sampling)
     write_tokenizer(metadata, folder)
     num_bytes = sum(array.nbytes for array in weights.values())
-    progress(Progress("write", 0, num_bytes, detail="model.safetensors"))
+    progress(Progress(stage="write", done=0, total=num_bytes, detail="model.safetensors"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it 0600; a cache may be shared
-    progress(Progress("write", num_bytes, num_bytes, detail="model.safetensors"))
+    progress(Progress(stage="write", done=num_bytes, total=num_bytes, detail="model.safetensors"))
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def _weights(tensors: list[Any], metadata: Metadata, progress: OnProgress) -> di
             raise ModelLoadError(
                 "The GGUF file scales its rotary frequencies (rope_freqs); only plain RoPE is converted."
             )
-        progress(Progress("dequantise", done, len(tensors), unit="tensors", detail=tensor.name))
+        progress(Progress(stage="dequantise", done=done, total=len(tensors), unit="tensors", detail=tensor.name))
     return weights
 
 

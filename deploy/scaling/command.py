@@ -116,7 +116,16 @@ def status_of(report: dict[str, Any]) -> ClusterStatus:
         pools={name: PoolStatus(pool["desired"], pool["ready"]) for name, pool in report["pools"].items()},
         workers=tuple(_worker(worker) for worker in report["workers"]),
         routers=tuple(
-            RouterInfo(r["id"], r["pid"], r["grpc"], r["http"], r["mirror_lag_s"], r["met"], r["missed"], r["rejected"])
+            RouterInfo(
+                id=r["id"],
+                pid=r["pid"],
+                grpc=r["grpc"],
+                http=r["http"],
+                mirror_lag_s=r["mirror_lag_s"],
+                met=r["met"],
+                missed=r["missed"],
+                rejected=r["rejected"],
+            )
             for r in report["routers"]
         ),
         redis_address=report["redis"]["address"],
@@ -127,15 +136,24 @@ def status_of(report: dict[str, Any]) -> ClusterStatus:
 
 def _worker(report: dict[str, Any]) -> Worker:
     info = WorkerInfo(
-        report["id"], Role(report["role"]), report["address"], report["pid"], report["node"], report["epoch"], "", "",
-        report["block_size"], 0, report["chunk_tokens"],
-    )  # fmt: skip
+        id=report["id"],
+        role=Role(report["role"]),
+        address=report["address"],
+        pid=report["pid"],
+        node=report["node"],
+        epoch=report["epoch"],
+        content_id="",
+        wire_compat="",
+        block_size=report["block_size"],
+        max_model_len=0,
+        chunk_tokens=report["chunk_tokens"],
+    )
     load = WorkerLoad(
-        WorkerState(report["state"]),
-        report["running"],
-        report["waiting"],
-        report["queued_tokens"],
-        BlockCounts(**report["blocks"]),
+        state=WorkerState(report["state"]),
+        running=report["running"],
+        waiting=report["waiting"],
+        queued_tokens=report["queued_tokens"],
+        blocks=BlockCounts(**report["blocks"]),
         costs=StepCosts(**report["costs"]) if report.get("costs") else WorkerLoad().costs,
         busy_s=report["busy_s"],
         computed_tokens=report["computed_tokens"],

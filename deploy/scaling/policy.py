@@ -72,7 +72,7 @@ class Sizes:
         return f"{self.prefill}:{self.decode}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolMeasured:
     """One pool in a window; what is measured is so of its ready workers."""
 
@@ -96,7 +96,7 @@ class PoolMeasured:
     """Of one worker."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """A window."""
 
@@ -144,7 +144,7 @@ class Needs:
         return replace(self, prefill=self.prefill + self.backlog, backlog=0.0).utilisation(sizes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """What the next decision has to know of those before it."""
 
@@ -174,7 +174,7 @@ class Flips:
     """The new one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """Orders, in this order: `flips`, then the pools to `sizes`."""
 
@@ -266,7 +266,7 @@ def decide(
 
     def order(sizes: Sizes, why: str) -> Decision:
         acted = replace(state, acted_s=now_s) if sizes != before else state
-        return Decision(before, sizes, (*reasons, why), needs, acted)
+        return Decision(before=before, sizes=sizes, reasons=(*reasons, why), needs=needs, state=acted)
 
     if why := _why_wait(measured, state, config, now_s):
         return order(before, why)

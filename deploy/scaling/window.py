@@ -33,7 +33,11 @@ def measure(before: ClusterStatus, after: ClusterStatus, window_s: float) -> Mea
         missed += router.missed - past[1]
         rejected += router.rejected - past[2]
     return Measured(
-        _pool(Role.PREFILL, after, spent, window_s), _pool(Role.DECODE, after, spent, window_s), met, missed, rejected
+        prefill=_pool(Role.PREFILL, after, spent, window_s),
+        decode=_pool(Role.DECODE, after, spent, window_s),
+        met=met,
+        missed=missed,
+        rejected=rejected,
     )
 
 

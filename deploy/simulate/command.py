@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DEFAULT_BLOCKS = 5000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """As `baton simulate --help` tells them."""
 
@@ -73,7 +73,7 @@ class Options:
             raise ConfigError(f"--start-s must be at least 0, got {self.start_s}")
         if self.max_workers is not None:
             config = replace(config, max_workers=self.max_workers)
-        return Scaling(config, objective, mode, self.start_s)
+        return Scaling(config=config, objective=objective, mode=mode, start_s=self.start_s)
 
     def settings(self) -> list[Setting]:
         """Every load on all pools. Raises ConfigError."""
@@ -152,13 +152,13 @@ def scenario_of(options: Options) -> Scenario:
     num_blocks = options.blocks or DEFAULT_BLOCKS
     trace = plan_for(trace, num_blocks * trace.block_tokens, options.max_output).trace if options.max_output else trace
     return Scenario(
-        trace,
-        WorkerShape(num_blocks, trace.block_tokens),
-        PROFILES[options.profile],
-        options.prefill,
-        options.decode,
-        objective,
-        options.trace.seed,
+        trace=trace,
+        shape=WorkerShape(num_blocks=num_blocks, block_tokens=trace.block_tokens),
+        costs=PROFILES[options.profile],
+        prefill=options.prefill,
+        decode=options.decode,
+        objective=objective,
+        seed=options.trace.seed,
     )
 
 
@@ -182,13 +182,22 @@ def measured_scenario(
     plan = plan_for(trace, bench.max_model_len, max_output)
     engine = EngineConfig()
     shape = WorkerShape(
-        num_blocks or bench.num_blocks,
-        bench.block_tokens,
-        engine.max_num_seqs,
-        bench.chunk_tokens,
-        engine.output_reservation,
+        num_blocks=num_blocks or bench.num_blocks,
+        block_tokens=bench.block_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=bench.chunk_tokens,
+        output_reservation=engine.output_reservation,
     )
-    return Scenario(plan.trace, shape, bench.costs, prefill, decode, objective, seed, knows_lengths=True)
+    return Scenario(
+        trace=plan.trace,
+        shape=shape,
+        costs=bench.costs,
+        prefill=prefill,
+        decode=decode,
+        objective=objective,
+        seed=seed,
+        knows_lengths=True,
+    )
 
 
 def _document(options: Options, scenario: Scenario, ceiling: float, cells: list[Cell]) -> dict[str, object]:

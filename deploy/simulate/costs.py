@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from baton.engine.step_fit import StepSize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
     """One worker's."""
 
@@ -75,7 +75,7 @@ def interpolated(points: Sequence[tuple[int, float]], x: int) -> float:
     return low + (high - low) * (x - left) / (right - left)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One accelerator, dense figures of its data sheet, and the share of them that serving engines reach."""
 
@@ -86,7 +86,7 @@ class Gpu:
     memory_share: float = 0.7
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A dense decoder with grouped queries."""
 
@@ -110,8 +110,8 @@ GPUS = {
 }
 """bfloat16 without sparsity; SXM boards; one 400 (200) Gbit/s network card a GPU."""
 MODELS = {
-    "llama-3-8b": Model(8.03e9, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128),
-    "llama-3-70b": Model(70.6e9, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128),
+    "llama-3-8b": Model(num_params=8.03e9, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128),
+    "llama-3-70b": Model(num_params=70.6e9, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128),
 }
 
 
@@ -133,7 +133,7 @@ def roofline(model: Model, gpu: Gpu, num_gpus: int = 1) -> CostModel:
         s_per_kv_token=model.kv_bytes_per_token / bytes_per_s,
     )
     return CostModel(
-        steps,
+        steps=steps,
         transfer_latency_s=2e-3,
         transfer_s_per_token=model.kv_bytes_per_token / (gpu.network_bytes_per_s * num_gpus),
     )
@@ -147,7 +147,7 @@ PROFILES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """What `baton bench --json` tells of a cluster's workers."""
 
@@ -174,12 +174,12 @@ def read_bench(path: Path) -> Bench:
         steps = _steps(costs.pop("steps"))
         prefill_steps = costs.pop("prefill_steps")
         model = CostModel(
-            steps,
+            steps=steps,
             decoding_s=_points(costs.pop("decoding_s", [])),
             prefill_steps=_steps(prefill_steps) if prefill_steps else None,
             **_numbers(costs, CostModel),
         )
-        return Bench(model, **{name: int(worker[name]) for name in WORKER_FIELDS})
+        return Bench(costs=model, **{name: int(worker[name]) for name in WORKER_FIELDS})
     except OSError as error:
         raise ConfigError(f"cannot read the costs {path}: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:

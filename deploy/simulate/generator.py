@@ -35,7 +35,7 @@ class LogNormal:
         return max(round(self.sample(rng)), 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
     """ConfigError where a value makes no sense."""
 

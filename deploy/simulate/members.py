@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from deploy.simulate.worker import WorkerShape
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Member:
     worker: SimulatedWorker
     role: Role
@@ -48,7 +48,7 @@ class Members:
     def start(self, role: Role, now: float) -> Member:
         """A worker that is going to be ready; see `is_up`."""
         worker = SimulatedWorker(len(self.all), self._shape, self._costs_of(role))
-        self.all.append(Member(worker, role, WorkerState.STARTING, started_s=now))
+        self.all.append(Member(worker=worker, role=role, state=WorkerState.STARTING, started_s=now))
         return self.all[-1]
 
     def is_up(self, member: Member) -> None:
@@ -100,14 +100,25 @@ class Members:
         workers = tuple(
             Worker(
                 WorkerInfo(
-                    str(m.worker.index), m.role, "", 0, "", 0, "", "", self._shape.block_tokens,
-                    self._shape.num_blocks * self._shape.block_tokens, self._shape.max_num_batched_tokens,
+                    id=str(m.worker.index),
+                    role=m.role,
+                    address="",
+                    pid=0,
+                    node="",
+                    epoch=0,
+                    content_id="",
+                    wire_compat="",
+                    block_size=self._shape.block_tokens,
+                    max_model_len=self._shape.num_blocks * self._shape.block_tokens,
+                    chunk_tokens=self._shape.max_num_batched_tokens,
                 ),
                 m.worker.load(now, m.state),
             )
             for m in living
-        )  # fmt: skip
-        return ClusterStatus(pools, workers, (router,), "", True, ())
+        )
+        return ClusterStatus(
+            pools=pools, workers=workers, routers=(router,), redis_address="", redis_ok=True, models=()
+        )
 
     def _costs_of(self, role: Role) -> CostModel:
         return self._costs.of_prefill() if role is Role.PREFILL else self._costs

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from deploy.simulate.trace import TraceRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
     """A worker at the moment of a decision, as a router knows it that is told of everything at once."""
 
@@ -58,7 +58,7 @@ class Policy(Protocol):
         """The index of the worker that decodes, where the pools are split."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """Indices of workers."""
 
@@ -122,7 +122,7 @@ class TwoLegs:
         return self._decision(self._policy.choose(request, prefill), decodes)
 
     def _decision(self, computes: int, decodes: int) -> Decision:
-        return Decision(computes, decodes, ttft_s=self._told.ttft_s, itl_s=self._told.itl_s)
+        return Decision(computes=computes, decodes=decodes, ttft_s=self._told.ttft_s, itl_s=self._told.itl_s)
 
     def computed(self, request: TraceRequest, now_s: float) -> None:
         pass

@@ -95,7 +95,7 @@ class Production:
             pull_above_tokens=config.pull_above_tokens,
         )
         assert placement is not None, "every pool has a worker"
-        entry = Entry(DEFAULT_TENANT, 0, self._objective.ttft_s)
+        entry = Entry(tenant=DEFAULT_TENANT, priority=0, ttft_s=self._objective.ttft_s)
         prediction = placement.prediction
         computes, decodes = int(placement.computes), int(placement.decode_worker)
         entry.is_placed(placement)
@@ -110,19 +110,24 @@ class Production:
             victims = []
         self._let_in.discard(id(request))
         assert not victims, "a trace has one tenant and one priority"
-        job = Job(entry.turn, entry.compute_s, request.num_prompt_tokens, expected)
+        job = Job(
+            turn=entry.turn,
+            compute_s=entry.compute_s,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_expected_tokens=expected,
+        )
         self._books[computes].queue(job, now_s)
         self._books[decodes].decode(job, now_s)
         self._placed[id(request)] = _Placed(entry, job)
         source = int(placement.source) if placement.source else None
         return Decision(
-            computes,
-            decodes,
-            source,
-            placement.source_tokens,
-            self._objective.ttft_s,
-            self._objective.itl_s,
-            expected,
+            computes=computes,
+            decodes=decodes,
+            source=source,
+            source_tokens=placement.source_tokens,
+            ttft_s=self._objective.ttft_s,
+            itl_s=self._objective.itl_s,
+            num_expected_tokens=expected,
         )
 
     def computed(self, request: TraceRequest, now_s: float) -> None:
@@ -163,10 +168,20 @@ class Production:
         book = self._books.get(view.index)
         if book is None or book.candidate.role is not role:
             info = WorkerInfo(
-                str(view.index), role, "", 0, "", 0, "", "", view.block_tokens, UNLIMITED_TOKENS, view.chunk_tokens
+                id=str(view.index),
+                role=role,
+                address="",
+                pid=0,
+                node="",
+                epoch=0,
+                content_id="",
+                wire_compat="",
+                block_size=view.block_tokens,
+                max_model_len=UNLIMITED_TOKENS,
+                chunk_tokens=view.chunk_tokens,
             )
             blocks = BlockCounts(total=view.num_blocks)
-            worker = Worker(info, WorkerLoad(WorkerState.READY, blocks=blocks))
+            worker = Worker(info, WorkerLoad(state=WorkerState.READY, blocks=blocks))
             if book is None:
                 book = self._books[view.index] = LoadBook.of(worker, self._residence)
             else:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 QUANTILES = (0.5, 0.9, 0.99)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """What is told of a run, simulated or real. Quantiles are those of QUANTILES."""
 
@@ -47,7 +47,7 @@ class Figures:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """Of the pools, "PREFILL:DECODE"."""
 
@@ -59,7 +59,7 @@ class Change:
     reasons: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Result(Figures):
     """One policy on one trace."""
 
@@ -107,7 +107,13 @@ def result_of(policy: str, world: World, served: Sequence[Served], objective: Ob
         mean_workers=worker_s / lasted_s,
         num_moved=world.num_moved,
         changes=tuple(
-            Change(at_s, str(done.before), str(done.sizes), done.num_actions, done.reasons)
+            Change(
+                at_s=at_s,
+                before=str(done.before),
+                sizes=str(done.sizes),
+                num_actions=done.num_actions,
+                reasons=done.reasons,
+            )
             for at_s, done in world.decisions
         ),
     )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 POLICIES = (Production.name, *BASELINES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """Everything but the policy."""
 

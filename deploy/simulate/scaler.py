@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from router.placement import Objective
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
     """How pools change in a run."""
 
@@ -82,7 +82,16 @@ class Scaler:
             self._restarts_s.popleft()
             self._state, self._before = State.fresh(now), None
             self._orders.clear()
-        router = RouterInfo("router", 0, "", "", 0.0, self._met, self._missed, self._rejected)
+        router = RouterInfo(
+            id="router",
+            pid=0,
+            grpc="",
+            http="",
+            mirror_lag_s=0.0,
+            met=self._met,
+            missed=self._missed,
+            rejected=self._rejected,
+        )
         status = self._members.status(now, router)
         if self._before is not None:
             began_s, before = self._before

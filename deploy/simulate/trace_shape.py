@@ -14,7 +14,7 @@ from deploy.simulate.trace_files import read_trace
 DEFAULT_BLOCK = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
     """Which part of which trace, made how small and how fast: the same for a replay and for a simulation of it."""
 

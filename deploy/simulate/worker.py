@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 KEY_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerShape:
     """The same for all workers of a run."""
 
@@ -45,7 +45,7 @@ class CostlyRunner:
     """A model without tensors: the answer is the sequence's own next number."""
 
     def __init__(self, shape: WorkerShape) -> None:
-        group = LayerGroup("none", (0,), 1, 1, 0, torch.uint8)
+        group = LayerGroup(name="none", layers=(0,), num_kv_heads=1, k_dim=1, v_dim=0, dtype=torch.uint8)
         self.cache = KVCache(KVSpec(shape.block_tokens, (group,)), 1, 1)
         self.cache.num_blocks = shape.num_blocks
         self.caches = (self.cache,)
@@ -98,7 +98,11 @@ class SimulatedWorker:
         self.shape = shape
         self.costs = costs
         limits = SchedulerLimits(
-            shape.block_tokens, shape.max_num_seqs, shape.max_num_batched_tokens, shape.output_reservation, 0
+            block_size=shape.block_tokens,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            output_reservation=shape.output_reservation,
+            num_state_slots=0,
         )
         self.engine = Engine(CostlyRunner(shape), limits)
         self.num_requests = 0
@@ -168,11 +172,11 @@ class SimulatedWorker:
             busy_s += min(now, step.ends_s) - step.began_s
             num_tokens += step.num_tokens * int((now - step.began_s) / step.step_s)
         return WorkerLoad(
-            state,
-            load.running,
-            load.waiting,
-            load.queued_tokens,
-            load.blocks,
+            state=state,
+            running=load.running,
+            waiting=load.waiting,
+            queued_tokens=load.queued_tokens,
+            blocks=load.blocks,
             preemptions=load.preemptions,
             costs=load.costs,
             busy_s=busy_s,

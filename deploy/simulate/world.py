@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from deploy.simulate.worker import SimulatedWorker, WorkerShape
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Served:
     """What became of a request. Seconds since the trace's start; infinite where it never happened."""
 
@@ -68,7 +68,7 @@ class Served:
         return (self.finished_s - self.first_token_s) / num_intervals if num_intervals else 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Flight:
     """A request on its way through the workers."""
 
@@ -172,7 +172,7 @@ class World:
 
     def _arrive(self, request: TraceRequest, later: Iterator[TraceRequest]) -> None:
         self._expect(next(later, None), later)
-        served = Served(request)
+        served = Served(request=request)
         self.served.append(served)
         self._place(served)
 
@@ -190,7 +190,14 @@ class World:
         cached = max(computes.num_cached_tokens(keys, request.num_prompt_tokens), decision.source_tokens)
         served.worker = computes.index
         uncached = request.num_prompt_tokens - cached
-        flight = _Flight(served, self._spec(request, decision), keys, uncached, computes, decodes)
+        flight = _Flight(
+            served=served,
+            spec=self._spec(request, decision),
+            keys=keys,
+            uncached=uncached,
+            computes=computes,
+            decodes=decodes,
+        )
         computes.queued_tokens += uncached
         self._book(flight, 1)
         if decision.source is None:
@@ -261,10 +268,23 @@ class World:
         waited_s = round(self.now - request.arrival_s - self._costs.request_overhead_s, 6)  # by who is placed again
         first = number % 2**14 << 18  # no two requests' last blocks and answers are equal; a token has 32 bits
         return SequenceSpec(
-            str(number), 0, tuple(range(first, first + request.num_prompt_tokens)), request.num_prompt_tokens,
-            request.num_output_tokens, 0.0, 0, 1.0, 0.0, 0, (), True, number.to_bytes(8, "little"),
-            ttft_s=decision.ttft_s - waited_s, itl_s=decision.itl_s, num_expected_tokens=decision.num_expected_tokens,
-        )  # fmt: skip
+            request_id=str(number),
+            choice_index=0,
+            token_ids=tuple(range(first, first + request.num_prompt_tokens)),
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=request.num_output_tokens,
+            temperature=0.0,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            seed=0,
+            stop_token_ids=(),
+            ignore_eos=True,
+            cache_seed=number.to_bytes(8, "little"),
+            ttft_s=decision.ttft_s - waited_s,
+            itl_s=decision.itl_s,
+            num_expected_tokens=decision.num_expected_tokens,
+        )
 
     # -- workers -----------------------------------------------------------------------------------------------------
 

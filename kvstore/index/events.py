@@ -35,7 +35,7 @@ class Tier(StrEnum):
     DISK = "s"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEvent:
     """One change of one worker's cache. (worker_id, epoch, seq) names it; seq counts from 1 without gaps.
 

@@ -32,7 +32,7 @@ class Applied(Enum):
     """Something before it was missed; nothing changed. Only `replace` gets this worker going again."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Owner:
     worker_id: str
     epoch: int
@@ -217,7 +217,7 @@ class Mirror:
 
     def _adopt(self, worker_id: str, epoch: int) -> _Owner:
         self.forget(worker_id)
-        owner = _Owner(worker_id, epoch, bit=0)
+        owner = _Owner(worker_id=worker_id, epoch=epoch, bit=0)
         owner.bit = self._new_bit(owner)
         self._worker_of[owner.bit] = worker_id
         self._owners[worker_id] = owner

@@ -162,7 +162,9 @@ class IndexPublisher:
 
     async def _apply(self, op: Op, keys: tuple[bytes, ...] = (), num_keys: int = 0) -> bool:
         self._seq += 1
-        answer = await self._index.apply(BlockEvent(self._worker_id, self._epoch, self._seq, op, keys, num_keys))
+        answer = await self._index.apply(
+            BlockEvent(worker_id=self._worker_id, epoch=self._epoch, seq=self._seq, op=op, keys=keys, num_keys=num_keys)
+        )
         self._seq = max(self._seq, answer.seq)
         return answer.outcome is Outcome.APPLIED
 

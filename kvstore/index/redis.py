@@ -166,11 +166,11 @@ def _event(fields: dict[bytes, bytes]) -> BlockEvent:
         if rest or not _is_entry(packed[:entry_bytes]):
             raise ValueError(f"{len(packed)} bytes are not {num_keys} entries")
     return BlockEvent(
-        text(fields[b"w"]),
-        natural(fields[b"e"], MAX_EPOCH),
-        natural(fields[b"q"], MAX_SEQ),
-        Op(text(fields[b"o"])),
-        tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), entry_bytes)),
-        num_keys,
-        Tier(packed[KEY_BYTES:entry_bytes].decode()),
+        worker_id=text(fields[b"w"]),
+        epoch=natural(fields[b"e"], MAX_EPOCH),
+        seq=natural(fields[b"q"], MAX_SEQ),
+        op=Op(text(fields[b"o"])),
+        keys=tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), entry_bytes)),
+        num_keys=num_keys,
+        tier=Tier(packed[KEY_BYTES:entry_bytes].decode()),
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvstore.transfer.plan import Chunk
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
     """Each: every Nth chunk of a pair; 0 is never. Those of the link also take a probability, between 0 and 1."""
 

@@ -43,7 +43,9 @@ def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) 
         spec.block_size,
         tp_size,
         tuple(
-            GroupLayout(g.name, g.layers, total, g.k_dim, g.v_dim, _name(g.dtype))
+            GroupLayout(
+                name=g.name, layers=g.layers, num_kv_heads=total, k_dim=g.k_dim, v_dim=g.v_dim, dtype=_name(g.dtype)
+            )
             for g, total in zip(spec.groups, totals, strict=True)
         ),
         tuple(StateLayout(s.name, s.shape, _name(s.dtype)) for s in spec.states),
@@ -56,12 +58,12 @@ def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
         layout.block_size,
         tuple(
             LayerGroup(
-                g.name,
-                g.layers,
-                len(heads_of(g.num_kv_heads, layout.tp_size, rank)),
-                g.k_dim,
-                g.v_dim,
-                torch_dtype(g.dtype),
+                name=g.name,
+                layers=g.layers,
+                num_kv_heads=len(heads_of(g.num_kv_heads, layout.tp_size, rank)),
+                k_dim=g.k_dim,
+                v_dim=g.v_dim,
+                dtype=torch_dtype(g.dtype),
             )
             for g in layout.groups
         ),

@@ -96,7 +96,7 @@ class Source:
     """The chunk that is being written into the blocks right now."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Reservation:
     transfer_id: str
     generation: int
@@ -140,7 +140,9 @@ class Ledger:
         """The new reservation's generation, unique in this ledger's life. The ledger now holds `block_ids`."""
         self._last_generation += 1
         generation = self._last_generation
-        self._by_generation[generation] = Reservation(transfer_id, generation, block_ids, expires_at)
+        self._by_generation[generation] = Reservation(
+            transfer_id=transfer_id, generation=generation, block_ids=block_ids, expires_at=expires_at
+        )
         return generation
 
     def state(self, generation: int) -> State | None:

@@ -83,7 +83,7 @@ class Unpin:
 Instruction = Tell | Granted | Committed | Failed | Unpin
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Transfer:
     offer: Offer
     state: State
@@ -137,7 +137,7 @@ class Offers:
 
     def offer(self, offer: Offer, now: float) -> list[Instruction]:
         assert offer.generation not in self._by_generation, "a ticket is used once"
-        self._by_generation[offer.generation] = Transfer(offer, State.OFFERED, now, now)
+        self._by_generation[offer.generation] = Transfer(offer=offer, state=State.OFFERED, told_at=now, asked_at=now)
         return [Tell(offer)]
 
     def finish(self, generation: int, first_token: int | None, now: float) -> list[Instruction]:

@@ -209,13 +209,13 @@ class Pair:
         digest = plan.digest(self._config.checksum)
         dtype = plan.options.wire_dtype
         offer = Offer(
-            ticket.transfer_id,
-            ticket.generation,
-            digest,
-            len(plan.chunks),
-            dtype,
-            plan.num_tokens,
-            plan.options.chunk_bytes,
+            transfer_id=ticket.transfer_id,
+            generation=ticket.generation,
+            plan_digest=digest,
+            num_chunks=len(plan.chunks),
+            wire_dtype=dtype,
+            num_tokens=plan.num_tokens,
+            chunk_bytes=plan.options.chunk_bytes,
         )
         if ticket.generation in self._transfers:
             raise TransferError(f"the ticket of transfer {ticket.transfer_id} is in use already")

@@ -56,7 +56,7 @@ class WireOptions:
     """One of `layout.WIRE_DTYPES`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """One message of a transfer. Layers count within the part; units are wire units, or bytes of a state."""
 
@@ -80,7 +80,7 @@ class WireGroup:
     """Of one layer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One transfer between two ranks."""
 
@@ -164,9 +164,21 @@ def plan(
     if src_rank == dst_rank:
         for part, state in enumerate(src.states, start=len(groups)):
             total = math.prod(state.shape) * torch_dtype(state.dtype).itemsize
-            chunks += (Chunk(part, 0, 1, lo, hi, hi - lo) for lo, hi in _cut(0, total, options.chunk_bytes))
+            chunks += (
+                Chunk(part=part, layer_lo=0, layer_hi=1, unit_lo=lo, unit_hi=hi, num_bytes=hi - lo)
+                for lo, hi in _cut(0, total, options.chunk_bytes)
+            )
     return Plan(
-        src, src_rank, dst, dst_rank, num_tokens, skip_tokens, options, unit_tokens, tuple(groups), tuple(chunks)
+        src=src,
+        src_rank=src_rank,
+        dst=dst,
+        dst_rank=dst_rank,
+        num_tokens=num_tokens,
+        skip_tokens=skip_tokens,
+        options=options,
+        unit_tokens=unit_tokens,
+        groups=tuple(groups),
+        chunks=tuple(chunks),
     )
 
 
@@ -224,7 +236,14 @@ def _span_chunks(
     while lo < num_layers:
         hi = lo + min(layers_a_chunk, -(-(num_layers - lo) // 2))
         for first, last in _cut(unit_lo, unit_hi, units_a_chunk):
-            yield Chunk(part, lo, hi, first, last, (hi - lo) * (last - first) * unit_bytes)
+            yield Chunk(
+                part=part,
+                layer_lo=lo,
+                layer_hi=hi,
+                unit_lo=first,
+                unit_hi=last,
+                num_bytes=(hi - lo) * (last - first) * unit_bytes,
+            )
         lo = hi
 
 

@@ -61,7 +61,7 @@ class Arrival:
     first_token: int | None
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Reserved:
     """What the event loop knows of one reservation."""
 
@@ -184,7 +184,14 @@ class KvReceiver:
             wire_compat=self._wire_compat,
             layout=self.layout,
         )
-        self._reserved[generation] = _Reserved(ticket, ids, state_slot, partial, asyncio.Event(), loop.create_future())
+        self._reserved[generation] = _Reserved(
+            ticket=ticket,
+            block_ids=ids,
+            state_slot=state_slot,
+            partial=partial,
+            settled=asyncio.Event(),
+            freed=loop.create_future(),
+        )
         if self._sweep is None:
             self._sweep = loop.call_later(self._config.lease_s / 4, self._expire)
         return ticket

@@ -71,7 +71,17 @@ class KvSender:
         require_fitting_slots(self.layout, config.slot_bytes, config.wire_dtype)
         devices = [cache.device for cache in caches]
         links = usable_links(devices, config.links)
-        hello = Hello(PROTOCOL_VERSION, worker_id, incarnation, wire_compat, links, self.layout, 0, 0, host_id())
+        hello = Hello(
+            protocol_version=PROTOCOL_VERSION,
+            worker_id=worker_id,
+            incarnation=incarnation,
+            wire_compat=wire_compat,
+            links=links,
+            layout=self.layout,
+            rank=0,
+            peer_rank=0,
+            host_id=host_id(),
+        )
         self._caches = tuple(caches)
         self._config = config
         self._wire_compat = wire_compat

@@ -23,7 +23,7 @@ _REASONS = (
 """The first that fits."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class TransferStats:
     """Rising counts of one side. Written on the event loop, a field at a time; read at any moment."""
 

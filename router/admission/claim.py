@@ -16,7 +16,7 @@ CUSTOM_CLASS = "custom"
 """Of requests that set an objective of their own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     tenant: Tenant
     priority: int
@@ -55,14 +55,14 @@ def claim_of(request: GenerateRequest, tenant: Tenant, config: RouterConfig, arr
             raise InvalidRequest(f"slo.{name} must be a positive number of milliseconds, got {value}", f"slo.{name}")
     is_custom = any(value is not None for value in asked.values())
     return Claim(
-        tenant,
-        request.priority,
-        CUSTOM_CLASS if is_custom else tenant.slo_class or DEFAULT_CLASS,
-        Objective(
+        tenant=tenant,
+        priority=request.priority,
+        slo_class=CUSTOM_CLASS if is_custom else tenant.slo_class or DEFAULT_CLASS,
+        objective=Objective(
             (slo.ttft_ms if request.ttft_ms is None else request.ttft_ms) / 1e3,
             (slo.itl_ms if request.itl_ms is None else request.itl_ms) / 1e3,
             (slo.e2e_ms if request.e2e_ms is None else request.e2e_ms) / 1e3,
         ),
-        Weights(slo.affinity_weight, slo.interference_weight),
-        arrived_s,
+        weights=Weights(slo.affinity_weight, slo.interference_weight),
+        arrived_s=arrived_s,
     )

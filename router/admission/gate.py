@@ -27,7 +27,7 @@ CAUTION = 0.8
 that is a fifth shorter keeps the workers just as busy."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
     """A choice that asks to be let in."""
 

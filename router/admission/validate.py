@@ -13,7 +13,7 @@ from baton.sampling import SamplingParams
 MAX_REQUEST_ID = 128
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What validation needs to know of the served model."""
 

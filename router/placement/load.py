@@ -24,7 +24,7 @@ Turn = tuple[int, bool]
 """Least first: (-priority, whether the deadline is out of reach). Workers compute prompts in this order."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Job:
     """A choice on its way through the workers."""
 
@@ -50,7 +50,7 @@ class Residence:
         self.mean_s += SMOOTHING * (seconds - self.mean_s)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class LoadBook:
     """One incarnation of a worker. `candidate` is kept as it is now, but for what depends on the request."""
 
@@ -77,7 +77,13 @@ class LoadBook:
     @classmethod
     def of(cls, worker: Worker, residence: Residence) -> LoadBook:
         info = worker.info
-        book = cls(info.id, info.epoch, info.block_size, Candidate(info.id, info.role), residence)
+        book = cls(
+            worker_id=info.id,
+            epoch=info.epoch,
+            block_size=info.block_size,
+            candidate=Candidate(worker_id=info.id, role=info.role),
+            residence=residence,
+        )
         book.report(worker)
         return book
 

@@ -63,7 +63,7 @@ class Prompt:
     """Of the answer."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Candidate:
     """A worker that could take the request, as the router sees it now."""
 
@@ -121,7 +121,7 @@ class Prices:
     exposed_s_per_token: float = 1e-7
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """Seconds of one request on the workers chosen."""
 
@@ -162,7 +162,7 @@ class Terms:
     """The further tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     mode: Mode
     decode_worker: str
@@ -171,7 +171,7 @@ class Placement:
     """Worker from which the one that computes the prompt pulls a prefix first; empty: nobody."""
     source_tokens: int = 0
     """Leading prompt tokens that the source is believed to hold."""
-    prediction: Prediction = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    prediction: Prediction = Prediction(wait_s=0.0, room_s=0.0, pull_s=0.0, compute_s=0.0, exposed_s=0.0, step_s=0.0)
     considered: tuple[Terms, ...] = field(default=(), compare=False, repr=False)
     """All candidates, with what speaks for and against each."""
 
@@ -356,18 +356,26 @@ class _Costs:
 
     def placement(self, mode: Mode, computes: Terms, decodes: Terms, considered: tuple[Terms, ...]) -> Placement:
         prediction = Prediction(
-            computes.wait_s,
-            decodes.room_s,
-            computes.pull_s,
-            computes.compute_s,
-            decodes.exposed_s if mode is Mode.SPLIT else 0.0,
-            decodes.step_s,
+            wait_s=computes.wait_s,
+            room_s=decodes.room_s,
+            pull_s=computes.pull_s,
+            compute_s=computes.compute_s,
+            exposed_s=decodes.exposed_s if mode is Mode.SPLIT else 0.0,
+            step_s=decodes.step_s,
         )
         prefill_worker = computes.worker_id if mode is Mode.SPLIT else ""
         source, num_tokens = "", 0
         if computes.num_pulled:
             source, num_tokens = self._owner().worker_id, self._longest
-        return Placement(mode, decodes.worker_id, prefill_worker, source, num_tokens, prediction, considered)
+        return Placement(
+            mode=mode,
+            decode_worker=decodes.worker_id,
+            prefill_worker=prefill_worker,
+            source=source,
+            source_tokens=num_tokens,
+            prediction=prediction,
+            considered=considered,
+        )
 
     def _owner(self) -> Candidate:
         """Of those that hold the longest prefix, the one with the least to do."""

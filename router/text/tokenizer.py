@@ -29,7 +29,7 @@ LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length",
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
     chat_template: ChatTemplate
     vocab_size: int

@@ -45,7 +45,7 @@ class Part:
 
     def trace(self, load: float, seconds: float) -> Trace:
         """So many requests that they arrive in `seconds` at that load, as far as the trace goes."""
-        return faster(TraceOptions(self.path, from_s=self.from_s, seconds=seconds * load).trace(), load)
+        return faster(TraceOptions(path=self.path, from_s=self.from_s, seconds=seconds * load).trace(), load)
 
 
 def run(quick: bool) -> Report:
@@ -69,10 +69,12 @@ def measure(parts: list[Part], seconds: float, jobs: int = 0) -> Report:
 
 def _row(part: Part, load: float, objective: Objective, seconds: float, jobs: int) -> tuple[str, ...]:
     trace = part.trace(load, seconds)
-    shape = WorkerShape(DEFAULT_BLOCKS, trace.block_tokens)
-    static = Scenario(trace, shape, PROFILES[PROFILE], 0, NUM_WORKERS, objective)
+    shape = WorkerShape(num_blocks=DEFAULT_BLOCKS, block_tokens=trace.block_tokens)
+    static = Scenario(
+        trace=trace, shape=shape, costs=PROFILES[PROFILE], prefill=0, decode=NUM_WORKERS, objective=objective
+    )
     half_s = trace.requests[-1].arrival_s / 2
-    scaling = Scaling(AutoscaleConfig(), objective, restarts_s=(half_s,))
+    scaling = Scaling(config=AutoscaleConfig(), objective=objective, restarts_s=(half_s,))
     runs = [replace(static, prefill=p, decode=d) for p, d in SPLITS]
     runs += [replace(static, prefill=p, decode=d, scaling=scaling) for p, d in BAD_SPLITS]
     results = run_all([(POLICY, scenario) for scenario in runs], jobs=jobs)

@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncGenerator
+from dataclasses import asdict
 from typing import Any
 
 import uvloop
@@ -31,7 +32,12 @@ from tests.bench.peer import serve
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 64
-COSTS = [StepCosts(*(factor * c for c in (5e-6, 1e-6, 2e-11, 1e-4, 1e-6, 2e-10))) for factor in (0.9, 1.0, 0.95, 1.1)]
+USUAL = StepCosts(
+    s_overhead=5e-6, s_per_token=1e-6, s_per_pair=2e-11, s_weights=1e-4, s_per_sequence=1e-6, s_per_kv_token=2e-10
+)
+COSTS = [
+    StepCosts(**{name: factor * value for name, value in asdict(USUAL).items()}) for factor in (0.9, 1.0, 0.95, 1.1)
+]
 """Of each worker, which are never quite the same. A prompt of this trace takes 3 ms: about what it takes from router to
 worker and back."""
 
@@ -76,7 +82,7 @@ class _Worker:
             )
             self._publisher = IndexPublisher(index, self._id, info.epoch, self._pool.keys)
             load = WorkerLoad(
-                WorkerState.READY,
+                state=WorkerState.READY,
                 costs=self._costs,
                 blocks=BlockCounts(self._pool.num_blocks, free=self._pool.num_blocks),
             )
@@ -92,7 +98,11 @@ class _Worker:
         self.num_requests += 1
         self.num_prompt_blocks += len(keys)
         self.num_found += num_found
-        yield NewTokens((spec.token_ids[0],) * spec.max_tokens, FinishReason.LENGTH, num_found * BLOCK_SIZE)
+        yield NewTokens(
+            token_ids=(spec.token_ids[0],) * spec.max_tokens,
+            finish_reason=FinishReason.LENGTH,
+            num_cached_tokens=num_found * BLOCK_SIZE,
+        )
 
 
 def remember(pool: BlockPool, keys: list[bytes]) -> int:

@@ -59,7 +59,11 @@ class Baton:
         config = EngineConfig(num_threads=1, kv_cache_gib=0.5)
         runner = TransformersRunner(ModelConfig(path=str(path), dtype="float32", device="cpu"), config)
         limits = SchedulerLimits(
-            config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.output_reservation, 0
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            output_reservation=config.output_reservation,
+            num_state_slots=0,
         )
         self._engine = Engine(runner, limits)
         self._num_runs = 0

@@ -30,7 +30,10 @@ from tests.bench.peer import serve
 
 HOST = "127.0.0.1"
 NUM_LAYERS = 30
-SPEC = KVSpec(16, (LayerGroup("all", tuple(range(NUM_LAYERS)), 3, 64, 64, torch.float32),))
+SPEC = KVSpec(
+    16,
+    (LayerGroup(name="all", layers=tuple(range(NUM_LAYERS)), num_kv_heads=3, k_dim=64, v_dim=64, dtype=torch.float32),),
+)
 """SmolLM2-135M's: 46,080 bytes a token."""
 NUM_BLOCKS = 160
 MODES = {

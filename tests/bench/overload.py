@@ -32,7 +32,7 @@ TTFT_S = 6.0
 ITL_S = 1.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Outcome:
     tenant: str
     due_s: float
@@ -138,7 +138,7 @@ async def _closed(cluster: Cluster, rng: random.Random, num_clients: int, second
 
         async def client() -> None:
             while time.monotonic() - began_s < seconds:
-                outcome = Outcome("large", time.monotonic())
+                outcome = Outcome(tenant="large", due_s=time.monotonic())
                 await _ask(channel, rng, outcome, has_objective=False)
                 outcomes.append(outcome)
 
@@ -153,7 +153,7 @@ async def _open(cluster: Cluster, rng: random.Random, seconds: float, rate: floa
         outcomes: list[Outcome] = []
         while (due_s := due_s + rng.expovariate(rate)) < began_s + seconds:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            outcomes.append(Outcome("small" if rng.random() < SMALL_SHARE else "large", due_s))
+            outcomes.append(Outcome(tenant="small" if rng.random() < SMALL_SHARE else "large", due_s=due_s))
             tasks.create_task(_ask(channel, rng, outcomes[-1], has_objective=True))
     return Run(time.monotonic() - began_s, outcomes)
 

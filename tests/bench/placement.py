@@ -62,7 +62,7 @@ async def _decisions(
     gate = Gate()
 
     def decide() -> None:
-        entry = Entry(DEFAULT_TENANT, 0, OBJECTIVE.ttft_s)
+        entry = Entry(tenant=DEFAULT_TENANT, priority=0, ttft_s=OBJECTIVE.ttft_s)
         placement = place(prompt, pools.candidates(prompt, (0, False)), objective=OBJECTIVE)
         assert placement is not None
         entry.is_placed(placement)
@@ -88,7 +88,7 @@ async def _cluster(rng: random.Random, num_workers: int, keys: tuple[bytes, ...]
     await pools.update(workers)
     for worker in workers:
         for _ in range(rng.randrange(4)):
-            job = Job((0, False), rng.random(), 4000, 256)
+            job = Job(turn=(0, False), compute_s=rng.random(), num_prompt_tokens=4000, num_expected_tokens=256)
             pools.computing(worker, job).__enter__()
             if worker.info.role is Role.DECODE:
                 pools.decoding(worker, job).__enter__()
@@ -97,15 +97,29 @@ async def _cluster(rng: random.Random, num_workers: int, keys: tuple[bytes, ...]
 
 def _worker(rng: random.Random, index: int) -> Worker:
     role = Role.DECODE if index % 2 else Role.PREFILL
-    info = WorkerInfo(f"{role}-{index}", role, "h:1", 1, "node", 1, "content", "wire", BLOCK, 10**6, 2048)
-    load = WorkerLoad(WorkerState.READY, blocks=BlockCounts(total=100_000, free=100_000))
+    info = WorkerInfo(
+        id=f"{role}-{index}",
+        role=role,
+        address="h:1",
+        pid=1,
+        node="node",
+        epoch=1,
+        content_id="content",
+        wire_compat="wire",
+        block_size=BLOCK,
+        max_model_len=10**6,
+        chunk_tokens=2048,
+    )
+    load = WorkerLoad(state=WorkerState.READY, blocks=BlockCounts(total=100_000, free=100_000))
     return Worker(info, replace(load, running=rng.randrange(8)))
 
 
 def _store(mirror: Mirror, worker_id: str, keys: list[bytes], op: Op = Op.STORED, seq: int = 0) -> int:
     for start in range(0, len(keys), EVENT_KEYS):
         seq += 1
-        mirror.apply(BlockEvent(worker_id, 1, seq, op, tuple(keys[start : start + EVENT_KEYS])))
+        mirror.apply(
+            BlockEvent(worker_id=worker_id, epoch=1, seq=seq, op=op, keys=tuple(keys[start : start + EVENT_KEYS]))
+        )
     return seq
 
 

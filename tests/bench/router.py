@@ -68,7 +68,7 @@ ANSWER = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     num_rounds: int
     alone: int

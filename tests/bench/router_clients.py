@@ -49,14 +49,39 @@ def _channel(address: str) -> grpc.aio.Channel:
 
 class Direct:
     def __init__(self, address: str, split: bool) -> None:
-        info = WorkerInfo("worker", Role.DECODE, address, 0, "", 0, "", "", 16, 8192)
-        self._worker = Worker(info, WorkerLoad(WorkerState.READY))
+        info = WorkerInfo(
+            id="worker",
+            role=Role.DECODE,
+            address=address,
+            pid=0,
+            node="",
+            epoch=0,
+            content_id="",
+            wire_compat="",
+            block_size=16,
+            max_model_len=8192,
+        )
+        self._worker = Worker(info, WorkerLoad(state=WorkerState.READY))
         self._calls = WorkerCalls()
         self._split = split
 
     async def ask(self, prompt: Prompt, num_tokens: int, gap_us: int) -> int:
         length = len(prompt.token_ids)
-        spec = SequenceSpec("r", 0, prompt.token_ids, length, num_tokens, 0.0, 0, 1.0, 0.0, gap_us, (), False, b"")
+        spec = SequenceSpec(
+            request_id="r",
+            choice_index=0,
+            token_ids=prompt.token_ids,
+            num_prompt_tokens=length,
+            max_tokens=num_tokens,
+            temperature=0.0,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            seed=gap_us,
+            stop_token_ids=(),
+            ignore_eos=False,
+            cache_seed=b"",
+        )
         count = 0
         async with contextlib.AsyncExitStack() as stack:
             decode = await stack.enter_async_context(

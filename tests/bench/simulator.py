@@ -101,7 +101,14 @@ def _measure(trace: Trace, prefill: int, decode: int, num_rounds: int) -> dict[f
 
 def _replayed(trace: Trace, address: str, seed: int) -> Benched:
     options = Options(
-        TraceOptions(None, seed=seed), address, "", 0, 0, None, OBJECTIVE.ttft_s * 1e3, OBJECTIVE.itl_s * 1e3
+        trace=TraceOptions(path=None, seed=seed),
+        address=address,
+        api_key="",
+        max_output=0,
+        concurrency=0,
+        vocab=None,
+        ttft_ms=OBJECTIVE.ttft_s * 1e3,
+        itl_ms=OBJECTIVE.itl_s * 1e3,
     )
     return uvloop.run(bench(trace, options, Console(file=io.StringIO())))
 
@@ -168,7 +175,7 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=64)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    part = TraceOptions(options.trace, from_s=options.from_s, seconds=options.seconds, scale=options.scale)
+    part = TraceOptions(path=options.trace, from_s=options.from_s, seconds=options.seconds, scale=options.scale)
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     show(run(options.quick, part.trace()), Console(width=None if os.isatty(1) else 200))
 

@@ -45,8 +45,8 @@ class _Answers:
 
     def __init__(self, token_ids: list[int]) -> None:
         self.first_token = token_ids[0]
-        self._messages = [NewTokens((token_id,), None) for token_id in token_ids]
-        self._last = [NewTokens((token_id,), FinishReason.LENGTH) for token_id in token_ids]
+        self._messages = [NewTokens(token_ids=(token_id,), finish_reason=None) for token_id in token_ids]
+        self._last = [NewTokens(token_ids=(token_id,), finish_reason=FinishReason.LENGTH) for token_id in token_ids]
 
     async def stream(self, first: int, num_tokens: int, gap_us: int) -> AsyncGenerator[NewTokens]:
         loop, gap_s = asyncio.get_running_loop(), gap_us / 1e6
@@ -69,7 +69,17 @@ class _Worker:
             self._num_transfers += 1
             transfer_id = f"{self._num_transfers}"
             arrived = self._handed_over[transfer_id] = asyncio.Event()
-            yield Ticket(transfer_id, 1, "decode-0", "", "", len(spec.token_ids), 0, "bench", KvLayout(16, 1, ()))
+            yield Ticket(
+                transfer_id=transfer_id,
+                generation=1,
+                decode_worker_id="decode-0",
+                incarnation="",
+                kv_address="",
+                num_tokens=len(spec.token_ids),
+                skip_tokens=0,
+                wire_compat="bench",
+                layout=KvLayout(16, 1, ()),
+            )
             await arrived.wait()
         async for message in self._answers.stream(int(request.await_kv), spec.max_tokens, spec.seed):
             yield message
@@ -77,7 +87,13 @@ class _Worker:
     async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[Event]:
         assert request.ticket is not None
         finish_reason = FinishReason.LENGTH if request.sequence.max_tokens == 1 else None
-        yield FirstToken(self._answers.first_token, finish_reason, 0, 0.0, 0.0)
+        yield FirstToken(
+            token_id=self._answers.first_token,
+            finish_reason=finish_reason,
+            num_cached_tokens=0,
+            queue_s=0.0,
+            prefill_s=0.0,
+        )
         self._handed_over.pop(request.ticket.transfer_id).set()
         yield HandedOver(1, 1, 0.0, 0.0)
 
@@ -119,7 +135,7 @@ async def _hold_lease(role: Role, redis_url: str, revision: str, address: str) -
         max_model_len=8192,
     )
     try:
-        await keeper.run(lambda: (info, WorkerLoad(WorkerState.READY)))
+        await keeper.run(lambda: (info, WorkerLoad(state=WorkerState.READY)))
     finally:
         await leases.close()
 

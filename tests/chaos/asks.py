@@ -92,14 +92,16 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
 
 def greedy(prompt: Sequence[int], num_tokens: int) -> GenerateRequest:
     return GenerateRequest(
-        TokenIds(tuple(prompt)), sampling={"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
+        prompt=TokenIds(tuple(prompt)), sampling={"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
     )
 
 
 def seeded(prompt: Sequence[int], num_tokens: int, seed: int, n: int = 1) -> GenerateRequest:
     """Draws among 16 tokens."""
     sampling = {"temperature": 1.0, "top_k": 16, "top_p": 1.0, "seed": seed, "n": n}  # all set: the model has defaults
-    return GenerateRequest(TokenIds(tuple(prompt)), sampling={**sampling, "max_tokens": num_tokens, "ignore_eos": True})
+    return GenerateRequest(
+        prompt=TokenIds(tuple(prompt)), sampling={**sampling, "max_tokens": num_tokens, "ignore_eos": True}
+    )
 
 
 def of_text(text: str, num_tokens: int, seed: int) -> GenerateRequest:

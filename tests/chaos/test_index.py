@@ -48,7 +48,7 @@ MAX_PROMPT_TOKENS = 600
 SYSTEM_PROMPTS = [[7 + number] * 128 for number in range(3)]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Tally:
     """What has happened so far."""
 
@@ -62,7 +62,7 @@ class Tally:
     num_retries: int = 0
 
     def __sub__(self, other: Tally) -> Tally:
-        return Tally(*(getattr(self, name) - getattr(other, name) for name in Tally.__slots__))
+        return Tally(**{name: getattr(self, name) - getattr(other, name) for name in Tally.__slots__})
 
     @property
     def stale_share(self) -> float:

@@ -23,7 +23,9 @@ ANIMALS = "猫🐈犬🐕猫🐈犬🐕猫🐈"
 
 
 def greedy(text: str) -> GenerateRequest:
-    return GenerateRequest(Text(text), sampling={"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True})
+    return GenerateRequest(
+        prompt=Text(text), sampling={"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    )
 
 
 REQUESTS = [
@@ -31,7 +33,7 @@ REQUESTS = [
     greedy(PARTY),
     replace(greedy(ANIMALS), sampling={**greedy("").sampling, "stop": ("🐕猫",)}),
     GenerateRequest(
-        Text("Once upon a time"),
+        prompt=Text("Once upon a time"),
         sampling={"temperature": 0.9, "top_p": 0.9, "seed": 5, "max_tokens": NUM_TOKENS, "ignore_eos": True},
     ),
 ]

@@ -35,7 +35,7 @@ class Clock:
         return self.now
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Backend:
     """An index and a registry over the same store, for one worker or router; `lapse` lets a lease run out."""
 
@@ -80,10 +80,10 @@ class RedisServer:
         connection = Connection(self.embedded.url)
         self.opened.append(connection)
         return Backend(
-            RedisIndex(connection, namespace, stream_max_events=stream_max_events),
-            RedisLeases(connection, namespace, clock=clock),
-            clock,
-            namespace,
+            index=RedisIndex(connection, namespace, stream_max_events=stream_max_events),
+            leases=RedisLeases(connection, namespace, clock=clock),
+            clock=clock,
+            namespace=namespace,
             connection=connection,
         )
 
@@ -146,7 +146,7 @@ async def backend(request: pytest.FixtureRequest, namespace: str) -> AsyncIterat
         clock = Clock()
         store = MemoryStore(clock)
         index = MemoryIndex(store, stream_max_events=STREAM_MAX_EVENTS)
-        yield Backend(index, MemoryLeases(store), clock, namespace, store=store)
+        yield Backend(index=index, leases=MemoryLeases(store), clock=clock, namespace=namespace, store=store)
         return
     server = RedisServer(request.getfixturevalue(f"{request.param}_process"))
     yield server.backend(namespace)

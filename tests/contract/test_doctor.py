@@ -45,7 +45,18 @@ async def test_a_lease_that_cannot_be_read_is_told_and_hides_no_other(server: Re
     leases = server.backend(namespace).leases
     for worker_id in ("w-0", "w-1", "w-2"):
         epoch = await leases.acquire(worker_id)
-        info = WorkerInfo(worker_id, Role.DECODE, "h:1", 1, "n", epoch, "c", "w", 16, 2048)
+        info = WorkerInfo(
+            id=worker_id,
+            role=Role.DECODE,
+            address="h:1",
+            pid=1,
+            node="n",
+            epoch=epoch,
+            content_id="c",
+            wire_compat="w",
+            block_size=16,
+            max_model_len=2048,
+        )
         await leases.renew(info, WorkerLoad())
     connection, keys = server.backend(namespace).connection, Keys(namespace)
     assert connection

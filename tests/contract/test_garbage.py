@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from deploy.redis import EmbeddedRedis
 
 POLL_S = 0.02
-LOAD = WorkerLoad(WorkerState.READY)
+LOAD = WorkerLoad(state=WorkerState.READY)
 
 
 def key_of(number: int) -> bytes:
@@ -42,7 +42,21 @@ def key_of(number: int) -> bytes:
 
 
 def described(worker_id: str, epoch: int) -> Worker:
-    return Worker(WorkerInfo(worker_id, Role.DECODE, "h:1", 42, "n", epoch, "c", "w", 16, 2048), LOAD)
+    return Worker(
+        WorkerInfo(
+            id=worker_id,
+            role=Role.DECODE,
+            address="h:1",
+            pid=42,
+            node="n",
+            epoch=epoch,
+            content_id="c",
+            wire_compat="w",
+            block_size=16,
+            max_model_len=2048,
+        ),
+        LOAD,
+    )
 
 
 class Plane:
@@ -57,12 +71,12 @@ class Plane:
         self.mirror = Mirror()
         self.follower = MirrorFollower(index, self.mirror, poll_s=POLL_S)
         self.pools = PoolView(self.mirror.lookup, time.monotonic)
-        me = RouterInfo("router-0", 1, "h:1", "h:2", 0.0)
+        me = RouterInfo(id="router-0", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0)
         self.registry = Registry(
             self.leases, self.pools, WorkerCalls(), self.follower, me, SloCounts(), (), self.redis, POLL_S, 5 * POLL_S
         )
         config = Config(index=IndexConfig(renew_s=POLL_S))
-        state = State({Role.PREFILL: 0, Role.DECODE: 0}, "baton-x")
+        state = State(desired={Role.PREFILL: 0, Role.DECODE: 0}, cluster="baton-x")
         self.controller = Controller(
             config, ControllerInfo(1, "h:1"), LocalActors(), self.leases, Mirror(), folder / "state.json", state, False
         )

@@ -42,15 +42,15 @@ def keys(*numbers: int) -> tuple[bytes, ...]:
 
 
 def stored(epoch: int, seq: int, *numbers: int, worker_id: str = "w") -> BlockEvent:
-    return BlockEvent(worker_id, epoch, seq, Op.STORED, keys(*numbers))
+    return BlockEvent(worker_id=worker_id, epoch=epoch, seq=seq, op=Op.STORED, keys=keys(*numbers))
 
 
 def snapshot(epoch: int, seq: int, *numbers: int) -> list[BlockEvent]:
     return [
-        BlockEvent("w", epoch, seq, Op.SNAPSHOT_BEGIN),
-        BlockEvent("w", epoch, seq + 1, Op.SNAPSHOT_PART, keys(*numbers[:1])),
-        BlockEvent("w", epoch, seq + 2, Op.SNAPSHOT_PART, keys(*numbers[1:])),
-        BlockEvent("w", epoch, seq + 3, Op.SNAPSHOT_END, num_keys=len(numbers)),
+        BlockEvent(worker_id="w", epoch=epoch, seq=seq, op=Op.SNAPSHOT_BEGIN),
+        BlockEvent(worker_id="w", epoch=epoch, seq=seq + 1, op=Op.SNAPSHOT_PART, keys=keys(*numbers[:1])),
+        BlockEvent(worker_id="w", epoch=epoch, seq=seq + 2, op=Op.SNAPSHOT_PART, keys=keys(*numbers[1:])),
+        BlockEvent(worker_id="w", epoch=epoch, seq=seq + 3, op=Op.SNAPSHOT_END, num_keys=len(numbers)),
     ]
 
 
@@ -114,8 +114,8 @@ async def test_events_are_applied_in_order_and_streamed(backend: Backend) -> Non
     epoch = await backend.leases.acquire("w")
     events = [
         stored(epoch, 1, 1, 2, 3),
-        BlockEvent("w", epoch, 2, Op.REMOVED, keys(2, 9)),
-        BlockEvent("w", epoch, 3, Op.CLEARED),
+        BlockEvent(worker_id="w", epoch=epoch, seq=2, op=Op.REMOVED, keys=keys(2, 9)),
+        BlockEvent(worker_id="w", epoch=epoch, seq=3, op=Op.CLEARED),
         stored(epoch, 4, 4),
         *snapshot(epoch, 5, 5, 6),
         stored(epoch, 9),
@@ -169,7 +169,7 @@ async def test_a_snapshot_with_a_missing_part_is_refused(backend: Backend) -> No
     begin, part, _, _ = snapshot(epoch, 1, 1, 2)
     await backend.index.apply(begin)
     await backend.index.apply(part)
-    end = BlockEvent("w", epoch, 3, Op.SNAPSHOT_END, num_keys=2)
+    end = BlockEvent(worker_id="w", epoch=epoch, seq=3, op=Op.SNAPSHOT_END, num_keys=2)
     assert await backend.index.apply(end) == Answer(RESYNC, 2)
     for event in snapshot(epoch, 5, 3, 4):
         await backend.index.apply(event)
@@ -180,8 +180,8 @@ async def test_an_empty_snapshot_empties(backend: Backend) -> None:
     epoch = await backend.leases.acquire("w")
     events = [
         stored(epoch, 1, 1),
-        BlockEvent("w", epoch, 2, Op.SNAPSHOT_BEGIN),
-        BlockEvent("w", epoch, 3, Op.SNAPSHOT_END),
+        BlockEvent(worker_id="w", epoch=epoch, seq=2, op=Op.SNAPSHOT_BEGIN),
+        BlockEvent(worker_id="w", epoch=epoch, seq=3, op=Op.SNAPSHOT_END),
     ]
     assert [(await backend.index.apply(event)).outcome for event in events] == [APPLIED] * 3
     assert await backend.index.snapshot("w", epoch) == (3, set())
@@ -219,9 +219,9 @@ async def test_without_a_lease_nothing_is_applied(backend: Backend) -> None:
 async def test_an_event_may_hold_more_keys_than_one_lua_call(backend: Backend) -> None:
     epoch = await backend.leases.acquire("w")
     many = keys(*range(9001))
-    await backend.index.apply(BlockEvent("w", epoch, 1, Op.STORED, many))
+    await backend.index.apply(BlockEvent(worker_id="w", epoch=epoch, seq=1, op=Op.STORED, keys=many))
     assert await backend.index.snapshot("w", epoch) == (1, set(many))
-    await backend.index.apply(BlockEvent("w", epoch, 2, Op.REMOVED, many[:8000]))
+    await backend.index.apply(BlockEvent(worker_id="w", epoch=epoch, seq=2, op=Op.REMOVED, keys=many[:8000]))
     assert await backend.index.snapshot("w", epoch) == (2, set(many[8000:]))
     assert (await read(backend))[0][1].keys == many
 
@@ -230,7 +230,15 @@ async def test_an_entry_says_in_which_tier_the_block_lies(backend: Backend) -> N
     epoch = await backend.leases.acquire("w")
 
     def event(seq: int, op: Op, *numbers: int, tier: Tier = Tier.DEVICE, num_keys: int = 0) -> BlockEvent:
-        return BlockEvent("w", epoch, seq, op, keys(*numbers), num_keys or len(numbers), tier)
+        return BlockEvent(
+            worker_id="w",
+            epoch=epoch,
+            seq=seq,
+            op=op,
+            keys=keys(*numbers),
+            num_keys=num_keys or len(numbers),
+            tier=tier,
+        )
 
     one, two, three = keys(1, 2, 3)
     history: list[tuple[BlockEvent, set[bytes]]] = [
@@ -258,7 +266,10 @@ async def test_an_entry_says_in_which_tier_the_block_lies(backend: Backend) -> N
 
 
 def _entries(number: int) -> list[bytes]:
-    return [BlockEvent("w", 1, 1, Op.STORED, keys(number), 1, tier).entries[0] for tier in Tier]
+    return [
+        BlockEvent(worker_id="w", epoch=1, seq=1, op=Op.STORED, keys=keys(number), num_keys=1, tier=tier).entries[0]
+        for tier in Tier
+    ]
 
 
 async def test_read_waits_for_the_first_event(backend: Backend) -> None:
@@ -316,7 +327,7 @@ async def test_regression_in_flight_events_re_add_entries_after_a_clear(backend:
     epoch = await backend.leases.acquire("w")
     late = follower(backend)
     await backend.index.apply(stored(epoch, 1, 1))
-    await backend.index.apply(BlockEvent("w", epoch, 2, Op.CLEARED))
+    await backend.index.apply(BlockEvent(worker_id="w", epoch=epoch, seq=2, op=Op.CLEARED))
     assert (await backend.index.apply(stored(epoch, 1, 1))).outcome is RESYNC
     async with running(late):
         await until(lambda: late.mirror.position("w") == Position(epoch, 2))
@@ -581,7 +592,18 @@ async def test_a_gap_in_the_stream_rescans_that_worker_only(server: RedisServer,
 
 
 def worker_info(worker_id: str, epoch: int) -> WorkerInfo:
-    return WorkerInfo(worker_id, Role.DECODE, "127.0.0.1:7000", 42, "node-a", epoch, "c", "w", 16, 2048)
+    return WorkerInfo(
+        id=worker_id,
+        role=Role.DECODE,
+        address="127.0.0.1:7000",
+        pid=42,
+        node="node-a",
+        epoch=epoch,
+        content_id="c",
+        wire_compat="w",
+        block_size=16,
+        max_model_len=2048,
+    )
 
 
 async def test_redis_returns_empty_workers_republish_and_the_mirror_heals(

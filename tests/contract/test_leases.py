@@ -38,11 +38,29 @@ if TYPE_CHECKING:
 
     from tests.contract.conftest import Backend, RedisServer
 
-LOAD = WorkerLoad(WorkerState.READY, 3, 1, 170, BlockCounts(100, 60, 30, 10), "ok")
+LOAD = WorkerLoad(
+    state=WorkerState.READY,
+    running=3,
+    waiting=1,
+    queued_tokens=170,
+    blocks=BlockCounts(100, 60, 30, 10),
+    self_check="ok",
+)
 
 
 def worker_info(worker_id: str, epoch: int) -> WorkerInfo:
-    return WorkerInfo(worker_id, Role.PREFILL, "127.0.0.1:7000", 42, "node-a", epoch, "c" * 32, "w" * 32, 16, 2048)
+    return WorkerInfo(
+        id=worker_id,
+        role=Role.PREFILL,
+        address="127.0.0.1:7000",
+        pid=42,
+        node="node-a",
+        epoch=epoch,
+        content_id="c" * 32,
+        wire_compat="w" * 32,
+        block_size=16,
+        max_model_len=2048,
+    )
 
 
 async def test_a_worker_is_listed_as_it_describes_itself(backend: Backend) -> None:
@@ -140,7 +158,7 @@ async def test_who_wakes_from_a_pause_does_not_fence_its_successor(backend: Back
 async def test_release_ends_the_lease_and_the_blocks(backend: Backend) -> None:
     info = worker_info("w", await backend.leases.acquire("w"))
     await backend.leases.renew(info, LOAD)
-    await backend.index.apply(BlockEvent("w", info.epoch, 1, Op.STORED, (b"k" * 16,)))
+    await backend.index.apply(BlockEvent(worker_id="w", epoch=info.epoch, seq=1, op=Op.STORED, keys=(b"k" * 16,)))
     await backend.leases.release("w", info.epoch)
     assert await backend.leases.list_workers() == []
     assert await backend.index.snapshot("w", info.epoch) == (0, set())
@@ -150,7 +168,7 @@ async def test_a_renewal_keeps_the_blocks_alive(server: RedisServer, namespace: 
     backend = server.backend(namespace)
     info = worker_info("w", await backend.leases.acquire("w"))
     for seq, op in enumerate((Op.STORED, Op.SNAPSHOT_BEGIN, Op.SNAPSHOT_PART), 1):
-        await backend.index.apply(BlockEvent("w", info.epoch, seq, op, (b"k" * 16,)))
+        await backend.index.apply(BlockEvent(worker_id="w", epoch=info.epoch, seq=seq, op=op, keys=(b"k" * 16,)))
     assert backend.connection
     keys = [key for key in await backend.connection.call("KEYS", "*") if namespace.encode() in key]
     owned = [key for key in keys if any(kind in key for kind in (b":blk:", b":seq:", b":snap:"))]
@@ -166,7 +184,7 @@ async def test_regression_owner_entries_without_expiry(server: RedisServer, name
     epoch = await backend.leases.acquire("w")
     await backend.leases.renew(worker_info("w", epoch), LOAD)
     for seq, op in enumerate((Op.STORED, Op.SNAPSHOT_BEGIN, Op.SNAPSHOT_PART), 1):
-        await backend.index.apply(BlockEvent("w", epoch, seq, op, (b"k" * 16,)))
+        await backend.index.apply(BlockEvent(worker_id="w", epoch=epoch, seq=seq, op=op, keys=(b"k" * 16,)))
     assert backend.connection
     keys = [key for key in await backend.connection.call("KEYS", "*") if namespace.encode() in key and b":w" in key]
     lives = dict(zip(keys, await backend.connection.pipeline([("PTTL", key) for key in keys]), strict=True))
@@ -178,7 +196,7 @@ async def test_regression_owner_entries_without_expiry(server: RedisServer, name
 
 
 async def test_routers_are_listed_until_they_lapse(backend: Backend) -> None:
-    first = RouterInfo("router-0", 7, "127.0.0.1:50051", "127.0.0.1:8000", 0.25)
+    first = RouterInfo(id="router-0", pid=7, grpc="127.0.0.1:50051", http="127.0.0.1:8000", mirror_lag_s=0.25)
     second = dataclasses.replace(first, id="router-1", pid=8)
     await backend.leases.announce_router(second)
     await backend.leases.announce_router(first)
@@ -279,7 +297,9 @@ async def test_one_forged_epoch_fences_nobody_off(server: RedisServer, namespace
     for seq, forgery in enumerate(forgeries, 1):
         await backend.leases.renew(info, LOAD)
         await backend.connection.call(*forgery)
-        applied = await backend.index.apply(BlockEvent("w", info.epoch, seq, Op.STORED, (b"k" * 16,)))
+        applied = await backend.index.apply(
+            BlockEvent(worker_id="w", epoch=info.epoch, seq=seq, op=Op.STORED, keys=(b"k" * 16,))
+        )
         assert applied.outcome is Outcome.APPLIED
         assert await backend.leases.renew(info, LOAD)
         assert await backend.leases.list_workers() == [Worker(info, LOAD)]

@@ -24,14 +24,31 @@ pytestmark = [
 
 def make_spec(name: str, prompt: list[int]) -> SequenceSpec:
     return SequenceSpec(
-        name, 0, tuple(prompt), len(prompt), 16, 0.0, 0, 1.0, 0.0, 0, (), ignore_eos=True, cache_seed=b"s"
-    )  # fmt: skip
+        request_id=name,
+        choice_index=0,
+        token_ids=tuple(prompt),
+        num_prompt_tokens=len(prompt),
+        max_tokens=16,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        stop_token_ids=(),
+        ignore_eos=True,
+        cache_seed=b"s",
+    )
 
 
 def test_tokens_equal_generate_in_float32(model_dir: Path) -> None:
     config = EngineConfig(num_blocks=1024)
     runner = TransformersRunner(ModelConfig(path=str(model_dir), dtype="float32", device="cuda"), config)
-    engine = Engine(runner, SchedulerLimits(16, 64, 512, 512, 0))
+    engine = Engine(
+        runner,
+        SchedulerLimits(
+            block_size=16, max_num_seqs=64, max_num_batched_tokens=512, output_reservation=512, num_state_slots=0
+        ),
+    )
     reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).cuda().eval()
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 49000, (n,), generator=generator).tolist() for n in (1, 16, 17, 100, 700, 2000)]
@@ -53,7 +70,12 @@ def test_a_reader_that_waits_for_a_layers_fence_reads_the_final_rows(model_dir: 
     """On a stream of its own, while the step goes on; bit for bit. After the step nobody needs a fence."""
     config = EngineConfig(num_blocks=1024)
     runner = TransformersRunner(ModelConfig(path=str(model_dir), device="cuda"), config)
-    engine = Engine(runner, SchedulerLimits(16, 64, 4096, 512, 0))
+    engine = Engine(
+        runner,
+        SchedulerLimits(
+            block_size=16, max_num_seqs=64, max_num_batched_tokens=4096, output_reservation=512, num_state_slots=0
+        ),
+    )
     prompt = torch.randint(3, 49000, (3000,), generator=torch.Generator().manual_seed(1)).tolist()
     sequence = engine.add(make_spec("read", prompt), Purpose.PREFILL, now=0.0)
     reader = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -84,7 +106,12 @@ def test_a_reader_that_waits_for_a_layers_fence_reads_the_final_rows(model_dir: 
 
 def test_a_step_without_a_token_to_sample_is_over_when_execute_returns(model_dir: Path) -> None:
     runner = TransformersRunner(ModelConfig(path=str(model_dir), device="cuda"), EngineConfig(num_blocks=1024))
-    engine = Engine(runner, SchedulerLimits(16, 64, 2048, 512, 0))
+    engine = Engine(
+        runner,
+        SchedulerLimits(
+            block_size=16, max_num_seqs=64, max_num_batched_tokens=2048, output_reservation=512, num_state_slots=0
+        ),
+    )
     engine.add(make_spec("chunked", [7] * 3000), Purpose.PREFILL, now=0.0)
     batch, _ = engine.schedule(0.0)
     assert runner.execute(batch) == []

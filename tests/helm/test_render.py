@@ -88,7 +88,11 @@ def test_the_definition_of_serving_pools_is_one_that_kubernetes_takes() -> None:
 def test_every_field_of_serving_pools_that_the_controller_writes_is_defined() -> None:
     from deploy.kubernetes.serving_pool import PoolReport, PoolSpec, status_of
 
-    status = status_of(PoolSpec(2, 9, most=2, selector="a=b", generation=3), PoolReport(2, 1, 1, 0), {})
+    status = status_of(
+        PoolSpec(size=2, asked=9, most=2, selector="a=b", generation=3),
+        PoolReport(desired=2, num_workers=1, num_ready=1, num_draining=0),
+        {},
+    )
     pool = {**the(render(), "ServingPool", "decode"), "status": status}
     assert not schemas.errors(pool, "1.35")
 

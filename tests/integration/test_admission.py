@@ -97,7 +97,7 @@ class SlowCluster:
         return prompt_of(next(self._seeds), num_tokens)
 
     def ask(self, num_tokens: int, tenant: str = "large", **fields: Any) -> Asked:
-        return Asked(self, tenant, self.fresh(num_tokens), fields)
+        return Asked(cluster=self, tenant=tenant, prompt=self.fresh(num_tokens), fields=fields)
 
     def metric(self, name: str, *labels: str) -> float:
         samples = self._fleet.routers[0].metrics()
@@ -128,7 +128,7 @@ class SlowCluster:
         time.sleep(1.0)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Asked:
     """A request that is answered in a thread of its own. Seconds since it was sent; infinite: never."""
 
@@ -404,7 +404,12 @@ def test_the_room_for_an_answer_is_what_answers_have_had(slow: SlowCluster) -> N
         prompt = slow.fresh(20)
         stop = expected_tokens(prompt, 3)[-1]
         settings = {"temperature": 0, "max_tokens": 300, "stop_token_ids": [stop]}
-        asked = Asked(slow, "brisk", prompt, {"sampling": settings, "request_id": f"history-{number}"})
+        asked = Asked(
+            cluster=slow,
+            tenant="brisk",
+            prompt=prompt,
+            fields={"sampling": settings, "request_id": f"history-{number}"},
+        )
         assert len(asked.served().tokens) <= 3
     (first,), (last,) = explain(slow.grpc, "history-0"), explain(slow.grpc, "history-19")
     assert last["num_expected_tokens"] == 64 <= first["num_expected_tokens"]

@@ -31,7 +31,7 @@ NUM_STREAMS = 16
 BLOCK_SIZE = 16
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Stream:
     """A client's stream, read in a thread."""
 
@@ -64,7 +64,7 @@ class Streams:
     def __init__(self, fleet: Fleet, num_streams: int, max_tokens: int, num_prompt_tokens: int = 100) -> None:
         rng = random.Random(3)
         self.streams = [
-            Stream([rng.randrange(1, 40_000) for _ in range(num_prompt_tokens + i)], max_tokens)
+            Stream(prompt=[rng.randrange(1, 40_000) for _ in range(num_prompt_tokens + i)], max_tokens=max_tokens)
             for i in range(num_streams)
         ]
         self._fleet = fleet
@@ -182,7 +182,7 @@ def test_roles_change_under_load_and_the_cache_stays() -> None:
                 soon(lambda: role_of(fleet, "decode-1") == (role, "ready"))  # noqa: B023 - at once
                 time.sleep(0.5)
             fleet.remove("prefill-0", signal.SIGTERM)
-            asked = Stream(streams.streams[0].prompt + [5] * 20, 4)
+            asked = Stream(prompt=streams.streams[0].prompt + [5] * 20, max_tokens=4)
             # decode-1 is the only one that prefills now. It has decoded, or not, but nobody has forgotten anything.
             asked.read(fleet)
             assert asked.is_right
@@ -193,7 +193,7 @@ def test_roles_change_under_load_and_the_cache_stays() -> None:
 def test_a_flipped_worker_keeps_its_prefixes() -> None:
     prompt = list(range(1, 200))
     with busy_fleet("aggregated") as fleet:
-        Stream(prompt, 2).read(fleet)  # decode-0 has computed it
+        Stream(prompt=prompt, max_tokens=2).read(fleet)  # decode-0 has computed it
         fleet.wait_for(fleet.add(Role.DECODE, "decode-1"))
         with control(fleet, "decode-0") as worker:
             worker.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=20))

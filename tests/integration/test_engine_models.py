@@ -151,7 +151,11 @@ def make_engine(folder: Path, config: EngineConfig = ENGINE) -> Engine:
 
 def engine_of(runner: TransformersRunner, config: EngineConfig) -> Engine:
     limits = SchedulerLimits(
-        config.block_size, config.max_num_seqs, config.max_num_batched_tokens, output_reservation=8, num_state_slots=0
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        output_reservation=8,
+        num_state_slots=0,
     )
     return Engine(runner, limits)
 
@@ -562,7 +566,7 @@ def test_dynamic_rope_beyond_what_was_trained_is_refused(tmp_path: Path) -> None
         assert make_engine(tmp_path, replace(ENGINE, max_model_len=asked)).runner.max_model_len == 512
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RandomModel:
     """A model of a listed type with a drawn RoPE, and an engine of drawn sizes."""
 
@@ -639,7 +643,9 @@ def random_model(rope_type: str, seed: int) -> tuple[RandomModel, random.Random]
     rope = random_rope(draw, rope_type, int(rotated * extra.get("head_dim", 16)), longest)
     if rotated < 1:
         rope["partial_rotary_factor"] = rotated
-    return RandomModel(kind, extra, rope, draw.random() < 0.5, longest, engine), draw
+    return RandomModel(
+        kind=kind, extra=extra, rope=rope, is_legacy=draw.random() < 0.5, max_position_embeddings=longest, engine=engine
+    ), draw
 
 
 @pytest.mark.parametrize("seed", range(NUM_RANDOM))

@@ -33,7 +33,7 @@ STAGES = ("queue_s", "admission_s", "prefill_s", "transfer_s", "decode_s", "reco
 PHASES = {f"request.{stage}" for stage in Stage}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Asked:
     """A request that is answered in a thread of its own."""
 
@@ -81,7 +81,7 @@ class Injected:
         return self.ask_for(prompt_of(next(self._seeds), num_prompt), num_tokens, **slo)
 
     def ask_for(self, prompt: list[int], num_tokens: int, **slo: float) -> Asked:
-        asked = Asked(f"goodput-{next(self._numbers)}-{time.time_ns()}")
+        asked = Asked(id=f"goodput-{next(self._numbers)}-{time.time_ns()}")
         message = request(
             request_id=asked.id,
             token_ids=prompt,

@@ -84,7 +84,21 @@ MAX_GROWTH = 128 * 2**20
 
 
 def small_spec(name: str, prompt: tuple[int, ...] = PROMPT, num_tokens: int = 4) -> SequenceSpec:
-    return SequenceSpec(name, 0, prompt, len(prompt), num_tokens, 0.0, 0, 1.0, 0.0, 0, (), True, b"seed")
+    return SequenceSpec(
+        request_id=name,
+        choice_index=0,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        max_tokens=num_tokens,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        stop_token_ids=(),
+        ignore_eos=True,
+        cache_seed=b"seed",
+    )
 
 
 # -- the workers -----------------------------------------------------------------------------------------------------
@@ -164,7 +178,7 @@ def tokens_in(event: Any) -> tuple[int, ...]:
 
 
 def at(member: Member) -> Worker:
-    return Worker(member.info, WorkerLoad(WorkerState.READY))
+    return Worker(member.info, WorkerLoad(state=WorkerState.READY))
 
 
 @contextlib.asynccontextmanager
@@ -362,8 +376,26 @@ async def answer(cluster: Cluster, kind: str, change: Change) -> Answer:
         ids = (ticket.transfer_id, ticket.generation)
         if kind == "session":
             layout, links = prefill.kv.sender.layout, ("shm", "tcp")
-            hello = Hello(PROTOCOL_VERSION, "hostile", "h.1", decode.wire_compat, links, layout, 0, 0, host_id())
-            offer = Offer(*ids, b"x" * 16, 3, "auto", ticket.num_tokens, 4096)
+            hello = Hello(
+                protocol_version=PROTOCOL_VERSION,
+                worker_id="hostile",
+                incarnation="h.1",
+                wire_compat=decode.wire_compat,
+                links=links,
+                layout=layout,
+                rank=0,
+                peer_rank=0,
+                host_id=host_id(),
+            )
+            offer = Offer(
+                transfer_id=ticket.transfer_id,
+                generation=ticket.generation,
+                plan_digest=b"x" * 16,
+                num_chunks=3,
+                wire_dtype="auto",
+                num_tokens=ticket.num_tokens,
+                chunk_bytes=4096,
+            )
             sent = [hello, Ping(), offer, Commit(*ids, 5), Abort(*ids, "no")]
             return await session(decode, sent, change)
         assert kind == "receive"

@@ -98,7 +98,19 @@ def test_wrong_grids_are_refused_in_a_sentence(trace: Path) -> None:
         assert sentence in done.stderr.replace("\n", " ")
 
 
-OPTIONS = Options(TraceOptions(None), 0, 8, 5000, "llama-3-8b@h200", None, 0, (), 5000.0, 100.0, 1)
+OPTIONS = Options(
+    trace=TraceOptions(path=None),
+    prefill=0,
+    decode=8,
+    blocks=5000,
+    profile="llama-3-8b@h200",
+    costs=None,
+    max_output=0,
+    policies=(),
+    ttft_ms=5000.0,
+    itl_ms=100.0,
+    jobs=1,
+)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +121,7 @@ OPTIONS = Options(TraceOptions(None), 0, 8, 5000, "llama-3-8b@h200", None, 0, ()
         ({"blocks": 10}, "tokens; a worker's blocks hold 5120"),
         ({"ttft_ms": 0.0}, "--ttft-ms must be more than 0"),
         ({"costs": Path("nowhere.json")}, "cannot read the costs nowhere.json"),
-        ({"trace": TraceOptions(Path("nowhere.jsonl"))}, "cannot read the trace nowhere.jsonl"),
+        ({"trace": TraceOptions(path=Path("nowhere.jsonl"))}, "cannot read the trace nowhere.jsonl"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_in_a_sentence(changes: dict[str, object], sentence: str) -> None:

@@ -11,14 +11,28 @@ import pytest
 from tests.integration.transfer_model import Scenario, explore
 
 SCENARIOS = [
-    (Scenario("one transfer", ((2,),), 2, num_faults=2, num_cancels=2), 40_000),
-    (Scenario("side by side", ((1,), (1,)), 2, num_faults=2), 400_000),
-    (Scenario("one after the other in one block", ((1,), (1,)), 1, num_faults=2, num_cancels=1), 200_000),
-    (Scenario("the second in a block of the first", ((2,), (1,)), 2, num_faults=1, num_cancels=1), 30_000),
-    (Scenario("one without chunks", ((0,), (1,)), 1, num_faults=1, num_cancels=1), 70_000),
-    (Scenario("two sessions, one block", ((1, None), (None, 1)), 1, num_faults=2), 80_000),
-    (Scenario("two sources", ((1, 1),), 2, num_faults=1), 20_000),
-    (Scenario("two sources, then one", ((1, 1), (1, None)), 2, num_faults=1), 80_000),
+    (Scenario(name="one transfer", num_chunks=((2,),), num_blocks=2, num_faults=2, num_cancels=2), 40_000),
+    (Scenario(name="side by side", num_chunks=((1,), (1,)), num_blocks=2, num_faults=2), 400_000),
+    (
+        Scenario(
+            name="one after the other in one block", num_chunks=((1,), (1,)), num_blocks=1, num_faults=2, num_cancels=1
+        ),
+        200_000,
+    ),
+    (
+        Scenario(
+            name="the second in a block of the first",
+            num_chunks=((2,), (1,)),
+            num_blocks=2,
+            num_faults=1,
+            num_cancels=1,
+        ),
+        30_000,
+    ),
+    (Scenario(name="one without chunks", num_chunks=((0,), (1,)), num_blocks=1, num_faults=1, num_cancels=1), 70_000),
+    (Scenario(name="two sessions, one block", num_chunks=((1, None), (None, 1)), num_blocks=1, num_faults=2), 80_000),
+    (Scenario(name="two sources", num_chunks=((1, 1),), num_blocks=2, num_faults=1), 20_000),
+    (Scenario(name="two sources, then one", num_chunks=((1, 1), (1, None)), num_blocks=2, num_faults=1), 80_000),
 ]
 
 

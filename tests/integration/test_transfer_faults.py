@@ -48,7 +48,9 @@ from tests.integration.transfer_peers import (
 pytestmark = pytest.mark.timeout(280)
 
 NUM_TRANSFERS = int(os.environ.get("NUM_TRANSFERS", "10000"))
-SPEC = KVSpec(16, (LayerGroup("all", tuple(range(4)), 1, 4, 4, torch.float32),))
+SPEC = KVSpec(
+    16, (LayerGroup(name="all", layers=tuple(range(4)), num_kv_heads=1, k_dim=4, v_dim=4, dtype=torch.float32),)
+)
 """512 bytes a row: a transfer of 3 blocks is 6 KiB in 3 chunks."""
 NUM_BLOCKS = 128
 NUM_SENDERS = 4
@@ -164,7 +166,7 @@ def injected(monkeypatch: pytest.MonkeyPatch) -> Injected:
     return notes
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Outcome:
     committed: set[int] = field(default_factory=set)
     """Generations."""

@@ -126,7 +126,7 @@ async def test_transfers_over_two_pairs_at_once_do_not_mix(link: str) -> None:
         assert prefill.sender.num_pairs == 2
 
 
-LAYERS = KVSpec(16, (LayerGroup("all", (0, 1, 2), 3, 4, 6, torch.float32),))
+LAYERS = KVSpec(16, (LayerGroup(name="all", layers=(0, 1, 2), num_kv_heads=3, k_dim=4, v_dim=6, dtype=torch.float32),))
 """Three heads, K and V of different widths, no state."""
 
 
@@ -302,7 +302,14 @@ async def test_a_short_transfer_does_not_wait_for_a_long_one(link: str) -> None:
 
 async def test_the_number_of_messages_does_not_grow_with_layers_or_chunks(link: str) -> None:
     for num_layers in (2, 60):
-        spec = KVSpec(16, (LayerGroup("all", tuple(range(num_layers)), 1, 8, 8, torch.float32),))
+        spec = KVSpec(
+            16,
+            (
+                LayerGroup(
+                    name="all", layers=tuple(range(num_layers)), num_kv_heads=1, k_dim=8, v_dim=8, dtype=torch.float32
+                ),
+            ),
+        )
         config = with_link(link, slot_bytes=2048, resend_s=5.0)
         async with (
             decode_side(config, caches=[KVCache(spec, NUM_BLOCKS, 1)]) as decode,
@@ -340,7 +347,9 @@ async def test_a_pool_of_two_slots_serves_four_pairs_on_either_side() -> None:
 
 
 async def test_new_prompts_wait_while_too_much_is_unsent(link: str) -> None:
-    spec = KVSpec(16, (LayerGroup("all", tuple(range(9)), 1, 512, 512, torch.float32),))  # 64 KiB a row
+    spec = KVSpec(
+        16, (LayerGroup(name="all", layers=tuple(range(9)), num_kv_heads=1, k_dim=512, v_dim=512, dtype=torch.float32),)
+    )  # 64 KiB a row
     config = with_link(link, slot_bytes=2**17, max_unsent_mib=1)
     async with (
         decode_side(config, caches=[KVCache(spec, 4, 1)]) as decode,

@@ -44,7 +44,16 @@ def make_engine(model_dir: Path, block_size: int) -> Engine:
     runner = TransformersRunner(ModelConfig(path=str(model_dir), dtype="float32", device="cpu"), config)
     for group in runner.cache.groups:
         group.fill_(float("nan"))  # what others may have left
-    return Engine(runner, SchedulerLimits(block_size, config.max_num_seqs, 64, 64, 0))
+    return Engine(
+        runner,
+        SchedulerLimits(
+            block_size=block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=64,
+            output_reservation=64,
+            num_state_slots=0,
+        ),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +68,20 @@ def decode(model_dir: Path, request: pytest.FixtureRequest) -> Engine:
 
 def make_spec(prompt: list[int], cache_seed: str) -> SequenceSpec:
     return SequenceSpec(
-        "r", 0, tuple(prompt), len(prompt), NUM_NEW_TOKENS, 0.0, 0, 1.0, 0.0, 0, (), ignore_eos=True,
+        request_id="r",
+        choice_index=0,
+        token_ids=tuple(prompt),
+        num_prompt_tokens=len(prompt),
+        max_tokens=NUM_NEW_TOKENS,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        stop_token_ids=(),
+        ignore_eos=True,
         cache_seed=cache_seed.encode(),
-    )  # fmt: skip
+    )
 
 
 def outputs_of(engine: Engine) -> Iterator[Generated | Reserved]:

@@ -156,7 +156,13 @@ async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> 
         )
         digest = planned.digest(config.checksum)
         offer = Offer(
-            "silent", ticket.generation, digest, len(planned.chunks), planned.options.wire_dtype, 32, config.slot_bytes
+            transfer_id="silent",
+            generation=ticket.generation,
+            plan_digest=digest,
+            num_chunks=len(planned.chunks),
+            wire_dtype=planned.options.wire_dtype,
+            num_tokens=32,
+            chunk_bytes=config.slot_bytes,
         )
         async with open_channel(ticket.kv_address) as channel, asyncio.timeout(20):
             stub: Any = kv_pb2_grpc.KvControlStub(channel)
@@ -216,8 +222,10 @@ async def test_pools_too_small_for_all_pairs_starve_none(num_slots: int) -> None
 
 async def test_a_workers_counts_are_those_of_both_its_sides() -> None:
     async with engine_worker("w", ArithmeticRunner(num_blocks=8)) as worker:
-        worker.kv.sender._stats = TransferStats(*range(1, 11))
-        worker.kv.receiver._stats = TransferStats(*range(100, 1100, 100))
+        worker.kv.sender._stats = TransferStats(**{name: n for n, name in enumerate(TransferStats.__slots__[:10], 1)})
+        worker.kv.receiver._stats = TransferStats(
+            **dict(zip(TransferStats.__slots__, range(100, 1100, 100), strict=False))
+        )
         counts = worker.kv.counts()
     assert (counts.sent_committed, counts.received_committed, counts.committed) == (1, 100, 101)
     reasons = (counts.corrupted, counts.expired, counts.timed_out, counts.refused, counts.lost)

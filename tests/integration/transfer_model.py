@@ -73,7 +73,7 @@ class Violation(AssertionError):
     """Something that must never happen, and the steps that lead to it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """What there is to hand over, and how much may go wrong in one run.
 
@@ -94,7 +94,7 @@ class Scenario:
         return f"{self.name}, {self.num_faults} faults, {self.num_cancels} cancels"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explored:
     num_worlds: int
     num_steps: int
@@ -520,7 +520,15 @@ class Model:
                 world.sent = put(world.sent, t, put(world.sent[t], s, FAILED))
                 continue
             world.pinned = put(world.pinned, t, put(world.pinned[t], s, True))
-            offer = Offer(transfer_id(generation), generation, b"", self.scenario.num_chunks[t][s] or 0, "", 16, 1024)
+            offer = Offer(
+                transfer_id=transfer_id(generation),
+                generation=generation,
+                plan_digest=b"",
+                num_chunks=self.scenario.num_chunks[t][s] or 0,
+                wire_dtype="",
+                num_tokens=16,
+                chunk_bytes=1024,
+            )
             self._of_offers(world, s, "offer", offer, 0.0)
 
     def _release(self, world: World, t: int) -> None:
@@ -732,7 +740,14 @@ def explore(scenario: Scenario, ledger: type[Ledger] = Ledger, offers: type[Offe
         steps_taken = "; ".join(" ".join(map(str, way)) for way in ways)
         raise Violation(f"{scenario}: {error!r} after: {steps_taken}") from error
     seconds = time.perf_counter() - began
-    return Explored(len(is_behind), num_steps, model.num_ends, len(model.ledger), len(model.offers), seconds)
+    return Explored(
+        num_worlds=len(is_behind),
+        num_steps=num_steps,
+        num_ends=model.num_ends,
+        num_ledgers=len(model.ledger),
+        num_offers=len(model.offers),
+        seconds=seconds,
+    )
 
 
 def with_budget(scenario: Scenario, num_faults: int, num_cancels: int) -> Scenario:

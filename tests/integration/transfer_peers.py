@@ -43,8 +43,8 @@ HOST = "127.0.0.1"
 SPEC = KVSpec(
     16,
     (
-        LayerGroup("global", (0, 1, 2), 2, 8, 8, torch.bfloat16),
-        LayerGroup("window", (3, 4), 1, 8, 4, torch.float32),
+        LayerGroup(name="global", layers=(0, 1, 2), num_kv_heads=2, k_dim=8, v_dim=8, dtype=torch.bfloat16),
+        LayerGroup(name="window", layers=(3, 4), num_kv_heads=1, k_dim=8, v_dim=4, dtype=torch.float32),
     ),
     (StateSpec("conv", (33,), torch.float32),),
 )
@@ -266,7 +266,7 @@ async def hand_over(
 # -- workers with an engine ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Worker:
     id: str
     loop: EngineLoop
@@ -300,14 +300,20 @@ class Worker:
 async def engine_worker(
     name: str, runner: ArithmeticRunner, config: TransferConfig = CONFIG, faults: str = "", step_tokens: int = 64
 ) -> AsyncIterator[Worker]:
-    limits = SchedulerLimits(runner.cache.spec.block_size, 8, step_tokens, 0, 8 if runner.cache.states else 0)
+    limits = SchedulerLimits(
+        block_size=runner.cache.spec.block_size,
+        max_num_seqs=8,
+        max_num_batched_tokens=step_tokens,
+        output_reservation=0,
+        num_state_slots=8 if runner.cache.states else 0,
+    )
     loop = EngineLoop(Engine(runner, limits), 100)
     kv = KvEndpoint(name, f"{name}.1", loop, "kind-a", config, HOST, FaultsConfig(spec=faults))
     running = asyncio.create_task(loop.run())
     async with served(kv) as (address, server):
         kv.receiver.kv_address = address
         try:
-            yield Worker(name, loop, kv, runner, running, server)
+            yield Worker(id=name, loop=loop, kv=kv, runner=runner, running=running, server=server)
         finally:
             await kv.close()
     assert not running.done()
@@ -317,9 +323,20 @@ async def engine_worker(
 
 def make_spec(prompt: Sequence[int], num_tokens: int = 4, request_id: str = "r") -> SequenceSpec:
     return SequenceSpec(
-        request_id, 0, tuple(prompt), len(prompt), num_tokens, 0.0, 0, 1.0, 0.0, 0, (), ignore_eos=True,
+        request_id=request_id,
+        choice_index=0,
+        token_ids=tuple(prompt),
+        num_prompt_tokens=len(prompt),
+        max_tokens=num_tokens,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        stop_token_ids=(),
+        ignore_eos=True,
         cache_seed=b"seed",
-    )  # fmt: skip
+    )
 
 
 async def read_all(handle: SequenceHandle) -> list[int]:

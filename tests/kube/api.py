@@ -47,18 +47,18 @@ class Api:
         try:
             return self._answer(request)
         except Refused as refused:
-            return Response(refused.code, refused.status())
+            return Response(code=refused.code, body=refused.status())
 
     def _answer(self, request: Request) -> Response:
         parts = [part for part in request.path.split("/") if part]
         if request.method == "GET":
             if parts in (["healthz"], ["readyz"], ["livez"]):
-                return Response(200, content_type="text/plain", stream=iter([b"ok"]))
+                return Response(code=200, content_type="text/plain", stream=iter([b"ok"]))
             found = discovery.document(parts, self._kinds.all(), request.accept)
             if found is not None:
-                return Response(200, found[0], found[1])
+                return Response(code=200, body=found[0], content_type=found[1])
         if request.method == "POST" and parts[:1] == ["apis"] and parts[3:] == ["selfsubjectaccessreviews"]:
-            return Response(201, self._review(request))
+            return Response(code=201, body=self._review(request))
         target = self._target(parts)
         self._authorize(target, request)
         return self._verb(target, request)(target, request)
@@ -107,7 +107,13 @@ class Api:
         if not target.name and request.method in ("GET", "DELETE"):
             verb = "deletecollection" if verb == "delete" else "watch" if request.flag("watch") else "list"
         name = target.name or selected_name(request.query.get("fieldSelector", ""))
-        wish = rbac.Wish(verb, target.kind.resource, target.subresource, target.namespace, name)
+        wish = rbac.Wish(
+            verb=verb,
+            resource=target.kind.resource,
+            subresource=target.subresource,
+            namespace=target.namespace,
+            name=name,
+        )
         if not rbac.allowed(self._store, request.user, wish):
             raise Refused(403, "Forbidden", rbac.forbidden(request.user, wish))
 
@@ -115,11 +121,11 @@ class Api:
         review = body_of(request)
         asked = review["spec"].get("resourceAttributes") or {}
         wish = rbac.Wish(
-            asked.get("verb", ""),
-            Resource(asked.get("group", ""), asked.get("resource", "")),
-            asked.get("subresource", ""),
-            asked.get("namespace", ""),
-            asked.get("name", ""),
+            verb=asked.get("verb", ""),
+            resource=Resource(asked.get("group", ""), asked.get("resource", "")),
+            subresource=asked.get("subresource", ""),
+            namespace=asked.get("namespace", ""),
+            name=asked.get("name", ""),
         )
         return review | {"status": {"allowed": rbac.allowed(self._store, request.user, wish)}}
 
@@ -130,7 +136,7 @@ class Api:
             raise not_found(target.kind, target.name) from None
         if target.subresource == "scale":
             check_readable(target.kind, value)
-        return Response(200, self._shown(target, request, value))
+        return Response(code=200, body=self._shown(target, request, value))
 
     def _list(self, target: Target, request: Request) -> Response:
         version = self._store.version
@@ -138,15 +144,15 @@ class Api:
         found = [value for value in self._store.objects(target.kind.resource, target.namespace) if wanted(value)]
         items = [_versioned(target.kind, value) for value in found]
         if request.wants_table:
-            return Response(200, table(target.kind, items, version))
+            return Response(code=200, body=table(target.kind, items, version))
         shown = {"kind": target.kind.list_name, "apiVersion": target.kind.api_version}
-        return Response(200, shown | {"metadata": {"resourceVersion": version}, "items": items})
+        return Response(code=200, body=shown | {"metadata": {"resourceVersion": version}, "items": items})
 
     def _watch(self, target: Target, request: Request) -> Response:
         def shown(value: Object) -> Object:
             return self._shown(target, request, value)
 
-        return Response(200, stream=events(self._store, target, request, selection(request), shown))
+        return Response(code=200, stream=events(self._store, target, request, selection(request), shown))
 
     def _log(self, target: Target, request: Request) -> Response:
         pod = self._get(Target(target.kind, target.namespace, target.name), request).body
@@ -155,7 +161,7 @@ class Api:
         if name not in paths or not Path(paths[name]).exists():
             raise bad_request(f'container "{name}" in pod "{target.name}" is waiting to start')
         lines = log_lines(self._store, target.key, name, Path(paths[name]), request)
-        return Response(200, content_type="text/plain", stream=lines)
+        return Response(code=200, content_type="text/plain", stream=lines)
 
     def _shown(self, target: Target, request: Request, value: Object) -> Object:
         if target.subresource == "scale":
@@ -198,7 +204,7 @@ class Api:
             stored = self._store_for(target, request.dry_run).create(target.key, value)
         except Exists:
             raise already_exists(kind, target.name) from None
-        return Response(201, _versioned(kind, stored), warnings=warnings)
+        return Response(code=201, body=_versioned(kind, stored), warnings=warnings)
 
     def _replace(self, target: Target, request: Request) -> Response:
         body = body_of(request)
@@ -310,7 +316,7 @@ class Api:
         except Stale:
             raise stale(kind, target.name) from None
         shown = scale_of(kind, stored) if target.subresource == "scale" else _versioned(kind, stored)
-        return Response(200, shown, warnings=said)
+        return Response(code=200, body=shown, warnings=said)
 
     def _delete(self, target: Target, request: Request) -> Response:
         options = parsed(request.body) if request.body else {}
@@ -328,18 +334,20 @@ class Api:
         except Missing:
             raise not_found(target.kind, target.name) from None
         if deleted["metadata"].get("deletionTimestamp") and not dry:
-            return Response(200, _versioned(target.kind, deleted))
+            return Response(code=200, body=_versioned(target.kind, deleted))
         details = {"name": target.name, "group": target.kind.resource.group, "kind": target.kind.resource.plural}
         details["uid"] = deleted["metadata"]["uid"]
         done = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
-        return Response(200, done)
+        return Response(code=200, body=done)
 
     def _delete_collection(self, target: Target, request: Request) -> Response:
-        listed = self._list(target, Request("GET", request.path, request.query, request.user)).body
+        listed = self._list(
+            target, Request(method="GET", path=request.path, query=request.query, user=request.user)
+        ).body
         for value in listed["items"]:
             metadata = value["metadata"]
             self._delete(Target(target.kind, metadata.get("namespace", ""), metadata["name"]), request)
-        return Response(200, listed)
+        return Response(code=200, body=listed)
 
     def _store_for(self, target: Target, dry_run: bool) -> Store:
         return self._store.scratch(target.key) if dry_run else self._store

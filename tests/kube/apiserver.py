@@ -138,22 +138,24 @@ class _Handler(BaseHTTPRequestHandler):
         token, _, path = url.path.lstrip("/").partition("/")
         user = self.server.users.get(token)
         if user is None:
-            return Response(401, Refused(401, "Unauthorized", "Unauthorized").status())
+            return Response(code=401, body=Refused(401, "Unauthorized", "Unauthorized").status())
         request = Request(
-            self.command,
-            f"/{path}",
-            dict(parse_qsl(url.query, keep_blank_values=True)),
-            user,
-            body,
-            self.headers.get("Content-Type", ""),
-            self.headers.get("Accept", ""),
-            self.headers.get("User-Agent", ""),
+            method=self.command,
+            path=f"/{path}",
+            query=dict(parse_qsl(url.query, keep_blank_values=True)),
+            user=user,
+            body=body,
+            content_type=self.headers.get("Content-Type", ""),
+            accept=self.headers.get("Accept", ""),
+            agent=self.headers.get("User-Agent", ""),
         )
         try:
             response = self.server.api.answer(request)
         except Exception as error:
             logger.exception("%s %s", self.command, self.path)
-            return Response(500, Refused(500, "InternalError", f"Internal error occurred: {error!r}").status())
+            return Response(
+                code=500, body=Refused(500, "InternalError", f"Internal error occurred: {error!r}").status()
+            )
         logger.info("%s %s %s %s", user, self.command, request.path, response.code)
         return response
 

@@ -24,7 +24,7 @@ class Scale:
     """Of a LabelSelector, or of a string which is one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     name: str
     path: str
@@ -35,7 +35,7 @@ class Column:
     description: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Kind:
     resource: Resource
     version: str
@@ -82,9 +82,9 @@ def _group(group: str, version: str, *rows: tuple[str, str, str], categories: tu
     for name, short, marks in rows:
         made.append(
             Kind(
-                Resource(group, _plural(name.lower())),
-                version,
-                name,
+                resource=Resource(group, _plural(name.lower())),
+                version=version,
+                name=name,
                 namespaced="c" not in marks,
                 short_names=tuple(short.split()),
                 status="s" in marks,
@@ -180,19 +180,25 @@ def of_crd(crd: Object) -> list[Kind]:
             continue
         subresources = version.get("subresources") or {}
         columns = [
-            Column(c["name"], c["jsonPath"], c["type"], c.get("priority", 0), c.get("description", ""))
+            Column(
+                name=c["name"],
+                path=c["jsonPath"],
+                type=c["type"],
+                priority=c.get("priority", 0),
+                description=c.get("description", ""),
+            )
             for c in version.get("additionalPrinterColumns", ())
         ]
         made.append(
             Kind(
-                Resource(spec["group"], names["plural"]),
-                version["name"],
-                names["kind"],
+                resource=Resource(spec["group"], names["plural"]),
+                version=version["name"],
+                name=names["kind"],
                 namespaced=spec["scope"] == "Namespaced",
                 short_names=tuple(names.get("shortNames", ())),
                 status="status" in subresources,
                 scale=_scale(subresources["scale"]) if "scale" in subresources else None,
-                columns=tuple(columns or [Column("Age", ".metadata.creationTimestamp", "date")]),
+                columns=tuple(columns or [Column(name="Age", path=".metadata.creationTimestamp", type="date")]),
                 categories=tuple(names.get("categories", ())),
                 singular=names.get("singular") or names["kind"].lower(),
                 list_name=names.get("listKind") or f"{names['kind']}List",

@@ -19,7 +19,7 @@ APPLY = "application/apply-patch+yaml"
 HEAD = ("apiVersion", "kind", "metadata")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     method: str
     path: str
@@ -51,7 +51,7 @@ class Request:
         return self.query.get(name, "") in ("1", "true", "True")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
     code: int
     body: Object = field(default_factory=dict)

@@ -12,7 +12,7 @@ ADMIN = "admin"
 SERVICE_ACCOUNT = "system:serviceaccount:"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
     verb: str
     resource: Resource

@@ -35,7 +35,7 @@ TIMEOUT_S = 240
 """On a busy machine `ray start` gives up after 30 s, and is started again, more than once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
     api: RunningApi
     machine: Machine
@@ -169,12 +169,14 @@ def kube_cluster(helm_major: int, folder: Path, cache: Path, *values: str) -> Ge
             "HELM_DATA_HOME": str(folder / "helm"),
         }
         hosted = ("--set", "modelCache.type=hostPath", "--set", f"modelCache.hostPath={cache}")
-        release = Release(api, machine, binaries(helm_major), client, (*hosted, *values))
+        release = Release(
+            api=api, machine=machine, binaries=binaries(helm_major), environment=client, values=(*hosted, *values)
+        )
         release.kubectl("create", "namespace", NAMESPACE)
         yield release
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Load:
     """Requests to the routers, a few at a time, each compared with what the arithmetic model has to say."""
 

@@ -15,11 +15,11 @@ Cell = Callable[[Object], Any]
 
 def table(kind: Kind, objects: list[Object], version: str) -> Object:
     """A `Table` of meta.k8s.io/v1."""
-    columns = [Column("Name", ".metadata.name"), *kind.columns]
+    columns = [Column(name="Name", path=".metadata.name"), *kind.columns]
     cells: list[Cell] = [_cell(column) for column in columns]
     if not kind.custom:
         rows = BUILTIN.get(kind.name, [])
-        columns = [columns[0], *(Column(name, "", priority=priority) for name, priority, _ in rows), AGE]
+        columns = [columns[0], *(Column(name=name, path="", priority=priority) for name, priority, _ in rows), AGE]
         cells = [cells[0], *(cell for _, _, cell in rows), _cell(AGE)]
     return {
         "kind": "Table",
@@ -39,7 +39,7 @@ def table(kind: Kind, objects: list[Object], version: str) -> Object:
     }
 
 
-AGE = Column("Age", ".metadata.creationTimestamp", "date")
+AGE = Column(name="Age", path=".metadata.creationTimestamp", type="date")
 
 
 def _cell(column: Column) -> Cell:

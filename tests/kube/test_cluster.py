@@ -59,7 +59,7 @@ def live_through(release: Release, *days: Callable[[Release], None]) -> None:
     )
     assert {psutil.Process(pid).nice() for pid in pids(release).values()} == {psutil.Process().nice()}
     release.helm("test", NAME, f"--timeout={TIMEOUT_S}s")
-    with Load(release.grpc).running() as load:
+    with Load(address=release.grpc).running() as load:
         for day in days:
             day(release)
         num_answered = load.num_answered

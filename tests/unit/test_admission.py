@@ -25,7 +25,12 @@ from router.admission import (
 from router.admission.limiter import CROWDED
 from router.tenants import Tenant
 
-FACTS = ModelFacts("tiny", 500, 100, SamplingParams(temperature=0.2, top_p=0.9, stop_token_ids=(7,)))
+FACTS = ModelFacts(
+    id="tiny",
+    vocab_size=500,
+    max_model_len=100,
+    default_sampling=SamplingParams(temperature=0.2, top_p=0.9, stop_token_ids=(7,)),
+)
 
 
 def params_of(asked: dict[str, Any], facts: ModelFacts) -> SamplingParams:
@@ -58,7 +63,7 @@ def test_a_request_id_is_short_and_printable(request_id: str) -> None:
 def test_what_is_continued_is_of_this_request(
     request_id: str, resume_from: dict[int, int], max_tokens: int | None, param: str
 ) -> None:
-    request = GenerateRequest(Text("x"), request_id, resume_from=resume_from)
+    request = GenerateRequest(prompt=Text("x"), request_id=request_id, resume_from=resume_from)
     params = SamplingParams(n=3, max_tokens=max_tokens)
     if not param:
         check_resume(request, params)
@@ -122,7 +127,9 @@ def test_the_models_defaults_fill_in_what_was_not_asked() -> None:
 
 @pytest.mark.parametrize(("default", "expected"), [(0, 80), (16, 16), (1000, 80)])
 def test_the_answers_length_when_nobody_says(default: int, expected: int) -> None:
-    facts = ModelFacts("tiny", 500, 100, SamplingParams(), default)
+    facts = ModelFacts(
+        id="tiny", vocab_size=500, max_model_len=100, default_sampling=SamplingParams(), default_max_tokens=default
+    )
     assert params_of({}, facts).max_tokens == expected
 
 
@@ -170,7 +177,7 @@ def test_a_request_id_is_unique_while_it_is_in_flight() -> None:
         pass
 
 
-A, B, HEAVY = Tenant("a"), Tenant("b"), Tenant("heavy", weight=3.0)
+A, B, HEAVY = Tenant(id="a"), Tenant(id="b"), Tenant(id="heavy", weight=3.0)
 
 
 class InFlight:

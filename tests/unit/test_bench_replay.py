@@ -63,8 +63,25 @@ def test_tokens_are_the_same_on_every_machine_for_the_same_seed_only() -> None:
     """The numbers are what SHAKE-128 gave when this was written."""
     one = request(0, 18, 1, 7)
     assert PROMPTS.token_ids(0, one) == [
-        883, 24, 244, 994, 40, 411, 869, 784, 564, 791, 755, 443, 203, 632, 335, 362, 384, 366,
-    ]  # fmt: skip
+        883,
+        24,
+        244,
+        994,
+        40,
+        411,
+        869,
+        784,
+        564,
+        791,
+        755,
+        443,
+        203,
+        632,
+        335,
+        362,
+        384,
+        366,
+    ]
     assert replace(PROMPTS, seed=1).token_ids(0, one)[:BLOCK] != PROMPTS.token_ids(0, one)[:BLOCK]
 
 
@@ -103,11 +120,19 @@ def observed(
     usage = Usage(one.num_prompt_tokens, one.num_output_tokens, cached)
     mode = "split" if prefill else "aggregated"
     timing = Timing(prefill_worker=prefill, decode_worker=decode, mode=mode, retries=retries)
-    return Observed(one, one.arrival_s + late_s, "served", None, list(token_times), usage, timing)
+    return Observed(
+        request=one,
+        sent_s=one.arrival_s + late_s,
+        outcome="served",
+        error=None,
+        token_times=list(token_times),
+        usage=usage,
+        timing=timing,
+    )
 
 
 def refused(one: TraceRequest, error: Exception) -> Observed:
-    result = Observed(one, one.arrival_s)
+    result = Observed(request=one, sent_s=one.arrival_s)
     assert isinstance(error, (Overloaded, WorkerFailed))
     result.refuse(error)
     return result
@@ -141,7 +166,7 @@ def test_the_figures_by_hand() -> None:
         observed(request(4.0, 10, 1), (4.9, 1), prefill="", late_s=0.005),
         refused(request(5.0, 10, 1), Overloaded("full")),
         refused(request(8.0, 10, 1), WorkerFailed("gone")),
-        Observed(request(9.0, 10, 1), 9.0),
+        Observed(request=request(9.0, 10, 1), sent_s=9.0),
     )
     assert (result.num_requests, result.num_served, result.num_rejected, result.num_failed) == (6, 4, 1, 1)
     assert result.num_cancelled == 1
@@ -178,7 +203,7 @@ def test_the_ceiling_is_that_of_the_requests_that_count() -> None:
     first, second = request(0, 32, 1, 1, 2), request(1, 48, 1, 1, 2, 3)
     served = observed(first, (0.1, 1))
     assert report(served, observed(second, (1.1, 1))).ceiling == pytest.approx(32 / 80)
-    assert report(served, Observed(second, 1.0)).ceiling == 0.0
+    assert report(served, Observed(request=second, sent_s=1.0)).ceiling == 0.0
 
 
 def test_a_replay_of_which_nothing_came_has_figures_too() -> None:
@@ -214,7 +239,9 @@ def test_the_report_has_the_simulators_figures_and_fits_a_terminal() -> None:
 # Replays
 
 
-STEPS = StepCosts(0.5, 0.25, 0.125, 2.0, 3.0, 4.0)
+STEPS = StepCosts(
+    s_overhead=0.5, s_per_token=0.25, s_per_pair=0.125, s_weights=2.0, s_per_sequence=3.0, s_per_kv_token=4.0
+)
 HANGS = 15
 """Prompts of so many tokens get no answer."""
 
@@ -397,7 +424,8 @@ async def test_what_is_served_and_who_serves_is_asked_first() -> None:
     async with serving(router) as connection:
         assert await connection.model() == ServedModel("abacus", 64)
         assert await connection.workers() == [
-            ServingWorker(name, role, STEPS, 100, 16, 512) for name, role in (("p0", "prefill"), ("d0", "decode"))
+            ServingWorker(id=name, role=role, costs=STEPS, num_blocks=100, block_tokens=16, chunk_tokens=512)
+            for name, role in (("p0", "prefill"), ("d0", "decode"))
         ], "and not the dead one"
         await check(connection, PROMPTS, OBJECTIVE)
         assert [list(message.token_ids.ids) for message in router.requests] == [[999]]
@@ -425,20 +453,26 @@ async def test_a_dead_router_is_told_in_a_sentence() -> None:
 
 
 OPTIONS = Options(
-    trace=TraceOptions(None), address="127.0.0.1:1", api_key="", max_output=0, concurrency=0, vocab=None, ttft_ms=1.0,
+    trace=TraceOptions(path=None),
+    address="127.0.0.1:1",
+    api_key="",
+    max_output=0,
+    concurrency=0,
+    vocab=None,
+    ttft_ms=1.0,
     itl_ms=1.0,
-)  # fmt: skip
+)
 
 
 def test_a_part_of_a_trace_made_smaller_and_faster() -> None:
-    whole = TraceOptions(None).trace()
-    part = TraceOptions(None, from_s=100.0, seconds=60.0, requests=50, scale=64, speed=2.0).trace()
+    whole = TraceOptions(path=None).trace()
+    part = TraceOptions(path=None, from_s=100.0, seconds=60.0, requests=50, scale=64, speed=2.0).trace()
     of_that_minute = [r for r in whole.requests if 100 <= r.arrival_s < 160][:50]
     assert [r.arrival_s * 2 + 100 for r in part.requests] == pytest.approx([r.arrival_s for r in of_that_minute])
     assert [r.num_prompt_tokens for r in part.requests] == [r.num_prompt_tokens // 64 for r in of_that_minute]
     assert (whole.block_tokens, part.block_tokens) == (512, 16)
-    assert TraceOptions(None, seconds=60.0).trace().requests[-1].arrival_s < 60
-    assert TraceOptions(None, from_s=2000.0).trace().requests[-1].arrival_s > 300
+    assert TraceOptions(path=None, seconds=60.0).trace().requests[-1].arrival_s < 60
+    assert TraceOptions(path=None, from_s=2000.0).trace().requests[-1].arrival_s > 300
 
 
 @pytest.mark.parametrize(
@@ -453,7 +487,7 @@ def test_a_part_of_a_trace_made_smaller_and_faster() -> None:
 )
 def test_parts_that_there_are_none_of_are_refused_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
-        TraceOptions(None, **changes).trace()
+        TraceOptions(path=None, **changes).trace()
     assert sentence in str(error.value)
 
 

@@ -15,22 +15,36 @@ from router.tenants import DEFAULT_TENANT, Tenant
 
 CONFIG = RouterConfig(
     slo_classes={
-        DEFAULT_CLASS: SloClassConfig(10_000.0, 200.0, affinity_weight=2.0, interference_weight=0.05),
-        "interactive": SloClassConfig(500.0, 50.0, affinity_weight=0.5, interference_weight=0.25),
+        DEFAULT_CLASS: SloClassConfig(ttft_ms=10_000.0, itl_ms=200.0, affinity_weight=2.0, interference_weight=0.05),
+        "interactive": SloClassConfig(ttft_ms=500.0, itl_ms=50.0, affinity_weight=0.5, interference_weight=0.25),
     }
 )
-REQUEST = GenerateRequest(Text("hello"))
-ACME = Tenant("acme", slo_class="interactive", max_priority=5)
+REQUEST = GenerateRequest(prompt=Text("hello"))
+ACME = Tenant(id="acme", slo_class="interactive", max_priority=5)
 
 
 def test_without_anything_said_the_default_class_holds() -> None:
-    expected = Claim(DEFAULT_TENANT, 0, "default", Objective(10.0, 0.2), Weights(2.0, 0.05), 7.0)
+    expected = Claim(
+        tenant=DEFAULT_TENANT,
+        priority=0,
+        slo_class="default",
+        objective=Objective(10.0, 0.2),
+        weights=Weights(2.0, 0.05),
+        arrived_s=7.0,
+    )
     assert claim_of(REQUEST, DEFAULT_TENANT, CONFIG, 7.0) == expected
 
 
 def test_a_tenant_names_its_class() -> None:
     claim = claim_of(REQUEST, ACME, CONFIG, 7.0)
-    assert claim == Claim(ACME, 0, "interactive", Objective(0.5, 0.05), Weights(0.5, 0.25), 7.0)
+    assert claim == Claim(
+        tenant=ACME,
+        priority=0,
+        slo_class="interactive",
+        objective=Objective(0.5, 0.05),
+        weights=Weights(0.5, 0.25),
+        arrived_s=7.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +68,7 @@ def test_what_a_request_sets_goes_before_and_the_rest_is_its_class(
 @pytest.mark.parametrize("name", ["ttft_ms", "itl_ms", "e2e_ms"])
 def test_an_objective_is_a_positive_number(name: str, value: float) -> None:
     asked: dict[str, float] = {name: value}
-    request = GenerateRequest(Text("hello"), **asked)  # type: ignore[arg-type]
+    request = GenerateRequest(prompt=Text("hello"), **asked)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=rf"slo\.{name} must be a positive number of milliseconds") as refusal:
         claim_of(request, ACME, CONFIG, 0.0)
     assert refusal.value.param == f"slo.{name}"
@@ -71,7 +85,7 @@ def test_a_tenant_asks_for_no_more_priority_than_it_has() -> None:
 
 def test_a_class_that_nobody_configured_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no SLO class is called 'batch'; router\.slo_classes has default, interact"):
-        claim_of(REQUEST, Tenant("b", slo_class="batch"), CONFIG, 0.0)
+        claim_of(REQUEST, Tenant(id="b", slo_class="batch"), CONFIG, 0.0)
 
 
 def test_the_settings_weights_are_those_of_placement() -> None:

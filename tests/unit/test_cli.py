@@ -15,14 +15,24 @@ from baton.errors import InvalidRequest
 from deploy.cli import garbage_lines, option_table, show_explanations, transfer_table, worker_table
 
 WORKER = {
-    "id": "decode-0", "role": "decode", "state": "draining", "pid": 123456, "address": "127.0.0.1:50052",
-    "running": 64, "waiting": 12, "self_check": "ok",
+    "id": "decode-0",
+    "role": "decode",
+    "state": "draining",
+    "pid": 123456,
+    "address": "127.0.0.1:50052",
+    "running": 64,
+    "waiting": 12,
+    "self_check": "ok",
     "blocks": {"total": 5000, "free": 4000, "cached": 950, "in_use": 50},
     "transfers": {
-        "open_pairs": 4, "slots_in_use": 3, "unsent_bytes": 3 * 2**19, "committed": 12, "failed": 6,
+        "open_pairs": 4,
+        "slots_in_use": 3,
+        "unsent_bytes": 3 * 2**19,
+        "committed": 12,
+        "failed": 6,
         "pulled_tokens": 320,
     },
-}  # fmt: skip
+}
 
 
 def printed(table: Table) -> tuple[str, str]:
@@ -67,12 +77,50 @@ def test_the_status_shows_a_workers_transfers() -> None:
         assert row[heading.index(name) :].split()[0] == value, name
 
 
-PREFILL = Option("prefill-12", "prefill", 1536, 1.25, 0.5, 12.345, 0.0, 0.0, 0.0, 15.0)
-DECODE = Option("decode-3", "decode", 0, 0.5, 0.0, 98.7654, 2.5, 0.125, 0.0625, 120.5)
+PREFILL = Option(
+    worker_id="prefill-12",
+    role="prefill",
+    num_cached_tokens=1536,
+    wait_s=1.25,
+    pull_s=0.5,
+    compute_s=12.345,
+    room_s=0.0,
+    exposed_s=0.0,
+    step_s=0.0,
+    cost_s=15.0,
+)
+DECODE = Option(
+    worker_id="decode-3",
+    role="decode",
+    num_cached_tokens=0,
+    wait_s=0.5,
+    pull_s=0.0,
+    compute_s=98.7654,
+    room_s=2.5,
+    exposed_s=0.125,
+    step_s=0.0625,
+    cost_s=120.5,
+)
 EXPLANATION = Explanation(
-    "req-7", 1, "acme", "interactive", 3, 2.5, 0.05, 2000, 128, "split", "prefill-12", "decode-3", "decode-4", 1024,
-    "let in", 14.095, 15.5, (PREFILL, DECODE),
-)  # fmt: skip
+    request_id="req-7",
+    choice_index=1,
+    tenant="acme",
+    slo_class="interactive",
+    priority=3,
+    ttft_objective_s=2.5,
+    itl_objective_s=0.05,
+    num_prompt_tokens=2000,
+    num_expected_tokens=128,
+    mode="split",
+    prefill_worker="prefill-12",
+    decode_worker="decode-3",
+    source="decode-4",
+    source_tokens=1024,
+    outcome="let in",
+    predicted_ttft_s=14.095,
+    measured_ttft_s=15.5,
+    options=(PREFILL, DECODE),
+)
 
 
 def shown(capsys: pytest.CaptureFixture[str], explanation: Explanation, as_json: bool = False) -> str:
@@ -124,8 +172,17 @@ def test_the_options_fit_a_terminal_in_milliseconds_and_only_who_decodes_has_roo
         console.print(option_table([PREFILL, DECODE]))
     heading, prefill, decode = captured.get().splitlines()
     assert heading.split() == [
-        "worker", "(ms)", "cached", "wait", "pull", "compute", "cost", "room", "exposed", "step",
-    ]  # fmt: skip
+        "worker",
+        "(ms)",
+        "cached",
+        "wait",
+        "pull",
+        "compute",
+        "cost",
+        "room",
+        "exposed",
+        "step",
+    ]
     assert prefill.split() == ["prefill-12", "1536", "1250.0", "500.0", "12345.0", "15000.0"]
     row = ["decode-3", "0", "500.0", "0.0", "98765.4", "120500.0", "2500.0", "125.0", "62.5"]
     assert decode.split() == row

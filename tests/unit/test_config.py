@@ -240,7 +240,7 @@ def test_slo_classes_come_from_a_file_and_what_they_leave_out_has_defaults(tmp_p
     router = from_yaml(tmp_path, SLO_CLASSES).router
     assert router.slo_classes == {
         "default": SloClassConfig(itl_ms=100.0),
-        "interactive": SloClassConfig(500.0, 50.0, affinity_weight=0.5),
+        "interactive": SloClassConfig(ttft_ms=500.0, itl_ms=50.0, affinity_weight=0.5),
         "7": SloClassConfig(ttft_ms=math.inf, interference_weight=0.0),
     }
     assert isinstance(router.slo_classes["default"].itl_ms, float)
@@ -255,7 +255,7 @@ def test_slo_classes_come_from_a_file_and_what_they_leave_out_has_defaults(tmp_p
 def test_slo_classes_in_the_environment_take_the_place_of_the_files(tmp_path: Path) -> None:
     text = json.dumps({"default": {}, "batch": {"ttft_ms": "60000", "itl_ms": 2000}})
     router = from_yaml(tmp_path, SLO_CLASSES, BATON_ROUTER_SLO_CLASSES=text).router
-    assert router.slo_classes == {"default": SloClassConfig(), "batch": SloClassConfig(60_000.0, 2000.0)}
+    assert router.slo_classes == {"default": SloClassConfig(), "batch": SloClassConfig(ttft_ms=60_000.0, itl_ms=2000.0)}
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class Bench:
         self.draining: set[str] = set()
         """Workers that say so in their leases."""
         me = ControllerInfo(1, "127.0.0.1:1")
-        state, path = State(desired, "baton-x"), folder / "state.json"
+        state, path = State(desired=desired, cluster="baton-x"), folder / "state.json"
         self.controller = Controller(config, me, self.actors, self.leases, Mirror(), path, state, is_first)
         self.orders = Orders(self.controller)
 
@@ -128,9 +128,20 @@ class Bench:
                 role = Role(worker_id.rpartition("-")[0])
                 if worker_id not in epochs or not self.store.lease(worker_id):
                     epochs[worker_id] = await self.leases.acquire(worker_id)
-                info = WorkerInfo(worker_id, role, "", 1, "", epochs[worker_id], "", "", 16, 0)
+                info = WorkerInfo(
+                    id=worker_id,
+                    role=role,
+                    address="",
+                    pid=1,
+                    node="",
+                    epoch=epochs[worker_id],
+                    content_id="",
+                    wire_compat="",
+                    block_size=16,
+                    max_model_len=0,
+                )
                 state = WorkerState.DRAINING if worker_id in self.draining else WorkerState.READY
-                await self.leases.renew(info, WorkerLoad(state))
+                await self.leases.renew(info, WorkerLoad(state=state))
             await asyncio.sleep(LEASE_S / 5)
 
 
@@ -191,8 +202,19 @@ async def test_a_controller_that_has_lost_its_state_believes_what_workers_say_of
     it = Bench(tmp_path, CONFIG, {Role.PREFILL: 0, Role.DECODE: 2}, is_first=False, lease_s=60.0)
     for worker_id in ("prefill-0", "decode-0"):
         await it.actors.create(worker_id, Role.DECODE)
-    flipped = WorkerInfo("prefill-0", Role.DECODE, "", 1, "", await it.leases.acquire("prefill-0"), "", "", 16, 0)
-    await it.leases.renew(flipped, WorkerLoad(WorkerState.READY))
+    flipped = WorkerInfo(
+        id="prefill-0",
+        role=Role.DECODE,
+        address="",
+        pid=1,
+        node="",
+        epoch=await it.leases.acquire("prefill-0"),
+        content_id="",
+        wire_compat="",
+        block_size=16,
+        max_model_len=0,
+    )
+    await it.leases.renew(flipped, WorkerLoad(state=WorkerState.READY))
     await it.controller.adopt()
     try:
         assert it.controller.pool(Role.DECODE) == PoolStatus(desired=2, ready=2)

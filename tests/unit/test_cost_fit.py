@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
-from dataclasses import astuple, replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -50,7 +50,7 @@ def test_what_one_worker_has_not_measured_is_what_it_is_for_the_others() -> None
 
 def test_workers_that_differ_a_little_are_taken_to_be_alike() -> None:
     def times(factor: float) -> StepCosts:
-        return StepCosts(*(factor * value for value in astuple(COSTS)))
+        return StepCosts(**{name: factor * value for name, value in asdict(COSTS).items()})
 
     for factor in (1.01 / ALIKE, 1.0, 0.99 * ALIKE):
         assert believed(times(factor), COSTS) == COSTS
@@ -58,7 +58,9 @@ def test_workers_that_differ_a_little_are_taken_to_be_alike() -> None:
         assert believed(times(factor), COSTS) == times(factor)
     only_decodes_slower = replace(COSTS, s_per_kv_token=2 * COSTS.s_per_kv_token)
     assert believed(only_decodes_slower, COSTS) == only_decodes_slower
-    free = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    free = StepCosts(
+        s_overhead=0.0, s_per_token=0.0, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+    )
     assert believed(free, free) == free
     assert believed(COSTS, free) == COSTS
 
@@ -89,7 +91,9 @@ def test_what_a_step_has_left_for_prompts() -> None:
 def test_as_many_tokens_are_computed_as_the_time_allows(
     computing_s: float, num_context: int, at_most: int, s_per_pair: float
 ) -> None:
-    costs = StepCosts(0.0, 0.5, s_per_pair, 0.0, 0.0, 0.0)
+    costs = StepCosts(
+        s_overhead=0.0, s_per_token=0.5, s_per_pair=s_per_pair, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+    )
     num_tokens = costs.tokens_within(computing_s, num_context, at_most)
     assert 0 <= num_tokens <= at_most
     took_s = costs.step_s(num_tokens, num_tokens * (2 * num_context + num_tokens) // 2, 0, 0)
@@ -101,7 +105,12 @@ def test_as_many_tokens_are_computed_as_the_time_allows(
 
 
 def test_who_computes_for_nothing_computes_all() -> None:
-    assert StepCosts(1.0, 0.0, 0.0, 1.0, 1.0, 1.0).tokens_within(0.0, 10, 7) == 7
+    assert (
+        StepCosts(
+            s_overhead=1.0, s_per_token=0.0, s_per_pair=0.0, s_weights=1.0, s_per_sequence=1.0, s_per_kv_token=1.0
+        ).tokens_within(0.0, 10, 7)
+        == 7
+    )
 
 
 # The fit.
@@ -258,9 +267,9 @@ def test_hand_overs_that_take_longer_the_longer_the_prompt_are_learned_as_such()
 
 
 def part(num_known: int, num_prompt: int, start: int, num_tokens: int) -> Scheduled:
-    sequence = Sequence(make_spec(range(num_prompt)), Purpose.GENERATE, 0.0)
+    sequence = Sequence(spec=make_spec(range(num_prompt)), purpose=Purpose.GENERATE, arrival_s=0.0)
     sequence.token_ids += [7] * (num_known - num_prompt)
-    return Scheduled((7,) * num_tokens, start, (), sequence, sample=False)
+    return Scheduled(token_ids=(7,) * num_tokens, start=start, block_table=(), sequence=sequence, sample=False)
 
 
 def test_the_size_of_a_step_is_that_of_its_parts() -> None:
@@ -334,7 +343,9 @@ def test_steps_are_predicted_after_a_few() -> None:
 
 def test_before_any_step_the_prior_holds() -> None:
     assert StepFit().costs == PRIOR
-    other = StepCosts(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+    other = StepCosts(
+        s_overhead=1.0, s_per_token=2.0, s_per_pair=3.0, s_weights=4.0, s_per_sequence=5.0, s_per_kv_token=6.0
+    )
     assert StepFit(other).costs == other
 
 
@@ -379,7 +390,7 @@ def test_whatever_is_measured_no_cost_is_negative(steps: list[tuple[int, int, in
 @pytest.mark.parametrize("times", [0.05, 1.0, 20.0])
 def test_a_worker_that_never_decodes_learns_what_prompts_take(times: float) -> None:
     """A prefill worker: what reading the weights takes at most, its steps show as well."""
-    true = StepCosts(*(getattr(TRUE_COSTS, name) / times for name in StepCosts.__slots__))
+    true = StepCosts(**{name: value / times for name, value in asdict(TRUE_COSTS).items()})
     rng = random.Random(1)
     fit = StepFit()
     for _ in range(1000):
@@ -389,7 +400,9 @@ def test_a_worker_that_never_decodes_learns_what_prompts_take(times: float) -> N
 
 
 def test_an_overhead_that_prompts_show_is_not_bounded_by_decoding_that_was_never_seen() -> None:
-    true = StepCosts(5e-2, 5e-5, 5e-9, 0.0, 0.0, 0.0)
+    true = StepCosts(
+        s_overhead=5e-2, s_per_token=5e-5, s_per_pair=5e-9, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+    )
     rng = random.Random(1)
     fit = StepFit()
     for _ in range(1000):

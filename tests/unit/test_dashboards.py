@@ -152,7 +152,9 @@ def test_every_instrument_is_on_a_dashboard() -> None:
 @cache
 def last_bounds() -> dict[str, float]:
     """By histogram, as a router shows it."""
-    instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
+    instruments = Instruments(
+        lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
+    )
     for each in vars(instruments).values():
         if isinstance(each, Histogram):
             each.record(0.0)
@@ -199,17 +201,28 @@ def test_every_instrument_is_documented() -> None:
 
 def told_by_every_router() -> set[str]:
     """The series that routers read from Redis, or of one another: each tells the same."""
-    info = WorkerInfo("d0", Role.DECODE, "h:1", 1, "node", 1, "content", "wire", 16, 8192)
+    info = WorkerInfo(
+        id="d0",
+        role=Role.DECODE,
+        address="h:1",
+        pid=1,
+        node="node",
+        epoch=1,
+        content_id="content",
+        wire_compat="wire",
+        block_size=16,
+        max_model_len=8192,
+    )
     controller = ControllerInfo(1, "h:2", scaling=(PoolScaling("decode", 0.5, 2),))
     status = ClusterStatus(
-        {"decode": PoolStatus(1, 1)},
-        (Worker(info, WorkerLoad()),),
-        (RouterInfo("r0", 1, "h:3", "h:4", 0.1),),
-        "",
-        True,
-        (),
-        controller,
-        {"d0": 1},
+        pools={"decode": PoolStatus(1, 1)},
+        workers=(Worker(info, WorkerLoad()),),
+        routers=(RouterInfo(id="r0", pid=1, grpc="h:3", http="h:4", mirror_lag_s=0.1),),
+        redis_address="",
+        redis_ok=True,
+        models=(),
+        controller=controller,
+        mirrored_blocks={"d0": 1},
     )
     lines = Instruments(lambda: status).exposition().decode().splitlines()
     return {line.partition("{")[0] for line in lines if re.search(r'[{,](worker|router|pool)="', line)}

@@ -14,14 +14,37 @@ from router.placement import Candidate, Objective, Placement, Prices, Prompt, We
 from router.tenants import Tenant
 
 SPEC = SequenceSpec(
-    "r", 0, tuple(range(100)), 100, 50, 0.0, 0, 1.0, 0.0, 0, (), False, b"seed", priority=3, num_expected_tokens=40
+    request_id="r",
+    choice_index=0,
+    token_ids=tuple(range(100)),
+    num_prompt_tokens=100,
+    max_tokens=50,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    seed=0,
+    stop_token_ids=(),
+    ignore_eos=False,
+    cache_seed=b"seed",
+    priority=3,
+    num_expected_tokens=40,
 )
-CLAIM = Claim(Tenant("acme"), 3, "interactive", Objective(0.5, 0.05), Weights(), 7.0)
-COSTS = StepCosts(0.0, 1e-3, 0.0, 0.0, 0.0, 0.0)
+CLAIM = Claim(
+    tenant=Tenant(id="acme"),
+    priority=3,
+    slo_class="interactive",
+    objective=Objective(0.5, 0.05),
+    weights=Weights(),
+    arrived_s=7.0,
+)
+COSTS = StepCosts(
+    s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+)
 POOL = [
-    Candidate("slow", Role.PREFILL, 0, 2.0, costs=COSTS),
-    Candidate("quick", Role.PREFILL, 20, costs=COSTS),
-    Candidate("d", Role.DECODE, num_decoding=1, room_tokens=40, freed_tokens_per_s=100, costs=COSTS),
+    Candidate(worker_id="slow", role=Role.PREFILL, num_cached_tokens=0, wait_s=2.0, costs=COSTS),
+    Candidate(worker_id="quick", role=Role.PREFILL, num_cached_tokens=20, costs=COSTS),
+    Candidate(worker_id="d", role=Role.DECODE, num_decoding=1, room_tokens=40, freed_tokens_per_s=100, costs=COSTS),
 ]
 
 
@@ -53,7 +76,7 @@ def test_a_decision_is_found_by_its_request() -> None:
 
 def test_two_tenants_may_use_the_same_id() -> None:
     log = DecisionLog()
-    decisions = [noted(log, "r", claim=replace(CLAIM, tenant=Tenant(name))) for name in ("acme", "zeta")]
+    decisions = [noted(log, "r", claim=replace(CLAIM, tenant=Tenant(id=name))) for name in ("acme", "zeta")]
     assert log.explain("r") == decisions
 
 
@@ -100,9 +123,42 @@ def test_an_explanation_says_what_was_asked_and_what_was_chosen() -> None:
 def test_an_explanation_lists_what_spoke_for_each_worker_the_quickest_first() -> None:
     decode, quick, slow = sorted(explained(noted(DecisionLog(), "r")).options, key=lambda option: option.worker_id)
     # "slow" and "d" would pull 20 tokens in no time, and then hold them a second time.
-    assert quick == Option("quick", "prefill", 20, 0.0, 0.0, 0.08, 0.0, 0.0, 0.0, 0.08)
-    assert slow == Option("slow", "prefill", 0, 2.0, 0.0, 0.08, 0.0, 0.0, 0.0, 2.1)
-    assert decode == Option("d", "decode", 0, 0.0, 0.0, 0.08, 1.0, 0.005, 0.002, decode.cost_s)
+    assert quick == Option(
+        worker_id="quick",
+        role="prefill",
+        num_cached_tokens=20,
+        wait_s=0.0,
+        pull_s=0.0,
+        compute_s=0.08,
+        room_s=0.0,
+        exposed_s=0.0,
+        step_s=0.0,
+        cost_s=0.08,
+    )
+    assert slow == Option(
+        worker_id="slow",
+        role="prefill",
+        num_cached_tokens=0,
+        wait_s=2.0,
+        pull_s=0.0,
+        compute_s=0.08,
+        room_s=0.0,
+        exposed_s=0.0,
+        step_s=0.0,
+        cost_s=2.1,
+    )
+    assert decode == Option(
+        worker_id="d",
+        role="decode",
+        num_cached_tokens=0,
+        wait_s=0.0,
+        pull_s=0.0,
+        compute_s=0.08,
+        room_s=1.0,
+        exposed_s=0.005,
+        step_s=0.002,
+        cost_s=decode.cost_s,
+    )
     assert decode.cost_s == pytest.approx(1.104), "room, computing, a second copy, and a twentieth of computing"
     costs = [option.cost_s for option in explained(noted(DecisionLog(), "r")).options]
     assert costs == sorted(costs)

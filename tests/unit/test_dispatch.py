@@ -44,8 +44,10 @@ from tests.unit.told_workers import CLAIM, NUM_PROMPT, READY, SPEC, Bench, Scrip
 
 PAIR = {"p0": Role.PREFILL, "d0": Role.DECODE}
 TWO = {"d0": Role.DECODE, "d1": Role.DECODE}
-LAST = NewTokens((5,), FinishReason.LENGTH)
-FIRST_IS_LAST = FirstToken(5, FinishReason.LENGTH, 0, 0.0, 0.0)
+LAST = NewTokens(token_ids=(5,), finish_reason=FinishReason.LENGTH)
+FIRST_IS_LAST = FirstToken(
+    token_id=5, finish_reason=FinishReason.LENGTH, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0
+)
 GONE = WorkerFailed("gone")
 LONG = replace(SPEC, max_tokens=100, ignore_eos=True)
 
@@ -148,7 +150,7 @@ async def test_a_worker_that_drains_costs_no_attempt_and_is_asked_no_more() -> N
 
 async def test_an_answer_that_goes_on_outlives_any_number_of_workers_and_one_that_does_not_is_given_up() -> None:
     """Four failures in a row are too many, and sixteen tokens between two begin a new row."""
-    dies_later: Script = [NewTokens(tuple(range(16)), None), GONE]
+    dies_later: Script = [NewTokens(token_ids=tuple(range(16)), finish_reason=None), GONE]
     workers = ToldWorkers(decode=[*[dies_later] * 4, *[[GONE]] * 3])
     roles = {f"d{i}": Role.DECODE for i in range(8)}
     record = ChoiceRecord()
@@ -199,7 +201,7 @@ async def test_what_a_worker_finds_wrong_with_a_request_is_told_at_once() -> Non
 async def test_a_stream_that_has_begun_outlives_its_worker_however_old_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline is the first token's, which came in time."""
     later = asyncio.Event()
-    workers = ToldWorkers(decode=[[NewTokens((4,), None), later, GONE], [LAST]])
+    workers = ToldWorkers(decode=[[NewTokens(token_ids=(4,), finish_reason=None), later, GONE], [LAST]])
     record = ChoiceRecord()
     async with bench_of(workers, TWO, "aggregated") as bench:
         monkeypatch.setattr("router.dispatch.time", bench.clock)
@@ -257,10 +259,16 @@ async def test_the_gate_forgets_a_prompt_when_it_is_computed(mode: Mode) -> None
     if mode is Mode.SPLIT:
         workers = ToldWorkers(
             decode=[[ticket, ends, LAST]],
-            prefill=[[waits, FirstToken(4, None, 0, 0.0, 0.0), HandedOver(10, 1, 0.0, 0.0)]],
+            prefill=[
+                [
+                    waits,
+                    FirstToken(token_id=4, finish_reason=None, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0),
+                    HandedOver(10, 1, 0.0, 0.0),
+                ]
+            ],
         )
     else:
-        workers = ToldWorkers(decode=[[waits, NewTokens((4,), None), ends, LAST]])
+        workers = ToldWorkers(decode=[[waits, NewTokens(token_ids=(4,), finish_reason=None), ends, LAST]])
     async with bench_of(workers, PAIR, mode) as bench:
         gate = bench.dispatcher._gate
         answer = bench.tokens()
@@ -283,8 +291,22 @@ async def test_a_report_on_the_hand_over_that_comes_late_is_booked_and_holds_up_
     """
     seen, all_sent = asyncio.Event(), asyncio.Event()
     workers = ToldWorkers(
-        decode=[[ticket, NewTokens((6,), None), seen, NewTokens((7,), FinishReason.LENGTH), lambda _: all_sent.set()]],
-        prefill=[[FirstToken(5, None, 0, 0.0, 0.0), all_sent, HandedOver(10, 1, 0.5, 0.25)]],
+        decode=[
+            [
+                ticket,
+                NewTokens(token_ids=(6,), finish_reason=None),
+                seen,
+                NewTokens(token_ids=(7,), finish_reason=FinishReason.LENGTH),
+                lambda _: all_sent.set(),
+            ]
+        ],
+        prefill=[
+            [
+                FirstToken(token_id=5, finish_reason=None, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0),
+                all_sent,
+                HandedOver(10, 1, 0.5, 0.25),
+            ]
+        ],
     )
     record = ChoiceRecord()
     tokens: list[int] = []
@@ -325,10 +347,23 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
     mode: str, held: dict[str, int], num_cached: int, num_pulled: int, num_stale: int
 ) -> None:
     """The worker that computes is believed to hold 160 tokens, and told to pull 160 more."""
-    found = NewTokens((5,), FinishReason.LENGTH, num_cached, num_pulled_tokens=num_pulled)
+    found = NewTokens(
+        token_ids=(5,), finish_reason=FinishReason.LENGTH, num_cached_tokens=num_cached, num_pulled_tokens=num_pulled
+    )
     workers = ToldWorkers(
         decode=[[ticket if mode == "split" else found]],
-        prefill=[[FirstToken(5, FinishReason.LENGTH, num_cached, 0.0, 0.0, num_pulled)]],
+        prefill=[
+            [
+                FirstToken(
+                    token_id=5,
+                    finish_reason=FinishReason.LENGTH,
+                    num_cached_tokens=num_cached,
+                    queue_s=0.0,
+                    prefill_s=0.0,
+                    num_pulled_tokens=num_pulled,
+                )
+            ]
+        ],
     )
     record = ChoiceRecord()
     async with bench_of(workers, {"p": Role.PREFILL, "d": Role.DECODE}, mode, held) as bench:
@@ -345,9 +380,17 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
 def leaving_worker(*later: asyncio.Event | NewTokens) -> ToldWorkers:
     """d0 decodes and leaves. Whoever takes the choice over pulls its KV and goes on after one more token of d0's."""
     return ToldWorkers(
-        decode=[[NewTokens((4,), None), Migrate(), *later], [ticket, NewTokens((7,), FinishReason.LENGTH)]],
+        decode=[
+            [NewTokens(token_ids=(4,), finish_reason=None), Migrate(), *later],
+            [ticket, NewTokens(token_ids=(7,), finish_reason=FinishReason.LENGTH)],
+        ],
         fetch=[[Fetched(NUM_PROMPT)]],
-        prefill=[[FirstToken(6, None, 0, 0.0, 0.0), HandedOver(10, 1, 0.0, 0.0)]],
+        prefill=[
+            [
+                FirstToken(token_id=6, finish_reason=None, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0),
+                HandedOver(10, 1, 0.0, 0.0),
+            ]
+        ],
     )
 
 
@@ -425,11 +468,16 @@ async def test_tokens_come_on_while_the_next_worker_pulls_their_kv() -> None:
     pulled = asyncio.Event()
     workers = ToldWorkers(
         decode=[
-            [NewTokens((4,), None), Migrate(), NewTokens((8,), None)],
-            [ticket, NewTokens((7,), FinishReason.LENGTH)],
+            [NewTokens(token_ids=(4,), finish_reason=None), Migrate(), NewTokens(token_ids=(8,), finish_reason=None)],
+            [ticket, NewTokens(token_ids=(7,), finish_reason=FinishReason.LENGTH)],
         ],
         fetch=[[pulled, Fetched(NUM_PROMPT)]],
-        prefill=[[FirstToken(6, None, 0, 0.0, 0.0), HandedOver(10, 1, 0.0, 0.0)]],
+        prefill=[
+            [
+                FirstToken(token_id=6, finish_reason=None, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0),
+                HandedOver(10, 1, 0.0, 0.0),
+            ]
+        ],
     )
     async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
         answer = bench.tokens(spec=LONG)

@@ -237,7 +237,18 @@ def test_long_lists_are_cut() -> None:
 
 # -- Redis and the leases in it ----------------------------------------------------------------------------------------
 
-FACTS = redis.Facts("Redis", "7.2.4", "noeviction", 0, 1, 0, False, "", 0.001, 0.0)
+FACTS = redis.Facts(
+    product="Redis",
+    version="7.2.4",
+    policy="noeviction",
+    evicted=0,
+    used_bytes=1,
+    limit_bytes=0,
+    appends=False,
+    saves="",
+    round_trip_s=0.001,
+    ahead_s=0.0,
+)
 
 
 def findings(**changed: Any) -> dict[str, Check]:
@@ -280,7 +291,7 @@ def test_a_clock_is_not_blamed_for_the_network() -> None:
 def worker(worker_id: str, role: Role = Role.DECODE, **info: Any) -> Worker:
     values: dict[str, Any] = {"node": "n1", "epoch": 1000, "content_id": "c" * 32, "wire_compat": "w" * 32}
     values |= {"block_size": 16, "max_model_len": 100, **info}
-    return Worker(WorkerInfo(worker_id, role, "10.0.0.1:1", 1, **values), WorkerLoad())
+    return Worker(WorkerInfo(id=worker_id, role=role, address="10.0.0.1:1", pid=1, **values), WorkerLoad())
 
 
 def lease_findings(*workers: Worker, left_s: float = 9.0, ahead_s: float = 0.0) -> dict[str, Check]:

@@ -73,7 +73,11 @@ def make_engine(
         num_blocks, block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs, with_state=with_state
     )
     limits = SchedulerLimits(
-        block_size, max_num_seqs, max_num_batched_tokens, output_reservation, max_num_seqs if with_state else 0
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        output_reservation=output_reservation,
+        num_state_slots=max_num_seqs if with_state else 0,
     )
     return Engine(runner, limits)
 
@@ -152,7 +156,12 @@ def written(cache: KVCache, layer: int, blocks: Iterable[int]) -> list[int]:
 
 def test_layers_are_told_in_order_once_the_whole_batch_is_in_them() -> None:
     runner = ArithmeticRunner(16, num_layers=5, layer_s=0.01)
-    engine = Engine(runner, SchedulerLimits(BLOCK, 8, 64, 0, 0))
+    engine = Engine(
+        runner,
+        SchedulerLimits(
+            block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=64, output_reservation=0, num_state_slots=0
+        ),
+    )
     prompts = [numbers(1, 20), numbers(2, 40)]
     for name, prompt in zip("ab", prompts, strict=True):
         engine.add(make_spec(prompt, name=name), Purpose.GENERATE, 0.0)
@@ -176,7 +185,12 @@ def test_layers_are_told_in_order_once_the_whole_batch_is_in_them() -> None:
 
 def test_of_more_layers_every_page_that_disagrees_adds_one() -> None:
     runner = ArithmeticRunner(16, num_layers=5)
-    engine = Engine(runner, SchedulerLimits(BLOCK, 8, 64, 0, 0))
+    engine = Engine(
+        runner,
+        SchedulerLimits(
+            block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=64, output_reservation=0, num_state_slots=0
+        ),
+    )
     sequence = engine.add(make_spec(numbers(1, 20), 2), Purpose.GENERATE, 0.0)
     step(engine)
     runner.cache.layer(4).view(-1, 2, BLOCK)[sequence.block_table[0], :, 3] += 7
@@ -703,7 +717,9 @@ def test_a_prefill_keeps_its_blocks_whoever_needs_them() -> None:
     others = [engine.add(make_spec(prompts[i], 60, name=f"r{i}"), Purpose.GENERATE, float(i)) for i in range(2)]
     outputs = step(engine)
     prefill = engine.add(make_spec(numbers(7, 64), name="prefill"), Purpose.PREFILL, 9.0)
-    engine.scheduler.limits = SchedulerLimits(BLOCK, 8, 8, 0, 0)  # its prompt takes more steps than a block lasts
+    engine.scheduler.limits = SchedulerLimits(
+        block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=8, output_reservation=0, num_state_slots=0
+    )  # its prompt takes more steps than a block lasts
     outputs += step(engine)
     table = list(prefill.block_table)
     while prefill.status is Status.RUNNING:

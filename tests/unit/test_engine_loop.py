@@ -101,7 +101,12 @@ class FailingRunner(ArithmeticRunner):
 
 
 def engine_of(runner: ArithmeticRunner) -> Engine:
-    return Engine(runner, SchedulerLimits(16, 8, 64, 32, 0))
+    return Engine(
+        runner,
+        SchedulerLimits(
+            block_size=16, max_num_seqs=8, max_num_batched_tokens=64, output_reservation=32, num_state_slots=0
+        ),
+    )
 
 
 async def test_many_at_once_get_their_own_tokens() -> None:

@@ -44,7 +44,7 @@ def test_a_life_in_order() -> None:
 
 def test_sums_of_it() -> None:
     stages = Stages.of(phases(10.0, 20.0, 30.0, served().until(30.0)), 20.0)
-    assert stages == Stages(5.0, 1.0, 4.0, 0.5, 9.5)
+    assert stages == Stages(queue_s=5.0, decode_admission_s=1.0, prefill_s=4.0, transfer_s=0.5, decode_s=9.5)
     assert stages.total_s == 20.0
     assert stages.by_stage() == {QUEUE: 5.0, ADMISSION: 1.0, PREFILL: 4.0, TRANSFER: 0.5, DECODE: 9.5, RECOVERY: 0.0}
 
@@ -202,7 +202,7 @@ def test_outcomes(ttft_s: float, itl_s: float, e2e_s: float, outcome: Outcome) -
     assert classify(ttft_s, itl_s, e2e_s, Objective()) is Outcome.MET
 
 
-FAIR = Stages(0.2, 0.1, 0.6, 0.1, 0.8)
+FAIR = Stages(queue_s=0.2, decode_admission_s=0.1, prefill_s=0.6, transfer_s=0.1, decode_s=0.8)
 OBJECTIVE = Objective(1.0, 0.1, 2.0)
 GAPS = 10
 """So 1 s of decoding is allowed."""
@@ -238,7 +238,7 @@ def test_the_stage_to_blame(outcome: Outcome, stages: Stages, stage: Stage, why:
     assert blame(outcome, stages, OBJECTIVE, GAPS) is stage, why
 
 
-@given(st.builds(Stages, *[SECONDS] * 7), st.floats(0.001, 1000), st.integers(1, 100))
+@given(st.builds(Stages, **dict.fromkeys(Stages.__slots__, SECONDS)), st.floats(0.001, 1000), st.integers(1, 100))
 def test_who_is_blamed_made_it_late(stages: Stages, allowed_s: float, num_gaps: int) -> None:
     """Of any miss: the stage took time, on the right side of the first token; and computing that fits is not it."""
     ttft_s = stages.queue_s + stages.decode_admission_s + stages.prefill_s + stages.early_recovery_s

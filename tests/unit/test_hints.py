@@ -15,9 +15,35 @@ from router.hints import HintBook
 from router.placement import Prompt
 
 WORKER = Worker(
-    WorkerInfo("w", Role.PREFILL, "h:1", 1, "node", 1, "content", "wire", 16, 8192), WorkerLoad(WorkerState.READY)
+    WorkerInfo(
+        id="w",
+        role=Role.PREFILL,
+        address="h:1",
+        pid=1,
+        node="node",
+        epoch=1,
+        content_id="content",
+        wire_compat="wire",
+        block_size=16,
+        max_model_len=8192,
+    ),
+    WorkerLoad(state=WorkerState.READY),
 )
-SPEC = SequenceSpec("r", 0, tuple(range(100)), 100, 9, 0.0, 0, 1.0, 0.0, 0, (), False, b"seed")
+SPEC = SequenceSpec(
+    request_id="r",
+    choice_index=0,
+    token_ids=tuple(range(100)),
+    num_prompt_tokens=100,
+    max_tokens=9,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    seed=0,
+    stop_token_ids=(),
+    ignore_eos=False,
+    cache_seed=b"seed",
+)
 PROMPT = Prompt(100, tuple(block_keys(SPEC.cache_seed, SPEC.token_ids)))
 
 
@@ -26,9 +52,11 @@ class Router:
 
     def __init__(self) -> None:
         self.mirror = Mirror()
-        self.instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
+        self.instruments = Instruments(
+            lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
+        )
         self.hints = HintBook(self.mirror, self.instruments)
-        self.mirror.apply(BlockEvent("w", 1, 1, Op.STORED, PROMPT.block_keys))
+        self.mirror.apply(BlockEvent(worker_id="w", epoch=1, seq=1, op=Op.STORED, keys=PROMPT.block_keys))
 
     def counted(self) -> tuple[int, int]:
         """Stale hints, and stale tokens."""
@@ -59,8 +87,8 @@ def test_a_worker_that_held_less_is_counted_and_no_longer_believed(router: Route
 
 def test_an_event_that_came_since_is_not_undone(router: Router) -> None:
     hint = router.hints.note(SPEC, PROMPT, WORKER, 96)
-    router.mirror.apply(BlockEvent("w", 1, 2, Op.REMOVED, PROMPT.block_keys[2:]))
-    router.mirror.apply(BlockEvent("w", 1, 3, Op.STORED, PROMPT.block_keys[2:]))
+    router.mirror.apply(BlockEvent(worker_id="w", epoch=1, seq=2, op=Op.REMOVED, keys=PROMPT.block_keys[2:]))
+    router.mirror.apply(BlockEvent(worker_id="w", epoch=1, seq=3, op=Op.STORED, keys=PROMPT.block_keys[2:]))
     router.hints.settle(hint, 32)
     assert router.counted() == (1, 64)
     assert router.believed() == 6
@@ -69,13 +97,13 @@ def test_an_event_that_came_since_is_not_undone(router: Router) -> None:
 def test_an_event_that_comes_later_is_believed_again(router: Router) -> None:
     router.hints.settle(router.hints.note(SPEC, PROMPT, WORKER, 96), 0)
     assert router.believed() == 0
-    router.mirror.apply(BlockEvent("w", 1, 2, Op.STORED, PROMPT.block_keys))
+    router.mirror.apply(BlockEvent(worker_id="w", epoch=1, seq=2, op=Op.STORED, keys=PROMPT.block_keys))
     assert router.believed() == 6
 
 
 def test_a_new_incarnation_owes_nothing_to_the_old_ones_hint(router: Router) -> None:
     hint = router.hints.note(SPEC, PROMPT, WORKER, 96)
-    router.mirror.apply(BlockEvent("w", 2, 1, Op.STORED, PROMPT.block_keys))
+    router.mirror.apply(BlockEvent(worker_id="w", epoch=2, seq=1, op=Op.STORED, keys=PROMPT.block_keys))
     router.hints.settle(hint, 0)
     assert router.believed() == 6
 

@@ -40,7 +40,14 @@ class Service:
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        yield GenerateChunk("r", 0, "word", (1,), FinishReason.STOP, Usage(1, 1, 0))
+        yield GenerateChunk(
+            request_id="r",
+            choice_index=0,
+            text="word",
+            token_ids=(1,),
+            finish_reason=FinishReason.STOP,
+            usage=Usage(1, 1, 0),
+        )
 
 
 def app_of(service: Service, unready: str = "") -> Any:

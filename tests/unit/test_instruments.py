@@ -22,15 +22,28 @@ from baton.cluster import (
 from baton.config import SloClassConfig
 from baton.telemetry.instruments import TRANSFER_COUNTERS, TRANSFER_GAUGES, Instruments
 
-COUNTS = TransferCounts(*range(1, len(dataclasses.fields(TransferCounts)) + 1))
+COUNTS = TransferCounts(**{field.name: i for i, field in enumerate(dataclasses.fields(TransferCounts), 1)})
 """Every field has a value of its own."""
 
 
 def exposed() -> dict[str, dict[str, float]]:
     """By metric and labels, of one worker whose labels are left out."""
-    info = WorkerInfo("d0", Role.DECODE, "h:1", 1, "node", 1, "content", "wire", 16, 8192)
-    worker = Worker(info, WorkerLoad(WorkerState.READY, transfers=COUNTS))
-    status = ClusterStatus({}, (worker,), (), "", True, (), mirrored_blocks={"d0": 77})
+    info = WorkerInfo(
+        id="d0",
+        role=Role.DECODE,
+        address="h:1",
+        pid=1,
+        node="node",
+        epoch=1,
+        content_id="content",
+        wire_compat="wire",
+        block_size=16,
+        max_model_len=8192,
+    )
+    worker = Worker(info, WorkerLoad(state=WorkerState.READY, transfers=COUNTS))
+    status = ClusterStatus(
+        pools={}, workers=(worker,), routers=(), redis_address="", redis_ok=True, models=(), mirrored_blocks={"d0": 77}
+    )
     instruments = Instruments(lambda: status)
     lines = instruments.exposition().decode().splitlines()
     found: dict[str, dict[str, float]] = {}
@@ -77,7 +90,9 @@ def test_an_instrument_means_one_thing() -> None:
 
 
 def test_objectives_and_predictions_have_instruments() -> None:
-    instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
+    instruments = Instruments(
+        lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
+    )
     instruments.requests_slo.add(1, {"model": "m", "slo_class": "interactive", "outcome": "met"})
     instruments.tokens_slo_met.add(30, {"model": "m", "slo_class": "interactive"})
     instruments.shed.add(2, {"tenant": "acme"})
@@ -96,7 +111,9 @@ def test_objectives_and_predictions_have_instruments() -> None:
 
 
 def test_a_bucket_holds_its_bound_and_every_row_has_every_label() -> None:
-    instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
+    instruments = Instruments(
+        lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
+    )
     for value in (0.01, 0.011, 100.0):
         instruments.request_duration.record(value, {"gen_ai.operation.name": "chat"})
     instruments.request_duration.record(0.5, {"error.type": "Overloaded", "gen_ai.operation.name": "chat"})
@@ -112,9 +129,20 @@ def test_a_bucket_holds_its_bound_and_every_row_has_every_label() -> None:
     assert not any("baton_retries" in line for line in found), "nothing was booked"
 
 
-NOBODY = ClusterStatus({}, (), (), "", True, ())
-INFO = WorkerInfo("d0", Role.DECODE, "h:1", 1, "node-7", 1, "content", "wire", 16, 8192)
-LOAD = WorkerLoad(WorkerState.DRAINING, running=3, waiting=2, blocks=BlockCounts(8, 1, 5, 2), preemptions=4)
+NOBODY = ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
+INFO = WorkerInfo(
+    id="d0",
+    role=Role.DECODE,
+    address="h:1",
+    pid=1,
+    node="node-7",
+    epoch=1,
+    content_id="content",
+    wire_compat="wire",
+    block_size=16,
+    max_model_len=8192,
+)
+LOAD = WorkerLoad(state=WorkerState.DRAINING, running=3, waiting=2, blocks=BlockCounts(8, 1, 5, 2), preemptions=4)
 SCALING = (PoolScaling("prefill", 0.25, 1), PoolScaling("decode", 0.75, 3))
 CLUSTER = dataclasses.replace(NOBODY, workers=(Worker(INFO, LOAD),), controller=ControllerInfo(1, "h:2", SCALING))
 
@@ -196,7 +224,7 @@ def test_histograms_reach_as_far_as_late_answers_do() -> None:
 
 
 def test_objectives_are_shown_where_there_are_any() -> None:
-    classes = {"default": SloClassConfig(), "batch": SloClassConfig(math.inf, 2000.0, 8000.0)}
+    classes = {"default": SloClassConfig(), "batch": SloClassConfig(ttft_ms=math.inf, itl_ms=2000.0, e2e_ms=8000.0)}
     assert samples(Instruments(lambda: NOBODY, classes), "baton_slo_objective_seconds") == {
         'baton_slo_objective_seconds{objective="ttft",slo_class="default"} 60.0',
         'baton_slo_objective_seconds{objective="itl",slo_class="default"} 1.0',
@@ -278,6 +306,10 @@ def test_vllms_names_show_the_same_values() -> None:
 
 def test_what_is_skipped_in_redis_is_counted_by_what_it_is() -> None:
     garbage = (StoreGarbage("event", 2, "there"), StoreGarbage("lease", 5, "here"))
-    exposition = Instruments(lambda: ClusterStatus({}, (), (), "", True, (), store_garbage=garbage)).exposition()
+    exposition = Instruments(
+        lambda: ClusterStatus(
+            pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=(), store_garbage=garbage
+        )
+    ).exposition()
     lines = [line for line in exposition.decode().splitlines() if line.startswith("baton_store_garbage")]
     assert lines == ['baton_store_garbage_total{what="event"} 2.0', 'baton_store_garbage_total{what="lease"} 5.0']

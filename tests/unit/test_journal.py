@@ -22,7 +22,21 @@ from router.tenants import Tenant
 
 KEY = RecordKey("acme", "r")
 DIGEST = b"d" * 16
-SPEC = SequenceSpec("r", 0, (1, 2, 3), 3, 50, 0.7, 5, 0.9, 0.1, 7, (4,), False, b"seed")
+SPEC = SequenceSpec(
+    request_id="r",
+    choice_index=0,
+    token_ids=(1, 2, 3),
+    num_prompt_tokens=3,
+    max_tokens=50,
+    temperature=0.7,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.1,
+    seed=7,
+    stop_token_ids=(4,),
+    ignore_eos=False,
+    cache_seed=b"seed",
+)
 
 
 class Records(MemoryRecords):
@@ -197,7 +211,7 @@ def test_a_request_without_a_seed_has_the_same_one_on_every_router() -> None:
         config = RouterConfig(cache_secret=secret)
         service = RouterService(model, facts, unused, unused, unused, unused, config, unused)
         params = SamplingParams(max_tokens=5, seed=given)
-        return service._sequence_spec(request_id, (1,), params, Tenant(tenant)).seed
+        return service._sequence_spec(request_id, (1,), params, Tenant(id=tenant)).seed
 
     assert seed("r") == seed("r")
     assert len({seed("r"), seed("s"), seed("r", "other"), seed("r", tenant="zeta"), seed("")}) == 5

@@ -54,12 +54,36 @@ FIELD_99 = b"\x98\x06\x01"
 ENTRY_WITH_FIELD_9 = b"\x52\x06\x08\x01\x10\x03\x48\x01"
 """Of `resume_from`, which is field 10: key 1, value 3, and 1 in a field 9."""
 REQUEST_ID_AS_NUMBER = b"\x08\x05"
-SPEC = SequenceSpec("r", 0, (1, 2, 3), 3, 4, 0.0, 0, 1.0, 0.0, 0, (), False, b"seed")
+SPEC = SequenceSpec(
+    request_id="r",
+    choice_index=0,
+    token_ids=(1, 2, 3),
+    num_prompt_tokens=3,
+    max_tokens=4,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    seed=0,
+    stop_token_ids=(),
+    ignore_eos=False,
+    cache_seed=b"seed",
+)
 WITH_MIN_P = replace(SPEC, min_p=0.5)
-TICKET = Ticket("t", 1, "d", "i", "h:1", 3, 0, "wire", KvLayout(16, 1, ()))
+TICKET = Ticket(
+    transfer_id="t",
+    generation=1,
+    decode_worker_id="d",
+    incarnation="i",
+    kv_address="h:1",
+    num_tokens=3,
+    skip_tokens=0,
+    wire_compat="wire",
+    layout=KvLayout(16, 1, ()),
+)
 OLDER = wire.KNOWN_FIELDS.replace("SequenceSpec:1,2,3,4,5,6,7,8,9,", "SequenceSpec:1,2,3,4,5,6,7,8,")
 """Of a release without `min_p`, field 9."""
-LAST = NewTokens((5,), FinishReason.LENGTH)
+LAST = NewTokens(token_ids=(5,), finish_reason=FinishReason.LENGTH)
 
 
 # -- a client's --------------------------------------------------------------------------------------------------------
@@ -166,8 +190,20 @@ async def test_every_method_for_clients_refuses_a_field_that_it_does_not_know(
 
 
 def leased(worker_id: str, address: str, known_fields: str = "", role: Role = Role.DECODE) -> Worker:
-    info = WorkerInfo(worker_id, role, address, 1, "node", 1, "content", "wire", 16, 8192, known_fields=known_fields)
-    return Worker(info, WorkerLoad(WorkerState.READY))
+    info = WorkerInfo(
+        id=worker_id,
+        role=role,
+        address=address,
+        pid=1,
+        node="node",
+        epoch=1,
+        content_id="content",
+        wire_compat="wire",
+        block_size=16,
+        max_model_len=8192,
+        known_fields=known_fields,
+    )
+    return Worker(info, WorkerLoad(state=WorkerState.READY))
 
 
 class Workers:
@@ -192,7 +228,7 @@ class Workers:
 
     async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[Event]:
         self.asked.append(request)
-        yield FirstToken(5, FinishReason.LENGTH, 0, 0.0, 0.0)
+        yield FirstToken(token_id=5, finish_reason=FinishReason.LENGTH, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0)
 
 
 @contextlib.asynccontextmanager
@@ -274,12 +310,21 @@ async def dispatching(
         pools = PoolView(lambda keys: {}, time.monotonic)
         roles = {name: Role.PREFILL if name.startswith("p") else Role.DECODE for name in known}
         await pools.update([leased(name, address, fields, roles[name]) for name, fields in known.items()])
-        instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
+        instruments = Instruments(
+            lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
+        )
         hints, config = HintBook(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=0.3)
         dispatcher = Dispatcher(pools, calls, hints, DecisionLog(), config, instruments)
 
         async def serve(spec: SequenceSpec, record: ChoiceRecord) -> list[int]:
-            claim = Claim(DEFAULT_TENANT, 0, "default", NO_OBJECTIVE, Weights(), arrived_s=time.monotonic())
+            claim = Claim(
+                tenant=DEFAULT_TENANT,
+                priority=0,
+                slo_class="default",
+                objective=NO_OBJECTIVE,
+                weights=Weights(),
+                arrived_s=time.monotonic(),
+            )
             messages = dispatcher.run(spec, claim, record, Context())
             return [token async for message in messages for token in message.token_ids]
 

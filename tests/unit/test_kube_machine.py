@@ -484,7 +484,7 @@ def test_a_verdict_takes_as_many_answers_in_a_row() -> None:
 
 
 def running(name: str = "c", is_init: bool = False, **spec: Any) -> ContainerState:
-    state = ContainerState({"name": name} | spec, is_init)
+    state = ContainerState(spec={"name": name} | spec, is_init=is_init)
     state.run()
     return state
 
@@ -498,8 +498,8 @@ def ended(exit_code: int, name: str = "c", is_init: bool = False, **spec: Any) -
 @pytest.mark.parametrize(
     ("policy", "containers", "phase", "is_ready"),
     [
-        ("Always", [ContainerState({"name": "c"}, False)], "Pending", False),
-        ("Always", [running("i", True), ContainerState({"name": "c"}, False)], "Pending", False),
+        ("Always", [ContainerState(spec={"name": "c"}, is_init=False)], "Pending", False),
+        ("Always", [running("i", True), ContainerState(spec={"name": "c"}, is_init=False)], "Pending", False),
         ("Always", [ended(0, "i", True), running()], "Running", True),
         ("Always", [running("s", True, restartPolicy="Always"), running()], "Running", True),
         ("Always", [running(), running("d", readinessProbe={})], "Running", False),
@@ -510,7 +510,7 @@ def ended(exit_code: int, name: str = "c", is_init: bool = False, **spec: Any) -
         ("Never", [ended(0), running("d")], "Running", False),
         ("OnFailure", [ended(0)], "Succeeded", False),
         ("OnFailure", [ended(1)], "Running", False),
-        ("Never", [ended(1, "i", True), ContainerState({"name": "c"}, False)], "Failed", False),
+        ("Never", [ended(1, "i", True), ContainerState(spec={"name": "c"}, is_init=False)], "Failed", False),
     ],
 )
 def test_phase_and_readiness(policy: str, containers: list[ContainerState], phase: str, is_ready: bool) -> None:

@@ -465,16 +465,20 @@ def test_roles_and_bindings() -> None:
     binding = {"subjects": [subject], "roleRef": {"kind": "Role", "name": "r"}}
     store.create(Key(Resource(rbac.GROUP, "rolebindings"), "default", "r"), binding)
     robot = "system:serviceaccount:default:robot"
-    wish = rbac.Wish("patch", Resource("apps", "deployments"), "scale", "default", "web")
+    wish = rbac.Wish(
+        verb="patch", resource=Resource("apps", "deployments"), subresource="scale", namespace="default", name="web"
+    )
     assert not rbac.allowed(store, robot, wish)  # the role is still to come
     store.create(role, {"rules": [rule]})
     assert rbac.allowed(store, robot, wish)
     others = [
-        rbac.Wish("get", wish.resource, "scale", "default", "web"),
-        rbac.Wish("patch", wish.resource, "", "default", "web"),
-        rbac.Wish("patch", wish.resource, "scale", "default", "other"),
-        rbac.Wish("patch", wish.resource, "scale", "other", "web"),
-        rbac.Wish("patch", Resource("", "deployments"), "scale", "default", "web"),
+        rbac.Wish(verb="get", resource=wish.resource, subresource="scale", namespace="default", name="web"),
+        rbac.Wish(verb="patch", resource=wish.resource, subresource="", namespace="default", name="web"),
+        rbac.Wish(verb="patch", resource=wish.resource, subresource="scale", namespace="default", name="other"),
+        rbac.Wish(verb="patch", resource=wish.resource, subresource="scale", namespace="other", name="web"),
+        rbac.Wish(
+            verb="patch", resource=Resource("", "deployments"), subresource="scale", namespace="default", name="web"
+        ),
     ]
     assert [one for one in others if rbac.allowed(store, robot, one)] == []
     assert not rbac.allowed(store, "system:serviceaccount:other:robot", wish)
@@ -497,7 +501,9 @@ def test_ages(seconds: float, text: str) -> None:
 
 
 def _ask(store: Store, method: str, path: str, body: str = "", content_type: str = "", **query: str) -> Response:
-    return Api(store).answer(Request(method, path, query, rbac.ADMIN, body.encode(), content_type))
+    return Api(store).answer(
+        Request(method=method, path=path, query=query, user=rbac.ADMIN, body=body.encode(), content_type=content_type)
+    )
 
 
 def _store() -> Store:

@@ -150,5 +150,9 @@ def test_a_status_says_what_becomes_of_it_and_since_when() -> None:
     since = {condition["type"]: condition["lastTransitionTime"] for condition in then["conditions"]}
     assert since["Limited"] == "before"
     assert since["Ready"] != "before"
-    refused = status_of(PoolSpec(0, 0), PoolReport(1, 1, 1, 0, "there must be one"), {})
+    refused = status_of(
+        PoolSpec(size=0, asked=0),
+        PoolReport(desired=1, num_workers=1, num_ready=1, num_draining=0, refusal="there must be one"),
+        {},
+    )
     assert refused["conditions"][1]["message"] == "there must be one"

@@ -4,8 +4,8 @@ import torch
 
 from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
 
-FULL = LayerGroup("full", (0, 2), 2, 4, 4, torch.float32)
-LATENT = LayerGroup("latent", (1, 3, 4), 1, 8, 2, torch.bfloat16)
+FULL = LayerGroup(name="full", layers=(0, 2), num_kv_heads=2, k_dim=4, v_dim=4, dtype=torch.float32)
+LATENT = LayerGroup(name="latent", layers=(1, 3, 4), num_kv_heads=1, k_dim=8, v_dim=2, dtype=torch.bfloat16)
 SPEC = KVSpec(16, (FULL, LATENT), (StateSpec("conv", (3, 5), torch.float32), StateSpec("sum", (1,), torch.int64)))
 
 

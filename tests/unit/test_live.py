@@ -161,7 +161,9 @@ def test_the_picture_has_what_an_operator_looks_for() -> None:
 
 def late_answers() -> tuple[str, str]:
     """A router's /metrics before and after 100 requests, of which 40 are slower than any bound."""
-    instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
+    instruments = Instruments(
+        lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
+    )
     latencies = (instruments.time_to_first_token, instruments.inter_token_latency, instruments.request_duration)
     for latency in latencies:
         latency.record(0.0)

@@ -27,7 +27,9 @@ class Worker:
 
     def event(self, op: Op, *numbers: int, num_keys: int = 0) -> BlockEvent:
         self.seq += 1
-        return BlockEvent(self.worker_id, self.epoch, self.seq, op, keys(*numbers), num_keys)
+        return BlockEvent(
+            worker_id=self.worker_id, epoch=self.epoch, seq=self.seq, op=op, keys=keys(*numbers), num_keys=num_keys
+        )
 
     def snapshot(self, *numbers: int) -> list[BlockEvent]:
         middle = len(numbers) // 2
@@ -286,7 +288,7 @@ def test_random_events_give_what_a_naive_model_gives(
             epoch = max(naive.epoch.get(worker_id, 1) + epochs_on, 1)
             seq = (0 if epochs_on > 0 else naive.seq.get(worker_id, 0)) + seqs_on
             num_keys = len(naive.parts.get(worker_id) or ()) + len(touched) // 5  # seldom wrong
-            event = BlockEvent(worker_id, epoch, seq, op, keys(*touched), num_keys)
+            event = BlockEvent(worker_id=worker_id, epoch=epoch, seq=seq, op=op, keys=keys(*touched), num_keys=num_keys)
             assert mirror.apply(event) is naive.apply(event)
         mirror.check()
         for start in range(8):

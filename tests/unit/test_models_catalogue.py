@@ -123,7 +123,13 @@ def tiny(tmp_path: Path) -> CatalogueModel:
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    return CatalogueModel("tiny", str(wheel), digest, "tiny_model/tiny.gguf", {"temperature": 0.5})
+    return CatalogueModel(
+        name="tiny",
+        requirement=str(wheel),
+        wheel_sha256=digest,
+        gguf_member="tiny_model/tiny.gguf",
+        sampling={"temperature": 0.5},
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -188,7 +194,8 @@ def show(progress):
     if progress.stage not in stages:
         stages.append(progress.stage)
         print(progress.stage, flush=True)
-print(catalogue_folder(CatalogueModel(*fields), Path(cache), show))
+names = ("name", "requirement", "wheel_sha256", "gguf_member")
+print(catalogue_folder(CatalogueModel(**dict(zip(names, fields))), Path(cache), show))
 """
 
 

@@ -136,7 +136,7 @@ def test_a_hub_model_has_its_commit_as_revision(
     resolved = resolve(ModelConfig(id="org/Model"), snapshot, stages.append)
     assert (resolved.path, resolved.served_name, resolved.revision) == (snapshot, "Model", "0123abcd")
     assert asked == [("org/Model", None)]
-    assert stages[-1] == Progress("download", 10, 10, detail="org/Model")
+    assert stages[-1] == Progress(stage="download", done=10, total=10, detail="org/Model")
     assert {progress.stage for progress in stages} == {"download"}
     assert capsys.readouterr() == ("", "")
 
@@ -161,8 +161,8 @@ def test_progress_is_bars_on_a_terminal_and_a_line_a_stage_elsewhere(terminal: b
     out = StringIO()
     with ProgressDisplay(Console(file=out, force_terminal=terminal, width=100)) as display:
         for done in range(1, 4):
-            display.update(Progress("download", done, 3, detail="a wheel"))
-        display.update(Progress("write", 1, 1))
+            display.update(Progress(stage="download", done=done, total=3, detail="a wheel"))
+        display.update(Progress(stage="write", done=1, total=1))
     if terminal:
         assert "100%" in out.getvalue()
     else:

@@ -27,7 +27,9 @@ from router.placement import (
 )
 
 NUM_WORKERS = 8
-COSTS = StepCosts(0.0, 1e-3, 0.0, 0.0, 0.0, 0.0)
+COSTS = StepCosts(
+    s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+)
 """A token takes a millisecond, of a prompt or of an answer."""
 PRICES = Prices(0.0, 5e-5, 0.0, 1e-5)
 """Twenty tokens are pulled, and a hundred handed over, in the time of computing one."""
@@ -39,11 +41,23 @@ def prompt_of(tokens: list[int], num_expected_tokens: int = 0) -> Prompt:
 
 
 def decode(worker_id: str, wait_s: float = 0.0, num_cached_tokens: int = 0, **others: Any) -> Candidate:
-    return Candidate(worker_id, Role.DECODE, num_cached_tokens, wait_s, **({"costs": COSTS} | others))
+    return Candidate(
+        worker_id=worker_id,
+        role=Role.DECODE,
+        num_cached_tokens=num_cached_tokens,
+        wait_s=wait_s,
+        **({"costs": COSTS} | others),
+    )
 
 
 def prefill(worker_id: str, wait_s: float = 0.0, num_cached_tokens: int = 0, **others: Any) -> Candidate:
-    return Candidate(worker_id, Role.PREFILL, num_cached_tokens, wait_s, **({"costs": COSTS} | others))
+    return Candidate(
+        worker_id=worker_id,
+        role=Role.PREFILL,
+        num_cached_tokens=num_cached_tokens,
+        wait_s=wait_s,
+        **({"costs": COSTS} | others),
+    )
 
 
 PROMPT = prompt_of(list(range(1000)))
@@ -108,7 +122,9 @@ def test_every_weight_has_its_say() -> None:
 
 def test_who_only_decodes_is_chosen_by_what_it_decodes() -> None:
     """Aggregated, the queue counts; split, the sequences that share the steps."""
-    costs = StepCosts(0.0, 1e-3, 0.0, 0.0, 0.0, 1e-5)
+    costs = StepCosts(
+        s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=1e-5
+    )
     queue = decode("queue", 0.5, num_decoding=1, num_kv_tokens=600, costs=costs)
     batch = decode("batch", num_decoding=5, num_kv_tokens=3000, costs=costs)
     prompt = prompt_of(list(range(1000)), 5)  # in steps of 18 and of 46 ms
@@ -160,7 +176,9 @@ def test_split_against_aggregated_goes_by_seconds() -> None:
     """The decode worker computes 100 tokens in 108 ms, as its 8 sequences take 8 ms of a step whose chunk takes 100.
     They count 5 % of 100 ms each, and the next ones 5 % of 108: 153.4 ms against 101 ms and the prefill worker's queue.
     """
-    costs = StepCosts(0.0, 1e-3, 0.0, 0.0, 1e-3, 0.0)
+    costs = StepCosts(
+        s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=1e-3, s_per_kv_token=0.0
+    )
     busy = decode("d", num_decoding=8, costs=costs, chunk_tokens=100)
     prompt = prompt_of([0] * 100)
     assert chosen([prefill("p", 0.051), busy], prompt=prompt) == ("p", "d")
@@ -176,7 +194,9 @@ def test_a_short_uncached_rest_is_computed_where_it_decodes() -> None:
 
 
 def test_the_prediction_is_that_of_the_workers_chosen() -> None:
-    costs = StepCosts(2e-3, 1e-3, 0.0, 4e-3, 3e-3, 1e-6)
+    costs = StepCosts(
+        s_overhead=2e-3, s_per_token=1e-3, s_per_pair=0.0, s_weights=4e-3, s_per_sequence=3e-3, s_per_kv_token=1e-6
+    )
     prompt = prompt_of(list(range(1000)), 128)
     p = prefill("p", 0.5, 200, costs=costs, chunk_tokens=100)
     d = decode("d", 0.25, 400, num_decoding=2, num_kv_tokens=3000, room_tokens=600, freed_tokens_per_s=64, costs=costs)
@@ -199,7 +219,9 @@ def test_the_prediction_is_that_of_the_workers_chosen() -> None:
 def test_who_decodes_holds_a_prompt_up_by_its_objective(itl_s: float, stretch: float) -> None:
     """Sequences take 20 ms of a step; a chunk of 100 ms is cut to what 90 % of the objective leaves, and to an eighth
     at least."""
-    costs = StepCosts(0.0, 1e-3, 0.0, 0.0, 1e-2, 0.0)
+    costs = StepCosts(
+        s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=1e-2, s_per_kv_token=0.0
+    )
     worker = decode("d", 0.5, num_decoding=2, costs=costs, chunk_tokens=100)
     prediction = placed([worker], objective=Objective(itl_s=itl_s)).prediction
     assert prediction.wait_s == pytest.approx(0.5 * stretch)
@@ -209,7 +231,9 @@ def test_who_decodes_holds_a_prompt_up_by_its_objective(itl_s: float, stretch: f
 def test_steps_above_the_objective_come_after_all_others() -> None:
     """128 tokens in steps of 60 ms take 7.7 s, and if that breaks the objective by 10 ms 12.8 more; in steps of 40 ms
     5.1 s, after 10 s without room."""
-    costs = StepCosts(0.0, 0.0, 0.0, 0.0, 1e-2, 0.0)
+    costs = StepCosts(
+        s_overhead=0.0, s_per_token=0.0, s_per_pair=0.0, s_weights=0.0, s_per_sequence=1e-2, s_per_kv_token=0.0
+    )
     prompt = prompt_of(list(range(1000)), 128)
     crowded = decode("crowded", num_decoding=5, costs=costs)
     full = decode("full", num_decoding=3, costs=costs, room_tokens=128, freed_tokens_per_s=100)
@@ -249,7 +273,9 @@ def test_a_longer_answer_needs_more_room() -> None:
 
 
 def test_a_slower_worker_gets_less() -> None:
-    slow = StepCosts(0.0, 2e-3, 0.0, 0.0, 0.0, 0.0)
+    slow = StepCosts(
+        s_overhead=0.0, s_per_token=2e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+    )
     pool = [prefill("slow", costs=slow), prefill("quick", 0.5), decode("d")]
     assert chosen(pool, "split")[0] == "quick"
     assert chosen([*pool[:1], prefill("quick", 1.1), decode("d")], "split")[0] == "slow"
@@ -294,7 +320,12 @@ def test_a_prefix_is_pulled_only_where_that_is_quicker(prices: Prices, num_held:
 def test_pairs_of_tokens_make_pulling_worth_more() -> None:
     """320 tokens of prefix take 0.32 s, and 102 ms more in which each attends to 160 others on average."""
     pool = [
-        prefill("p", costs=StepCosts(0.0, 1e-3, 2e-6, 0.0, 0.0, 0.0)),
+        prefill(
+            "p",
+            costs=StepCosts(
+                s_overhead=0.0, s_per_token=1e-3, s_per_pair=2e-6, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+            ),
+        ),
         decode("d"),
         decode("owner", 9.0, 320),
     ]
@@ -394,7 +425,20 @@ CANDIDATES = st.fixed_dictionaries(
         "num_kv_tokens": TOKENS,
         "room_tokens": st.integers(-2000, 2000),
         "freed_tokens_per_s": st.sampled_from([0.0, 100.0, math.inf]),
-        "costs": st.sampled_from([COSTS, PRIOR, StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)]),
+        "costs": st.sampled_from(
+            [
+                COSTS,
+                PRIOR,
+                StepCosts(
+                    s_overhead=0.0,
+                    s_per_token=0.0,
+                    s_per_pair=0.0,
+                    s_weights=0.0,
+                    s_per_sequence=0.0,
+                    s_per_kv_token=0.0,
+                ),
+            ]
+        ),
         "chunk_tokens": st.sampled_from([1, 512]),
     }
 )
@@ -416,7 +460,7 @@ def test_whatever_the_pool_the_workers_have_their_roles_and_the_order_decides_no
         objective = Objective(itl_s=itl_s)
         return place(PROMPT, pool, mode, objective=objective, pull_above_tokens=pull_above, not_from=not_from)
 
-    pool = [Candidate(f"w{i}", **each) for i, each in enumerate(fields)]
+    pool = [Candidate(worker_id=f"w{i}", **each) for i, each in enumerate(fields)]
     placement = decide(pool)
     shuffled = random.Random(seed).sample(pool, len(pool))
     assert placement == decide(shuffled)
@@ -452,7 +496,14 @@ def test_in_a_large_pool_the_least_busy_are_found_beside_the_owners(role: Role) 
 
     def computes(*, wait_s: float) -> str:
         def worker(worker_id: str, wait_s: float = 0.0, num_cached_tokens: int = 0) -> Candidate:
-            return Candidate(worker_id, role, num_cached_tokens, wait_s, num_kv_tokens=int(1e3 * wait_s), costs=COSTS)
+            return Candidate(
+                worker_id=worker_id,
+                role=role,
+                num_cached_tokens=num_cached_tokens,
+                wait_s=wait_s,
+                num_kv_tokens=int(1e3 * wait_s),
+                costs=COSTS,
+            )
 
         pool = [worker(f"owner{i}", 5.0, 992) for i in range(10)]
         pool += [worker("between", wait_s, 960)]

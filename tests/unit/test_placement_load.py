@@ -15,7 +15,9 @@ from baton.costs import StepCosts
 from router.placement import Candidate, Job, LoadBook, Residence, Turn
 from router.placement.load import RECENT_S, RESIDENCE_S, SMOOTHING
 
-COSTS = StepCosts(0.0, 1e-3, 0.0, 0.0, 0.0, 0.0)
+COSTS = StepCosts(
+    s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+)
 """A token takes a millisecond."""
 NORMAL: Turn = (0, False)
 URGENT: Turn = (-5, False)
@@ -23,7 +25,19 @@ LATE: Turn = (0, True)
 
 
 def worker(role: Role = Role.DECODE, **load: Any) -> Worker:
-    info = WorkerInfo("w", role, "h:1", 1, "node", 1, "content", "wire", 16, 8192, chunk_tokens=256)
+    info = WorkerInfo(
+        id="w",
+        role=role,
+        address="h:1",
+        pid=1,
+        node="node",
+        epoch=1,
+        content_id="content",
+        wire_compat="wire",
+        block_size=16,
+        max_model_len=8192,
+        chunk_tokens=256,
+    )
     fields: dict[str, Any] = {"costs": COSTS, "blocks": BlockCounts(100, 100)} | load
     return Worker(info, WorkerLoad(**fields))
 
@@ -33,7 +47,7 @@ def book_of(role: Role = Role.DECODE, **load: Any) -> LoadBook:
 
 
 def job(compute_s: float = 1.0, turn: Turn = NORMAL, num_prompt_tokens: int = 100, num_expected: int = 20) -> Job:
-    return Job(turn, compute_s, num_prompt_tokens, num_expected)
+    return Job(turn=turn, compute_s=compute_s, num_prompt_tokens=num_prompt_tokens, num_expected_tokens=num_expected)
 
 
 def test_those_before_wait_and_those_after_do_not_count() -> None:
@@ -89,7 +103,9 @@ def test_what_others_sent_shows_in_the_report() -> None:
 
 def test_a_report_brings_the_workers_costs() -> None:
     book = book_of(queued_tokens=1000)
-    slow = StepCosts(0.0, 5e-3, 0.0, 0.0, 0.0, 0.0)
+    slow = StepCosts(
+        s_overhead=0.0, s_per_token=5e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+    )
     book.report(worker(queued_tokens=1000, costs=slow))
     candidate = book.seen(NORMAL, 48, 0.0)
     assert (candidate.costs, candidate.chunk_tokens, candidate.num_cached_tokens) == (slow, 256, 48)
@@ -138,7 +154,7 @@ def test_more_may_be_sent_than_there_is_room_for() -> None:
 def test_who_computes_prompts_only_has_room_always() -> None:
     book = book_of(Role.PREFILL, running=3, blocks=BlockCounts(100, 50, 0, 50))
     book.decode(job(), 0.0)
-    fresh = Candidate("w", Role.PREFILL)
+    fresh = Candidate(worker_id="w", role=Role.PREFILL)
     seen = (book.candidate.num_decoding, book.candidate.num_kv_tokens, book.candidate.room_tokens)
     assert seen == (fresh.num_decoding, fresh.num_kv_tokens, fresh.room_tokens)
 
@@ -200,7 +216,17 @@ def test_leaving_twice_or_elsewhere_is_leaving_once() -> None:
 
 TURNS = st.tuples(st.integers(-2, 2), st.booleans())
 SECONDS = st.floats(1e-6, 1e3)
-JOBS = st.lists(st.builds(Job, TURNS, SECONDS, st.integers(1, 900), st.integers(0, 90)), min_size=1, max_size=8)
+JOBS = st.lists(
+    st.builds(
+        Job,
+        turn=TURNS,
+        compute_s=SECONDS,
+        num_prompt_tokens=st.integers(1, 900),
+        num_expected_tokens=st.integers(0, 90),
+    ),
+    min_size=1,
+    max_size=8,
+)
 
 
 @settings(max_examples=60)
@@ -222,7 +248,9 @@ def test_those_after_never_make_a_wait_shorter(jobs: list[Job], asked: Turn, dat
         now += data.draw(st.floats(0.0, 10.0))
         book.queue(each, now)
         if each.turn <= asked:
-            without.queue(Job(each.turn, each.compute_s, 1, 1), now)
+            without.queue(
+                Job(turn=each.turn, compute_s=each.compute_s, num_prompt_tokens=1, num_expected_tokens=1), now
+            )
     now += data.draw(st.floats(0.0, 10.0))
     assert book.wait_s(asked, now) >= without.wait_s(asked, now) - 1e-9
     assert book.wait_s(asked, now) <= sum(each.compute_s for each in jobs if each.turn <= asked) + 1e-9

@@ -12,7 +12,9 @@ from baton.messages import SequenceSpec
 from router.placement import Candidate, Job, Prompt, Turn
 from router.pools import SUSPICION_S, PoolView
 
-COSTS = StepCosts(0.0, 1e-3, 0.0, 0.0, 0.0, 0.0)
+COSTS = StepCosts(
+    s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+)
 """A token takes a millisecond."""
 BLOCKS = BlockCounts(total=100, free=100)
 NORMAL: Turn = (0, False)
@@ -39,18 +41,45 @@ def worker(
     max_model_len: int = 8192,
     costs: StepCosts = COSTS,
 ) -> Worker:
-    info = WorkerInfo(worker_id, role, "h:1", 1, "node", epoch, "content", "wire", block_size, max_model_len)
-    return Worker(info, WorkerLoad(state, running, queued_tokens=queued_tokens, blocks=blocks, costs=costs))
+    info = WorkerInfo(
+        id=worker_id,
+        role=role,
+        address="h:1",
+        pid=1,
+        node="node",
+        epoch=epoch,
+        content_id="content",
+        wire_compat="wire",
+        block_size=block_size,
+        max_model_len=max_model_len,
+    )
+    return Worker(
+        info, WorkerLoad(state=state, running=running, queued_tokens=queued_tokens, blocks=blocks, costs=costs)
+    )
 
 
 def job(num_tokens: int, turn: Turn = NORMAL) -> Job:
     """A prompt of which each token takes a millisecond."""
-    return Job(turn, num_tokens * COSTS.s_per_token, num_tokens, 0)
+    return Job(turn=turn, compute_s=num_tokens * COSTS.s_per_token, num_prompt_tokens=num_tokens, num_expected_tokens=0)
 
 
 def sequence(num_prompt_tokens: int, max_tokens: int) -> SequenceSpec:
     token_ids = tuple(range(num_prompt_tokens))
-    return SequenceSpec("r", 0, token_ids, num_prompt_tokens, max_tokens, 0.0, 0, 1.0, 0.0, 0, (), False, b"seed")
+    return SequenceSpec(
+        request_id="r",
+        choice_index=0,
+        token_ids=token_ids,
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=max_tokens,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        stop_token_ids=(),
+        ignore_eos=False,
+        cache_seed=b"seed",
+    )
 
 
 def view(held: dict[str, int] | None = None) -> tuple[PoolView, Clock]:
@@ -328,4 +357,4 @@ async def test_get_gives_the_latest_lease() -> None:
     await pools.update([newer])
     assert pools.get("a") == newer
     assert pools.is_trusted(newer)
-    assert not pools.is_trusted(replace(newer, load=WorkerLoad(WorkerState.DRAINING)))
+    assert not pools.is_trusted(replace(newer, load=WorkerLoad(state=WorkerState.DRAINING)))

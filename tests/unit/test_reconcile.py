@@ -32,7 +32,9 @@ def sizes(prefill: int, decode: int) -> dict[Role, int]:
 
 def ready(worker_id: str, num_requests: int = 0, num_unique_blocks: int = 0) -> Seen:
     role = Role(worker_id.rpartition("-")[0])
-    return Seen(worker_id, role, Phase.READY, num_requests=num_requests, num_unique_blocks=num_unique_blocks)
+    return Seen(
+        id=worker_id, role=role, phase=Phase.READY, num_requests=num_requests, num_unique_blocks=num_unique_blocks
+    )
 
 
 def decide(prefill: int, decode: int, *workers: Seen, now_s: float = 0.0) -> list[Action]:
@@ -54,23 +56,23 @@ def test_a_worker_keeps_its_id_whatever_its_role() -> None:
 
 @pytest.mark.parametrize("phase", Phase)
 def test_the_number_of_a_worker_that_leaves_is_not_free(phase: Phase) -> None:
-    leaving = Seen("decode-0", DECODE, phase, is_retiring=True)
+    leaving = Seen(id="decode-0", role=DECODE, phase=phase, is_retiring=True)
     assert Start("decode-2", DECODE) in decide(0, 2, leaving, ready("decode-1"))
 
 
 def test_the_dead_are_started_again_under_their_id_once_their_wait_is_over() -> None:
-    dead = Seen("decode-1", DECODE, Phase.DOWN, start_at_s=5.0)
+    dead = Seen(id="decode-1", role=DECODE, phase=Phase.DOWN, start_at_s=5.0)
     assert decide(0, 2, ready("decode-0"), dead, now_s=4.9) == []
     assert decide(0, 2, ready("decode-0"), dead, now_s=5.0) == [Start("decode-1", DECODE)]
 
 
 def test_a_dead_worker_comes_back_in_the_role_that_it_had() -> None:
-    dead = Seen("prefill-0", DECODE, Phase.DOWN)
+    dead = Seen(id="prefill-0", role=DECODE, phase=Phase.DOWN)
     assert decide(0, 1, dead) == [Start("prefill-0", DECODE)]
 
 
 def test_after_a_mass_death_a_few_start_at_a_time() -> None:
-    dead = [Seen(f"decode-{number}", DECODE, Phase.DOWN) for number in range(20)]
+    dead = [Seen(id=f"decode-{number}", role=DECODE, phase=Phase.DOWN) for number in range(20)]
     starts = decide(0, 20, *dead)
     assert len(starts) == MAX_STARTING
     starting = [replace(worker, phase=Phase.STARTING) for worker in dead[:3]]
@@ -79,14 +81,14 @@ def test_after_a_mass_death_a_few_start_at_a_time() -> None:
 
 def test_both_pools_come_back_side_by_side() -> None:
     """The pool that has nobody first: else a large decode pool would hold up all prompts."""
-    dead = [Seen(f"decode-{number}", DECODE, Phase.DOWN) for number in range(10)]
-    starts = decide(1, 11, ready("decode-10"), *dead, Seen("prefill-0", PREFILL, Phase.DOWN))
+    dead = [Seen(id=f"decode-{number}", role=DECODE, phase=Phase.DOWN) for number in range(10)]
+    starts = decide(1, 11, ready("decode-10"), *dead, Seen(id="prefill-0", role=PREFILL, phase=Phase.DOWN))
     assert starts[0] == Start("prefill-0", PREFILL)
 
 
 def test_workers_that_ray_has_no_room_for_do_not_hold_up_others() -> None:
-    waiting = [Seen(f"decode-{n}", DECODE, Phase.STARTING, waits_for_room=True) for n in range(1, 9)]
-    dead = Seen("prefill-0", PREFILL, Phase.DOWN)
+    waiting = [Seen(id=f"decode-{n}", role=DECODE, phase=Phase.STARTING, waits_for_room=True) for n in range(1, 9)]
+    dead = Seen(id="prefill-0", role=PREFILL, phase=Phase.DOWN)
     assert decide(1, 9, ready("decode-0"), *waiting, dead) == [Start("prefill-0", PREFILL)]
 
 
@@ -106,8 +108,8 @@ def test_otherwise_the_highest_number_goes() -> None:
 
 def test_workers_that_do_not_serve_yet_go_first() -> None:
     busy = ready("decode-0", num_requests=9)
-    starting = Seen("decode-1", DECODE, Phase.STARTING)
-    down = Seen("decode-2", DECODE, Phase.DOWN, start_at_s=99.0)
+    starting = Seen(id="decode-1", role=DECODE, phase=Phase.STARTING)
+    down = Seen(id="decode-2", role=DECODE, phase=Phase.DOWN, start_at_s=99.0)
     assert decide(0, 1, busy, starting, down) == [
         Retire("decode-1"), Retire("decode-2"), Leave("decode-1"), Forget("decode-2"),
     ]  # fmt: skip
@@ -116,7 +118,7 @@ def test_workers_that_do_not_serve_yet_go_first() -> None:
 def test_the_last_decode_worker_stays_until_another_is_ready() -> None:
     drained = replace(ready("decode-0"), is_retiring=True)
     assert decide(0, 1, drained) == [Start("decode-1", DECODE)]
-    assert decide(0, 1, drained, Seen("decode-1", DECODE, Phase.STARTING)) == []
+    assert decide(0, 1, drained, Seen(id="decode-1", role=DECODE, phase=Phase.STARTING)) == []
     assert decide(0, 1, drained, ready("decode-1")) == [Leave("decode-0")]
 
 
@@ -128,7 +130,7 @@ def test_a_worker_that_changes_its_role_stands_in_for_nobody() -> None:
 
 def test_of_many_that_are_drained_one_goes_for_each_that_comes() -> None:
     drained = [replace(ready(f"decode-{n}"), is_retiring=True) for n in range(8)]
-    coming = [Seen(f"decode-{n}", DECODE, Phase.STARTING) for n in (9, 10, 11)]
+    coming = [Seen(id=f"decode-{n}", role=DECODE, phase=Phase.STARTING) for n in (9, 10, 11)]
     come = [ready(worker.id) for worker in coming]
 
     def leaves(*workers: Seen) -> list[str]:
@@ -143,7 +145,7 @@ def test_where_there_is_no_room_for_others_drained_workers_make_it_one_at_a_time
     """Ray has room for five of eight."""
     drained = [replace(ready(f"decode-{n}"), is_retiring=True) for n in range(2)]
     others = [ready(f"decode-{n}") for n in (2, 3, 4)]
-    waiting = [Seen(f"decode-{n}", DECODE, Phase.STARTING, waits_for_room=True) for n in range(5, 10)]
+    waiting = [Seen(id=f"decode-{n}", role=DECODE, phase=Phase.STARTING, waits_for_room=True) for n in range(5, 10)]
     assert decide(0, 8, *drained, *others, *waiting) == [Leave("decode-0")]
     leaving = replace(drained[0], phase=Phase.LEAVING)
     assert decide(0, 8, leaving, drained[1], *others, *waiting) == []
@@ -187,7 +189,7 @@ def test_a_worker_that_has_to_leave_does_so_after_its_change_of_role() -> None:
 
 
 def test_who_leaves_is_not_told_twice() -> None:
-    leaving = Seen("decode-1", DECODE, Phase.LEAVING, is_retiring=True)
+    leaving = Seen(id="decode-1", role=DECODE, phase=Phase.LEAVING, is_retiring=True)
     assert decide(0, 1, ready("decode-0"), leaving) == []
 
 
@@ -210,7 +212,7 @@ class World:
                     before = self.workers.get(worker_id)
                     assert before is None or (before.phase is Phase.DOWN and before.role is role)
                     assert before is None or before.start_at_s <= self.now_s
-                    self.workers[worker_id] = Seen(worker_id, role, Phase.STARTING)
+                    self.workers[worker_id] = Seen(id=worker_id, role=role, phase=Phase.STARTING)
                 case Retire(worker_id):
                     assert not self.workers[worker_id].is_retiring
                     self.workers[worker_id] = replace(self.workers[worker_id], is_retiring=True)

@@ -35,12 +35,23 @@ async def test_a_store_that_loses_its_state_between_two_questions_loses_no_worke
     """Regression: asked for its boot token first, it told the old one and then the empty list of its new life."""
     store = MemoryStore()
     leases = ForgetfulLeases(store, 20)
-    info = WorkerInfo("w", Role.DECODE, "h:1", 1, "n", await leases.acquire("w"), "c", "w", 16, 2048)
-    await leases.renew(info, WorkerLoad(WorkerState.READY))
+    info = WorkerInfo(
+        id="w",
+        role=Role.DECODE,
+        address="h:1",
+        pid=1,
+        node="n",
+        epoch=await leases.acquire("w"),
+        content_id="c",
+        wire_compat="w",
+        block_size=16,
+        max_model_len=2048,
+    )
+    await leases.renew(info, WorkerLoad(state=WorkerState.READY))
     mirror = Mirror()
     pools = PoolView(mirror.lookup, time.monotonic)
     follower = MirrorFollower(MemoryIndex(store), mirror)
-    me, redis = RouterInfo("r", 1, "h:1", "h:2", 0.0), Connection("redis://127.0.0.1:1/0")
+    me, redis = RouterInfo(id="r", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0), Connection("redis://127.0.0.1:1/0")
     registry = Registry(leases, pools, WorkerCalls(), follower, me, SloCounts(), (), redis, POLL_S, 10 * POLL_S)
     running = asyncio.create_task(registry.run())
     async with asyncio.timeout(10):

@@ -32,12 +32,30 @@ class Cluster:
         for name, role in self.roles.items():
             busy_s = self.now if role is Role.PREFILL else 0.0
             load = WorkerLoad(
-                WorkerState.READY, running=self.running[name], busy_s=busy_s, computed_tokens=int(1000 * busy_s)
+                state=WorkerState.READY, running=self.running[name], busy_s=busy_s, computed_tokens=int(1000 * busy_s)
             )
-            workers.append(Worker(WorkerInfo(name, role, "", 0, "", 1, "", "", 16, 10**6), load))
+            workers.append(
+                Worker(
+                    WorkerInfo(
+                        id=name,
+                        role=role,
+                        address="",
+                        pid=0,
+                        node="",
+                        epoch=1,
+                        content_id="",
+                        wire_compat="",
+                        block_size=16,
+                        max_model_len=10**6,
+                    ),
+                    load,
+                )
+            )
         count = {role: sum(r is role for r in self.roles.values()) for role in Role}
         pools = {role.value: PoolStatus(count[role], count[role]) for role in Role}
-        return ClusterStatus(pools, tuple(workers), (), "", True, ())
+        return ClusterStatus(
+            pools=pools, workers=tuple(workers), routers=(), redis_address="", redis_ok=True, models=()
+        )
 
     async def scale(self, pool: Role, num_workers: int) -> None:
         self.orders.append(("scale", pool, num_workers))
@@ -140,7 +158,9 @@ def test_the_strictest_class_is_what_pools_are_sized_for() -> None:
 
 
 def test_a_decision_is_told_in_words_and_as_json() -> None:
-    decision = Decision(Sizes(1, 4), Sizes(3, 3), ("because.",), Needs(2.0, 1.0), State())
+    decision = Decision(
+        before=Sizes(1, 4), sizes=Sizes(3, 3), reasons=("because.",), needs=Needs(2.0, 1.0), state=State()
+    )
     assert summary(decision) == "1:4 -> 3:3: 1 of the other pool become prefill workers; start 1 prefill"
     assert summary(replace(decision, sizes=Sizes(1, 4))) == "1:4 stays"
     document = json.loads(json.dumps(as_dict(decision)))

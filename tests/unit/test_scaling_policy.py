@@ -51,9 +51,24 @@ def measured(
 ) -> Measured:
     """Work in workers' worth, as `Needs` has it; the queue in seconds of one worker."""
     ready = ready or sizes
-    prefill = PoolMeasured(sizes.prefill, ready.prefill, draining, prompts, round(queued_s * 1000), 1000.0)
-    decode = PoolMeasured(sizes.decode, ready.decode, 0, on_decode, num_sequences=sequences, kv_use=kv_use, costs=COSTS)
-    return Measured(prefill, decode, met, missed, rejected)
+    prefill = PoolMeasured(
+        desired=sizes.prefill,
+        ready=ready.prefill,
+        draining=draining,
+        prompt_load=prompts,
+        queued_tokens=round(queued_s * 1000),
+        tokens_per_s=1000.0,
+    )
+    decode = PoolMeasured(
+        desired=sizes.decode,
+        ready=ready.decode,
+        draining=0,
+        prompt_load=on_decode,
+        num_sequences=sequences,
+        kv_use=kv_use,
+        costs=COSTS,
+    )
+    return Measured(prefill=prefill, decode=decode, met=met, missed=missed, rejected=rejected)
 
 
 def after_cool_down(window: Measured, config: AutoscaleConfig = CONFIG) -> Decision:

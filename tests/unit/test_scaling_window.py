@@ -23,20 +23,36 @@ from deploy.scaling.window import measure
 COSTS = StepCosts(
     s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.01, s_per_sequence=1e-3, s_per_kv_token=0.0
 )
-READY = WorkerLoad(WorkerState.READY, blocks=BlockCounts(total=100), costs=COSTS)
+READY = WorkerLoad(state=WorkerState.READY, blocks=BlockCounts(total=100), costs=COSTS)
 
 
 def worker(worker_id: str, role: Role, load: WorkerLoad, epoch: int = 1) -> Worker:
-    return Worker(WorkerInfo(worker_id, role, "", 0, "", epoch, "", "", 16, 10**6), load)
+    return Worker(
+        WorkerInfo(
+            id=worker_id,
+            role=role,
+            address="",
+            pid=0,
+            node="",
+            epoch=epoch,
+            content_id="",
+            wire_compat="",
+            block_size=16,
+            max_model_len=10**6,
+        ),
+        load,
+    )
 
 
 def status(*workers: Worker, routers: tuple[RouterInfo, ...] = (), prefill: int = 1, decode: int = 1) -> ClusterStatus:
     pools = {"prefill": PoolStatus(prefill, 0), "decode": PoolStatus(decode, 0)}
-    return ClusterStatus(pools, workers, routers, "", True, ())
+    return ClusterStatus(pools=pools, workers=workers, routers=routers, redis_address="", redis_ok=True, models=())
 
 
 def router(router_id: str, met: int, missed: int = 0, rejected: int = 0, pid: int = 1) -> RouterInfo:
-    return RouterInfo(router_id, pid, "", "", 0.0, met, missed, rejected)
+    return RouterInfo(
+        id=router_id, pid=pid, grpc="", http="", mirror_lag_s=0.0, met=met, missed=missed, rejected=rejected
+    )
 
 
 def busy(busy_s: float, num_tokens: int, **more: int) -> WorkerLoad:

@@ -29,7 +29,13 @@ def make_scheduler(
     output_reservation: int = 16,
     num_state_slots: int = 0,
 ) -> Scheduler:
-    limits = SchedulerLimits(16, max_num_seqs, max_num_batched_tokens, output_reservation, num_state_slots)
+    limits = SchedulerLimits(
+        block_size=16,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        output_reservation=output_reservation,
+        num_state_slots=num_state_slots,
+    )
     return Scheduler(BlockPool(num_blocks), limits)
 
 
@@ -45,7 +51,7 @@ def add(
 ) -> Sequence:
     """Queues a sequence of the tokens `first`, `first + 1`, ...; `objectives` are fields of its spec."""
     spec = replace(make_spec(range(first, first + num_tokens), max_tokens), **objectives)
-    sequence = Sequence(spec, purpose, arrival_s)
+    sequence = Sequence(spec=spec, purpose=purpose, arrival_s=arrival_s)
     scheduler.add(sequence)
     return sequence
 
@@ -77,7 +83,9 @@ def test_decodes_come_before_prompt_chunks() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=20)
     long = add(scheduler, 100, first=1000)
     run_step(scheduler)
-    scheduler.limits = SchedulerLimits(16, 8, 120, 16, 0)
+    scheduler.limits = SchedulerLimits(
+        block_size=16, max_num_seqs=8, max_num_batched_tokens=120, output_reservation=16, num_state_slots=0
+    )
     short = add(scheduler, 5)
     assert run_step(scheduler) == [(long, 80), (short, 5)]
     third = add(scheduler, 200, first=2000)
@@ -312,7 +320,9 @@ def test_a_prefill_is_never_the_one_that_gives_way() -> None:
     young = add(scheduler, 16, arrival_s=2.0, first=100)
     prefill = add(scheduler, 64, purpose=Purpose.PREFILL, arrival_s=3.0, first=200)
     assert run_step(scheduler) == [(old, 16), (young, 16), (prefill, 17)]
-    scheduler.limits = SchedulerLimits(16, 8, 2, 0, 0)  # so that the prefill stays in progress
+    scheduler.limits = SchedulerLimits(
+        block_size=16, max_num_seqs=8, max_num_batched_tokens=2, output_reservation=0, num_state_slots=0
+    )  # so that the prefill stays in progress
     table = list(prefill.block_table)
     assert run_step(scheduler) == [(old, 1), (prefill, 1)]
     assert (young.status, scheduler.num_preemptions) == (Status.WAITING, 1)

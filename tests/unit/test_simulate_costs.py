@@ -28,16 +28,18 @@ from deploy.simulate.world import Served, World
 from router.placement import Objective
 
 BLOCK = 16
-STEPS = StepCosts(1.0, 0.1, 0.0, 0.0, 0.0, 0.0)
+STEPS = StepCosts(
+    s_overhead=1.0, s_per_token=0.1, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+)
 """A step takes 1 s and 0.1 s a token."""
 SLOW_STEPS = replace(STEPS, s_per_token=0.2)
-COSTS = CostModel(STEPS, transfer_latency_s=0.25, transfer_s_per_token=0.0)
+COSTS = CostModel(steps=STEPS, transfer_latency_s=0.25, transfer_s_per_token=0.0)
 BENCH = Bench(
-    replace(COSTS, prefill_steps=SLOW_STEPS, request_overhead_s=0.5, decoding_s=((1, 0.0), (4, -0.25))),
-    64,
-    BLOCK,
-    128,
-    200,
+    costs=replace(COSTS, prefill_steps=SLOW_STEPS, request_overhead_s=0.5, decoding_s=((1, 0.0), (4, -0.25))),
+    num_blocks=64,
+    block_tokens=BLOCK,
+    chunk_tokens=128,
+    max_model_len=200,
 )
 
 
@@ -56,7 +58,7 @@ class Split:
     name = "split"
 
     def place(self, request: TraceRequest, prefill: Sequence[Any], decode: Sequence[Any], now_s: float) -> Decision:
-        return Decision(prefill[0].index if prefill else decode[0].index, decode[0].index)
+        return Decision(computes=prefill[0].index if prefill else decode[0].index, decodes=decode[0].index)
 
     def computed(self, request: TraceRequest, now_s: float) -> None:
         pass
@@ -72,7 +74,9 @@ class Split:
 
 
 def served(costs: CostModel, *requests: TraceRequest, prefill: int = 0) -> list[Served]:
-    return World(trace(*requests), Split(), WorkerShape(64, BLOCK), costs, prefill=prefill).run()
+    return World(
+        trace(*requests), Split(), WorkerShape(num_blocks=64, block_tokens=BLOCK), costs, prefill=prefill
+    ).run()
 
 
 def test_a_requests_overhead_delays_its_first_token_and_takes_no_workers_time() -> None:
@@ -115,11 +119,26 @@ def observed(
 ) -> Observed:
     usage = Usage(one.num_prompt_tokens, one.num_output_tokens, cached)
     defaults: dict[str, Any] = {"decode_worker": "d0", "prefill_worker": "p0", "mode": "split"}
-    return Observed(one, sent_s, "served", None, list(token_times), usage, Timing(**defaults | timing))
+    return Observed(
+        request=one,
+        sent_s=sent_s,
+        outcome="served",
+        error=None,
+        token_times=list(token_times),
+        usage=usage,
+        timing=Timing(**defaults | timing),
+    )
 
 
 def worker(name: str, steps: StepCosts) -> ServingWorker:
-    return ServingWorker(name, "prefill" if name.startswith("p") else "decode", steps, 64, BLOCK, 128)
+    return ServingWorker(
+        id=name,
+        role="prefill" if name.startswith("p") else "decode",
+        costs=steps,
+        num_blocks=64,
+        block_tokens=BLOCK,
+        chunk_tokens=128,
+    )
 
 
 def test_steps_are_those_of_the_pools() -> None:
@@ -213,7 +232,9 @@ def test_transfers_cost_what_came_after_first_tokens() -> None:
 
 def test_a_slow_prefill_worker_learns_its_overhead() -> None:
     """It never decodes, so no prior for decoding may bound what its steps take."""
-    true = StepCosts(0.05, 2e-3, 3e-7, 0.0, 0.0, 0.0)
+    true = StepCosts(
+        s_overhead=0.05, s_per_token=2e-3, s_per_pair=3e-7, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+    )
     fit = StepFit()
     for num_new in (17, 400, 90, 33, 250, 60, 512, 20) * 10:
         size = StepSize(num_new, num_new * num_new // 2)

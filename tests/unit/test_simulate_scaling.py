@@ -44,7 +44,13 @@ def ordering(monkeypatch: pytest.MonkeyPatch, sized: Sized) -> None:
     def decide(
         measured: Measured, state: State, config: AutoscaleConfig, objective: Objective, now_s: float, mode: str
     ) -> ScaleDecision:
-        return ScaleDecision(measured.sizes, sized(measured.sizes, now_s), ("by lot",), Needs(0, 0), state)
+        return ScaleDecision(
+            before=measured.sizes,
+            sizes=sized(measured.sizes, now_s),
+            reasons=("by lot",),
+            needs=Needs(0, 0),
+            state=state,
+        )
 
     monkeypatch.setattr(scaler_module, "decide", decide)
 
@@ -54,7 +60,9 @@ def to(sizes: Sizes, at_s: float) -> Sized:
 
 
 def run(requests: Trace, placer: Fixed, prefill: int, decode: int) -> tuple[World, list[Served]]:
-    world = World(requests, placer, shape(), COSTS, prefill=prefill, decode=decode, scaling=Scaling(QUICK, EASY))
+    world = World(
+        requests, placer, shape(), COSTS, prefill=prefill, decode=decode, scaling=Scaling(config=QUICK, objective=EASY)
+    )
     return world, world.run()
 
 
@@ -66,7 +74,7 @@ def test_an_answer_under_way_goes_on_elsewhere_and_waits_for_its_kv_alone(monkey
     """Worker 1 decodes two answers and worker 0 one. That has its first token at 3 s, and then one every 1.1 s; at 10 s
     worker 0 becomes a prefill worker, as soon as its step is over, at 10.7 s, with 7 more tokens out."""
     ordering(monkeypatch, to(Sizes(1, 1), 10.0))
-    placer = Fixed(Decision(0, 0), Decision(1, 1))
+    placer = Fixed(Decision(computes=0, decodes=0), Decision(computes=1, decodes=1))
     requests = trace(request(0.0, 20, 40), request(0.0, 16, 60, 9), request(0.5, 16, 60, 19))
     world, (moved, *others) = run(requests, placer, 0, 2)
     assert world.num_moved == 1
@@ -84,13 +92,16 @@ def test_an_answer_under_way_goes_on_elsewhere_and_waits_for_its_kv_alone(monkey
 def test_prompts_that_wait_are_placed_again_and_their_deadlines_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker 0 computes a prompt from 0 s to 7 s, and another waits there; a third one is on worker 1."""
     ordering(monkeypatch, to(Sizes(1, 1), 5.0))
-    here, there = Decision(0, 0, ttft_s=100.0), Decision(1, 1, ttft_s=100.0)
+    here, there = Decision(computes=0, decodes=0, ttft_s=100.0), Decision(computes=1, decodes=1, ttft_s=100.0)
     placer = Fixed(here, there, here, there, there, there)
     requests = trace(
-        request(0.0, 60, 2), request(0.0, 60, 40, 9), request(1.0, 60, 3, 19), request(1.5, 16, 30, 29),
+        request(0.0, 60, 2),
+        request(0.0, 60, 40, 9),
+        request(1.0, 60, 3, 19),
+        request(1.5, 16, 30, 29),
         request(1.6, 16, 30, 39),
-    )  # fmt: skip
-    world = World(requests, placer, shape(), COSTS, decode=2, scaling=Scaling(QUICK, EASY))
+    )
+    world = World(requests, placer, shape(), COSTS, decode=2, scaling=Scaling(config=QUICK, objective=EASY))
     deadlines = []
     place = world._spec
 
@@ -110,7 +121,7 @@ def test_prompts_that_wait_are_placed_again_and_their_deadlines_stay(monkeypatch
 
 def test_a_worker_that_starts_takes_its_time_and_one_that_stops_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     ordering(monkeypatch, lambda before, now: Sizes(0, 2) if now < 60 else Sizes(0, 1))
-    placer = Fixed(Decision(0, 0))
+    placer = Fixed(Decision(computes=0, decodes=0))
     requests = trace(*(request(4.0 * n, 16, 3, 10 * n) for n in range(40)))
     world, served = run(requests, placer, 0, 1)
     num_seen = [len(decode) for _, decode in placer.seen]
@@ -135,11 +146,18 @@ def test_whatever_the_pools_become_every_request_is_served_whole(
     with pytest.MonkeyPatch.context() as patch:
         sizes = st.builds(Sizes, st.integers(0, 2), st.integers(1, 3))
         ordering(patch, lambda before, now_s: data.draw(sizes) if now_s < 200 else before)
-        scaling = Scaling(replace(QUICK, window_s=data.draw(st.sampled_from([1.5, 4.0]))), EASY, start_s=2.0)
+        scaling = Scaling(
+            config=replace(QUICK, window_s=data.draw(st.sampled_from([1.5, 4.0]))), objective=EASY, start_s=2.0
+        )
         world = World(
-            requests, AnyOf(data), shape(num_blocks, batch=32, seqs=4), COSTS,
-            prefill=prefill, decode=decode, scaling=scaling,
-        )  # fmt: skip
+            requests,
+            AnyOf(data),
+            shape(num_blocks, batch=32, seqs=4),
+            COSTS,
+            prefill=prefill,
+            decode=decode,
+            scaling=scaling,
+        )
         for served in world.run():
             assert served.request.arrival_s < served.first_token_s <= served.finished_s < math.inf
             assert num_tokens(served) == served.request.num_output_tokens
@@ -163,7 +181,10 @@ class AnyOf(Anything):
         others = [view for view in (*prefill, *decode) if view is not computes and view.num_cached_tokens]
         source = self._draws.draw(st.none() | st.sampled_from(others)) if others else None
         return Decision(
-            computes.index, decodes.index, source.index if source else None, source.num_cached_tokens if source else 0
+            computes=computes.index,
+            decodes=decodes.index,
+            source=source.index if source else None,
+            source_tokens=source.num_cached_tokens if source else 0,
         )
 
 
@@ -184,7 +205,9 @@ def test_the_routers_own_books_follow_and_nobody_let_in_is_refused(monkeypatch: 
     prices = Prices(0.25, 0.125, 0.25, 0.0)
     placer = Checked(RouterConfig(expected_output_floor=3), Objective(40.0, math.inf), prices)
     requests = trace(*(request(1.2 * n, 40, 12, 10 * n) for n in range(80)))
-    world = World(requests, placer, shape(), COSTS, decode=3, scaling=Scaling(QUICK, Objective(40.0, math.inf)))
+    world = World(
+        requests, placer, shape(), COSTS, decode=3, scaling=Scaling(config=QUICK, objective=Objective(40.0, math.inf))
+    )
     served = world.run()
     assert len(served) == 80
     assert world.num_moved > 0
@@ -204,9 +227,15 @@ TRACE = generate(Conversations(duration_s=300.0, sessions_per_s=1.1), seed=3)
 
 def scaled(prefill: int, decode: int, scaling: Scaling | None) -> Result:
     scenario = Scenario(
-        TRACE, WorkerShape(5000, TRACE.block_tokens), PROFILES["llama-3-70b@8xa100"], prefill, decode, OBJECTIVE,
-        router=RouterConfig(mode="split"), scaling=scaling,
-    )  # fmt: skip
+        trace=TRACE,
+        shape=WorkerShape(num_blocks=5000, block_tokens=TRACE.block_tokens),
+        costs=PROFILES["llama-3-70b@8xa100"],
+        prefill=prefill,
+        decode=decode,
+        objective=OBJECTIVE,
+        router=RouterConfig(mode="split"),
+        scaling=scaling,
+    )
     return run_policy("baton", scenario)
 
 
@@ -221,7 +250,7 @@ def test_from_a_bad_split_the_autoscaler_comes_near_the_best(
     statics: dict[int, float], restarts_s: tuple[float, ...]
 ) -> None:
     config = AutoscaleConfig(window_s=5.0, cool_down_s=10.0)
-    result = scaled(1, 3, Scaling(config, OBJECTIVE, "split", restarts_s=restarts_s))
+    result = scaled(1, 3, Scaling(config=config, objective=OBJECTIVE, mode="split", restarts_s=restarts_s))
     assert statics[1] < 0.8 * max(statics.values()), "else the split is not bad"
     assert result.good_share >= 0.9 * max(statics.values())
     assert 1 <= result.num_actions <= 6
@@ -230,18 +259,23 @@ def test_from_a_bad_split_the_autoscaler_comes_near_the_best(
 
 def test_few_workers_become_as_many_as_are_needed() -> None:
     config = AutoscaleConfig(window_s=5.0, cool_down_s=10.0, max_workers=6)
-    few, grown = scaled(1, 1, None), scaled(1, 1, Scaling(config, OBJECTIVE, "split"))
+    few, grown = scaled(1, 1, None), scaled(1, 1, Scaling(config=config, objective=OBJECTIVE, mode="split"))
     assert grown.good_share > 1.3 * few.good_share
     assert 2.5 < grown.mean_workers <= 6
-    again = scaled(1, 1, Scaling(config, OBJECTIVE, "split"))
+    again = scaled(1, 1, Scaling(config=config, objective=OBJECTIVE, mode="split"))
     assert again == grown, "the same arguments give the same figures and reasons"
 
 
 def test_other_policies_serve_pools_that_change_too() -> None:
     world = World(
-        trace(*(request(1.0 * n, 40, 12, 10 * n) for n in range(60))), TwoLegs(Greedy(Random(0), 4)),
-        shape(), COSTS, prefill=1, decode=3, scaling=Scaling(QUICK, Objective(10.0, 100.0)),
-    )  # fmt: skip
+        trace(*(request(1.0 * n, 40, 12, 10 * n) for n in range(60))),
+        TwoLegs(Greedy(Random(0), 4)),
+        shape(),
+        COSTS,
+        prefill=1,
+        decode=3,
+        scaling=Scaling(config=QUICK, objective=Objective(10.0, 100.0)),
+    )
     served = world.run()
     assert world.decisions
     assert all(one.finished_s < math.inf for one in served)

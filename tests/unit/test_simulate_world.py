@@ -28,12 +28,18 @@ BLOCK = 16
 STEPS = StepCosts(
     s_overhead=1.0, s_per_token=0.1, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
 )
-COSTS = CostModel(STEPS, transfer_latency_s=0.25, transfer_s_per_token=0.125)
+COSTS = CostModel(steps=STEPS, transfer_latency_s=0.25, transfer_s_per_token=0.125)
 """A step takes 1 s and 0.1 s a token."""
 
 
 def shape(num_blocks: int = 64, batch: int = 64, seqs: int = 8) -> WorkerShape:
-    return WorkerShape(num_blocks, BLOCK, max_num_seqs=seqs, max_num_batched_tokens=batch, output_reservation=32)
+    return WorkerShape(
+        num_blocks=num_blocks,
+        block_tokens=BLOCK,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=batch,
+        output_reservation=32,
+    )
 
 
 class Fixed:
@@ -86,7 +92,7 @@ def run(
     return world, world.run()
 
 
-HERE = Decision(0, 0)
+HERE = Decision(computes=0, decodes=0)
 
 
 def test_a_prompt_alone_takes_one_step_and_each_token_another() -> None:
@@ -126,7 +132,9 @@ def test_an_arrival_waits_for_the_step_that_runs_and_for_no_more() -> None:
 
 
 def test_a_split_request_gets_its_first_token_from_the_prefill_worker() -> None:
-    world, (served,) = run(trace(request(0.0, 40, 3)), Fixed(Decision(0, 1)), shape(batch=16), prefill=1, decode=1)
+    world, (served,) = run(
+        trace(request(0.0, 40, 3)), Fixed(Decision(computes=0, decodes=1)), shape(batch=16), prefill=1, decode=1
+    )
     computed_s = 2 * (1 + 1.6) + (1 + 0.8)
     assert served.ttft_s == pytest.approx(computed_s)
     # The transfer takes 0.25 + 40 * 0.125 = 5.25 s, all but the latency hidden behind 7 s of computing.
@@ -136,7 +144,11 @@ def test_a_split_request_gets_its_first_token_from_the_prefill_worker() -> None:
 
 def test_what_computing_does_not_hide_of_a_transfer_delays_the_second_token() -> None:
     _, (_, second) = run(
-        trace(request(0.0, 80, 1), request(50.0, 80, 2)), Fixed(Decision(0, 1)), shape(batch=64), prefill=1, decode=1
+        trace(request(0.0, 80, 1), request(50.0, 80, 2)),
+        Fixed(Decision(computes=0, decodes=1)),
+        shape(batch=64),
+        prefill=1,
+        decode=1,
     )
     assert second.num_cached_tokens == 64, "the last token's block is computed"
     computing_s = 1 + 16 * 0.1
@@ -146,7 +158,7 @@ def test_what_computing_does_not_hide_of_a_transfer_delays_the_second_token() ->
 
 
 def test_a_prefix_is_pulled_from_where_it_is() -> None:
-    placer = Fixed(Decision(0, 0), Decision(1, 1, source=0, source_tokens=48))
+    placer = Fixed(Decision(computes=0, decodes=0), Decision(computes=1, decodes=1, source=0, source_tokens=48))
     world, (_, second) = run(trace(request(0.0, 48, 1), request(100.0, 58, 1)), placer, decode=2)
     assert second.num_cached_tokens == 48
     assert second.ttft_s == pytest.approx(0.25 + 48 * 0.125 + 1 + 10 * 0.1)
@@ -155,7 +167,7 @@ def test_a_prefix_is_pulled_from_where_it_is() -> None:
 
 
 def test_a_source_that_has_less_than_was_believed_gives_what_it_has() -> None:
-    placer = Fixed(Decision(0, 0), Decision(1, 1, source=0, source_tokens=64))
+    placer = Fixed(Decision(computes=0, decodes=0), Decision(computes=1, decodes=1, source=0, source_tokens=64))
     _, (_, second) = run(trace(request(0.0, 32, 1), request(100.0, 70, 1)), placer, decode=2)
     assert second.num_cached_tokens == 32
     assert second.ttft_s == pytest.approx(0.25 + 32 * 0.125 + 1 + 38 * 0.1)
@@ -163,7 +175,12 @@ def test_a_source_that_has_less_than_was_believed_gives_what_it_has() -> None:
 
 def test_two_workers_that_pull_from_each_other_end() -> None:
     """Each one's cache is full of what the other wants; room comes as it is reserved, not before."""
-    placer = Fixed(Decision(0, 0), Decision(1, 1), Decision(1, 1, 0, 80), Decision(0, 0, 1, 80))
+    placer = Fixed(
+        Decision(computes=0, decodes=0),
+        Decision(computes=1, decodes=1),
+        Decision(computes=1, decodes=1, source=0, source_tokens=80),
+        Decision(computes=0, decodes=0, source=1, source_tokens=80),
+    )
     requests = trace(request(0.0, 80, 1), request(0.5, 80, 1, 50), request(100.0, 96, 1), request(100.0, 96, 1, 50))
     _, served = run(requests, placer, shape(num_blocks=8), decode=2)
     assert all(one.finished_s < 200 for one in served)
@@ -216,13 +233,13 @@ class Anything:
         source = self._draws.draw(st.none() | st.sampled_from(others)) if others else None
         objectives = st.sampled_from([0.5, 3.0, 60.0, math.inf])
         return Decision(
-            computes,
-            decodes,
-            source.index if source else None,
-            source.num_cached_tokens if source else 0,
-            self._draws.draw(objectives),
-            self._draws.draw(objectives),
-            self._draws.draw(st.integers(0, 50)),
+            computes=computes,
+            decodes=decodes,
+            source=source.index if source else None,
+            source_tokens=source.num_cached_tokens if source else 0,
+            ttft_s=self._draws.draw(objectives),
+            itl_s=self._draws.draw(objectives),
+            num_expected_tokens=self._draws.draw(st.integers(0, 50)),
         )
 
     def computed(self, request: TraceRequest, now_s: float) -> None:
@@ -306,7 +323,7 @@ def test_quantiles_are_of_everything_that_occurred() -> None:
 
 
 def test_the_placer_is_told_of_first_and_last_tokens() -> None:
-    placer, requests = Fixed(Decision(0, 1)), trace(request(0.0, 40, 3))
+    placer, requests = Fixed(Decision(computes=0, decodes=1)), trace(request(0.0, 40, 3))
     _, (served,) = run(requests, placer, prefill=1, decode=1)
     assert placer.told == [
         ("computed", requests.requests[0], served.first_token_s),
@@ -382,7 +399,19 @@ FREE = Prices(0.0, 0.0, 0.0, 0.0)
 
 
 def view(index: int, num_cached_tokens: int = 0) -> WorkerView:
-    return WorkerView(index, num_cached_tokens, 0, 0, 0, 0, 0, 10_000, 10.0, HIDDEN, block_tokens=BLOCK)
+    return WorkerView(
+        index=index,
+        num_cached_tokens=num_cached_tokens,
+        queued_tokens=0,
+        booked_tokens=0,
+        num_requests=0,
+        num_waiting=0,
+        used_blocks=0,
+        num_blocks=10_000,
+        tokens_per_s=10.0,
+        costs=HIDDEN,
+        block_tokens=BLOCK,
+    )
 
 
 def placed(production: Production, num: int, prefill: list[WorkerView], decode: list[WorkerView]) -> list[Decision]:
@@ -394,7 +423,7 @@ def test_the_routers_own_placement_decides_with_its_settings() -> None:
     """64 of the prompt's 80 tokens are somewhere: 1.6 s there, and elsewhere 8 s or a pull."""
     pool = [view(3), view(4, num_cached_tokens=64), view(5)]
     decisions = placed(Production(RouterConfig(pull_above_tokens=64), Objective(), FREE), 9, [], pool)
-    assert decisions[0] == Decision(4, 4, num_expected_tokens=256)
+    assert decisions[0] == Decision(computes=4, decodes=4, num_expected_tokens=256)
     elsewhere = [decision for decision in decisions if decision.computes != 4]
     assert {(decision.source, decision.source_tokens) for decision in elsewhere} == {(4, 64)}
     never = placed(Production(RouterConfig(pull_above_tokens=65), Objective(), FREE), 20, [], pool)
@@ -418,7 +447,13 @@ def test_the_routers_own_admission_refuses_who_would_be_late_until_there_is_room
 
 def test_who_is_faster_than_one_would_think_does_not_get_everything() -> None:
     """Sparse prompts that have nothing in common. Once the first is computed, one worker is known to be quick."""
-    quick = CostModel(StepCosts(1e-5, 1e-6, 0.0, 1e-5, 1e-6, 0.0), 1e-3, 0.0)
+    quick = CostModel(
+        steps=StepCosts(
+            s_overhead=1e-5, s_per_token=1e-6, s_per_pair=0.0, s_weights=1e-5, s_per_sequence=1e-6, s_per_kv_token=0.0
+        ),
+        transfer_latency_s=1e-3,
+        transfer_s_per_token=0.0,
+    )
     requests = trace(*(request(1.0 * n, 320, 2, 100 * n) for n in range(40)))
     served = World(requests, Production(RouterConfig(), Objective(), FREE), shape(512), quick, decode=4).run()
     assert len({one.worker for one in served[:10]}) == 4
@@ -435,7 +470,7 @@ def test_under_overload_the_routers_own_admission_serves_those_whom_it_lets_in_o
     """Three prompts of a second and more for each that a worker can compute: whoever is let in, is on time."""
     requests = trace(*(request(1.0 + 0.7 * n, 60, 3, 10 * n) for n in range(120)))
     objective = Objective(15.0, math.inf)
-    costs = CostModel(replace(HIDDEN, s_weights=0.1), 0.01, 0.0)
+    costs = CostModel(steps=replace(HIDDEN, s_weights=0.1), transfer_latency_s=0.01, transfer_s_per_token=0.0)
     production = Production(RouterConfig(expected_output_floor=3, expected_output_default=3), objective, FREE)
     world = World(requests, production, shape(num_blocks=512, batch=64), costs, decode=2)
     served = world.run()
@@ -444,5 +479,11 @@ def test_under_overload_the_routers_own_admission_serves_those_whom_it_lets_in_o
     let_in = [one for one in served if not one.is_refused]
     num_late = sum(one.ttft_s > objective.ttft_s for one in let_in)
     assert num_late <= 0.1 * len(let_in)
-    without = World(requests, Fixed(Decision(0, 0), Decision(1, 1)), shape(num_blocks=512, batch=64), costs, decode=2)
+    without = World(
+        requests,
+        Fixed(Decision(computes=0, decodes=0), Decision(computes=1, decodes=1)),
+        shape(num_blocks=512, batch=64),
+        costs,
+        decode=2,
+    )
     assert result.good_share > 1.5 * result_of("fixed", without, without.run(), objective).good_share

@@ -58,9 +58,9 @@ operations:
 
 
 def test_a_key_tells_its_tenant(book: TenantBook) -> None:
-    acme = Tenant("acme", weight=2, slo_class="interactive", max_priority=5, cache_scope="")
+    acme = Tenant(id="acme", weight=2, slo_class="interactive", max_priority=5, cache_scope="")
     assert book.identify("key-a") == book.identify("key-a2") == acme
-    assert book.identify("ключ") == Tenant("zeta", cache_scope="acme")
+    assert book.identify("ключ") == Tenant(id="zeta", cache_scope="acme")
 
 
 @pytest.mark.parametrize("key", [None, "", "key-b", "KEY-A", "key-a ", digest("key-a"), "x" * 100_000, "\udc80"])
@@ -77,7 +77,7 @@ def test_without_a_file_everybody_is_the_default_tenant() -> None:
 
 
 def test_a_tenant_jumps_no_queue_unless_its_operator_says_so() -> None:
-    assert DEFAULT_TENANT.max_priority == Tenant("acme").max_priority == 0
+    assert DEFAULT_TENANT.max_priority == Tenant(id="acme").max_priority == 0
 
 
 def test_a_tenants_cache_is_keyed_by_its_scope() -> None:
@@ -85,7 +85,12 @@ def test_a_tenants_cache_is_keyed_by_its_scope() -> None:
     model: Any = SimpleNamespace(content_id="content")
     unused: Any = None
     service = RouterService(model, unused, unused, unused, unused, unused, RouterConfig(cache_secret="secret"), unused)
-    for tenant in (DEFAULT_TENANT, Tenant("acme"), Tenant("zeta", cache_scope="acme"), Tenant("acme", cache_scope="x")):
+    for tenant in (
+        DEFAULT_TENANT,
+        Tenant(id="acme"),
+        Tenant(id="zeta", cache_scope="acme"),
+        Tenant(id="acme", cache_scope="x"),
+    ):
         for _ in range(2):
             expected = cache_seed("content", b"secret", tenant.cache_scope or tenant.id)
             assert service._cache_seed(tenant) == expected
@@ -217,7 +222,7 @@ class WhoAmI(inference_pb2_grpc.InferenceServicer):
 
 
 SERVICER = WhoAmI()
-NOTHING_RUNS = ClusterStatus({}, (), (), "", False, ())
+NOTHING_RUNS = ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=False, models=())
 
 
 @pytest.fixture

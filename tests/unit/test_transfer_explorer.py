@@ -15,9 +15,9 @@ from kvstore.transfer.ledger import Free, Ledger, Reservation, Tell
 from kvstore.transfer.offers import Offers, Transfer, Unpin
 from tests.integration.transfer_model import Scenario, Violation, explore, with_budget
 
-ONE = Scenario("one transfer of two chunks", ((2,),), 2)
-SAME_BLOCK = Scenario("two transfers, one after the other in one block", ((1,), (1,)), 1)
-TWO_SOURCES = Scenario("one transfer from two sources", ((1, 1),), 2)
+ONE = Scenario(name="one transfer of two chunks", num_chunks=((2,),), num_blocks=2)
+SAME_BLOCK = Scenario(name="two transfers, one after the other in one block", num_chunks=((1,), (1,)), num_blocks=1)
+TWO_SOURCES = Scenario(name="one transfer from two sources", num_chunks=((1, 1),), num_blocks=2)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from kvstore.transfer.faulty_link import FaultyLink
 from kvstore.transfer.plan import Chunk
 from tests.unit.test_transfer_link import SLOT_BYTES, Pair, header, opened, post, send
 
-CHUNK = Chunk(0, 0, 2, 0, 2, 64)
+CHUNK = Chunk(part=0, layer_lo=0, layer_hi=2, unit_lo=0, unit_hi=2, num_bytes=64)
 
 
 def test_faults_are_parsed_and_off_by_default() -> None:
@@ -69,7 +69,9 @@ def test_corruption_spoils_one_row_and_a_swap_exchanges_two() -> None:
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 4, 5])
 def test_the_smallest_payloads_can_be_spoiled(num_bytes: int) -> None:
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
-    FaultInjector(Faults(corrupt_chunk=1)).spoil(Chunk(1, 0, 1, 0, num_bytes, num_bytes), payload)
+    FaultInjector(Faults(corrupt_chunk=1)).spoil(
+        Chunk(part=1, layer_lo=0, layer_hi=1, unit_lo=0, unit_hi=num_bytes, num_bytes=num_bytes), payload
+    )
     assert payload.any()
 
 

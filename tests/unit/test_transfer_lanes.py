@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 
 torch.set_num_threads(1)
 
-LAYOUT = KvLayout(16, 1, (GroupLayout("all", tuple(range(9)), 1, 4, 4, "float32"),))
+LAYOUT = KvLayout(
+    16, 1, (GroupLayout(name="all", layers=tuple(range(9)), num_kv_heads=1, k_dim=4, v_dim=4, dtype="float32"),)
+)
 SLOT_BYTES = 512
 """A chunk is a layer of a block."""
 OPTIONS = WireOptions(SLOT_BYTES, 16, "auto")
@@ -123,7 +125,17 @@ class Sides:
         loop = asyncio.get_running_loop()
         transfer_id = f"t{block}"
         generation = self.at_ledger.ask(lambda ledger: ledger.reserve(transfer_id, (block,), 1e9))
-        ticket = Ticket(transfer_id, generation, "d", "d.1", "", 16, 0, "kind", LAYOUT)
+        ticket = Ticket(
+            transfer_id=transfer_id,
+            generation=generation,
+            decode_worker_id="d",
+            incarnation="d.1",
+            kv_address="",
+            num_tokens=16,
+            skip_tokens=0,
+            wire_compat="kind",
+            layout=LAYOUT,
+        )
         outbound = Outbound(ticket, self.plan, Rows(self.source, self.plan, LAYOUT, 0, [block], None), True)
         rows = Rows(self.target, self.plan, LAYOUT, 0, [block], None)
         self.inbounds[generation] = Inbound(
@@ -132,7 +144,15 @@ class Sides:
         self.outbounds[generation] = outbound
         self.received[generation], self.sent[generation] = loop.create_future(), loop.create_future()
         self.unpinned[generation] = loop.create_future()
-        offer = Offer(transfer_id, generation, b"", NUM_CHUNKS, "auto", 16, SLOT_BYTES)
+        offer = Offer(
+            transfer_id=transfer_id,
+            generation=generation,
+            plan_digest=b"",
+            num_chunks=NUM_CHUNKS,
+            wire_dtype="auto",
+            num_tokens=16,
+            chunk_bytes=SLOT_BYTES,
+        )
         self.at_offers.happen(lambda offers: offers.offer(offer, 0.0))
         return generation
 
@@ -414,7 +434,17 @@ async def test_a_fence_holds_until_there_is_another() -> None:
 
     cache = KVCache(rank_spec(LAYOUT, 0), NUM_BLOCKS, 1)
     planned = plan(LAYOUT, 0, LAYOUT, 0, 16, 0, OPTIONS)
-    ticket = Ticket("t", 1, "d", "d.1", "", 16, 0, "kind", LAYOUT)
+    ticket = Ticket(
+        transfer_id="t",
+        generation=1,
+        decode_worker_id="d",
+        incarnation="d.1",
+        kv_address="",
+        num_tokens=16,
+        skip_tokens=0,
+        wire_compat="kind",
+        layout=LAYOUT,
+    )
     outbound = Outbound(ticket, planned, Watched(cache, planned, LAYOUT, 0, [0], None), checked=False)
     first, second = (cast("Fence", object()) for _ in range(2))
     for num_layers, fence in ((3, first), (4, None), (5, second), (9, None)):

@@ -20,8 +20,8 @@ from kvstore.transfer.layout import (
     wire_dtype,
 )
 
-FULL = GroupLayout("full", (0, 2), 6, 8, 8, "float32")
-LATENT = GroupLayout("latent", (1, 3), 1, 16, 0, "bfloat16")
+FULL = GroupLayout(name="full", layers=(0, 2), num_kv_heads=6, k_dim=8, v_dim=8, dtype="float32")
+LATENT = GroupLayout(name="latent", layers=(1, 3), num_kv_heads=1, k_dim=16, v_dim=0, dtype="bfloat16")
 CONV = StateLayout("conv", (3, 5), "float32")
 
 
@@ -111,10 +111,12 @@ def test_a_ranks_cache_and_its_layout_tell_each_other(tp_size: int) -> None:
 def test_the_layout_of_a_cache() -> None:
     spec = KVSpec(
         32,
-        (LayerGroup("all", (0, 1), 2, 64, 64, torch.bfloat16),),
+        (LayerGroup(name="all", layers=(0, 1), num_kv_heads=2, k_dim=64, v_dim=64, dtype=torch.bfloat16),),
         (StateSpec("conv", (3, 5), torch.float32),),
     )
-    want = KvLayout(32, 1, (GroupLayout("all", (0, 1), 2, 64, 64, "bfloat16"),), (CONV,))
+    want = KvLayout(
+        32, 1, (GroupLayout(name="all", layers=(0, 1), num_kv_heads=2, k_dim=64, v_dim=64, dtype="bfloat16"),), (CONV,)
+    )
     assert layout_of(spec) == want
     assert rank_spec(want, 0) == spec
     assert layout_of(spec, 3) == replace(want, tp_size=3, groups=(replace(want.groups[0], num_kv_heads=6),))

@@ -14,7 +14,15 @@ from kvstore.transfer.offers import Committed, Failed, Granted, Instruction, Off
 from kvstore.transfer.reasons import to_reason
 
 ERROR = TransferCorrupted("test")
-OFFER = Offer("t", 1, b"digest", 2, "auto", 16, 1024)
+OFFER = Offer(
+    transfer_id="t",
+    generation=1,
+    plan_digest=b"digest",
+    num_chunks=2,
+    wire_dtype="auto",
+    num_tokens=16,
+    chunk_bytes=1024,
+)
 COMMIT = Commit("t", 1, 9)
 ABORT = Abort("t", 1, to_reason(ERROR))
 RESEND_S, ANSWER_S = 1.0, 10.0
@@ -56,7 +64,18 @@ def test_a_transfer_is_committed_when_the_receiver_says_so() -> None:
 @given(st.integers(0, 3), st.integers(0, 3))
 def test_the_commit_follows_the_grant_the_last_chunk_and_the_end_of_computing(num_chunks: int, finish_at: int) -> None:
     offers = Offers(RESEND_S, ANSWER_S)
-    offers.offer(Offer("t", 1, b"", num_chunks, "", 16, 1024), 0.0)
+    offers.offer(
+        Offer(
+            transfer_id="t",
+            generation=1,
+            plan_digest=b"",
+            num_chunks=num_chunks,
+            wire_dtype="",
+            num_tokens=16,
+            chunk_bytes=1024,
+        ),
+        0.0,
+    )
     finish_at = min(finish_at, num_chunks)
     told = offers.finish(1, 9, 0.0) if finish_at == 0 else []
     assert told == []
@@ -135,7 +154,18 @@ def test_a_refusal_while_a_gather_runs_unpins_when_it_ends() -> None:
 def test_a_lost_session_ends_everything_on_it() -> None:
     offers = granted()
     for generation in (2, 3):
-        offers.offer(Offer("u", generation, b"", 1, "", 16, 1024), 0.0)
+        offers.offer(
+            Offer(
+                transfer_id="u",
+                generation=generation,
+                plan_digest=b"",
+                num_chunks=1,
+                wire_dtype="",
+                num_tokens=16,
+                chunk_bytes=1024,
+            ),
+            0.0,
+        )
     offers.abort(3, ERROR, 0.0)
     assert offers.gather_begins(1)
     assert offers.lost(ERROR) == [Failed(1, ERROR), Failed(2, ERROR), Unpin(2)], "3 had failed, and was unpinned"

@@ -29,7 +29,14 @@ def layout_of_groups(*num_layers: int, states: tuple[int, ...] = (), block_size:
     """Group i has `num_layers[i]` layers of i + 1 heads; the groups' layers alternate as long as there are any."""
     order = sorted((index, group) for group, count in enumerate(num_layers) for index in range(count))
     groups = tuple(
-        GroupLayout(f"g{i}", tuple(la for la, (_, group) in enumerate(order) if group == i), 1 + i, 4, 4, "float32")
+        GroupLayout(
+            name=f"g{i}",
+            layers=tuple(la for la, (_, group) in enumerate(order) if group == i),
+            num_kv_heads=1 + i,
+            k_dim=4,
+            v_dim=4,
+            dtype="float32",
+        )
         for i in range(len(num_layers))
     )
     return KvLayout(block_size, 1, groups, tuple(StateLayout(f"s{i}", (n,), "uint8") for i, n in enumerate(states)))
@@ -56,8 +63,22 @@ def transfers(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, int, int, WireOption
             draw(st.sampled_from([16, 32, 64])),
             tp_size,
             (
-                GroupLayout("full", tuple(sorted(layers[:num_layers])), 6, 8, 8, draw(dtypes)),
-                GroupLayout("latent", tuple(sorted(layers[num_layers:])), 1, 12, 4, draw(dtypes)),
+                GroupLayout(
+                    name="full",
+                    layers=tuple(sorted(layers[:num_layers])),
+                    num_kv_heads=6,
+                    k_dim=8,
+                    v_dim=8,
+                    dtype=draw(dtypes),
+                ),
+                GroupLayout(
+                    name="latent",
+                    layers=tuple(sorted(layers[num_layers:])),
+                    num_kv_heads=1,
+                    k_dim=12,
+                    v_dim=4,
+                    dtype=draw(dtypes),
+                ),
             ),
             states,
         )

@@ -34,9 +34,9 @@ def layout(tp_size: int = 1, block_size: int = 16, num_heads: int = 6, dtype: st
         block_size,
         tp_size,
         (
-            GroupLayout("full", (0, 2, 3), num_heads, 8, 8, dtype),
-            GroupLayout("latent", (1,), 1, 24, 8, dtype),
-            GroupLayout("keys", (4, 5), num_heads, 8, 0, dtype),
+            GroupLayout(name="full", layers=(0, 2, 3), num_kv_heads=num_heads, k_dim=8, v_dim=8, dtype=dtype),
+            GroupLayout(name="latent", layers=(1,), num_kv_heads=1, k_dim=24, v_dim=8, dtype=dtype),
+            GroupLayout(name="keys", layers=(4, 5), num_kv_heads=num_heads, k_dim=8, v_dim=0, dtype=dtype),
         ),
     )
 
@@ -51,7 +51,7 @@ def random_pages(layout: KvLayout, num_tokens: int, seed: int) -> Pages:
     return [(of(group, group.k_dim), of(group, group.v_dim)) for group in layout.groups]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Side:
     """One rank's cache and the sequence's place in it."""
 
@@ -95,7 +95,13 @@ def make_side(layout: KvLayout, rank: int, num_tokens: int, seed: int, device: s
     for tensor in (*cache.groups, *cache.states.values()):
         tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
     num_used = -(-num_tokens // layout.block_size)
-    return Side(layout, rank, cache, random.Random(seed).sample(range(num_blocks), num_used), seed % NUM_STATE_SLOTS)
+    return Side(
+        layout=layout,
+        rank=rank,
+        cache=cache,
+        block_ids=random.Random(seed).sample(range(num_blocks), num_used),
+        state_slot=seed % NUM_STATE_SLOTS,
+    )
 
 
 def make_source(layout: KvLayout, rank: int, pages: Pages, seed: int = 0) -> Side:
@@ -206,7 +212,9 @@ def test_a_block_that_the_cache_does_not_have_is_refused() -> None:
 
 def test_integers_travel_as_they_are() -> None:
     """As in the arithmetic engine, whose answers would show one changed bit."""
-    numbers = KvLayout(16, 1, (GroupLayout("all", (0, 1), 1, 1, 1, "int64"),))
+    numbers = KvLayout(
+        16, 1, (GroupLayout(name="all", layers=(0, 1), num_kv_heads=1, k_dim=1, v_dim=1, dtype="int64"),)
+    )
     pages = [(torch.arange(2 * 40).view(2, 1, 40, 1) + 2**60, torch.arange(2 * 40).view(2, 1, 40, 1) - 2**60)]
     source, destination = make_source(numbers, 0, pages), make_side(replace(numbers, block_size=32), 0, 40, 5)
     move(source, destination, 40, options=replace(OPTIONS, wire_dtype="int8"))

@@ -187,11 +187,11 @@ PROMPTS = st.one_of(
 OBJECTIVES = st.none() | st.floats(allow_nan=False)
 GENERATE_REQUESTS = st.builds(
     api.GenerateRequest,
-    PROMPTS,
-    TEXT,
-    TEXT,
-    SAMPLINGS,
-    st.booleans(),
+    prompt=PROMPTS,
+    request_id=TEXT,
+    model=TEXT,
+    sampling=SAMPLINGS,
+    skip_text=st.booleans(),
     priority=SCALARS[FieldDescriptor.TYPE_INT32],
     ttft_ms=OBJECTIVES,
     itl_ms=OBJECTIVES,
@@ -207,13 +207,13 @@ def test_generate_request(request: api.GenerateRequest) -> None:
 @given(
     st.builds(
         api.GenerateChunk,
-        TEXT,
-        st.integers(0, 2**32 - 1),
-        TEXT,
-        st.lists(st.integers(0, 2**32 - 1)).map(tuple),
-        st.none() | st.sampled_from(FinishReason),
-        st.none() | messages_of(api.Usage, inference_pb2.Usage.DESCRIPTOR),
-        st.none() | messages_of(api.Timing, inference_pb2.Timing.DESCRIPTOR),
+        request_id=TEXT,
+        choice_index=st.integers(0, 2**32 - 1),
+        text=TEXT,
+        token_ids=st.lists(st.integers(0, 2**32 - 1)).map(tuple),
+        finish_reason=st.none() | st.sampled_from(FinishReason),
+        usage=st.none() | messages_of(api.Usage, inference_pb2.Usage.DESCRIPTOR),
+        timing=st.none() | messages_of(api.Timing, inference_pb2.Timing.DESCRIPTOR),
     )
 )
 def test_generate_chunk(chunk: api.GenerateChunk) -> None:
@@ -238,7 +238,21 @@ def test_an_objective_of_zero_is_one_and_none_is_the_classs() -> None:
 
 
 def test_a_workers_sequence_has_no_objective_unless_it_is_told_one() -> None:
-    spec = m.SequenceSpec("r", 0, (1,), 1, 1, 0.0, 0, 1.0, 0.0, 0, (), False, b"seed")
+    spec = m.SequenceSpec(
+        request_id="r",
+        choice_index=0,
+        token_ids=(1,),
+        num_prompt_tokens=1,
+        max_tokens=1,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        stop_token_ids=(),
+        ignore_eos=False,
+        cache_seed=b"seed",
+    )
     received = wire.sequence_from_pb(through_bytes(written(spec)))
     assert (received.ttft_s, received.itl_s) == (float("inf"), float("inf"))
 
@@ -290,7 +304,7 @@ def test_every_request_field_is_taken(name: str) -> None:
 
 
 def test_what_a_client_has_already_is_kept() -> None:
-    request = api.GenerateRequest(api.Text("x"), "r", resume_from={0: 3, 2: 0})
+    request = api.GenerateRequest(prompt=api.Text("x"), request_id="r", resume_from={0: 3, 2: 0})
     assert wire.generate_request_from_pb(through_bytes(wire.generate_request(request))) == request
 
 
@@ -327,7 +341,7 @@ def test_a_request_without_input_is_refused() -> None:
     ("objectives", "has_slo"), [({}, False), ({"ttft_ms": 5.0}, True), ({"itl_ms": 7.0}, True), ({"e2e_ms": 9.0}, True)]
 )
 def test_a_request_without_objectives_has_no_slo(objectives: dict[str, Any], has_slo: bool) -> None:
-    message = wire.generate_request(api.GenerateRequest(api.Text("x"), **objectives))
+    message = wire.generate_request(api.GenerateRequest(prompt=api.Text("x"), **objectives))
     assert message.HasField("slo") is has_slo
     back = wire.generate_request_from_pb(through_bytes(message))
     got = {"ttft_ms": back.ttft_ms, "itl_ms": back.itl_ms, "e2e_ms": back.e2e_ms}
@@ -351,22 +365,59 @@ def test_list_models() -> None:
 
 def status(num_workers: int) -> ClusterStatus:
     info = WorkerInfo(
-        "decode-0", Role.DECODE, "127.0.0.1:5", 77, "node", 2**40, "content", "wire", 16, 8192, 128, "1.4"
+        id="decode-0",
+        role=Role.DECODE,
+        address="127.0.0.1:5",
+        pid=77,
+        node="node",
+        epoch=2**40,
+        content_id="content",
+        wire_compat="wire",
+        block_size=16,
+        max_model_len=8192,
+        chunk_tokens=128,
+        version="1.4",
     )
     transfers = TransferCounts(
         sent_committed=2, received_committed=3, received_failed=1, pulled_tokens=2**40, open_pairs=4, slots_in_use=5,
         unsent_bytes=2**33,
     )  # fmt: skip
-    costs = StepCosts(0.5, 0.25, 0.0, 2.0, 3.0, 4.0)
-    load = WorkerLoad(WorkerState.READY, 0, 3, 100, BlockCounts(10, 4, 5, 1), "ok", transfers, 0, costs, 0.5, 2**33)
+    costs = StepCosts(
+        s_overhead=0.5, s_per_token=0.25, s_per_pair=0.0, s_weights=2.0, s_per_sequence=3.0, s_per_kv_token=4.0
+    )
+    load = WorkerLoad(
+        state=WorkerState.READY,
+        running=0,
+        waiting=3,
+        queued_tokens=100,
+        blocks=BlockCounts(10, 4, 5, 1),
+        self_check="ok",
+        transfers=transfers,
+        preemptions=0,
+        costs=costs,
+        busy_s=0.5,
+        computed_tokens=2**33,
+    )
     return ClusterStatus(
-        {"decode": PoolStatus(2, 1), "prefill": PoolStatus(0, 0)},
-        (Worker(info, load),) * num_workers,
-        (RouterInfo("router-0", 5, "h:1", "h:2", 0.0, 7, 0, 1, "1.3"),),
-        "redis://x",
-        False,
-        (ServedModel("m", "/m"),),
-        ControllerInfo(3, "h:3", (PoolScaling("decode", 0.5, 3),), "1.2"),
+        pools={"decode": PoolStatus(2, 1), "prefill": PoolStatus(0, 0)},
+        workers=(Worker(info, load),) * num_workers,
+        routers=(
+            RouterInfo(
+                id="router-0",
+                pid=5,
+                grpc="h:1",
+                http="h:2",
+                mirror_lag_s=0.0,
+                met=7,
+                missed=0,
+                rejected=1,
+                version="1.3",
+            ),
+        ),
+        redis_address="redis://x",
+        redis_ok=False,
+        models=(ServedModel("m", "/m"),),
+        controller=ControllerInfo(3, "h:3", (PoolScaling("decode", 0.5, 3),), "1.2"),
         store_garbage=(StoreGarbage("lease", 2**40, "k: no number"),),
     )
 

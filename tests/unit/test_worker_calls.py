@@ -39,19 +39,43 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
 
 pytestmark = pytest.mark.asyncio
-TICKET = Ticket("t", 1, "d", "i", "h:1", 3, 0, "wire", KvLayout(16, 1, ()))
+TICKET = Ticket(
+    transfer_id="t",
+    generation=1,
+    decode_worker_id="d",
+    incarnation="i",
+    kv_address="h:1",
+    num_tokens=3,
+    skip_tokens=0,
+    wire_compat="wire",
+    layout=KvLayout(16, 1, ()),
+)
 Stream = WorkerStream[Decoding]
 
 
 def spec(name: str, max_tokens: int = 4) -> SequenceSpec:
-    return SequenceSpec(name, 0, (1, 2, 3), 3, max_tokens, 0.0, 0, 1.0, 0.0, 0, (), False, b"")
+    return SequenceSpec(
+        request_id=name,
+        choice_index=0,
+        token_ids=(1, 2, 3),
+        num_prompt_tokens=3,
+        max_tokens=max_tokens,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        stop_token_ids=(),
+        ignore_eos=False,
+        cache_seed=b"",
+    )
 
 
 def tokens_of(name: str, index: int) -> NewTokens:
-    return NewTokens((100 * int(name) + index,), None)
+    return NewTokens(token_ids=(100 * int(name) + index,), finish_reason=None)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Engine:
     """A worker by hand: a call says what it is told to, and what it holds is known."""
 
@@ -116,8 +140,19 @@ async def joined(engine: Engine) -> AsyncIterator[Callable[[str], Stream]]:
 
 
 def worker_at(port: int, worker_id: str = "decode-0") -> Worker:
-    info = WorkerInfo(worker_id, Role.DECODE, f"127.0.0.1:{port}", 1, "node", 1, "content", "wire", 16, 8192)
-    return Worker(info, WorkerLoad(WorkerState.READY))
+    info = WorkerInfo(
+        id=worker_id,
+        role=Role.DECODE,
+        address=f"127.0.0.1:{port}",
+        pid=1,
+        node="node",
+        epoch=1,
+        content_id="content",
+        wire_compat="wire",
+        block_size=16,
+        max_model_len=8192,
+    )
+    return Worker(info, WorkerLoad(state=WorkerState.READY))
 
 
 async def soon(holds: Callable[[], Any]) -> None:
@@ -248,8 +283,8 @@ async def test_a_call_that_has_ended_is_not_cancelled() -> None:
     async with served(Recording(decode=engine.decode)) as (_, port), router() as calls:
         for name in "12":
             async with calls.decode(worker_at(port), spec(name), await_kv=False, trace=Context()) as stream:
-                engine.say(name, NewTokens((7,), FinishReason.LENGTH), None)
-                assert await read(stream) == NewTokens((7,), FinishReason.LENGTH)
+                engine.say(name, NewTokens(token_ids=(7,), finish_reason=FinishReason.LENGTH), None)
+                assert await read(stream) == NewTokens(token_ids=(7,), finish_reason=FinishReason.LENGTH)
         assert "ended the call early" in str(await failure_of(stream.read())), "and nothing more comes"
         async with calls.decode(worker_at(port), spec("3"), await_kv=False, trace=Context()):
             await soon(lambda: engine.held)
@@ -505,7 +540,13 @@ async def test_a_sequence_that_no_engine_could_serve_never_reaches_one(change: d
 
 
 async def test_a_ticket_that_is_too_long_is_not_read() -> None:
-    long = replace(TICKET, layout=replace(TICKET.layout, groups=(GroupLayout("", (), 0, 0, 0, ""),) * 50_000))
+    long = replace(
+        TICKET,
+        layout=replace(
+            TICKET.layout,
+            groups=(GroupLayout(name="", layers=(), num_kv_heads=0, k_dim=0, v_dim=0, dtype=""),) * 50_000,
+        ),
+    )
     async with raw_stream(CallServicer(decode=Engine().decode, max_model_len=8192)) as stream:
         await write_starts(stream, Start(1, PrefillRequest(spec("1"), long), {}))
         ((_, refusal),) = await heard(stream)

@@ -48,7 +48,7 @@ async def test_a_call_that_comes_as_the_last_one_ends_keeps_nobody_in_its_role(n
         serving.set()
         await may_end.wait()
         has_ended.set()
-        yield NewTokens((1,), None)
+        yield NewTokens(token_ids=(1,), finish_reason=None)
 
     async def commands() -> AsyncIterator[worker_pb2.ServeRequest]:
         yield call(1)
@@ -79,7 +79,21 @@ async def test_a_call_that_comes_as_the_last_one_ends_keeps_nobody_in_its_role(n
 
 
 def call(call_id: int) -> worker_pb2.ServeRequest:
-    spec = SequenceSpec(f"{call_id}", 0, (1, 2, 3), 3, 4, 0.0, 0, 1.0, 0.0, 0, (), False, b"")
+    spec = SequenceSpec(
+        request_id=f"{call_id}",
+        choice_index=0,
+        token_ids=(1, 2, 3),
+        num_prompt_tokens=3,
+        max_tokens=4,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        stop_token_ids=(),
+        ignore_eos=False,
+        cache_seed=b"",
+    )
     return wire.serve_request([wire.start(Start(call_id, DecodeRequest(spec, await_kv=False, source=None), {}))])
 
 

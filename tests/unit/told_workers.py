@@ -39,9 +39,25 @@ from router.worker_calls import WorkerCalls
 
 BLOCK = 16
 NUM_PROMPT = 400
-READY = WorkerLoad(WorkerState.READY)
-SPEC = SequenceSpec("r", 0, tuple(range(NUM_PROMPT)), NUM_PROMPT, 8, 0.0, 0, 1.0, 0.0, 0, (), False, b"seed")
-CLAIM = Claim(DEFAULT_TENANT, 0, "default", NO_OBJECTIVE, Weights(), arrived_s=0.0)
+READY = WorkerLoad(state=WorkerState.READY)
+SPEC = SequenceSpec(
+    request_id="r",
+    choice_index=0,
+    token_ids=tuple(range(NUM_PROMPT)),
+    num_prompt_tokens=NUM_PROMPT,
+    max_tokens=8,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    seed=0,
+    stop_token_ids=(),
+    ignore_eos=False,
+    cache_seed=b"seed",
+)
+CLAIM = Claim(
+    tenant=DEFAULT_TENANT, priority=0, slo_class="default", objective=NO_OBJECTIVE, weights=Weights(), arrived_s=0.0
+)
 
 Request = PrefillRequest | DecodeRequest | FetchRequest
 Word = Event | BatonError | asyncio.Event | Callable[[SequenceSpec], Event | None]
@@ -51,7 +67,17 @@ Script = Sequence[Word]
 
 def ticket(spec: SequenceSpec) -> Ticket:
     layout = KvLayout(BLOCK, 1, ())
-    return Ticket(spec.sequence_id, 1, "d", "i", "h:1", len(spec.token_ids), 0, "wire", layout)
+    return Ticket(
+        transfer_id=spec.sequence_id,
+        generation=1,
+        decode_worker_id="d",
+        incarnation="i",
+        kv_address="h:1",
+        num_tokens=len(spec.token_ids),
+        skip_tokens=0,
+        wire_compat="wire",
+        layout=layout,
+    )
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -115,7 +141,9 @@ class Bench:
         self.address = address
         self.clock = Clock()
         self.pools = PoolView(lambda keys: dict(held), self.clock.monotonic)
-        self.instruments = Instruments(lambda: ClusterStatus({}, (), (), "", True, ()))
+        self.instruments = Instruments(
+            lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
+        )
         hints = HintBook(Mirror(), self.instruments)
         self.dispatcher = Dispatcher(self.pools, calls, hints, DecisionLog(), config, self.instruments)
         self._leases: dict[str, Worker] = {}
@@ -126,7 +154,18 @@ class Bench:
         Args:
             more: of `WorkerInfo`.
         """
-        info = WorkerInfo(worker_id, role, self.address, 1, "node", 1, "content", "wire", BLOCK, 8192)
+        info = WorkerInfo(
+            id=worker_id,
+            role=role,
+            address=self.address,
+            pid=1,
+            node="node",
+            epoch=1,
+            content_id="content",
+            wire_compat="wire",
+            block_size=BLOCK,
+            max_model_len=8192,
+        )
         self._leases[worker_id] = Worker(replace(info, **more), load)
         await self.pools.update(self._leases.values())
 

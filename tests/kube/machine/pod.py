@@ -33,7 +33,7 @@ MAX_BACKOFF = 10
 """Times the first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """What a pod has of its machine."""
 
@@ -69,7 +69,7 @@ class Container(ContainerState):
     """A container's state, and its process."""
 
     def __init__(self, spec: Object, is_init: bool, log: Path) -> None:
-        super().__init__(spec, is_init)
+        super().__init__(spec=spec, is_init=is_init)
         self.log = log
         self.launch: Launch | None = None
         self.process: Process | None = None

@@ -8,7 +8,7 @@ from tests.kube.machine.objects import new_condition
 from tests.kube.store import Object, now
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ContainerState:
     """One container, as the kubelet knows it."""
 

@@ -21,7 +21,7 @@ class Failed(Exception):
     """What was asked answered otherwise, or not at all."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Threshold:
     """Answers in a row, and what they amount to."""
 
@@ -34,7 +34,9 @@ class Threshold:
 
     @classmethod
     def of(cls, probe: Object, is_good: bool) -> Threshold:
-        return cls(probe.get("successThreshold", 1), probe.get("failureThreshold", 3), is_good)
+        return cls(
+            successes=probe.get("successThreshold", 1), failures=probe.get("failureThreshold", 3), is_good=is_good
+        )
 
     def seen(self, success: bool) -> bool:
         """Counts an answer. Whether this made the verdict, anew: it is then in `is_good`."""
