@@ -30,6 +30,7 @@ from baton.cluster import Role
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.rpc import channel
+from baton.tasks import cancel_and_wait
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from deploy import preflight
 from deploy.children import Child
@@ -274,9 +275,7 @@ async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(tasks)
 
 
 async def _resolved(config: Config, console: Console) -> Config:

@@ -31,6 +31,7 @@ from baton.errors import BatonError, ConfigError, Fenced
 from baton.rpc import RpcServer
 from baton.rpc.calls import CallServicer, max_message_bytes
 from baton.rpc.errors import to_failed
+from baton.tasks import cancel_and_wait
 from baton.telemetry import logs, tracing
 from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
 from decode_worker.service import DecodeService
@@ -145,9 +146,7 @@ async def _first(ended: asyncio.Task[None], *others: Coroutine[Any, Any, object]
     try:
         await asyncio.wait((ended, *tasks), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(tasks)
     if ended.done():
         ended.result()
 

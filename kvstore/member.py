@@ -25,6 +25,7 @@ from baton.engine.loop import EngineLoop
 from baton.engine.runner import Runner
 from baton.engine.scheduler import SchedulerLimits
 from baton.rpc import RpcServer
+from baton.tasks import cancel_and_wait
 from kvstore.index import Connection, IndexPublisher, RedisIndex
 from kvstore.leases import LeaseKeeper, RedisLeases
 from kvstore.transfer.endpoint import KvEndpoint
@@ -136,7 +137,7 @@ class Member:
             await rpc.set_serving(True)
             self._state = WorkerState.READY
             running = asyncio.create_task(self._run(keeper, index), name="member")
-            stack.push_async_callback(_ended, running)
+            stack.push_async_callback(cancel_and_wait, [running])
             yield running
 
     async def _run(self, keeper: LeaseKeeper, index: RedisIndex) -> None:
@@ -196,11 +197,6 @@ class Member:
                 self._publisher.stored if isinstance(event, Stored) else self._publisher.removed
             )
             report([event.key])
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 def wire_compat(model_revision: str, spec: KVSpec) -> str:

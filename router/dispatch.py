@@ -52,6 +52,7 @@ from baton.errors import (
     WorkerFailed,
 )
 from baton.messages import Decoding, FirstToken, HandedOver, Migrate, NewTokens, PrefixSource, SequenceSpec, Ticket
+from baton.tasks import cancel_and_wait
 from baton.telemetry.instruments import Instruments
 from router.admission import PATIENCE, AnswerHistory, Claim, Entry, Gate
 from router.decisions import Decision, DecisionLog
@@ -523,8 +524,7 @@ class Dispatcher:
                 preparing, message = None, await stream.read()  # the worker has stayed after all
         finally:
             if preparing is not None:
-                preparing.cancel()
-                await asyncio.gather(preparing, return_exceptions=True)
+                await cancel_and_wait([preparing])
 
     async def _prepare_move(self, attempt: _Attempt, stream: WorkerStream[Decoding]) -> _Plan | None:
         """Finds a worker with room, however long that takes, and has it pull the KV there is so far.
@@ -685,5 +685,4 @@ async def _cancelled_at_exit(task: asyncio.Task[A]) -> AsyncGenerator[asyncio.Ta
     try:
         yield task
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_and_wait([task])

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.api import Chat, GenerateChunk, GenerateRequest, Prompt, Text, Timing, Usage
 from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated, Unsupported
+from baton.tasks import cancel_and_wait
 from baton.telemetry import tracing
 from router.admission import check_model
 from router.openai import (
@@ -271,8 +272,7 @@ async def _unless_disconnected(request: Request, answer: Awaitable[T]) -> T:
         raise
     finally:
         watching.remove_done_callback(leave)
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        await cancel_and_wait([watching])
 
 
 async def _disconnected(request: Request) -> None:

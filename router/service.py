@@ -38,6 +38,7 @@ from baton.config import RouterConfig
 from baton.errors import Conflict, InvalidRequest, Overloaded, Unsupported
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
+from baton.tasks import cancel_and_wait
 from baton.telemetry import logs, tracing
 from baton.telemetry.instruments import Instruments
 from kvstore.leases import Noted, RecordKey
@@ -407,9 +408,7 @@ async def merged(choices: list[AsyncGenerator[GenerateChunk]]) -> AsyncGenerator
             else:
                 yield item
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(tasks)
 
 
 class _Settlement:

@@ -21,6 +21,7 @@ from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, Worke
 from baton.config import Config
 from baton.errors import BatonError, StoreUnavailable, WorkerFailed
 from baton.rpc import channel, from_rpc_error
+from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.children import STABLE_S
 from deploy.controller import state as state_file
@@ -186,7 +187,7 @@ class Controller:
 
     async def end_workers(self) -> None:
         """Lets every worker leave the cluster, then ends its process. `run` has ended."""
-        await _cancelled(self._leaving)
+        await cancel_and_wait(self._leaving)
         await asyncio.gather(
             *(
                 self._end(w, w.is_placed and not w.is_silent and w.phase in (Phase.READY, Phase.LEAVING))
@@ -202,8 +203,8 @@ class Controller:
 
     async def let_go(self) -> None:
         """Leaves the workers as they are. `run` has ended."""
-        await _cancelled(self._leaving)
-        await _cancelled({worker.task for worker in self._workers.values() if worker.task})
+        await cancel_and_wait(self._leaving)
+        await cancel_and_wait({worker.task for worker in self._workers.values() if worker.task})
 
     # -- what orders see and change ------------------------------------------------------------------------------------
 
@@ -451,7 +452,7 @@ class Controller:
 
     async def _end(self, worker: Tended, is_ready: bool) -> None:
         """The process and its actor. A worker that is not ready yet has nothing to hand over."""
-        await _cancelled({worker.task} if worker.task else set())
+        await cancel_and_wait([worker.task] if worker.task else [])
         if worker.actor:
             if is_ready:
                 with contextlib.suppress(BatonError):
@@ -613,9 +614,3 @@ class Controller:
 
 def _num_serving(seen: Mapping[str, Seen], role: Role) -> int:
     return sum(is_serving(worker) and worker.role is role for worker in seen.values())
-
-
-async def _cancelled(tasks: set[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

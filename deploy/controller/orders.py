@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from baton.cluster import PoolStatus, Role, Worker
 from baton.errors import BatonError, Conflict, InvalidRequest
+from baton.tasks import cancel_and_wait
 from deploy.controller.controller import Controller
 from deploy.controller.reconcile import Phase, Seen, is_serving
 from deploy.controller.state import Flip, least
@@ -48,8 +49,7 @@ class Orders:
     async def close(self) -> None:
         """A change of role under way stays in the state, for the next controller."""
         if self._flipping:
-            self._flipping.cancel()
-            await asyncio.gather(self._flipping, return_exceptions=True)
+            await cancel_and_wait([self._flipping])
 
     async def scale(self, pool: str, num_workers: int) -> PoolStatus:
         """Sets how many workers a pool should have. Answers at once."""

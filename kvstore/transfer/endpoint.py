@@ -22,6 +22,7 @@ from baton.engine.sequence import Purpose
 from baton.errors import BatonError, TransferTimeout
 from baton.messages import PrefixSource, Pull, SequenceSpec, Ticket
 from baton.rpc import from_rpc_error
+from baton.tasks import cancel_and_wait
 from baton.telemetry import tracing
 from baton.v1 import kv_pb2, kv_pb2_grpc
 from kvstore.transfer.channel import open_channel
@@ -164,9 +165,7 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, source.worker_id) from error
             finally:
-                asked.cancel()
-                arriving.cancel()
-                await asyncio.gather(asked, arriving, return_exceptions=True)
+                await cancel_and_wait((asked, arriving))
         finally:
             await channel.close()
 
