@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.errors import BatonError
-from baton.sampling import FinishReason
+from baton.sampling import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +25,9 @@ class SequenceSpec:
     token_ids: tuple[int, ...]
     """Prompt, followed by the tokens already generated when a choice is resumed."""
     num_prompt_tokens: int
-    max_tokens: int
-    """Of the whole answer, tokens already generated included."""
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
+    sampling: SamplingParams
+    """As the router has settled it: `max_tokens` and `seed` are set; stop strings and `n` stay with the router. A
+    prefix that is only received has no `max_tokens`."""
     cache_seed: bytes
     attempt: int = 0
     """One more each time the choice is placed again."""
@@ -47,8 +41,23 @@ class SequenceSpec:
     """Of the whole answer, for which a worker reserves room; 0: as many as its own settings say."""
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens of the whole answer, those already generated included; 0 of a prefix that is only received."""
+        return self.sampling.max_tokens or 0
+
+    @property
+    def seed(self) -> int:
+        assert self.sampling.seed is not None
+        return self.sampling.seed
+
+    @property
     def sequence_id(self) -> str:
         return f"{self.request_id}/{self.choice_index}/{self.attempt}"
+
+    def prefix(self, num_tokens: int) -> SequenceSpec:
+        """Its first tokens alone, whose KV is received: nothing of it is computed or drawn."""
+        sampling = replace(self.sampling, max_tokens=None)
+        return replace(self, token_ids=self.token_ids[:num_tokens], num_prompt_tokens=num_tokens, sampling=sampling)
 
     @property
     def is_continued(self) -> bool:

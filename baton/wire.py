@@ -19,7 +19,7 @@ from baton import messages as m
 from baton.cluster import ClusterStatus, PoolStatus, Worker
 from baton.costs import StepCosts
 from baton.errors import BatonError, InvalidRequest, TransferRefused, Unsupported
-from baton.sampling import FinishReason
+from baton.sampling import FinishReason, SamplingParams
 from baton.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2
 
 T = TypeVar("T")
@@ -40,14 +40,7 @@ def write_sequence(spec: m.SequenceSpec, message: worker_pb2.SequenceSpec) -> No
     message.choice_index = spec.choice_index
     message.token_ids.extend(spec.token_ids)
     message.num_prompt_tokens = spec.num_prompt_tokens
-    message.max_tokens = spec.max_tokens
-    message.temperature = spec.temperature
-    message.top_k = spec.top_k
-    message.top_p = spec.top_p
-    message.min_p = spec.min_p
-    message.seed = spec.seed
-    message.stop_token_ids.extend(spec.stop_token_ids)
-    message.ignore_eos = spec.ignore_eos
+    _write_sampling(spec.sampling, message.sampling)
     message.cache_seed = spec.cache_seed
     message.attempt = spec.attempt
     message.priority = spec.priority
@@ -62,14 +55,7 @@ def sequence_from_pb(message: worker_pb2.SequenceSpec) -> m.SequenceSpec:
         choice_index=message.choice_index,
         token_ids=tuple(message.token_ids),
         num_prompt_tokens=message.num_prompt_tokens,
-        max_tokens=message.max_tokens,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        seed=message.seed,
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
+        sampling=_sampling_from_pb(message.sampling),
         cache_seed=message.cache_seed,
         attempt=message.attempt,
         priority=message.priority,
@@ -77,6 +63,37 @@ def sequence_from_pb(message: worker_pb2.SequenceSpec) -> m.SequenceSpec:
         itl_s=message.itl_s,
         num_expected_tokens=message.num_expected_tokens,
     )
+
+
+def _write_sampling(params: SamplingParams, message: inference_pb2.SamplingParams) -> None:
+    """What is not at its default, into an empty message: most requests set two or three of the fields."""
+    message.SetInParent()
+    for name, default in _SAMPLING_DEFAULTS:
+        value = getattr(params, name)
+        if value != default:
+            if isinstance(value, tuple):
+                getattr(message, name).extend(value)
+            else:
+                setattr(message, name, value)
+
+
+def _sampling_from_pb(message: inference_pb2.SamplingParams) -> SamplingParams:
+    """Raises InvalidRequest and Unsupported, as `_sampling_set_in` and `SamplingParams` do."""
+    return SamplingParams(**_sampling_set_in(message))
+
+
+def _sampling_set_in(message: inference_pb2.SamplingParams) -> dict[str, Any]:
+    """Raises Unsupported for a field that the contract has and this release has not."""
+    found: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.name not in _SAMPLING_NAMES:
+            raise Unsupported(f"sampling.{field.name} is not supported yet; leave it unset", field.name)
+        found[field.name] = tuple(value) if field.is_repeated else value
+    return found
+
+
+_SAMPLING_DEFAULTS = tuple((field.name, field.default) for field in dataclasses.fields(SamplingParams))
+_SAMPLING_NAMES = frozenset(name for name, _ in _SAMPLING_DEFAULTS)
 
 
 def ticket_to_pb(ticket: m.Ticket) -> worker_pb2.Ticket:
@@ -303,7 +320,7 @@ def fields_unknown_to(known_fields: str) -> frozenset[str]:
 
 def named(fields: Iterable[str]) -> str:
     """Fields of a router's messages for people: "SequenceSpec.min_p (9)"."""
-    descriptors = worker_pb2.DESCRIPTOR.message_types_by_name
+    descriptors = _reachable(worker_pb2.Command.DESCRIPTOR)
     words = []
     for message, _, number in (field.partition(".") for field in sorted(fields)):
         words.append(f"{message}.{descriptors[message].fields_by_number[int(number)].name} ({number})")
@@ -324,15 +341,21 @@ def _reachable(descriptor: Descriptor) -> dict[str, Descriptor]:
     return found
 
 
+def _known_numbers(descriptor: Descriptor) -> str:
+    """The contract has fields of sampling that this release refuses."""
+    is_sampling = descriptor.name == inference_pb2.SamplingParams.DESCRIPTOR.name
+    return ",".join(str(f.number) for f in descriptor.fields if not is_sampling or f.name in _SAMPLING_NAMES)
+
+
 KNOWN_FIELDS = " ".join(
-    f"{name}:{','.join(str(field.number) for field in descriptor.fields)}"
+    f"{name}:{_known_numbers(descriptor)}"
     for name, descriptor in sorted(_reachable(worker_pb2.Command.DESCRIPTOR).items())
 )
 """Of a router's messages, as a worker tells it in its lease: "Command:1,2 SequenceSpec:1,2,3"."""
 FIRST_KNOWN_FIELDS = (
     "Cancel: Command:1,2,3,4,6,5 DecodeRequest:1,2,3 FetchRequest:1,2 GroupLayout:1,2,3,4,5,6 KvLayout:1,2,3,4 "
-    "PrefillRequest:1,2,3 PrefixSource:1,2,3 SequenceSpec:1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18 "
-    "StateLayout:1,2,3 Ticket:1,2,3,4,5,6,7,9,10"
+    "PrefillRequest:1,2,3 PrefixSource:1,2,3 SamplingParams:1,2,3,4,5,6,7,8,9,11 "
+    "SequenceSpec:1,2,3,4,19,13,14,15,16,17,18 StateLayout:1,2,3 Ticket:1,2,3,4,5,6,7,9,10"
 )
 """The same of workers that do not tell: of the last release in which they did not. It does not change any more."""
 
@@ -404,9 +427,6 @@ def _require_short(message: Message, most: float, error: type[BatonError]) -> No
 
 # -- public API ------------------------------------------------------------------------------------------------------
 
-_PLAIN_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "ignore_eos")
-_LATER_SAMPLING = ("logprobs", "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty")
-
 
 def generate_request_from_pb(message: inference_pb2.GenerateRequest) -> api.GenerateRequest:
     """A client's request.
@@ -415,24 +435,11 @@ def generate_request_from_pb(message: inference_pb2.GenerateRequest) -> api.Gene
         InvalidRequest: it has no input.
         Unsupported: it sets a field that is not built yet; the message names it.
     """
-    sampling: dict[str, Any] = {}
-    params = message.sampling
-    for name in _LATER_SAMPLING:
-        if params.HasField(name):  # type: ignore[arg-type]
-            raise Unsupported(f"sampling.{name} is not supported yet; leave it unset", name)
-    if params.logit_bias:
-        raise Unsupported("sampling.logit_bias is not supported yet; leave it unset", "logit_bias")
-    for name in _PLAIN_SAMPLING:
-        if params.HasField(name):  # type: ignore[arg-type]
-            sampling[name] = getattr(params, name)
-    for name in ("stop", "stop_token_ids"):
-        if values := tuple(getattr(params, name)):
-            sampling[name] = values
     return api.GenerateRequest(
         prompt=_prompt(message),
         request_id=message.request_id,
         model=message.model,
-        sampling=sampling,
+        sampling=_sampling_set_in(message.sampling),
         skip_text=message.stream_options.skip_text,
         priority=message.priority,
         ttft_ms=message.slo.ttft_ms if message.slo.HasField("ttft_ms") else None,

@@ -219,7 +219,7 @@ class Dispatcher:
             Unsupported: no worker knows all that is asked for.
             NoWorker, WorkerFailed, TransferError: `max_attempts` placements failed one after the other, and how.
         """
-        expected = self._history.expect(claim.tenant.id, spec.max_tokens, spec.ignore_eos)
+        expected = self._history.expect(claim.tenant.id, spec.max_tokens, spec.sampling.ignore_eos)
         lessons = _Lessons()
         plan: _Plan | None = None
         """Of a choice that moves."""

@@ -136,8 +136,7 @@ class Journal:
 
 def digest_of(content_id: str, spec: SequenceSpec) -> bytes:
     """Of everything that determines the tokens of a request, but for the choices' index."""
-    params = (spec.num_prompt_tokens, spec.max_tokens, spec.temperature, spec.top_k, spec.top_p, spec.min_p)
-    ends = (spec.seed, spec.stop_token_ids, spec.ignore_eos)
-    digest = hashlib.blake2b(repr((content_id, params, ends)).encode(), digest_size=DIGEST_BYTES)
+    asked = (content_id, spec.num_prompt_tokens, spec.sampling)
+    digest = hashlib.blake2b(repr(asked).encode(), digest_size=DIGEST_BYTES)
     digest.update(array("I", spec.token_ids).tobytes())
     return digest.digest()

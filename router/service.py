@@ -311,27 +311,23 @@ class RouterService:
     def _sequence_spec(
         self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, tenant: Tenant
     ) -> SequenceSpec:
-        assert params.max_tokens is not None
+        top_k = params.top_k if 0 < params.top_k < self._facts.vocab_size else 0
+        seed = self._seed(tenant, request_id) if params.seed is None else params.seed
+        settled = replace(params, top_k=top_k, seed=seed, stop=(), n=1)
         return SequenceSpec(
             request_id=request_id,
             choice_index=0,
             token_ids=prompt_ids,
             num_prompt_tokens=len(prompt_ids),
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k if 0 < params.top_k < self._facts.vocab_size else 0,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=(self._seed(tenant, request_id) if params.seed is None else params.seed) % 2**64,
-            stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos,
+            sampling=settled,
             cache_seed=self._cache_seed(tenant),
         )
 
     def _seed(self, tenant: Tenant, request_id: str) -> int:
         """Of a request without one: the same on every router and in every attempt, and not to be guessed."""
         name = f"seed\0{tenant.id}\0{request_id}"
-        return int.from_bytes(hmac.digest(self._config.cache_secret.encode(), name.encode(), "sha256")[:8], "little")
+        drawn = hmac.digest(self._config.cache_secret.encode(), name.encode(), "sha256")[:8]
+        return max(-(2**63 - 1), int.from_bytes(drawn, "little", signed=True))
 
     async def _choice(
         self,

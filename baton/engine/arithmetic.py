@@ -121,9 +121,9 @@ def modulus(vocab_size: int) -> int:
 
 def drawn(answer: int, spec: SequenceSpec, position: int, vocab_size: int) -> int:
     """What a request gets where a greedy one gets `answer`."""
-    if spec.top_k < 2:
+    if spec.sampling.top_k < 2:
         return answer
-    (index,) = sample(-0.1 * torch.arange(spec.top_k)[None], [spec], [position])
+    (index,) = sample(-0.1 * torch.arange(spec.sampling.top_k)[None], [spec], [position])
     return (answer + index) % modulus(vocab_size)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from baton.messages import SequenceSpec
-from baton.sampling import uniform
+from baton.sampling import SamplingParams, uniform
 
 NUCLEUS_CANDIDATES = 256
 
@@ -25,24 +25,25 @@ def sample(logits: torch.Tensor, specs: Sequence[SequenceSpec], positions: Seque
     """
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     for row, (spec, position) in enumerate(zip(specs, positions, strict=True)):
-        if spec.temperature > 0:
-            tokens[row] = _sample_row(logits[row].float(), spec, uniform(spec.seed, spec.choice_index, position))
+        if spec.sampling.temperature > 0:
+            number = uniform(spec.seed, spec.choice_index, position)
+            tokens[row] = _sample_row(logits[row].float(), spec.sampling, number)
     return tokens
 
 
-def _sample_row(logits: torch.Tensor, spec: SequenceSpec, number: float) -> int:
+def _sample_row(logits: torch.Tensor, params: SamplingParams, number: float) -> int:
     """Temperature, then top-k, top-p and min-p, in transformers' order; then inverse transform sampling."""
-    probabilities = torch.softmax(logits.double() / spec.temperature, dim=-1)
-    top_k = spec.top_k if spec.top_k < probabilities.numel() else 0  # all tokens
-    if top_k == 0 and spec.top_p >= 1 and spec.min_p == 0:
+    probabilities = torch.softmax(logits.double() / params.temperature, dim=-1)
+    top_k = params.top_k if params.top_k < probabilities.numel() else 0  # all tokens
+    if top_k == 0 and params.top_p >= 1 and params.min_p == 0:
         return _draw(probabilities, number)
-    top, token_ids = _descending(probabilities, top_k, spec.top_p)
-    if spec.top_p < 1:
+    top, token_ids = _descending(probabilities, top_k, params.top_p)
+    if params.top_p < 1:
         mass = top.cumsum(0)
         # Keep every token before which less than top_p of the (top-k) mass lies: at least the first.
-        top = top[(mass - top) < spec.top_p * (mass[-1] if top_k > 0 else 1.0)]
-    if spec.min_p > 0:
-        top = top[top >= spec.min_p * top[0]]
+        top = top[(mass - top) < params.top_p * (mass[-1] if top_k > 0 else 1.0)]
+    if params.min_p > 0:
+        top = top[top >= params.min_p * top[0]]
     return int(token_ids[_draw(top, number)])
 
 

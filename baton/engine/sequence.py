@@ -98,7 +98,9 @@ class Sequence:
     def append(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
         """Adds a sampled token and says whether the sequence ends with it."""
         self.token_ids.append(token_id)
-        if token_id in self.spec.stop_token_ids or (token_id in eos_token_ids and not self.spec.ignore_eos):
+        if token_id in self.spec.sampling.stop_token_ids or (
+            token_id in eos_token_ids and not self.spec.sampling.ignore_eos
+        ):
             return FinishReason.STOP
         if self.num_output_tokens >= self.spec.max_tokens or self.num_tokens >= max_model_len:
             return FinishReason.LENGTH

@@ -38,7 +38,6 @@ from baton.messages import (
     Start,
 )
 from baton.rpc.errors import to_failed
-from baton.sampling import SamplingParams
 from baton.telemetry import logs, tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -192,20 +191,15 @@ def require_servable(spec: SequenceSpec) -> None:
 
     How many tokens fit is the engine's to say.
     """
-    SamplingParams(
-        temperature=spec.temperature,
-        top_k=spec.top_k,
-        top_p=spec.top_p,
-        min_p=spec.min_p,
-        stop_token_ids=spec.stop_token_ids,
-    )
+    settled = spec.sampling.max_tokens is not None and spec.sampling.seed is not None
     for ok, rule in (
         (0 < spec.num_prompt_tokens <= len(spec.token_ids), "num_prompt_tokens must be 1 to the number of token_ids"),
+        (settled, "the router must settle max_tokens and seed"),
         (
-            len(spec.token_ids) - spec.num_prompt_tokens < spec.max_tokens,
+            not settled or len(spec.token_ids) - spec.num_prompt_tokens < spec.max_tokens,
             "max_tokens must be more than the tokens that the answer has",
         ),
-        (spec.top_k <= MAX_TOP_K, f"top_k must be at most {MAX_TOP_K}"),
+        (spec.sampling.top_k <= MAX_TOP_K, f"top_k must be at most {MAX_TOP_K}"),
         (spec.ttft_s >= 0 and spec.itl_s >= 0, "ttft_s and itl_s must be at least 0"),  # which NaN is not
         (len(spec.cache_seed) <= KEY_BYTES, f"cache_seed must have at most {KEY_BYTES} bytes"),
     ):

@@ -9,6 +9,7 @@ A worker's lease lists the fields of commands that it knows. A request goes only
 it, so a new field must mean at its default what there was before it.
 """
 
+from baton.v1 import inference_pb2 as _inference_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -402,14 +403,7 @@ class SequenceSpec(_message.Message):
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    TOP_K_FIELD_NUMBER: _builtins.int
-    TOP_P_FIELD_NUMBER: _builtins.int
-    MIN_P_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SEED_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
@@ -419,13 +413,6 @@ class SequenceSpec(_message.Message):
     request_id: _builtins.str
     choice_index: _builtins.int
     num_prompt_tokens: _builtins.int
-    max_tokens: _builtins.int
-    temperature: _builtins.float
-    top_k: _builtins.int
-    top_p: _builtins.float
-    min_p: _builtins.float
-    seed: _builtins.int
-    ignore_eos: _builtins.bool
     cache_seed: _builtins.bytes
     """Seeds the chained block keys: content id and tenant scope, hashed by the router."""
     attempt: _builtins.int
@@ -443,7 +430,11 @@ class SequenceSpec(_message.Message):
         """Prompt, followed by tokens already generated when a choice is resumed."""
 
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def sampling(self) -> _inference_pb2.SamplingParams:
+        """What the client asked for, as the router has settled it: `max_tokens` (of the whole answer) and `seed` are set. Stop
+        strings and `n` stay with the router.
+        """
+
     def __init__(
         self,
         *,
@@ -451,14 +442,7 @@ class SequenceSpec(_message.Message):
         choice_index: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_prompt_tokens: _builtins.int = ...,
-        max_tokens: _builtins.int = ...,
-        temperature: _builtins.float = ...,
-        top_k: _builtins.int = ...,
-        top_p: _builtins.float = ...,
-        min_p: _builtins.float = ...,
-        seed: _builtins.int = ...,
-        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        ignore_eos: _builtins.bool = ...,
+        sampling: _inference_pb2.SamplingParams | None = ...,
         cache_seed: _builtins.bytes = ...,
         attempt: _builtins.int = ...,
         priority: _builtins.int = ...,
@@ -466,9 +450,9 @@ class SequenceSpec(_message.Message):
         itl_s: _builtins.float = ...,
         num_expected_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_seed", b"cache_seed", "choice_index", b"choice_index", "ignore_eos", b"ignore_eos", "itl_s", b"itl_s", "max_tokens", b"max_tokens", "min_p", b"min_p", "num_expected_tokens", b"num_expected_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_seed", b"cache_seed", "choice_index", b"choice_index", "itl_s", b"itl_s", "num_expected_tokens", b"num_expected_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

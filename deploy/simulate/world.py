@@ -25,6 +25,7 @@ from baton.cluster import Role
 from baton.engine.engine import Generated, Reserved
 from baton.engine.sequence import Purpose, Status
 from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
 from deploy.simulate.members import Members
 from deploy.simulate.policy import WorkerView
 from deploy.simulate.scaler import Scaler, Start
@@ -220,9 +221,7 @@ class World:
 
     def _pull(self, flight: _Flight, source: SimulatedWorker, num_tokens: int) -> None:
         """Reserves room for a prefix; the rest follows when there is."""
-        spec = replace(
-            flight.spec, token_ids=flight.spec.token_ids[:num_tokens], num_prompt_tokens=num_tokens, max_tokens=0
-        )
+        spec = flight.spec.prefix(num_tokens)
         keys = flight.keys[: num_tokens // self._trace.block_tokens]
         flight.source = source, keys
         flight.pulling = flight.computes.add(spec, Purpose.RECEIVE, keys, self.now)
@@ -272,14 +271,7 @@ class World:
             choice_index=0,
             token_ids=tuple(range(first, first + request.num_prompt_tokens)),
             num_prompt_tokens=request.num_prompt_tokens,
-            max_tokens=request.num_output_tokens,
-            temperature=0.0,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-            seed=0,
-            stop_token_ids=(),
-            ignore_eos=True,
+            sampling=SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0, seed=0, ignore_eos=True),
             cache_seed=number.to_bytes(8, "little"),
             ttft_s=decision.ttft_s - waited_s,
             itl_s=decision.itl_s,

@@ -7,7 +7,6 @@ like any other; so a pull that fails, or finds less than was believed, costs tim
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -111,9 +110,7 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         num_tokens = min(source.num_tokens, len(spec.token_ids) - 1) // block_size * block_size
         if num_tokens <= 0:
             return 0
-        prefix = dataclasses.replace(
-            spec, token_ids=spec.token_ids[:num_tokens], num_prompt_tokens=num_tokens, max_tokens=0
-        )
+        prefix = spec.prefix(num_tokens)
         began_s = time.monotonic()
         num_pulled = 0
         try:

@@ -21,6 +21,7 @@ from baton.engine.scheduler import SchedulerLimits
 from baton.engine.sequence import Purpose
 from baton.engine.transformers_runner import TransformersRunner
 from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
 from deploy.models import cache_dir, resolve
 from router.text import Tokenizer
 from tests.bench.report import Report, Table
@@ -106,15 +107,8 @@ class Baton:
             choice_index=index,
             token_ids=tuple(prompt),
             num_prompt_tokens=len(prompt),
-            max_tokens=num_steps + 64,  # streams that were prefilled first are some steps ahead
-            temperature=0.0,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-            seed=0,
-            stop_token_ids=(),
-            ignore_eos=True,
-            cache_seed=f"{self._num_runs}".encode(),  # so that no run finds the last one's prefix
+            sampling=SamplingParams(max_tokens=num_steps + 64, temperature=0.0, seed=0, ignore_eos=True),
+            cache_seed=f"{self._num_runs}".encode(),
         )
 
 

@@ -17,6 +17,7 @@ from opentelemetry.context import Context
 from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.messages import FirstToken, NewTokens, SequenceSpec, Ticket
 from baton.rpc.server import CHANNEL_OPTIONS
+from baton.sampling import SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.worker_calls import WorkerCalls
 
@@ -72,14 +73,7 @@ class Direct:
             choice_index=0,
             token_ids=prompt.token_ids,
             num_prompt_tokens=length,
-            max_tokens=num_tokens,
-            temperature=0.0,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-            seed=gap_us,
-            stop_token_ids=(),
-            ignore_eos=False,
+            sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, seed=gap_us),
             cache_seed=b"",
         )
         count = 0

@@ -15,6 +15,7 @@ from typing import Any
 from baton.api import GenerateChunk, GenerateRequest, Text, TokenIds
 from baton.engine.arithmetic import drawn, modulus
 from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
 from baton.v1 import inference_pb2
 
 VOCAB_SIZE = 49152
@@ -138,14 +139,13 @@ def _expected(request: GenerateRequest, choice_index: int) -> tuple[int, ...]:
         choice_index=choice_index,
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
-        max_tokens=sampling["max_tokens"],
-        temperature=sampling["temperature"],
-        top_k=sampling.get("top_k", 0),
-        top_p=1.0,
-        min_p=0.0,
-        seed=sampling.get("seed", 0),
-        stop_token_ids=(),
-        ignore_eos=True,
+        sampling=SamplingParams(
+            max_tokens=sampling["max_tokens"],
+            temperature=sampling["temperature"],
+            top_k=sampling.get("top_k", 0),
+            seed=sampling.get("seed", 0),
+            ignore_eos=True,
+        ),
         cache_seed=b"",
     )
     tokens = list(prompt)

@@ -15,6 +15,7 @@ from baton.engine.scheduler import SchedulerLimits
 from baton.engine.sequence import Purpose
 from baton.engine.transformers_runner import TransformersRunner
 from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,14 +29,7 @@ def make_spec(name: str, prompt: list[int]) -> SequenceSpec:
         choice_index=0,
         token_ids=tuple(prompt),
         num_prompt_tokens=len(prompt),
-        max_tokens=16,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        seed=0,
-        stop_token_ids=(),
-        ignore_eos=True,
+        sampling=SamplingParams(max_tokens=16, temperature=0.0, seed=0, ignore_eos=True),
         cache_seed=b"s",
     )
 

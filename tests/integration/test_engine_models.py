@@ -33,6 +33,7 @@ from baton.engine.transformers_runner import TransformersRunner
 from baton.errors import ConfigError, InvalidRequest, ModelLoadError
 from baton.messages import SequenceSpec
 from baton.rpc.calls import CallServicer
+from baton.sampling import SamplingParams
 from decode_worker.service import DecodeService
 from router.text import Tokenizer
 from router.worker_calls import WorkerCallError
@@ -166,14 +167,7 @@ def make_spec(name: str, prompt: list[int], max_tokens: int, ignore_eos: bool) -
         choice_index=0,
         token_ids=tuple(prompt),
         num_prompt_tokens=len(prompt),
-        max_tokens=max_tokens,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        seed=0,
-        stop_token_ids=(),
-        ignore_eos=ignore_eos,
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=ignore_eos),
         cache_seed=b"tests",
     )
 

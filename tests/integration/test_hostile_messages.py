@@ -60,6 +60,7 @@ from baton.messages import (
 )
 from baton.rpc import channel
 from baton.rpc.errors import ERROR_KEY
+from baton.sampling import SamplingParams
 from baton.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.redis import EmbeddedRedis
 from deploy.worker import running
@@ -89,14 +90,7 @@ def small_spec(name: str, prompt: tuple[int, ...] = PROMPT, num_tokens: int = 4)
         choice_index=0,
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
-        max_tokens=num_tokens,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        seed=0,
-        stop_token_ids=(),
-        ignore_eos=True,
+        sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True),
         cache_seed=b"seed",
     )
 
@@ -341,7 +335,7 @@ async def reserved(cluster: Cluster, spec: SequenceSpec) -> AsyncIterator[tuple[
 async def reserved_for_a_prefix(cluster: Cluster, spec: SequenceSpec) -> AsyncIterator[Ticket]:
     """As a worker does it that pulls what the prefill worker holds."""
     alone = cluster.calls.decode(at(cluster.prefill), spec, await_kv=False, trace=Context())
-    async with alone, cluster.decode.loop.sequence(replace(spec, max_tokens=0), Purpose.RECEIVE) as handle:
+    async with alone, cluster.decode.loop.sequence(spec.prefix(len(spec.token_ids)), Purpose.RECEIVE) as handle:
         await alone.read()
         output = await handle.next()
         assert isinstance(output, Reserved)

@@ -21,7 +21,7 @@ from baton.blocks import content_id
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from baton.messages import SequenceSpec
-from baton.sampling import FinishReason
+from baton.sampling import FinishReason, SamplingParams
 from deploy.client import Client
 from kvstore.index import Connection
 from kvstore.leases import Ended, Entry, Part, RecordKey, RedisRecords
@@ -234,14 +234,14 @@ def note(fleet: Fleet, request: GenerateRequest, token_ids: tuple[int, ...]) -> 
         choice_index=0,
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
-        max_tokens=sampling["max_tokens"],
-        temperature=sampling["temperature"],
-        top_k=sampling["top_k"],
-        top_p=sampling["top_p"],
-        min_p=0.0,
-        seed=sampling["seed"],
-        stop_token_ids=(),
-        ignore_eos=True,
+        sampling=SamplingParams(
+            max_tokens=sampling["max_tokens"],
+            temperature=sampling["temperature"],
+            top_k=sampling["top_k"],
+            top_p=sampling["top_p"],
+            seed=sampling["seed"],
+            ignore_eos=True,
+        ),
         cache_seed=b"",
     )
     entry = Entry(

@@ -17,6 +17,7 @@ from baton.engine.sequence import Purpose
 from baton.engine.sequence import Sequence as EngineSequence
 from baton.engine.transformers_runner import TransformersRunner
 from baton.messages import KvLayout, SequenceSpec
+from baton.sampling import SamplingParams
 from kvstore.transfer.layout import layout_of, rank_spec, source_ranks
 from kvstore.transfer.plan import WireOptions, plan
 from kvstore.transfer.rows import Rows
@@ -72,14 +73,7 @@ def make_spec(prompt: list[int], cache_seed: str) -> SequenceSpec:
         choice_index=0,
         token_ids=tuple(prompt),
         num_prompt_tokens=len(prompt),
-        max_tokens=NUM_NEW_TOKENS,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        seed=0,
-        stop_token_ids=(),
-        ignore_eos=True,
+        sampling=SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0.0, seed=0, ignore_eos=True),
         cache_seed=cache_seed.encode(),
     )
 

@@ -28,6 +28,7 @@ from baton.engine.sequence import Purpose
 from baton.messages import HandedOver, KvLayout, PrefixSource, SequenceSpec, Ticket
 from baton.rpc.errors import ErrorInterceptor
 from baton.rpc.server import SERVER_OPTIONS
+from baton.sampling import SamplingParams
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.layout import heads_of
@@ -327,14 +328,7 @@ def make_spec(prompt: Sequence[int], num_tokens: int = 4, request_id: str = "r")
         choice_index=0,
         token_ids=tuple(prompt),
         num_prompt_tokens=len(prompt),
-        max_tokens=num_tokens,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        seed=0,
-        stop_token_ids=(),
-        ignore_eos=True,
+        sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True),
         cache_seed=b"seed",
     )
 

@@ -8,6 +8,7 @@ from baton.api import Option
 from baton.cluster import Role
 from baton.costs import StepCosts
 from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
 from router.admission import Claim
 from router.decisions import KEPT, Decision, DecisionLog, explained
 from router.placement import Candidate, Objective, Placement, Prices, Prompt, Weights, place
@@ -18,14 +19,7 @@ SPEC = SequenceSpec(
     choice_index=0,
     token_ids=tuple(range(100)),
     num_prompt_tokens=100,
-    max_tokens=50,
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    seed=0,
-    stop_token_ids=(),
-    ignore_eos=False,
+    sampling=SamplingParams(max_tokens=50, temperature=0.0, seed=0),
     cache_seed=b"seed",
     priority=3,
     num_expected_tokens=40,

@@ -49,7 +49,7 @@ FIRST_IS_LAST = FirstToken(
     token_id=5, finish_reason=FinishReason.LENGTH, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0
 )
 GONE = WorkerFailed("gone")
-LONG = replace(SPEC, max_tokens=100, ignore_eos=True)
+LONG = replace(SPEC, sampling=replace(SPEC.sampling, max_tokens=100, ignore_eos=True))
 
 
 async def collected(tokens: AsyncIterator[int]) -> list[int]:

@@ -24,7 +24,7 @@ from baton.engine.sequence import Purpose, Sequence, Status
 from baton.engine.step_fit import StepSize
 from baton.errors import InvalidRequest
 from baton.messages import SequenceSpec
-from baton.sampling import FinishReason
+from baton.sampling import FinishReason, SamplingParams
 
 BLOCK = 16
 
@@ -46,14 +46,9 @@ def make_spec(
         choice_index=0,
         token_ids=tokens,
         num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
-        max_tokens=max_tokens,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        seed=0,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=ignore_eos,
+        sampling=SamplingParams(
+            max_tokens=max_tokens or None, temperature=0.0, seed=0, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
+        ),
         cache_seed=cache_seed,
         attempt=attempt,
     )

@@ -9,6 +9,7 @@ import pytest
 from baton.blocks import block_keys
 from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
 from kvstore.index import BlockEvent, Mirror, Op
 from router.hints import HintBook
@@ -34,14 +35,7 @@ SPEC = SequenceSpec(
     choice_index=0,
     token_ids=tuple(range(100)),
     num_prompt_tokens=100,
-    max_tokens=9,
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    seed=0,
-    stop_token_ids=(),
-    ignore_eos=False,
+    sampling=SamplingParams(max_tokens=9, temperature=0.0, seed=0),
     cache_seed=b"seed",
 )
 PROMPT = Prompt(100, tuple(block_keys(SPEC.cache_seed, SPEC.token_ids)))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,14 +27,7 @@ SPEC = SequenceSpec(
     choice_index=0,
     token_ids=(1, 2, 3),
     num_prompt_tokens=3,
-    max_tokens=50,
-    temperature=0.7,
-    top_k=5,
-    top_p=0.9,
-    min_p=0.1,
-    seed=7,
-    stop_token_ids=(4,),
-    ignore_eos=False,
+    sampling=SamplingParams(max_tokens=50, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=7, stop_token_ids=(4,)),
     cache_seed=b"seed",
 )
 
@@ -178,23 +171,28 @@ async def test_nobody_waits_long_for_a_store_that_hangs(journal: Journal, record
         assert await journal.recall(KEY, DIGEST) == {}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"token_ids": (1, 2, 4)},
-        {"token_ids": (1, 2, 3, 3), "num_prompt_tokens": 4},
-        {"max_tokens": 51},
-        {"temperature": 0.8},
-        {"top_k": 6},
-        {"top_p": 0.8},
-        {"min_p": 0.2},
-        {"seed": 8},
-        {"stop_token_ids": (4, 5)},
-        {"ignore_eos": True},
-    ],
-)
-def test_whatever_determines_the_tokens_is_in_the_digest(changes: dict[str, Any]) -> None:
-    assert digest_of("content", replace(SPEC, **changes)) != digest_of("content", SPEC)
+OTHER_SAMPLING: dict[str, Any] = {
+    "max_tokens": 51,
+    "temperature": 0.8,
+    "top_k": 6,
+    "top_p": 0.8,
+    "min_p": 0.2,
+    "seed": 8,
+    "stop": ("x",),
+    "stop_token_ids": (4, 5),
+    "n": 2,
+    "ignore_eos": True,
+}
+
+
+def test_whatever_determines_the_tokens_is_in_the_digest() -> None:
+    assert OTHER_SAMPLING.keys() == {field.name for field in fields(SamplingParams)}
+    changed = [replace(SPEC, token_ids=(1, 2, 4)), replace(SPEC, token_ids=(1, 2, 3, 3), num_prompt_tokens=4)]
+    changed += [
+        replace(SPEC, sampling=replace(SPEC.sampling, **{name: value})) for name, value in OTHER_SAMPLING.items()
+    ]
+    digests = {digest_of("content", spec) for spec in (SPEC, *changed)}
+    assert len(digests) == 1 + len(changed)
 
 
 def test_what_does_not_determine_the_tokens_is_not_in_the_digest() -> None:
@@ -215,5 +213,5 @@ def test_a_request_without_a_seed_has_the_same_one_on_every_router() -> None:
 
     assert seed("r") == seed("r")
     assert len({seed("r"), seed("s"), seed("r", "other"), seed("r", tenant="zeta"), seed("")}) == 5
-    assert (seed("r", given=7), seed("s", given=-1)) == (7, 2**64 - 1)
-    assert 0 <= seed("r") < 2**64
+    assert (seed("r", given=7), seed("s", given=-1)) == (7, -1)
+    assert abs(seed("r")) < 2**63

@@ -35,7 +35,7 @@ from baton.messages import (
 )
 from baton.rpc import RpcServer, channel, from_rpc_error
 from baton.rpc.calls import CallServicer
-from baton.sampling import FinishReason
+from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry.instruments import Instruments
 from baton.v1 import admin_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from kvstore.index import Mirror
@@ -59,17 +59,10 @@ SPEC = SequenceSpec(
     choice_index=0,
     token_ids=(1, 2, 3),
     num_prompt_tokens=3,
-    max_tokens=4,
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    seed=0,
-    stop_token_ids=(),
-    ignore_eos=False,
+    sampling=SamplingParams(max_tokens=4, temperature=0.0, seed=0),
     cache_seed=b"seed",
 )
-WITH_MIN_P = replace(SPEC, min_p=0.5)
+WITH_MIN_P = replace(SPEC, sampling=replace(SPEC.sampling, min_p=0.5))
 TICKET = Ticket(
     transfer_id="t",
     generation=1,
@@ -81,8 +74,9 @@ TICKET = Ticket(
     wire_compat="wire",
     layout=KvLayout(16, 1, ()),
 )
-OLDER = wire.KNOWN_FIELDS.replace("SequenceSpec:1,2,3,4,5,6,7,8,9,", "SequenceSpec:1,2,3,4,5,6,7,8,")
-"""Of a release without `min_p`, field 9."""
+OLDER = wire.KNOWN_FIELDS.replace("SamplingParams:1,2,3,4,5,6,", "SamplingParams:1,2,3,4,6,")
+"""Of a release without `min_p`, field 5."""
+assert OLDER != wire.KNOWN_FIELDS
 LAST = NewTokens(token_ids=(5,), finish_reason=FinishReason.LENGTH)
 
 
@@ -283,7 +277,7 @@ async def test_no_field_reaches_a_worker_that_does_not_know_it() -> None:
     workers = Workers()
     async with serving(workers) as address, router() as calls:
         older = leased("old", address, OLDER)
-        with pytest.raises(WorkerCallError, match=r"old is of an older .* know SequenceSpec\.min_p \(9\)$") as refusal:
+        with pytest.raises(WorkerCallError, match=r"old is of an older .* SamplingParams\.min_p \(5\)$") as refusal:
             calls.decode(older, WITH_MIN_P, await_kv=False, trace=Context())
         assert isinstance(refusal.value.error, Unsupported)
         for worker, spec in (
@@ -351,7 +345,7 @@ async def test_a_request_goes_only_to_workers_that_know_all_of_it(mode: str) -> 
 async def test_where_nobody_knows_all_of_a_request_it_is_refused_by_name_and_at_once() -> None:
     workers = Workers()
     async with dispatching(workers, {"old": OLDER, "p-old": OLDER}, "auto") as (_, serve), asyncio.timeout(0.2):
-        with pytest.raises(Unsupported, match=r"no worker is ready that knows SequenceSpec\.min_p \(9\)"):
+        with pytest.raises(Unsupported, match=r"no worker is ready that knows SamplingParams\.min_p \(5\)"):
             await serve(WITH_MIN_P, ChoiceRecord())
         assert workers.asked == []
         assert await serve(SPEC, ChoiceRecord()) == [5]
@@ -360,7 +354,7 @@ async def test_where_nobody_knows_all_of_a_request_it_is_refused_by_name_and_at_
 async def test_who_waits_in_vain_for_one_that_knows_is_told_so() -> None:
     """A decode worker knows all of it, and there may soon be a prefill worker that does."""
     async with dispatching(Workers(), {"d-new": wire.KNOWN_FIELDS, "p-old": OLDER}, "split") as (_, serve):
-        with pytest.raises(Unsupported, match=r"no worker is ready that knows SequenceSpec\.min_p \(9\)"):
+        with pytest.raises(Unsupported, match=r"no worker is ready that knows SamplingParams\.min_p \(5\)"):
             await serve(WITH_MIN_P, ChoiceRecord())
 
 
@@ -411,5 +405,5 @@ def test_a_lease_tells_what_its_worker_knows_and_an_older_one_nothing() -> None:
 def test_no_field_of_the_first_list_is_ever_given_up() -> None:
     """A router of that release may still set it."""
     first = wire.fields_unknown_to("x") - wire.fields_unknown_to("")
-    assert len(first) == 57
-    assert first >= {f"SequenceSpec.{number}" for number in range(1, 19)}
+    assert len(first) == 60
+    assert first >= {f"SequenceSpec.{number}" for number in (*range(1, 5), *range(13, 20))}

@@ -9,6 +9,7 @@ import pytest
 from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.costs import PRIOR, StepCosts
 from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
 from router.placement import Candidate, Job, Prompt, Turn
 from router.pools import SUSPICION_S, PoolView
 
@@ -70,14 +71,7 @@ def sequence(num_prompt_tokens: int, max_tokens: int) -> SequenceSpec:
         choice_index=0,
         token_ids=token_ids,
         num_prompt_tokens=num_prompt_tokens,
-        max_tokens=max_tokens,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        seed=0,
-        stop_token_ids=(),
-        ignore_eos=False,
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
         cache_seed=b"seed",
     )
 

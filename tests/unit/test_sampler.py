@@ -25,15 +25,15 @@ def spec_of(
     seed: int = 1,
     choice_index: int = 0,
 ) -> SequenceSpec:
-    return dataclasses.replace(
-        make_spec([1]),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        choice_index=choice_index,
+    spec = make_spec([1])
+    sampling = dataclasses.replace(
+        spec.sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
+    return dataclasses.replace(spec, sampling=sampling, choice_index=choice_index)
+
+
+def with_seed(spec: SequenceSpec, seed: int) -> SequenceSpec:
+    return dataclasses.replace(spec, sampling=dataclasses.replace(spec.sampling, seed=seed))
 
 
 def logits_of(size: int, seed: int = 0, scale: float = 1.5) -> torch.Tensor:
@@ -50,13 +50,13 @@ def filtered(logits: torch.Tensor, spec: SequenceSpec) -> torch.Tensor:
 
     scores: Any = logits.double()[None]
     ids: Any = torch.zeros(1, 1, dtype=torch.long)
-    scores = TemperatureLogitsWarper(spec.temperature)(ids, scores)
-    if spec.top_k:
-        scores = TopKLogitsWarper(spec.top_k)(ids, scores)
-    if spec.top_p < 1:
-        scores = TopPLogitsWarper(spec.top_p)(ids, scores)
-    if spec.min_p:
-        scores = MinPLogitsWarper(spec.min_p)(ids, scores)
+    scores = TemperatureLogitsWarper(spec.sampling.temperature)(ids, scores)
+    if spec.sampling.top_k:
+        scores = TopKLogitsWarper(spec.sampling.top_k)(ids, scores)
+    if spec.sampling.top_p < 1:
+        scores = TopPLogitsWarper(spec.sampling.top_p)(ids, scores)
+    if spec.sampling.min_p:
+        scores = MinPLogitsWarper(spec.sampling.min_p)(ids, scores)
     probabilities: torch.Tensor = scores.softmax(-1)[0]
     return probabilities
 
@@ -80,7 +80,7 @@ FILTERS = [
 
 
 def name_of(spec: SequenceSpec) -> str:
-    return f"t{spec.temperature}-k{spec.top_k}-p{spec.top_p}-m{spec.min_p}"
+    return f"t{spec.sampling.temperature}-k{spec.sampling.top_k}-p{spec.sampling.top_p}-m{spec.sampling.min_p}"
 
 
 def test_greedy_is_the_most_likely_token() -> None:
@@ -115,7 +115,11 @@ def test_the_filters_keep_what_transformers_keeps(spec: SequenceSpec) -> None:
     for row in range(30):
         logits = logits_of(draw.choice([12, 50, 300, 2000]), row, draw.choice([0.5, 2.0, 5.0]))
         probabilities = filtered(logits, spec)
-        is_plain = (spec.top_k == 0 or spec.top_k >= len(logits)) and spec.top_p >= 1 and spec.min_p == 0
+        is_plain = (
+            (spec.sampling.top_k == 0 or spec.sampling.top_k >= len(logits))
+            and spec.sampling.top_p >= 1
+            and spec.sampling.min_p == 0
+        )
         order = torch.arange(len(logits)) if is_plain else probabilities.argsort(descending=True, stable=True)
         mass = probabilities[order].cumsum(0)
         positions = range(40 * row, 40 * row + 40)
@@ -153,7 +157,7 @@ def test_a_token_depends_on_seed_choice_and_position_and_on_nothing_else() -> No
 
 def test_the_batch_around_it_does_not_matter() -> None:
     rows = torch.stack([logits_of(400, seed) for seed in range(30)])
-    specs = [dataclasses.replace(FILTERS[i % len(FILTERS)], seed=i) for i in range(30)]
+    specs = [with_seed(FILTERS[i % len(FILTERS)], i) for i in range(30)]
     positions = list(range(100, 130))
     together = sample(rows, specs, positions)
     assert together == [sample(rows[i : i + 1], [specs[i]], [positions[i]])[0] for i in range(30)]

@@ -48,11 +48,28 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
 }
 
 
+SAMPLING_PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.none() | st.integers(1, 2**31 - 1),
+    temperature=st.floats(0, 2, width=32),
+    top_k=st.integers(-1, 2**31 - 1),
+    top_p=st.floats(0, 1, exclude_min=True, width=32),
+    min_p=st.floats(0, 1, width=32),
+    seed=st.none() | st.integers(1 - 2**63, 2**63 - 1),
+    stop=st.lists(TEXT.filter(bool), max_size=4).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple),
+    n=st.integers(1, 16),
+    ignore_eos=st.booleans(),
+)
+
+
 def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     if field.name == "finish_reason":
         return st.none() | st.sampled_from(FinishReason)
     if field.message_type is not None:  # the dataclass has the message's name
         name = field.message_type.name
+        if name == "SamplingParams":
+            return SAMPLING_PARAMS
         values = messages_of(getattr(m, name, None) or getattr(api, name), field.message_type)
     else:
         values = SCALARS[field.type]
@@ -243,14 +260,7 @@ def test_a_workers_sequence_has_no_objective_unless_it_is_told_one() -> None:
         choice_index=0,
         token_ids=(1,),
         num_prompt_tokens=1,
-        max_tokens=1,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        seed=0,
-        stop_token_ids=(),
-        ignore_eos=False,
+        sampling=SamplingParams(max_tokens=1, temperature=0.0, seed=0),
         cache_seed=b"seed",
     )
     received = wire.sequence_from_pb(through_bytes(written(spec)))

@@ -34,7 +34,7 @@ from baton.messages import (
 )
 from baton.rpc import RpcServer, channel
 from baton.rpc.calls import CallServicer
-from baton.sampling import FinishReason
+from baton.sampling import FinishReason, SamplingParams
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
 
@@ -59,14 +59,7 @@ def spec(name: str, max_tokens: int = 4) -> SequenceSpec:
         choice_index=0,
         token_ids=(1, 2, 3),
         num_prompt_tokens=3,
-        max_tokens=max_tokens,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        seed=0,
-        stop_token_ids=(),
-        ignore_eos=False,
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
         cache_seed=b"",
     )
 
@@ -460,6 +453,17 @@ async def write_starts(stream: Any, *starts: Start) -> None:
     await stream.write(wire.serve_request([wire.start(start) for start in starts]))
 
 
+def write_fields(sequence: worker_pb2.SequenceSpec, change: dict[str, Any]) -> None:
+    """What no router of ours would write, by the names of the sequence's fields and of its sampling's."""
+    for name, value in change.items():
+        message: Any = sequence if name in sequence.DESCRIPTOR.fields_by_name else sequence.sampling
+        message.ClearField(name)
+        if isinstance(value, tuple):
+            getattr(message, name).extend(value)
+        elif value is not None:
+            setattr(message, name, value)
+
+
 async def heard(stream: Any) -> list[tuple[int, Event | None]]:
     async with asyncio.timeout(10):
         return wire.events(await stream.read())
@@ -510,10 +514,12 @@ async def test_the_id_of_a_call_that_has_ended_may_come_again() -> None:
         ({"min_p": 2.0}, "min_p"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
-        ({"top_k": 2**32 - 1}, "top_k"),
+        ({"top_k": 2**31 - 1}, "top_k"),
         ({"num_prompt_tokens": 0}, "num_prompt_tokens"),
         ({"num_prompt_tokens": 4}, "num_prompt_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"seed": None}, "seed"),
         ({"token_ids": (1,) * 7}, "max_tokens"),
         ({"ttft_s": float("nan")}, "ttft_s"),
         ({"itl_s": float("nan")}, "itl_s"),
@@ -529,7 +535,9 @@ async def test_a_sequence_that_no_engine_could_serve_never_reaches_one(change: d
     """Such a value fails the step in which it is sampled, and every other sequence of it: again on the next worker."""
     engine = Engine()
     async with raw_stream(CallServicer(decode=engine.decode, max_model_len=8192)) as stream:
-        await write_starts(stream, decoding(1, replace(spec("1"), **change)), decoding(2, spec("2")))
+        commands = [wire.start(decoding(number, spec(str(number)))) for number in (1, 2)]
+        write_fields(commands[0].decode.sequence, change)
+        await stream.write(wire.serve_request(commands))
         ((call_id, refusal),) = await heard(stream)
         assert isinstance(refusal, Failed)
         assert (call_id, refusal.kind) == (1, "InvalidRequest")

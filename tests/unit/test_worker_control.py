@@ -16,6 +16,7 @@ from baton.cluster import Role, WorkerState
 from baton.errors import InvalidRequest, WorkerDraining
 from baton.messages import DecodeRequest, Event, NewTokens, SequenceSpec, Start
 from baton.rpc.calls import CallServicer
+from baton.sampling import SamplingParams
 from baton.v1 import worker_pb2
 from deploy.worker_control import WorkerControl
 from kvstore.member import Member
@@ -84,14 +85,7 @@ def call(call_id: int) -> worker_pb2.ServeRequest:
         choice_index=0,
         token_ids=(1, 2, 3),
         num_prompt_tokens=3,
-        max_tokens=4,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        seed=0,
-        stop_token_ids=(),
-        ignore_eos=False,
+        sampling=SamplingParams(max_tokens=4, temperature=0.0, seed=0),
         cache_seed=b"",
     )
     return wire.serve_request([wire.start(Start(call_id, DecodeRequest(spec, await_kv=False, source=None), {}))])

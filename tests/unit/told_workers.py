@@ -25,6 +25,7 @@ from baton.messages import (
 )
 from baton.rpc import RpcServer
 from baton.rpc.calls import CallServicer
+from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
 from baton.v1 import worker_pb2_grpc
 from kvstore.index import Mirror
@@ -45,14 +46,7 @@ SPEC = SequenceSpec(
     choice_index=0,
     token_ids=tuple(range(NUM_PROMPT)),
     num_prompt_tokens=NUM_PROMPT,
-    max_tokens=8,
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    seed=0,
-    stop_token_ids=(),
-    ignore_eos=False,
+    sampling=SamplingParams(max_tokens=8, temperature=0.0, seed=0),
     cache_seed=b"seed",
 )
 CLAIM = Claim(
