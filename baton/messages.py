@@ -127,17 +127,28 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillReport:
+    """What a worker that computed a prompt tells of it, with the first token."""
+
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the worker's cache, pulled ones included."""
+    queue_s: float = 0.0
+    """From the request's arrival to the first step that computed a part of it."""
+    prefill_s: float = 0.0
+    """From there to the first token."""
+    num_pulled_tokens: int = 0
+    """Cached tokens that were not there when the request came."""
+    pull_s: float = 0.0
+    """What pulling them took; a part of `queue_s`."""
+    room_s: float = 0.0
+    """The part of `queue_s` in which the worker had no room to begin the next sequence."""
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     token_id: int
     finish_reason: FinishReason | None
-    num_cached_tokens: int
-    """Prompt tokens found in the worker's cache, pulled ones included."""
-    queue_s: float
-    prefill_s: float
-    num_pulled_tokens: int = 0
-    """Those of them that were not there when the request came."""
-    pull_s: float = 0.0
-    """What pulling them took; a part of `queue_s`."""
+    report: PrefillReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +161,12 @@ class HandedOver:
     """The part of it that came after the first token: what no computing hid."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class NewTokens:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
-    num_cached_tokens: int = 0
-    """From here on: in the first message of a worker that computed the prompt itself, as in `FirstToken`."""
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    num_pulled_tokens: int = 0
-    pull_s: float = 0.0
-    room_s: float = 0.0
-    """The part of `queue_s` in which there was no room for the next one to begin."""
+    report: PrefillReport | None = None
+    """In the first message of a worker that computed the prompt itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,12 +205,8 @@ def serve_response(events: Iterable[tuple[int, m.Event]]) -> worker_pb2.ServeRes
             tokens = response.events.add(call_id=call_id).new_tokens
             tokens.token_ids.extend(event.token_ids)
             tokens.finish_reason = event.finish_reason or ""
-            tokens.num_cached_tokens = event.num_cached_tokens
-            tokens.queue_s = event.queue_s
-            tokens.prefill_s = event.prefill_s
-            tokens.num_pulled_tokens = event.num_pulled_tokens
-            tokens.pull_s = event.pull_s
-            tokens.room_s = event.room_s
+            if event.report is not None:
+                tokens.report.CopyFrom(_to_pb(event.report, worker_pb2.PrefillReport))
         else:
             field, pb_class = _EVENTS[type(event)]
             response.events.add(call_id=call_id, **{field: _to_pb(event, pb_class)})
@@ -230,12 +226,7 @@ def _event(message: worker_pb2.Event) -> m.Event | None:
         return m.NewTokens(
             token_ids=tuple(tokens.token_ids),
             finish_reason=FinishReason(finish_reason) if finish_reason else None,
-            num_cached_tokens=tokens.num_cached_tokens,
-            queue_s=tokens.queue_s,
-            prefill_s=tokens.prefill_s,
-            num_pulled_tokens=tokens.num_pulled_tokens,
-            pull_s=tokens.pull_s,
-            room_s=tokens.room_s,
+            report=_from_pb(tokens.report, m.PrefillReport) if tokens.HasField("report") else None,
         )
     event: m.Event | None = _from_pb(getattr(message, field), _EVENT_KIND[field]) if field else None
     return event

@@ -12,7 +12,16 @@ from baton.engine.engine import Generated, Reserved
 from baton.engine.loop import EngineLoop, SequenceHandle
 from baton.engine.sequence import Purpose, Sequence
 from baton.errors import TransferCorrupted, WorkerDraining
-from baton.messages import DecodeRequest, Fetched, FetchRequest, NewTokens, PrefixSource, SequenceSpec, Ticket
+from baton.messages import (
+    DecodeRequest,
+    Fetched,
+    FetchRequest,
+    NewTokens,
+    PrefillReport,
+    PrefixSource,
+    SequenceSpec,
+    Ticket,
+)
 from baton.sampling import FinishReason
 from baton.telemetry import tracing
 from kvstore.transfer.endpoint import KvEndpoint
@@ -132,10 +141,12 @@ def _first_message(
     return NewTokens(
         token_ids=token_ids,
         finish_reason=finish_reason,
-        num_cached_tokens=sequence.num_cached_tokens,
-        queue_s=sequence.scheduled_s - sequence.arrival_s,
-        prefill_s=sequence.first_token_s - sequence.scheduled_s,
-        num_pulled_tokens=num_pulled,
-        pull_s=pull_s,
-        room_s=sequence.full_s,
+        report=PrefillReport(
+            num_cached_tokens=sequence.num_cached_tokens,
+            queue_s=sequence.scheduled_s - sequence.arrival_s,
+            prefill_s=sequence.first_token_s - sequence.scheduled_s,
+            num_pulled_tokens=num_pulled,
+            pull_s=pull_s,
+            room_s=sequence.full_s,
+        ),
     )

@@ -12,7 +12,7 @@ from baton.engine.engine import Admitted, Generated
 from baton.engine.loop import EngineLoop, SequenceHandle
 from baton.engine.sequence import Purpose
 from baton.errors import TransferError, TransferRefused, WorkerDraining, WorkerFailed
-from baton.messages import FirstToken, HandedOver, PrefillRequest
+from baton.messages import FirstToken, HandedOver, PrefillReport, PrefillRequest
 from baton.telemetry import tracing
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.sender import Transfer
@@ -68,11 +68,13 @@ class PrefillService:
             yield FirstToken(
                 token_id=output.token_id,
                 finish_reason=output.finish_reason,
-                num_cached_tokens=sequence.num_cached_tokens,
-                queue_s=queue_s,
-                prefill_s=prefill_s,
-                num_pulled_tokens=num_pulled,
-                pull_s=pull_s,
+                report=PrefillReport(
+                    num_cached_tokens=sequence.num_cached_tokens,
+                    queue_s=queue_s,
+                    prefill_s=prefill_s,
+                    num_pulled_tokens=num_pulled,
+                    pull_s=pull_s,
+                ),
             )
             if transfer is not None and output.finish_reason is None:
                 handed_over = await _finished(transfer, output.token_id)

@@ -51,7 +51,17 @@ from baton.errors import (
     WorkerDraining,
     WorkerFailed,
 )
-from baton.messages import Decoding, FirstToken, HandedOver, Migrate, NewTokens, PrefixSource, SequenceSpec, Ticket
+from baton.messages import (
+    Decoding,
+    FirstToken,
+    HandedOver,
+    Migrate,
+    NewTokens,
+    PrefillReport,
+    PrefixSource,
+    SequenceSpec,
+    Ticket,
+)
 from baton.tasks import cancel_and_wait
 from baton.telemetry.instruments import Instruments
 from router.admission import PATIENCE, AnswerHistory, Claim, Entry, Gate
@@ -435,7 +445,7 @@ class Dispatcher:
                 async with self._patient(attempt):
                     message = await _read_tokens(stream)
                 queued.close()
-                self._book_prefill(attempt, message)
+                self._book_prefill(attempt, message.report or PrefillReport())
                 async with contextlib.aclosing(self._rest(attempt, stream, message)) as messages:
                     async for message in messages:
                         yield message
@@ -475,7 +485,7 @@ class Dispatcher:
                 first = await computing
             assert isinstance(first, FirstToken)
             queued.close()
-            self._book_prefill(attempt, first)
+            self._book_prefill(attempt, first.report)
             yield NewTokens(token_ids=(first.token_id,), finish_reason=first.finish_reason)
             if first.finish_reason is not None:
                 return
@@ -615,24 +625,24 @@ class Dispatcher:
         self._instruments.transfer_duration.record(handed_over.transfer_s)
         self._instruments.transfer_bytes.add(handed_over.num_bytes)
 
-    def _book_prefill(self, attempt: _Attempt, answer: FirstToken | NewTokens) -> None:
+    def _book_prefill(self, attempt: _Attempt, report: PrefillReport) -> None:
         if attempt.plan.hint is None:
             return  # it is a move: neither a prompt's queue nor a first token
         record, prediction = attempt.record, attempt.plan.placement.prediction
         # What was pulled may be gone again before the worker looked.
-        self._hints.settle(attempt.plan.hint, max(0, answer.num_cached_tokens - answer.num_pulled_tokens))
+        self._hints.settle(attempt.plan.hint, max(0, report.num_cached_tokens - report.num_pulled_tokens))
         if record.num_cached_tokens is None and not record.emitted:
-            record.num_cached_tokens = answer.num_cached_tokens
-        if answer.num_pulled_tokens:
-            self._prices.pulled(answer.num_pulled_tokens, answer.pull_s)
+            record.num_cached_tokens = report.num_cached_tokens
+        if report.num_pulled_tokens:
+            self._prices.pulled(report.num_pulled_tokens, report.pull_s)
         now_s = time.monotonic()
-        record.stages.computed(now_s, answer.prefill_s, answer.room_s if isinstance(answer, NewTokens) else 0.0)
+        record.stages.computed(now_s, report.prefill_s, report.room_s)
         elapsed_s = now_s - record.began_s
         if record.decision is not None and attempt.spec.attempt == 0:
             record.decision.ttft_s = elapsed_s
         for what, predicted_s, measured_s in (
             ("ttft", prediction.ttft_s, elapsed_s),
-            ("compute", prediction.compute_s, answer.prefill_s),
+            ("compute", prediction.compute_s, report.prefill_s),
         ):
             if measured_s > 0:
                 self._instruments.prediction_error.record(abs(predicted_s - measured_s) / measured_s, {"of": what})

@@ -663,41 +663,69 @@ class PrefillRequest(_message.Message):
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 
 @_typing.final
-class FirstToken(_message.Message):
+class PrefillReport(_message.Message):
+    """What a worker that computed a prompt tells of it, with the first token."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOKEN_ID_FIELD_NUMBER: _builtins.int
-    FINISH_REASON_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     PULL_S_FIELD_NUMBER: _builtins.int
-    token_id: _builtins.int
-    finish_reason: _builtins.str
-    """Empty while the choice goes on."""
+    ROOM_S_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens found in this worker's cache, pulled ones included."""
     queue_s: _builtins.float
+    """From the request's arrival to the first step that computed a part of it."""
     prefill_s: _builtins.float
+    """From there to the first token."""
     num_pulled_tokens: _builtins.int
-    """Those of them that were not here when the request came."""
+    """Cached tokens that were not here when the request came."""
     pull_s: _builtins.float
     """What pulling them took; a part of queue_s."""
+    room_s: _builtins.float
+    """The part of queue_s in which this worker had no room to begin the next sequence."""
     def __init__(
         self,
         *,
-        token_id: _builtins.int = ...,
-        finish_reason: _builtins.str = ...,
         num_cached_tokens: _builtins.int = ...,
         queue_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
         num_pulled_tokens: _builtins.int = ...,
         pull_s: _builtins.float = ...,
+        room_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "prefill_s", b"prefill_s", "pull_s", b"pull_s", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "prefill_s", b"prefill_s", "pull_s", b"pull_s", "queue_s", b"queue_s", "room_s", b"room_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillReport: _TypeAlias = PrefillReport  # noqa: Y015
+
+@_typing.final
+class FirstToken(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    finish_reason: _builtins.str
+    """Empty while the choice goes on."""
+    @_builtins.property
+    def report(self) -> Global___PrefillReport: ...
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        finish_reason: _builtins.str = ...,
+        report: Global___PrefillReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "report", b"report", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -768,38 +796,24 @@ class NewTokens(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
-    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    QUEUE_S_FIELD_NUMBER: _builtins.int
-    PREFILL_S_FIELD_NUMBER: _builtins.int
-    NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
-    PULL_S_FIELD_NUMBER: _builtins.int
-    ROOM_S_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
-    num_cached_tokens: _builtins.int
-    """In the first message: as in FirstToken (aggregated mode only)."""
-    queue_s: _builtins.float
-    prefill_s: _builtins.float
-    num_pulled_tokens: _builtins.int
-    pull_s: _builtins.float
-    room_s: _builtins.float
-    """The part of queue_s in which there was no room for the next one to begin."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def report(self) -> Global___PrefillReport:
+        """In the first message of a worker that computed the prompt itself (aggregated mode)."""
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _builtins.str = ...,
-        num_cached_tokens: _builtins.int = ...,
-        queue_s: _builtins.float = ...,
-        prefill_s: _builtins.float = ...,
-        num_pulled_tokens: _builtins.int = ...,
-        pull_s: _builtins.float = ...,
-        room_s: _builtins.float = ...,
+        report: Global___PrefillReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "prefill_s", b"prefill_s", "pull_s", b"pull_s", "queue_s", b"queue_s", "room_s", b"room_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "report", b"report", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

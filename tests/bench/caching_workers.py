@@ -21,7 +21,7 @@ from baton.blocks import block_keys, content_id
 from baton.cluster import BlockCounts, Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.costs import StepCosts
 from baton.engine.block_pool import BlockPool, Stored
-from baton.messages import DecodeRequest, Event, NewTokens
+from baton.messages import DecodeRequest, Event, NewTokens, PrefillReport
 from baton.rpc import RpcServer
 from baton.rpc.calls import CallServicer
 from baton.sampling import FinishReason
@@ -101,7 +101,7 @@ class _Worker:
         yield NewTokens(
             token_ids=(spec.token_ids[0],) * spec.max_tokens,
             finish_reason=FinishReason.LENGTH,
-            num_cached_tokens=num_found * BLOCK_SIZE,
+            report=PrefillReport(num_cached_tokens=num_found * BLOCK_SIZE),
         )
 
 

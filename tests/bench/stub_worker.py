@@ -25,6 +25,7 @@ from baton.messages import (
     HandedOver,
     KvLayout,
     NewTokens,
+    PrefillReport,
     PrefillRequest,
     Ticket,
 )
@@ -90,9 +91,7 @@ class _Worker:
         yield FirstToken(
             token_id=self._answers.first_token,
             finish_reason=finish_reason,
-            num_cached_tokens=0,
-            queue_s=0.0,
-            prefill_s=0.0,
+            report=PrefillReport(),
         )
         self._handed_over.pop(request.ticket.transfer_id).set()
         yield HandedOver(1, 1, 0.0, 0.0)

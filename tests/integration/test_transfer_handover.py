@@ -970,11 +970,12 @@ async def test_an_answer_says_how_much_was_pulled_for_it(link: str) -> None:
             ) as events:
                 first = await anext(events)
             assert isinstance(first, FirstToken)
-            assert (first.num_cached_tokens, first.num_pulled_tokens) == expected
+            assert (first.report.num_cached_tokens, first.report.num_pulled_tokens) == expected
         for expected in ((48, 48), (96, 0)):
             async with contextlib.aclosing(decode._aggregated(make_spec(other), source, Context())) as messages:
                 message = await anext(messages)
-            assert (message.num_cached_tokens, message.num_pulled_tokens) == expected
+            assert message.report is not None
+            assert (message.report.num_cached_tokens, message.report.num_pulled_tokens) == expected
 
 
 async def test_what_the_source_evicted_is_computed(link: str) -> None:

@@ -30,6 +30,7 @@ from baton.messages import (
     HandedOver,
     Migrate,
     NewTokens,
+    PrefillReport,
     PrefillRequest,
     PrefixSource,
     SequenceSpec,
@@ -46,7 +47,9 @@ PAIR = {"p0": Role.PREFILL, "d0": Role.DECODE}
 TWO = {"d0": Role.DECODE, "d1": Role.DECODE}
 LAST = NewTokens(token_ids=(5,), finish_reason=FinishReason.LENGTH)
 FIRST_IS_LAST = FirstToken(
-    token_id=5, finish_reason=FinishReason.LENGTH, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0
+    token_id=5,
+    finish_reason=FinishReason.LENGTH,
+    report=PrefillReport(),
 )
 GONE = WorkerFailed("gone")
 LONG = replace(SPEC, sampling=replace(SPEC.sampling, max_tokens=100, ignore_eos=True))
@@ -262,7 +265,11 @@ async def test_the_gate_forgets_a_prompt_when_it_is_computed(mode: Mode) -> None
             prefill=[
                 [
                     waits,
-                    FirstToken(token_id=4, finish_reason=None, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0),
+                    FirstToken(
+                        token_id=4,
+                        finish_reason=None,
+                        report=PrefillReport(),
+                    ),
                     HandedOver(10, 1, 0.0, 0.0),
                 ]
             ],
@@ -302,7 +309,11 @@ async def test_a_report_on_the_hand_over_that_comes_late_is_booked_and_holds_up_
         ],
         prefill=[
             [
-                FirstToken(token_id=5, finish_reason=None, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0),
+                FirstToken(
+                    token_id=5,
+                    finish_reason=None,
+                    report=PrefillReport(),
+                ),
                 all_sent,
                 HandedOver(10, 1, 0.5, 0.25),
             ]
@@ -348,7 +359,9 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
 ) -> None:
     """The worker that computes is believed to hold 160 tokens, and told to pull 160 more."""
     found = NewTokens(
-        token_ids=(5,), finish_reason=FinishReason.LENGTH, num_cached_tokens=num_cached, num_pulled_tokens=num_pulled
+        token_ids=(5,),
+        finish_reason=FinishReason.LENGTH,
+        report=PrefillReport(num_cached_tokens=num_cached, num_pulled_tokens=num_pulled),
     )
     workers = ToldWorkers(
         decode=[[ticket if mode == "split" else found]],
@@ -357,10 +370,9 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
                 FirstToken(
                     token_id=5,
                     finish_reason=FinishReason.LENGTH,
-                    num_cached_tokens=num_cached,
-                    queue_s=0.0,
-                    prefill_s=0.0,
-                    num_pulled_tokens=num_pulled,
+                    report=PrefillReport(
+                        num_cached_tokens=num_cached, queue_s=0.0, prefill_s=0.0, num_pulled_tokens=num_pulled
+                    ),
                 )
             ]
         ],
@@ -387,7 +399,11 @@ def leaving_worker(*later: asyncio.Event | NewTokens) -> ToldWorkers:
         fetch=[[Fetched(NUM_PROMPT)]],
         prefill=[
             [
-                FirstToken(token_id=6, finish_reason=None, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0),
+                FirstToken(
+                    token_id=6,
+                    finish_reason=None,
+                    report=PrefillReport(),
+                ),
                 HandedOver(10, 1, 0.0, 0.0),
             ]
         ],
@@ -474,7 +490,11 @@ async def test_tokens_come_on_while_the_next_worker_pulls_their_kv() -> None:
         fetch=[[pulled, Fetched(NUM_PROMPT)]],
         prefill=[
             [
-                FirstToken(token_id=6, finish_reason=None, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0),
+                FirstToken(
+                    token_id=6,
+                    finish_reason=None,
+                    report=PrefillReport(),
+                ),
                 HandedOver(10, 1, 0.0, 0.0),
             ]
         ],

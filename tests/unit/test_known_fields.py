@@ -27,6 +27,7 @@ from baton.messages import (
     FirstToken,
     KvLayout,
     NewTokens,
+    PrefillReport,
     PrefillRequest,
     PrefixSource,
     SequenceSpec,
@@ -222,7 +223,11 @@ class Workers:
 
     async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[Event]:
         self.asked.append(request)
-        yield FirstToken(token_id=5, finish_reason=FinishReason.LENGTH, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0)
+        yield FirstToken(
+            token_id=5,
+            finish_reason=FinishReason.LENGTH,
+            report=PrefillReport(),
+        )
 
 
 @contextlib.asynccontextmanager
