@@ -310,7 +310,7 @@ def fields_unknown_to(known_fields: str) -> frozenset[str]:
 
 
 def named(fields: Iterable[str]) -> str:
-    """Fields of a router's messages for people: "SequenceSpec.min_p (9)"."""
+    """Fields of a router's messages for people: "SamplingParams.min_p (5)"."""
     descriptors = _reachable(worker_pb2.Command.DESCRIPTOR)
     words = []
     for message, _, number in (field.partition(".") for field in sorted(fields)):

@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from baton.api import Chat, ChatMessage, GenerateChunk, Prompt, Text, Timing, TokenIds, Usage
 from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated, Unsupported
+from baton.sampling import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions."""
@@ -98,13 +99,12 @@ class _Body(BaseModel):
             _check_asks_for_nothing(name, value, NEUTRAL[name])
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise _unsupported("stream_options.include_obfuscation")
-        names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "ignore_eos")
-        asked = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.stop:
-            asked["stop"] = tuple(self.stop)
-        if self.stop_token_ids:
-            asked["stop_token_ids"] = tuple(self.stop_token_ids)
-        return asked
+        asked = {field.name: getattr(self, field.name) for field in fields(SamplingParams)}
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in asked.items()
+            if value is not None and value != []
+        }
 
     @property
     def include_usage(self) -> bool:
