@@ -15,6 +15,9 @@ from dataclasses import dataclass, replace
 from baton.errors import BatonError
 from baton.sampling import FinishReason, SamplingParams
 
+ROUTERS_SAMPLING = frozenset({"stop", "n"})
+"""Fields of `SamplingParams` that stay with the router: a worker knows neither text nor the other choices."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec:

@@ -11,7 +11,7 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancels the tasks and returns once all of them have ended.
 
     What they return or raise is dropped, so a caller that needs it awaits the task itself. A caller that is cancelled
-    meanwhile returns at once, with the tasks cancelled and perhaps still running.
+    meanwhile cancels the tasks once more, and waits for their end all the same.
     """
     tasks = list(tasks)
     for task in tasks:

@@ -333,9 +333,10 @@ def _reachable(descriptor: Descriptor) -> dict[str, Descriptor]:
 
 
 def _known_numbers(descriptor: Descriptor) -> str:
-    """The contract has fields of sampling that this release refuses."""
+    """Of sampling only what a worker heeds: the contract has fields that this release refuses."""
     is_sampling = descriptor.name == inference_pb2.SamplingParams.DESCRIPTOR.name
-    return ",".join(str(f.number) for f in descriptor.fields if not is_sampling or f.name in _SAMPLING_NAMES)
+    heeded = _SAMPLING_NAMES - m.ROUTERS_SAMPLING
+    return ",".join(str(f.number) for f in descriptor.fields if not is_sampling or f.name in heeded)
 
 
 KNOWN_FIELDS = " ".join(
@@ -345,7 +346,7 @@ KNOWN_FIELDS = " ".join(
 """Of a router's messages, as a worker tells it in its lease: "Command:1,2 SequenceSpec:1,2,3"."""
 FIRST_KNOWN_FIELDS = (
     "Cancel: Command:1,2,3,4,6,5 DecodeRequest:1,2,3 FetchRequest:1,2 GroupLayout:1,2,3,4,5,6 KvLayout:1,2,3,4 "
-    "PrefillRequest:1,2,3 PrefixSource:1,2,3 SamplingParams:1,2,3,4,5,6,7,8,9,11 "
+    "PrefillRequest:1,2,3 PrefixSource:1,2,3 SamplingParams:1,2,3,4,5,6,8,11 "
     "SequenceSpec:1,2,3,4,19,13,14,15,16,17,18 StateLayout:1,2,3 Ticket:1,2,3,4,5,6,7,9,10"
 )
 """The same of workers that do not tell: of the last release in which they did not. It does not change any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 from opentelemetry.context import Context
 
@@ -22,7 +23,6 @@ from baton.messages import (
     SequenceSpec,
     Ticket,
 )
-from baton.sampling import FinishReason
 from baton.telemetry import tracing
 from kvstore.transfer.endpoint import KvEndpoint
 
@@ -82,8 +82,9 @@ class DecodeService:
         pull_s = time.monotonic() - began_s if num_pulled else 0.0
         async with (
             self._loop.sequence(spec, Purpose.GENERATE, arrived_s) as handle,
-            contextlib.aclosing(self._tokens(handle, num_pulled, pull_s)) as new,
+            contextlib.aclosing(self._tokens(handle)) as new,
         ):
+            yield replace(await anext(new), report=_report(handle.sequence, num_pulled, pull_s))
             async for message in new:
                 yield message
 
@@ -116,37 +117,25 @@ class DecodeService:
                     async for message in messages:
                         yield message
 
-    async def _tokens(
-        self, handle: SequenceHandle, num_pulled: int = 0, pull_s: float = 0.0
-    ) -> AsyncGenerator[NewTokens]:
+    async def _tokens(self, handle: SequenceHandle) -> AsyncGenerator[NewTokens]:
         """All further tokens; those that are ready together travel together."""
-        is_first = True
         while True:
             outputs = [await handle.next(), *handle.take_ready()]
             generated = [output for output in outputs if isinstance(output, Generated)]
             token_ids = tuple(output.token_id for output in generated)
             finish_reason = generated[-1].finish_reason
-            if is_first:
-                yield _first_message(handle.sequence, token_ids, finish_reason, num_pulled, pull_s)
-            else:
-                yield NewTokens(token_ids=token_ids, finish_reason=finish_reason)
+            yield NewTokens(token_ids, finish_reason)
             if finish_reason is not None:
                 return
-            is_first = False
 
 
-def _first_message(
-    sequence: Sequence, token_ids: tuple[int, ...], finish_reason: FinishReason | None, num_pulled: int, pull_s: float
-) -> NewTokens:
-    return NewTokens(
-        token_ids=token_ids,
-        finish_reason=finish_reason,
-        report=PrefillReport(
-            num_cached_tokens=sequence.num_cached_tokens,
-            queue_s=sequence.scheduled_s - sequence.arrival_s,
-            prefill_s=sequence.first_token_s - sequence.scheduled_s,
-            num_pulled_tokens=num_pulled,
-            pull_s=pull_s,
-            room_s=sequence.full_s,
-        ),
+def _report(sequence: Sequence, num_pulled: int, pull_s: float) -> PrefillReport:
+    """Once the first token of a sequence is there, which was computed here."""
+    return PrefillReport(
+        num_cached_tokens=sequence.num_cached_tokens,
+        queue_s=sequence.scheduled_s - sequence.arrival_s,
+        prefill_s=sequence.first_token_s - sequence.scheduled_s,
+        num_pulled_tokens=num_pulled,
+        pull_s=pull_s,
+        room_s=sequence.full_s,
     )

@@ -199,7 +199,8 @@ def require_servable(spec: SequenceSpec) -> None:
             not settled or len(spec.token_ids) - spec.num_prompt_tokens < spec.max_tokens,
             "max_tokens must be more than the tokens that the answer has",
         ),
-        (spec.sampling.top_k <= MAX_TOP_K, f"top_k must be at most {MAX_TOP_K}"),
+        (0 <= spec.sampling.top_k <= MAX_TOP_K, f"top_k must be 0 to {MAX_TOP_K}"),
+        (not spec.sampling.stop and spec.sampling.n == 1, "stop strings and n stay with the router"),
         (spec.ttft_s >= 0 and spec.itl_s >= 0, "ttft_s and itl_s must be at least 0"),  # which NaN is not
         (len(spec.cache_seed) <= KEY_BYTES, f"cache_seed must have at most {KEY_BYTES} bytes"),
     ):
