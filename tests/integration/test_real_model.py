@@ -139,7 +139,7 @@ def test_spoiled_blocks_are_detected_and_recomputed(
 ) -> None:
     # A long prompt has more chunks than the faults let pass: its decode worker computes it in the end.
     chosen = [prompt for prompt in prompts if 16 <= len(prompt) <= 100 or len(prompt) == 513]
-    faults = "corrupt_chunk=7,drop_chunk=11,swap_blocks=13"
+    faults = "corrupt_chunk=17,drop_chunk=23,swap_blocks=29"
     # While another is decoded there, nothing is computed on the decode worker that a hand-over could bring.
     split_if_possible = json.dumps({"default": {"interference_weight": 1e12}})
     with running_cluster(faults=faults, router_slo_classes=split_if_possible) as cluster:
