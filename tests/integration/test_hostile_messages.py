@@ -545,6 +545,7 @@ EXTREMES: dict[int, tuple[Any, ...]] = {
     FieldDescriptor.TYPE_DOUBLE: (0.0, -1.0, 1e-300, 1e300, float("nan"), float("inf"), float("-inf")),
     FieldDescriptor.TYPE_FLOAT: (0.0, -1.0, 1e-30, 1e30, float("nan"), float("inf"), float("-inf")),
     FieldDescriptor.TYPE_INT32: (0, 1, -1, -(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_INT64: (0, 1, -1, -(2**63), 2**63 - 1),
     FieldDescriptor.TYPE_STRING: ("", "x", "\0", "shm", "tcp", "int8", "float32", "no:such:place:0", "y" * 100_000),
     FieldDescriptor.TYPE_UINT32: (0, 1, 2, 3, 15, 17, 64, 999, 1023, 1024, 4096, 2**16, 2**31, 2**32 - 1),
     FieldDescriptor.TYPE_UINT64: (0, 1, 2**31, 2**53, 2**63, 2**64 - 1),
