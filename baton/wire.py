@@ -333,7 +333,7 @@ def _reachable(descriptor: Descriptor) -> dict[str, Descriptor]:
 
 
 def _known_numbers(descriptor: Descriptor) -> str:
-    """Of sampling only what a worker heeds: the contract has fields that this release refuses."""
+    """The numbers of the fields that a worker heeds: the contract has sampling fields that this release refuses."""
     is_sampling = descriptor.name == inference_pb2.SamplingParams.DESCRIPTOR.name
     heeded = _SAMPLING_NAMES - m.ROUTERS_SAMPLING
     return ",".join(str(f.number) for f in descriptor.fields if not is_sampling or f.name in heeded)

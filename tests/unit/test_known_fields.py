@@ -76,7 +76,7 @@ TICKET = Ticket(
     layout=KvLayout(16, 1, ()),
 )
 OLDER = wire.KNOWN_FIELDS.replace("SamplingParams:1,2,3,4,5,6,", "SamplingParams:1,2,3,4,6,")
-"""Of a release without `min_p`, field 5."""
+"""The list of a release without `min_p`, field 5."""
 assert OLDER != wire.KNOWN_FIELDS
 LAST = NewTokens(token_ids=(5,), finish_reason=FinishReason.LENGTH)
 
