@@ -349,7 +349,8 @@ FIRST_KNOWN_FIELDS = (
     "PrefillRequest:1,2,3 PrefixSource:1,2,3 SamplingParams:1,2,3,4,5,6,8,11 "
     "SequenceSpec:1,2,3,4,19,13,14,15,16,17,18 StateLayout:1,2,3 Ticket:1,2,3,4,5,6,7,9,10"
 )
-"""The same of workers that do not tell: of the last release in which they did not. It does not change any more."""
+"""The same of workers whose lease lists nothing. It is the first release's list, and does not change from then on. A
+worker built before `SequenceSpec.sampling` that lists nothing would be asked all the same, and drop it unread."""
 
 
 # -- worker <-> worker ------------------------------------------------------------------------------------------------
