@@ -107,7 +107,8 @@ class WorkerInfo:
     version: str = ""
     """Of Baton; empty: of a release that did not tell."""
     known_fields: str = ""
-    """Of a router's messages, as `baton.wire` writes and reads it; empty: of a release that did not tell."""
+    """The fields of a router's messages that this worker knows, as `baton.wire` writes and reads them. A worker that
+    lists none is asked for nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -304,9 +304,9 @@ def fields_unknown_to(known_fields: str) -> frozenset[str]:
     """What this release knows of a router's messages and a worker does not.
 
     Args:
-        known_fields: `WorkerInfo.known_fields`; what cannot be read of it tells of no field.
+        known_fields: `WorkerInfo.known_fields`; an empty list, or what cannot be read of one, names no field.
     """
-    return frozenset(_numbered(KNOWN_FIELDS) - _numbered(known_fields or FIRST_KNOWN_FIELDS))
+    return frozenset(_numbered(KNOWN_FIELDS) - _numbered(known_fields))
 
 
 def named(fields: Iterable[str]) -> str:
@@ -344,13 +344,6 @@ KNOWN_FIELDS = " ".join(
     for name, descriptor in sorted(_reachable(worker_pb2.Command.DESCRIPTOR).items())
 )
 """Of a router's messages, as a worker tells it in its lease: "Command:1,2 SequenceSpec:1,2,3"."""
-FIRST_KNOWN_FIELDS = (
-    "Cancel: Command:1,2,3,4,6,5 DecodeRequest:1,2,3 FetchRequest:1,2 GroupLayout:1,2,3,4,5,6 KvLayout:1,2,3,4 "
-    "PrefillRequest:1,2,3 PrefixSource:1,2,3 SamplingParams:1,2,3,4,5,6,8,11 "
-    "SequenceSpec:1,2,3,4,19,13,14,15,16,17,18 StateLayout:1,2,3 Ticket:1,2,3,4,5,6,7,9,10"
-)
-"""The same of workers whose lease lists nothing. It is the first release's list, and does not change from then on. A
-worker built before `SequenceSpec.sampling` that lists nothing would be asked all the same, and drop it unread."""
 
 
 # -- worker <-> worker ------------------------------------------------------------------------------------------------

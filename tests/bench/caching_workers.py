@@ -17,6 +17,7 @@ from typing import Any
 import uvloop
 from opentelemetry.context import Context
 
+from baton import wire
 from baton.blocks import block_keys, content_id
 from baton.cluster import BlockCounts, Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.costs import StepCosts
@@ -79,6 +80,7 @@ class _Worker:
                 wire_compat="bench",
                 block_size=BLOCK_SIZE,
                 max_model_len=8192,
+                known_fields=wire.KNOWN_FIELDS,
             )
             self._publisher = IndexPublisher(index, self._id, info.epoch, self._pool.keys)
             load = WorkerLoad(

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import uvloop
 
+from baton import wire
 from baton.blocks import block_keys
 from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from kvstore.index import Mirror
@@ -108,6 +109,7 @@ def _worker(rng: random.Random, index: int) -> Worker:
         wire_compat="wire",
         block_size=BLOCK,
         max_model_len=10**6,
+        known_fields=wire.KNOWN_FIELDS,
         chunk_tokens=2048,
     )
     load = WorkerLoad(state=WorkerState.READY, blocks=BlockCounts(total=100_000, free=100_000))

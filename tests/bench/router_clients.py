@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import grpc
 from opentelemetry.context import Context
 
+from baton import wire
 from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.messages import FirstToken, NewTokens, SequenceSpec, Ticket
 from baton.rpc.server import CHANNEL_OPTIONS
@@ -61,6 +62,7 @@ class Direct:
             wire_compat="",
             block_size=16,
             max_model_len=8192,
+            known_fields=wire.KNOWN_FIELDS,
         )
         self._worker = Worker(info, WorkerLoad(state=WorkerState.READY))
         self._calls = WorkerCalls()

@@ -16,6 +16,7 @@ from typing import Any
 import uvloop
 from opentelemetry.context import Context
 
+from baton import wire
 from baton.blocks import content_id
 from baton.cluster import Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.messages import (
@@ -132,6 +133,7 @@ async def _hold_lease(role: Role, redis_url: str, revision: str, address: str) -
         wire_compat="bench",
         block_size=16,
         max_model_len=8192,
+        known_fields=wire.KNOWN_FIELDS,
     )
     try:
         await keeper.run(lambda: (info, WorkerLoad(state=WorkerState.READY)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -158,7 +159,9 @@ async def endure(it: Plane, garbage: Garbage) -> None:
         while it.count(garbage.what) == before:
             await it.redis.pipeline(list(garbage.commands))
             it.store_a_block()
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(
+                POLL_S * random.random()
+            )  # else in step with its owner, who writes it anew just in time
             assert "good" in it.candidates()
             assert it.pools.max_model_len() == 2048
     if garbage.what == "lease":

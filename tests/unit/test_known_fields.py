@@ -184,7 +184,7 @@ async def test_every_method_for_clients_refuses_a_field_that_it_does_not_know(
 # -- a router's --------------------------------------------------------------------------------------------------------
 
 
-def leased(worker_id: str, address: str, known_fields: str = "", role: Role = Role.DECODE) -> Worker:
+def leased(worker_id: str, address: str, known_fields: str = wire.KNOWN_FIELDS, role: Role = Role.DECODE) -> Worker:
     info = WorkerInfo(
         id=worker_id,
         role=role,
@@ -285,15 +285,16 @@ async def test_no_field_reaches_a_worker_that_does_not_know_it() -> None:
         with pytest.raises(WorkerCallError, match=r"old is of an older .* SamplingParams\.min_p \(5\)$") as refusal:
             calls.decode(older, WITH_MIN_P, await_kv=False, trace=Context())
         assert isinstance(refusal.value.error, Unsupported)
+        with pytest.raises(WorkerCallError, match=r"silent is of an older .* SequenceSpec\.sampling \(19\)"):
+            calls.decode(leased("silent", address, ""), SPEC, await_kv=False, trace=Context())
         for worker, spec in (
             (older, SPEC),
-            (leased("new", address, wire.KNOWN_FIELDS), WITH_MIN_P),
+            (leased("new", address), WITH_MIN_P),
             (leased("newer", address, f"{wire.KNOWN_FIELDS} Riddle:1,2"), WITH_MIN_P),
-            (leased("of the release before", address), WITH_MIN_P),
         ):
             async with calls.decode(worker, spec, await_kv=False, trace=Context()) as stream:
                 assert await stream.read() == LAST
-    assert len(workers.asked) == 4
+    assert len(workers.asked) == 3
 
 
 @contextlib.asynccontextmanager
@@ -379,7 +380,7 @@ async def test_a_choice_that_has_begun_waits_for_a_worker_that_knows_all_of_it()
 
 async def test_a_worker_that_says_it_does_not_know_is_not_asked_again() -> None:
     workers = Workers(Unsupported("no riddles"))
-    async with dispatching(workers, {"a": "", "b": ""}) as (_, serve):
+    async with dispatching(workers, dict.fromkeys("ab", wire.KNOWN_FIELDS)) as (_, serve):
         record = ChoiceRecord()
         assert await serve(SPEC, record) == [5]
         assert (len(workers.asked), record.retries) == (2, 1)
@@ -395,20 +396,17 @@ async def test_a_worker_that_says_it_does_not_know_is_not_asked_again() -> None:
 @pytest.mark.parametrize("garbage", [":", "SequenceSpec:", "9", "\0", "SequenceSpec:1-99999999999", "x" * 9999])
 async def test_what_cannot_be_read_of_a_list_takes_out_no_other_worker(garbage: str) -> None:
     pools = PoolView(lambda keys: {}, time.monotonic)
-    await pools.update([leased("a", "h:1", garbage), leased("b", "h:1", wire.KNOWN_FIELDS), leased("c", "h:1")])
+    await pools.update([leased("a", "h:1", garbage), leased("b", "h:1")])
     assert set(pools.unfit(SPEC)) == {"a"}
 
 
 def test_a_lease_tells_what_its_worker_knows_and_an_older_one_nothing() -> None:
-    worker = leased("a", "h:1", wire.KNOWN_FIELDS)
+    worker = leased("a", "h:1")
     info, load = encode(worker.info).encode(), encode(worker.load).encode()
     assert decode_worker(info, load) == worker
     older = info.replace(b"known_fields", b"not_told")
     assert decode_worker(older, load).info.known_fields == ""
 
 
-def test_no_field_of_the_first_list_is_ever_given_up() -> None:
-    """A router of that release may still set it."""
-    first = wire.fields_unknown_to("x") - wire.fields_unknown_to("")
-    assert len(first) == 58
-    assert first >= {f"SequenceSpec.{number}" for number in (*range(1, 5), *range(13, 20))}
+def test_the_fields_of_a_sequence_are_known() -> None:
+    assert wire.fields_unknown_to("") >= {f"SequenceSpec.{number}" for number in (*range(1, 5), *range(13, 20))}

@@ -144,6 +144,7 @@ def worker_at(port: int, worker_id: str = "decode-0") -> Worker:
         wire_compat="wire",
         block_size=16,
         max_model_len=8192,
+        known_fields=wire.KNOWN_FIELDS,
     )
     return Worker(info, WorkerLoad(state=WorkerState.READY))
 

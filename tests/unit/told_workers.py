@@ -11,6 +11,7 @@ from typing import Any
 
 from opentelemetry.context import Context
 
+from baton import wire
 from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import RouterConfig
 from baton.errors import BatonError
@@ -159,6 +160,7 @@ class Bench:
             wire_compat="wire",
             block_size=BLOCK,
             max_model_len=8192,
+            known_fields=wire.KNOWN_FIELDS,
         )
         self._leases[worker_id] = Worker(replace(info, **more), load)
         await self.pools.update(self._leases.values())
