@@ -40,7 +40,7 @@ from deploy.models import cache_dir
 from deploy.parts import with_model
 from deploy.processes import why_taken
 from deploy.redis import EmbeddedRedis
-from kvstore.transfer.faults import parse_faults
+from kvstore.transfer.transport.faults import parse_faults
 from router.tenants import TenantBook
 
 logger = logging.getLogger(__name__)

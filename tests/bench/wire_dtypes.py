@@ -22,9 +22,9 @@ from baton.engine.runner import ignore_layer
 from baton.engine.scheduler import Part
 from baton.engine.transformers_runner import TransformersRunner
 from deploy.models import cache_dir, resolve
-from kvstore.transfer.layout import layout_of
-from kvstore.transfer.plan import WireOptions, plan
-from kvstore.transfer.rows import Rows
+from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.protocol.layout import layout_of
+from kvstore.transfer.protocol.plan import WireOptions, plan
 from router.text import Tokenizer
 from tests.bench.report import Report, Table
 

@@ -16,9 +16,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.transfer import header as h
-from kvstore.transfer.checksum import new_checksum
-from kvstore.transfer.plan import EVERY_LAYER
+from kvstore.transfer.copy.checksum import new_checksum
+from kvstore.transfer.protocol import chunk_header as h
+from kvstore.transfer.protocol.plan import EVERY_LAYER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
     from baton.engine.runner import Fence
     from baton.messages import Ticket
-    from kvstore.transfer.faults import FaultInjector
-    from kvstore.transfer.link import Operation, SendingLink
-    from kvstore.transfer.offers import Instruction, Offers
-    from kvstore.transfer.plan import Chunk, Plan
-    from kvstore.transfer.rows import Rows
-    from kvstore.transfer.shared import Shared
-    from kvstore.transfer.slots import Slot
+    from kvstore.transfer.copy.blocks import Rows
+    from kvstore.transfer.pipeline.driven import Shared
+    from kvstore.transfer.protocol.plan import Chunk, Plan
+    from kvstore.transfer.protocol.send_state import Instruction, Offers
+    from kvstore.transfer.transport.base import Operation, SendingLink
+    from kvstore.transfer.transport.faults import FaultInjector
+    from kvstore.transfer.transport.staging import Slot
 
 
 class Outbound:

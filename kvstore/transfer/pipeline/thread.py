@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 
 from baton.errors import TransferError
-from kvstore.transfer.link import Link
-from kvstore.transfer.shared import post
+from kvstore.transfer.pipeline.driven import post
+from kvstore.transfer.transport.base import Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable

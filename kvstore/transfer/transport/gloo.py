@@ -24,15 +24,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from baton.errors import TransferError, TransferTimeout
-from kvstore.transfer.device_traffic import DeviceTraffic
-from kvstore.transfer.header import HEADER_BYTES
-from kvstore.transfer.link import SENDER
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.transport.base import SENDER
+from kvstore.transfer.transport.nccl_turns import DeviceTraffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.transfer.link import Operation, SignalOperation
-    from kvstore.transfer.slots import Slot, SlotSource
+    from kvstore.transfer.transport.base import Operation, SignalOperation
+    from kvstore.transfer.transport.staging import Slot, SlotSource
 
 _SIGNALS, _CHUNKS = 0, 1
 """Tags, which gloo matches and NCCL ignores."""

@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 
 from baton.errors import ConfigError, TransferError, TransferTimeout
-from kvstore.transfer.link import RECEIVER, SENDER
-from kvstore.transfer.shm_link import ShmReceiver, ShmSender, is_of_shm
-from kvstore.transfer.slots import StagingPool
-from kvstore.transfer.tcp_link import TcpReceiver, TcpSender, is_of_tcp
-from kvstore.transfer.torch_link import GlooLink, NcclLink, SessionStore, is_of_gloo, is_of_nccl
+from kvstore.transfer.transport.base import RECEIVER, SENDER
+from kvstore.transfer.transport.gloo import GlooLink, NcclLink, SessionStore, is_of_gloo, is_of_nccl
+from kvstore.transfer.transport.shm import ShmReceiver, ShmSender, is_of_shm
+from kvstore.transfer.transport.staging import StagingPool
+from kvstore.transfer.transport.tcp import TcpReceiver, TcpSender, is_of_tcp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from baton.config import TransferConfig
-    from kvstore.transfer.link import ReceivingLink, SendingLink
+    from kvstore.transfer.transport.base import ReceivingLink, SendingLink
 
 
 _IS_OF = {"nccl": is_of_nccl, "shm": is_of_shm, "tcp": is_of_tcp, "gloo": is_of_gloo}

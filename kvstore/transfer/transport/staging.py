@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvstore.transfer.header import HEADER_BYTES
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 
 
 class Slot:

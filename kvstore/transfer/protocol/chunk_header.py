@@ -25,7 +25,7 @@ import xxhash
 from baton.errors import TransferCorrupted
 
 if TYPE_CHECKING:
-    from kvstore.transfer.plan import Chunk
+    from kvstore.transfer.protocol.plan import Chunk
 
 HEADER_BYTES = 64
 PROTOCOL_VERSION = 3

@@ -28,13 +28,13 @@ from baton.messages import (
     SessionFailed,
     Welcome,
 )
-from kvstore.transfer.inflow import Inbound, Inflow
-from kvstore.transfer.lane import Lane, use_own_stream
-from kvstore.transfer.link import ReceivingLink
-from kvstore.transfer.links import open_receiver
-from kvstore.transfer.reasons import to_reason
-from kvstore.transfer.shared import post
-from kvstore.transfer.torch_link import SessionStore
+from kvstore.transfer.pipeline.driven import post
+from kvstore.transfer.pipeline.receive_loop import Inbound, Inflow
+from kvstore.transfer.pipeline.thread import Lane, use_own_stream
+from kvstore.transfer.protocol.reasons import to_reason
+from kvstore.transfer.transport.base import ReceivingLink
+from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.select import open_receiver
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from baton.config import TransferConfig
-    from kvstore.transfer.slots import StagingPool
+    from kvstore.transfer.transport.staging import StagingPool
 
 logger = logging.getLogger(__name__)
 

@@ -10,20 +10,20 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import TransferCorrupted, TransferError, TransferTimeout
-from kvstore.transfer import header as h
-from kvstore.transfer.checksum import new_checksum
+from kvstore.transfer.copy.checksum import new_checksum
+from kvstore.transfer.protocol import chunk_header as h
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from kvstore.transfer.ledger import Instruction, Ledger
-    from kvstore.transfer.link import Operation, ReceivingLink, SignalOperation
-    from kvstore.transfer.plan import Chunk, Plan
-    from kvstore.transfer.rows import Rows
-    from kvstore.transfer.shared import Shared
-    from kvstore.transfer.slots import Slot
+    from kvstore.transfer.copy.blocks import Rows
+    from kvstore.transfer.pipeline.driven import Shared
+    from kvstore.transfer.protocol.plan import Chunk, Plan
+    from kvstore.transfer.protocol.receive_state import Instruction, Ledger
+    from kvstore.transfer.transport.base import Operation, ReceivingLink, SignalOperation
+    from kvstore.transfer.transport.staging import Slot
 
 
 class Inbound:

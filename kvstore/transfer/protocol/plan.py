@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import ConfigError
-from kvstore.transfer.layout import AUTO, heads_of, mismatch, shared_heads, torch_dtype, wire_dtype
+from kvstore.transfer.protocol.layout import AUTO, heads_of, mismatch, shared_heads, torch_dtype, wire_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -35,14 +35,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.errors import TransferError, TransferTimeout
-from kvstore.transfer.header import HEADER_BYTES
-from kvstore.transfer.link import RECEIVER, SENDER
-from kvstore.transfer.slots import Slot
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.transport.base import RECEIVER, SENDER
+from kvstore.transfer.transport.staging import Slot
 
 if TYPE_CHECKING:
-    from kvstore.transfer.link import Operation, SignalOperation
-    from kvstore.transfer.slots import SlotSource
-    from kvstore.transfer.torch_link import SessionStore
+    from kvstore.transfer.transport.base import Operation, SignalOperation
+    from kvstore.transfer.transport.gloo import SessionStore
+    from kvstore.transfer.transport.staging import SlotSource
 
 _NAME, _JOINED = "shm", "shm/joined"
 """Keys of the rendezvous: the sender's address, and that the receiver has connected to it."""

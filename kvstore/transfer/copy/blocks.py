@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvstore.transfer.layout import heads_of, torch_dtype
-from kvstore.transfer.plan import SCALE_BYTES, page_dims
+from kvstore.transfer.protocol.layout import heads_of, torch_dtype
+from kvstore.transfer.protocol.plan import SCALE_BYTES, page_dims
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from baton.engine.kv_cache import KVCache, LayerGroup
     from baton.messages import KvLayout
-    from kvstore.transfer.checksum import Checksum
-    from kvstore.transfer.plan import Chunk, Plan, WireGroup
+    from kvstore.transfer.copy.checksum import Checksum
+    from kvstore.transfer.protocol.plan import Chunk, Plan, WireGroup
 
 INT8_MAX = 127
 

@@ -24,15 +24,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from baton.errors import TransferError, TransferTimeout
-from kvstore.transfer.header import HEADER_BYTES
-from kvstore.transfer.link import RECEIVER, SENDER
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.transport.base import RECEIVER, SENDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstore.transfer.link import Operation, SignalOperation
-    from kvstore.transfer.slots import Slot, SlotSource
-    from kvstore.transfer.torch_link import SessionStore
+    from kvstore.transfer.transport.base import Operation, SignalOperation
+    from kvstore.transfer.transport.gloo import SessionStore
+    from kvstore.transfer.transport.staging import Slot, SlotSource
 
 _ADDRESS, _JOINED = "tcp", "tcp/joined"
 """Keys of the rendezvous: `token host port` of the sender, and that the receiver has connected to it."""

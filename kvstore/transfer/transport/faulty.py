@@ -12,13 +12,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from baton.errors import TransferError
-from kvstore.transfer.faults import every
-from kvstore.transfer.header import HEADER_BYTES
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.transport.faults import every
 
 if TYPE_CHECKING:
-    from kvstore.transfer.faults import Faults
-    from kvstore.transfer.link import Operation, SendingLink
-    from kvstore.transfer.slots import Slot
+    from kvstore.transfer.transport.base import Operation, SendingLink
+    from kvstore.transfer.transport.faults import Faults
+    from kvstore.transfer.transport.staging import Slot
 
 
 class FaultyLink:

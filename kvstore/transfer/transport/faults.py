@@ -1,6 +1,6 @@
 """Faults on purpose, for tests: to a payload after its checksum is taken, and to the link itself.
 
-Those of the link are `faulty_link`'s; here they are named and parsed.
+Those of the link are `faulty`'s; here they are named and parsed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from kvstore.transfer.plan import Chunk
+    from kvstore.transfer.protocol.plan import Chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.errors import TransferError, TransferRefused, WorkerFailed
-from kvstore.transfer.links import StagingPools
-from kvstore.transfer.pair import Pair, Peer
+from kvstore.transfer.connection.outgoing import Pair, Peer
+from kvstore.transfer.transport.select import StagingPools
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from baton.config import TransferConfig
     from baton.messages import Hello
-    from kvstore.transfer.faults import Faults
+    from kvstore.transfer.transport.faults import Faults
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from kvstore.transfer.slots import Slot, SlotSource
+    from kvstore.transfer.transport.staging import Slot, SlotSource
 
 SENDER, RECEIVER = 0, 1
 """Ranks of a link's two sides."""

@@ -35,17 +35,17 @@ from baton.messages import (
     Welcome,
 )
 from baton.v1 import kv_pb2_grpc
-from kvstore.transfer.channel import open_channel
-from kvstore.transfer.faults import FaultInjector, Faults
-from kvstore.transfer.faulty_link import FaultyLink
-from kvstore.transfer.lane import Lane, use_own_stream
-from kvstore.transfer.link import SendingLink
-from kvstore.transfer.links import StagingPools, open_sender
-from kvstore.transfer.offers import Committed, Failed, Granted, Instruction, Offers, Tell, Unpin
-from kvstore.transfer.outflow import Outbound, Outflow
-from kvstore.transfer.reasons import from_reason
-from kvstore.transfer.shared import Shared, post
-from kvstore.transfer.torch_link import SessionStore
+from kvstore.transfer.connection.channel import open_channel
+from kvstore.transfer.pipeline.driven import Shared, post
+from kvstore.transfer.pipeline.send_loop import Outbound, Outflow
+from kvstore.transfer.pipeline.thread import Lane, use_own_stream
+from kvstore.transfer.protocol.reasons import from_reason
+from kvstore.transfer.protocol.send_state import Committed, Failed, Granted, Instruction, Offers, Tell, Unpin
+from kvstore.transfer.transport.base import SendingLink
+from kvstore.transfer.transport.faults import FaultInjector, Faults
+from kvstore.transfer.transport.faulty import FaultyLink
+from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.select import StagingPools, open_sender
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     import torch
 
     from baton.config import TransferConfig
-    from kvstore.transfer.plan import Plan
-    from kvstore.transfer.slots import StagingPool
+    from kvstore.transfer.protocol.plan import Plan
+    from kvstore.transfer.transport.staging import StagingPool
 
 logger = logging.getLogger(__name__)
 SESSION_SAYS_WHY_S = 0.1

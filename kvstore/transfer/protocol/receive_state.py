@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from baton.errors import TransferCancelled, TransferError, TransferExpired, TransferRefused
 from baton.messages import AbortAck, CommitAck, Grant, Nack
-from kvstore.transfer.reasons import to_reason
+from kvstore.transfer.protocol.reasons import to_reason
 
 MAX_REMEMBERED = 4096
 """Outcomes kept for senders that ask again after a reservation is gone."""

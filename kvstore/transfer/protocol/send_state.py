@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError, TransferError, TransferTimeout
 from baton.messages import Abort, Commit, Offer
-from kvstore.transfer.reasons import from_reason, to_reason
+from kvstore.transfer.protocol.reasons import from_reason, to_reason
 
 
 class State(enum.Enum):
