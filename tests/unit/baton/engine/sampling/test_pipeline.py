@@ -10,8 +10,8 @@ import torch
 
 from baton.engine.sampling import pipeline
 from baton.engine.sampling.pipeline import sample
+from baton.engine.sampling.random import uniform
 from baton.messages import SequenceSpec
-from baton.sampling import uniform
 from tests.unit.baton.engine.core.test_engine import make_spec
 
 NUM_DRAWS = 4000
