@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.kv_cache import KVCache
+from baton.engine.model.kv_cache import KVCache
 from baton.messages import GroupLayout, KvLayout, StateLayout
 from kvstore.transfer.copy.blocks import Rows
 from kvstore.transfer.copy.checksum import Xxh3

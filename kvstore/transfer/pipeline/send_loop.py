@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from baton.engine.runner import Fence
+    from baton.engine.core.runner import Fence
     from baton.messages import Ticket
     from kvstore.transfer.copy.blocks import Rows
     from kvstore.transfer.pipeline.driven import Shared
