@@ -12,9 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from deploy.processes import die_with_parent
-
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 
 
@@ -120,11 +118,12 @@ def _session_of(pid: int) -> int | None:
 
 def _before_exec() -> Callable[[], None]:
     """A `preexec_fn`."""
-    dies, libc = die_with_parent(), _libc
-    assert dies is not None
+    libc, parent = _libc, os.getpid()
 
     def in_child() -> None:
-        dies()
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     return in_child
