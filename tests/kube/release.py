@@ -19,7 +19,7 @@ import grpc
 
 from baton.engine.arithmetic import expected_tokens
 from baton.v1 import inference_pb2_grpc
-from deploy.redis import valkey_binary
+from deploy.embedded_redis import valkey_binary
 from tests.integration.cluster import request
 from tests.kube.apiserver import RunningApi, running_api
 from tests.kube.binaries import Binaries, binaries
