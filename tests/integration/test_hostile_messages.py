@@ -65,8 +65,8 @@ from baton.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.worker.member import Member
 from deploy.worker.process import running
-from kvstore.transfer.header import PROTOCOL_VERSION
-from kvstore.transfer.shm_link import host_id
+from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
+from kvstore.transfer.transport.shm import host_id
 from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
 from tests.integration.transfer_peers import eventually, served
 
