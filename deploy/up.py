@@ -61,6 +61,7 @@ class RayCluster:
                 "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps it on loopback
                 "RAY_AUTH_MODE": "token",  # others on this machine could run code in it otherwise
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
+                "RAY_worker_niceness": "0",  # else 15: any other process of this machine would go before the workers
                 "RAY_memory_monitor_refresh_ms": "0",  # else it kills workers when others fill this machine's memory
             }
         self._name = config.cluster.name or f"baton-{secrets.token_hex(4)}"
