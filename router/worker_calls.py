@@ -1,7 +1,7 @@
 """Calls from the router to its workers: one stream a worker carries them all, and their failures name the worker.
 
-`baton.rpc.calls` is the other end, and shows what travels. A stream is opened by the first call that needs one. When it
-breaks, because the worker died, hangs or closed it, all its calls fail at once; the next call opens another.
+`deploy.worker.calls` is the other end, and shows what travels. A stream is opened by the first call that needs one.
+When it breaks, because the worker died, hangs or closed it, all its calls fail at once; the next call opens another.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import channel, from_rpc_error
-from baton.rpc.calls import MAX_FRAME_COMMANDS, Outbox
 from baton.rpc.errors import from_failed
+from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
 from baton.telemetry import tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
 

@@ -7,7 +7,3 @@ kubernetes_side  ServingPools and worker nodes (`deploy.kubernetes`), as the con
 orders      scale a pool, drain a worker, change a worker's role
 __main__    the process, and the gRPC service on which routers pass orders on
 """
-
-UNJOINED = 69
-"""Exit status of a controller that could not join its Ray cluster, or whose state file another one has. It has touched
-no worker; one before it may have left some."""

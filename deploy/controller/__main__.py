@@ -27,13 +27,12 @@ from baton.errors import BatonError, ConfigError
 from baton.rpc import RpcServer
 from baton.rpc.errors import to_failed
 from baton.telemetry import logs
-from deploy.controller import UNJOINED
 from deploy.controller.controller import Controller
 from deploy.controller.kubernetes_side import Kubernetes, connected
 from deploy.controller.orders import Orders
 from deploy.controller.service import add_orders
 from deploy.controller.state import State, load, locked, why_not
-from deploy.processes import tell_parent
+from deploy.processes import UNJOINED, tell_parent
 from deploy.ray_pools import actors as ray_actors
 from deploy.ray_pools.actor import RESOURCE
 from deploy.ray_pools.actors import RayActors

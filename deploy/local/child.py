@@ -15,15 +15,13 @@ from typing import Any
 from baton.errors import ConfigError
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
-from deploy.processes import die_with_parent, module_command
+from deploy.processes import STABLE_S, die_with_parent, module_command
 
 logger = logging.getLogger(__name__)
 RESTART_S = 0.5
 MAX_RESTART_S = 10.0
 MAX_DOUBLINGS = 8
 """Of the wait: by then it is MAX_RESTART_S."""
-STABLE_S = 5.0
-"""A process that ran for so long did not fail to start."""
 
 
 class Child:

@@ -32,14 +32,13 @@ from baton.errors import ConfigError
 from baton.rpc import channel
 from baton.tasks import cancel_and_wait
 from baton.v1 import admin_pb2, admin_pb2_grpc
-from deploy.controller import UNJOINED
 from deploy.controller.state import load, why_not
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.local import preflight
 from deploy.local.child import Child
 from deploy.local.parts import with_model
 from deploy.models import cache_dir
-from deploy.processes import why_taken
+from deploy.processes import UNJOINED, why_taken
 from kvstore.transfer.transport.faults import parse_faults
 from router.tenants import TenantBook
 

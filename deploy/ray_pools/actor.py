@@ -17,11 +17,9 @@ from baton.config import Config
 from baton.errors import WorkerFailed
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
-from deploy.processes import die_with_parent, module_command
+from deploy.processes import FENCED, die_with_parent, module_command
 from kvstore.transfer.transport.nccl_env import nccl_environment
 
-FENCED = 75
-"""`deploy.worker.process.FENCED`, without what that imports."""
 RESOURCE = "baton_worker"
 """Both roles ask for the same Ray resource, so that a change of role changes nothing for Ray."""
 POOL_LABEL = "baton.dev/pool"

@@ -14,10 +14,9 @@ from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from baton.cluster import Role
+from baton.cluster import Role, pool_of
 from baton.config import ClusterConfig, Config
 from baton.errors import BatonError, ConfigError, WorkerFailed
-from deploy.controller.reconcile import pool_of
 from deploy.ray_pools.actor import POOL_LABEL, RESOURCE, WorkerActor
 from deploy.ray_pools.ray_import import ray
 

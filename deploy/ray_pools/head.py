@@ -13,9 +13,9 @@ import signal
 import sys
 import threading
 
+from baton.cluster import MAX_WORKERS
 from baton.errors import ConfigError
 from baton.rpc.errors import to_failed
-from deploy.controller.state import MAX_WORKERS
 from deploy.processes import tell_parent
 from deploy.ray_pools.actor import RESOURCE
 from deploy.ray_pools.ray_import import ray

@@ -21,8 +21,8 @@ import grpc
 from baton.cluster import Role, WorkerState
 from baton.config import MAX_TIMEOUT_S
 from baton.errors import Conflict, InvalidRequest, WorkerDraining
-from baton.rpc.calls import CallServicer
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from deploy.worker.calls import CallServicer
 from deploy.worker.member import Member
 
 

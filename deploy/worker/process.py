@@ -29,20 +29,18 @@ from baton.config import Config, process_config
 from baton.engine.core.runner import Runner
 from baton.errors import BatonError, ConfigError, Fenced
 from baton.rpc import RpcServer
-from baton.rpc.calls import CallServicer, max_message_bytes
 from baton.rpc.errors import to_failed
 from baton.tasks import cancel_and_wait
 from baton.telemetry import logs, tracing
 from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
 from decode_worker.service import DecodeService
-from deploy.processes import tell_parent
+from deploy.processes import FENCED, tell_parent
+from deploy.worker.calls import CallServicer, max_message_bytes
 from deploy.worker.control import WorkerControl
 from deploy.worker.member import Member
 from prefill_worker.service import PrefillService
 
 ARITHMETIC_LAYERS = 2
-FENCED = 75
-"""Exit status of a worker whose name belongs to a newer incarnation."""
 LAST_WORDS_S = 0.2
 """What calls have said last is on its way to the routers for so long."""
 SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.KvControl")

@@ -35,10 +35,10 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import RpcServer, channel, from_rpc_error
-from baton.rpc.calls import CallServicer
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry.instruments import Instruments
 from baton.v1 import admin_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from deploy.worker.calls import CallServicer
 from kvstore.index import Mirror
 from kvstore.leases.codec import decode_worker, encode
 from router.admission import Claim

@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-import deploy.worker.process
 from baton.cluster import Role
 from baton.config import ClusterConfig, Config
 from baton.errors import ConfigError, WorkerFailed
-from deploy.controller import UNJOINED
 from deploy.controller.state import State, save
 from deploy.local import child as children
 from deploy.local import up
 from deploy.local.child import Child
 from deploy.local.up import RayCluster
+from deploy.processes import FENCED, UNJOINED
 from deploy.ray_pools import actor as actors
 
 
@@ -103,11 +102,9 @@ async def test_a_setting_of_another_release_is_a_sentence_and_not_the_actors_end
 
 
 async def test_a_worker_whose_name_another_process_has_says_so() -> None:
-    assert actors.FENCED == deploy.worker.process.FENCED
-
     class Fenced(actors.WorkerActor):
         def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
-            code = f"import os; os.write({ready_fd}, b'{{}}\\n'); os._exit({actors.FENCED})"
+            code = f"import os; os.write({ready_fd}, b'{{}}\\n'); os._exit({FENCED})"
             return subprocess.Popen([sys.executable, "-c", code], pass_fds=[ready_fd])
 
     with pytest.raises(WorkerFailed, match="another process has the name decode-0: does another cluster use this Red"):

@@ -33,9 +33,9 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import RpcServer, channel
-from baton.rpc.calls import CallServicer
 from baton.sampling import FinishReason, SamplingParams
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from deploy.worker.calls import CallServicer
 from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
 
 pytestmark = pytest.mark.asyncio

@@ -15,9 +15,9 @@ from baton import wire
 from baton.cluster import Role, WorkerState
 from baton.errors import InvalidRequest, WorkerDraining
 from baton.messages import DecodeRequest, Event, NewTokens, SequenceSpec, Start
-from baton.rpc.calls import CallServicer
 from baton.sampling import SamplingParams
 from baton.v1 import worker_pb2
+from deploy.worker.calls import CallServicer
 from deploy.worker.control import WorkerControl
 from deploy.worker.member import Member
 

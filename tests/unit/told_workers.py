@@ -25,10 +25,10 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import RpcServer
-from baton.rpc.calls import CallServicer
 from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
 from baton.v1 import worker_pb2_grpc
+from deploy.worker.calls import CallServicer
 from kvstore.index import Mirror
 from router.admission import Claim
 from router.decisions import DecisionLog

@@ -1,13 +1,13 @@
-"""The worker's end of the one stream that a router has to it; `router.worker_calls` is the other end.
+"""The worker's end of the one stream that each router has to it; the router's end is `router.worker_calls`.
 
     router ──> worker    start 7, start 8      start 9       cancel 8
     router <── worker    7: tokens, 8: tokens      7: tokens, 8: tokens, 9: tokens      7: tokens, 7: ended, 9: tokens
 
-A frame holds what was ready when it was written, so the tokens of an engine's step travel together. One gRPC call a
-choice, and one message a token, cost the router more than all else that it does for them.
+A frame holds whatever was ready when it was written, so the tokens of one engine step travel together. One gRPC call
+per choice and one message per token would cost the router more than everything else it does for them.
 
-Each call is a task here, and nothing that one of them does holds up another: what it has to say goes into an outbox
-without bounds. That holds tokens, which are small, and no more of them than were asked for.
+Each call is a task, and no call can block another: its events go into an unbounded outbox. The outbox stays small,
+because events are tokens, and a call produces no more of them than its request asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import grpc
 from opentelemetry.context import Context
@@ -38,40 +38,18 @@ from baton.messages import (
     Start,
 )
 from baton.rpc.errors import to_failed
+from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
 from baton.telemetry import logs, tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 MAX_FRAME_EVENTS = 4096
-MAX_FRAME_COMMANDS = 16
-"""So many of the longest prompts fit into a message that a worker takes."""
 MAX_TOP_K = 2**20
 """No vocabulary is larger."""
-T = TypeVar("T")
 Prefill = Callable[[PrefillRequest, Context], AsyncGenerator[Event]]
 Decode = Callable[[DecodeRequest, Context], AsyncGenerator[Event]]
 Fetch = Callable[[FetchRequest, Context], AsyncGenerator[Event]]
 
 logger = logging.getLogger(__name__)
-
-
-class Outbox(Generic[T]):
-    """What waits to be written to a stream, in order."""
-
-    def __init__(self) -> None:
-        self._items: list[T] = []
-        self._ready = asyncio.Event()
-
-    def put(self, item: T) -> None:
-        self._items.append(item)
-        self._ready.set()
-
-    async def take(self, most: int) -> list[T]:
-        """All that is there, once anything is, but no more than `most`."""
-        await self._ready.wait()
-        taken, self._items = self._items[:most], self._items[most:]
-        if not self._items:
-            self._ready.clear()
-        return taken
 
 
 def max_message_bytes(max_model_len: int) -> int:
