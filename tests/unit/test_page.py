@@ -19,7 +19,7 @@ from deploy.operator.scrape import parse
 from deploy.operator.watch import ITL, TTFT, Quantile, quantile
 from router.http import create_app
 from router.page import PAGE
-from tests.unit.test_live import AFTER, BEFORE, late_answers
+from tests.unit.deploy.operator.test_watch import AFTER, BEFORE, late_answers
 
 TEXT = PAGE.decode()
 FIGURES = re.search(r'<script id="figures">(.*?)</script>', TEXT, re.DOTALL)

@@ -20,7 +20,7 @@ from baton.errors import ConfigError
 from deploy.cli.app import app
 from deploy.docker.requirements import requirements
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 FOLDER = ROOT / "deploy" / "docker"
 DOCKERFILES = sorted(FOLDER.glob("*.Dockerfile"))
 COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())

@@ -29,7 +29,16 @@ from deploy.lab.traces.trace import Trace, TraceRequest
 from deploy.scaling.policy import Decision as ScaleDecision
 from deploy.scaling.policy import Measured, Needs, Sizes, State
 from router.placement import Objective, Prices
-from tests.unit.test_simulate_world import COSTS, Anything, Fixed, request, requests_lists, shape, trace, view
+from tests.unit.deploy.lab.simulate.test_world import (
+    COSTS,
+    Anything,
+    Fixed,
+    request,
+    requests_lists,
+    shape,
+    trace,
+    view,
+)
 
 torch.set_num_threads(1)
 
