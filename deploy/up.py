@@ -41,7 +41,7 @@ from deploy.parts import with_model
 from deploy.processes import why_taken
 from deploy.redis import EmbeddedRedis
 from kvstore.transfer.faults import parse_faults
-from router.tenants import TenantBook
+from router.admission.tenants import TenantBook
 
 logger = logging.getLogger(__name__)
 REDIS_CHECK_S = 0.5

@@ -23,7 +23,7 @@ from deploy.models.folder import check_folder
 from deploy.processes import why_taken
 from deploy.redis import EmbeddedRedis
 from deploy.scrape import NOWHERE
-from router.tenants import TenantBook
+from router.admission.tenants import TenantBook
 
 MIN_MEMORY_GIB = 4.0
 MIN_DISK_GIB = 3.0

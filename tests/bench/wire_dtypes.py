@@ -25,7 +25,7 @@ from deploy.models import cache_dir, resolve
 from kvstore.transfer.layout import layout_of
 from kvstore.transfer.plan import WireOptions, plan
 from kvstore.transfer.rows import Rows
-from router.text import Tokenizer
+from router.prompt import Tokenizer
 from tests.bench.report import Report, Table
 
 WIRES = ("float32", "bfloat16", "float16", "int8")

@@ -67,7 +67,7 @@ from deploy.worker import running
 from kvstore.member import Member
 from kvstore.transfer.header import PROTOCOL_VERSION
 from kvstore.transfer.shm_link import host_id
-from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
+from router.dispatch.worker_client import WorkerCallError, WorkerCalls, WorkerStream
 from tests.integration.transfer_peers import eventually, served
 
 T = TypeVar("T")

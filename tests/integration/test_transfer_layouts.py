@@ -21,7 +21,7 @@ from baton.sampling import SamplingParams
 from kvstore.transfer.layout import layout_of, rank_spec, source_ranks
 from kvstore.transfer.plan import WireOptions, plan
 from kvstore.transfer.rows import Rows
-from router.text import Tokenizer
+from router.prompt import Tokenizer
 
 TEXT = (
     "The library of Alexandria was one of the largest and most significant libraries of the ancient world. It was part "
