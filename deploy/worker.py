@@ -26,7 +26,7 @@ import uvloop
 
 from baton.cluster import Role, WorkerState
 from baton.config import Config, process_config
-from baton.engine.runner import Runner
+from baton.engine.core.runner import Runner
 from baton.errors import BatonError, ConfigError, Fenced
 from baton.rpc import RpcServer
 from baton.rpc.calls import CallServicer, max_message_bytes
@@ -80,7 +80,7 @@ def build_runner(config: Config) -> Runner:
         ModelLoadError, ConfigError: it cannot run as configured.
     """
     if config.engine.runner == "arithmetic":
-        from baton.engine.arithmetic import ArithmeticRunner
+        from baton.engine.model.arithmetic import ArithmeticRunner
 
         num_blocks = config.engine.num_blocks or 4096
         max_model_len = config.engine.max_model_len or 8192
@@ -94,7 +94,7 @@ def build_runner(config: Config) -> Runner:
             token_s=config.engine.arithmetic_token_ms / 1e3,
         )
     if config.engine.runner == "transformers":
-        from baton.engine.transformers_runner import TransformersRunner
+        from baton.engine.model.transformers_runner import TransformersRunner
 
         return TransformersRunner(config.model, config.engine)
     raise ConfigError(f"engine.runner must be transformers or arithmetic, got {config.engine.runner!r}")

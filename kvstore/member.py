@@ -18,12 +18,12 @@ from baton import wire
 from baton.blocks import content_id
 from baton.cluster import VERSION, Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import Config
-from baton.engine.block_pool import Removed, Stored
-from baton.engine.engine import Engine
-from baton.engine.kv_cache import KVSpec
-from baton.engine.loop import EngineLoop
-from baton.engine.runner import Runner
-from baton.engine.scheduler import SchedulerLimits
+from baton.engine.core.block_pool import Removed, Stored
+from baton.engine.core.engine import Engine
+from baton.engine.core.loop import EngineLoop
+from baton.engine.core.runner import Runner
+from baton.engine.core.scheduler import SchedulerLimits
+from baton.engine.model.kv_cache import KVSpec
 from baton.rpc import RpcServer
 from baton.tasks import cancel_and_wait
 from kvstore.index import Connection, IndexPublisher, RedisIndex

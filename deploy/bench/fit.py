@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from baton.costs import StepCosts
-from baton.engine.step_fit import StepSize
+from baton.engine.core.step_fit import StepSize
 from baton.fit import CostFit
 from deploy.simulate.costs import CostModel
 from router.placement.policy import DEFAULT_PRICES

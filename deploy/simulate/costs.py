@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from baton.engine.step_fit import StepSize
+    from baton.engine.core.step_fit import StepSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.cluster import WorkerLoad, WorkerState
-from baton.engine.engine import Engine, Generated, Output
-from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
-from baton.engine.runner import LayerDone, ignore_layer
-from baton.engine.scheduler import SchedulerLimits
-from baton.engine.sequence import Purpose, Sequence
-from baton.engine.step_fit import StepSize
+from baton.engine.core.engine import Engine, Generated, Output
+from baton.engine.core.runner import LayerDone, ignore_layer
+from baton.engine.core.scheduler import SchedulerLimits
+from baton.engine.core.sequence import Purpose, Sequence
+from baton.engine.core.step_fit import StepSize
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.messages import SequenceSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
-    from baton.engine.scheduler import Batch
+    from baton.engine.core.scheduler import Batch
     from deploy.simulate.costs import CostModel
 
 KEY_BYTES = 16

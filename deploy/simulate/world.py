@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from baton.cluster import Role
-from baton.engine.engine import Generated, Reserved
-from baton.engine.sequence import Purpose, Status
+from baton.engine.core.engine import Generated, Reserved
+from baton.engine.core.sequence import Purpose, Status
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from deploy.simulate.members import Members
@@ -34,8 +34,8 @@ from deploy.simulate.worker import Tokens, key_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from baton.engine.engine import Output
-    from baton.engine.sequence import Sequence as EngineSequence
+    from baton.engine.core.engine import Output
+    from baton.engine.core.sequence import Sequence as EngineSequence
     from deploy.scaling.policy import Decision as ScaleDecision
     from deploy.simulate.costs import CostModel
     from deploy.simulate.policy import Decision, Placer

@@ -16,8 +16,8 @@ import grpc
 from baton import wire
 from baton.blocks import GRANULE, block_keys
 from baton.cluster import TransferCounts
-from baton.engine.engine import Reserved
-from baton.engine.sequence import Purpose
+from baton.engine.core.engine import Reserved
+from baton.engine.core.sequence import Purpose
 from baton.errors import BatonError, TransferTimeout
 from baton.messages import PrefixSource, Pull, SequenceSpec, Ticket
 from baton.rpc import from_rpc_error
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
 
     from baton.config import FaultsConfig, TransferConfig
-    from baton.engine.loop import EngineLoop
+    from baton.engine.core.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.engine.kv_cache import KVSpec, LayerGroup, StateSpec
+from baton.engine.model.kv_cache import KVSpec, LayerGroup, StateSpec
 from baton.messages import GroupLayout, KvLayout, StateLayout
 
 if TYPE_CHECKING:

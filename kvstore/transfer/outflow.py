@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from baton.engine.runner import Fence
+    from baton.engine.core.runner import Fence
     from baton.messages import Ticket
     from kvstore.transfer.faults import FaultInjector
     from kvstore.transfer.link import Operation, SendingLink

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from baton.config import TransferConfig
-    from baton.engine.kv_cache import KVCache
+    from baton.engine.model.kv_cache import KVCache
     from kvstore.transfer.lane import Lane
     from kvstore.transfer.link import ReceivingLink
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.engine.kv_cache import KVCache, LayerGroup
+    from baton.engine.model.kv_cache import KVCache, LayerGroup
     from baton.messages import KvLayout
     from kvstore.transfer.checksum import Checksum
     from kvstore.transfer.plan import Chunk, Plan, WireGroup

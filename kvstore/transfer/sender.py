@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from baton.config import TransferConfig
-    from baton.engine.kv_cache import KVCache
-    from baton.engine.runner import Fence
+    from baton.engine.core.runner import Fence
+    from baton.engine.model.kv_cache import KVCache
 
 
 class KvSender:

@@ -21,7 +21,7 @@ from baton import wire
 from baton.blocks import block_keys, content_id
 from baton.cluster import BlockCounts, Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.costs import StepCosts
-from baton.engine.block_pool import BlockPool, Stored
+from baton.engine.core.block_pool import BlockPool, Stored
 from baton.messages import DecodeRequest, Event, NewTokens, PrefillReport
 from baton.rpc import RpcServer
 from baton.rpc.calls import CallServicer

@@ -20,7 +20,7 @@ import uvloop
 
 from baton.blocks import block_keys
 from baton.config import Config, IndexConfig, ModelConfig, RouterConfig, TelemetryConfig, load
-from baton.engine.block_pool import BlockPool
+from baton.engine.core.block_pool import BlockPool
 from baton.rpc.server import CHANNEL_OPTIONS
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.models import cache_dir, resolve

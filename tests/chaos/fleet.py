@@ -40,7 +40,7 @@ from baton.config import (
     TransferConfig,
     load,
 )
-from baton.engine.arithmetic import ArithmeticRunner
+from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import Fenced
 from deploy.models import cache_dir, resolve
 from deploy.processes import die_with_parent

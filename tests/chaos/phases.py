@@ -20,8 +20,8 @@ from baton import wire
 from baton.api import GenerateRequest
 from baton.cluster import Role
 from baton.config import EngineConfig, RouterConfig, TransferConfig
-from baton.engine.arithmetic import ArithmeticRunner
-from baton.engine.sequence import Sequence, Status
+from baton.engine.core.sequence import Sequence, Status
+from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import NoWorker
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.worker import running

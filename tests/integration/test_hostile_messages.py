@@ -30,9 +30,9 @@ from baton import wire
 from baton.blocks import block_keys
 from baton.cluster import Role, Worker, WorkerLoad, WorkerState
 from baton.config import Config, EngineConfig, IndexConfig, TransferConfig
-from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
-from baton.engine.engine import Reserved
-from baton.engine.sequence import Purpose
+from baton.engine.core.engine import Reserved
+from baton.engine.core.sequence import Purpose
+from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import BatonError, TransferCorrupted
 from baton.messages import (
     Abort,

@@ -25,7 +25,7 @@ import pytest
 from baton import wire
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
-from baton.engine.arithmetic import expected_tokens
+from baton.engine.model.arithmetic import expected_tokens
 from baton.errors import BatonError
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from kvstore.index import Connection

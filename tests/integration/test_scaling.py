@@ -13,7 +13,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from baton.engine.arithmetic import expected_tokens
+from baton.engine.model.arithmetic import expected_tokens
 from baton.errors import BatonError, Conflict, InvalidRequest, NoController
 from deploy.cli import app
 from deploy.client import Client

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from baton.config import TransferConfig
-from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.errors import BatonError, TransferCancelled, TransferCorrupted
 from baton.messages import Ticket
 from kvstore.transfer.faults import FaultInjector, Faults

@@ -20,11 +20,11 @@ from opentelemetry.context import Context
 
 from baton.cluster import TransferCounts
 from baton.config import TransferConfig
-from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
-from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
-from baton.engine.runner import Fence, LayerDone, ignore_layer
-from baton.engine.scheduler import Batch
-from baton.engine.sequence import Purpose
+from baton.engine.core.runner import Fence, LayerDone, ignore_layer
+from baton.engine.core.scheduler import Batch
+from baton.engine.core.sequence import Purpose
+from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.errors import BatonError, TransferCorrupted, TransferError, TransferRefused, TransferTimeout, WorkerFailed
 from baton.messages import FirstToken, HandedOver, NewTokens, PrefillRequest, Ticket
 from decode_worker.service import DecodeService

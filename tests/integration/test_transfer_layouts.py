@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.engine import Engine, Generated, Reserved
-from baton.engine.kv_cache import KVCache
-from baton.engine.scheduler import SchedulerLimits
-from baton.engine.sequence import Purpose
-from baton.engine.sequence import Sequence as EngineSequence
-from baton.engine.transformers_runner import TransformersRunner
+from baton.engine.core.engine import Engine, Generated, Reserved
+from baton.engine.core.scheduler import SchedulerLimits
+from baton.engine.core.sequence import Purpose
+from baton.engine.core.sequence import Sequence as EngineSequence
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.transformers_runner import TransformersRunner
 from baton.messages import KvLayout, SequenceSpec
 from baton.sampling import SamplingParams
 from kvstore.transfer.layout import layout_of, rank_spec, source_ranks

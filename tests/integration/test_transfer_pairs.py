@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton import wire
-from baton.engine.arithmetic import ArithmeticRunner
+from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import BatonError, TransferError
 from baton.messages import Grant, Offer, Ping, SessionFailed, Welcome
 from baton.v1 import kv_pb2_grpc

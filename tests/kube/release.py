@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from baton.engine.arithmetic import expected_tokens
+from baton.engine.model.arithmetic import expected_tokens
 from baton.v1 import inference_pb2_grpc
 from deploy.redis import valkey_binary
 from tests.integration.cluster import request

@@ -13,7 +13,7 @@ import pytest
 
 from baton.api import Timing, Usage
 from baton.costs import StepCosts
-from baton.engine.step_fit import StepFit, StepSize
+from baton.engine.core.step_fit import StepFit, StepSize
 from baton.errors import ConfigError
 from deploy.bench.connection import ServingWorker
 from deploy.bench.fit import OFTEN, cost_model, decoding_s, median_costs, prompt_step_s, request_overhead_s

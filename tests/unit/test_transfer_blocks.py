@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.kv_cache import KVCache
+from baton.engine.model.kv_cache import KVCache
 from baton.errors import TransferError
 from kvstore.transfer.plan import Chunk
 from kvstore.transfer.rows import Rows

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from baton.engine.kv_cache import KVCache
+from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError, TransferCorrupted, TransferError, TransferTimeout
 from baton.messages import (
     Abort,
@@ -49,7 +49,7 @@ from kvstore.transfer.slots import StagingPool
 from kvstore.transfer.torch_link import SessionStore
 
 if TYPE_CHECKING:
-    from baton.engine.runner import Fence
+    from baton.engine.core.runner import Fence
 
 torch.set_num_threads(1)
 

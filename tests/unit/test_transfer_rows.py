@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.kv_cache import KVCache
+from baton.engine.model.kv_cache import KVCache
 from baton.messages import GroupLayout, KvLayout, StateLayout
 from kvstore.transfer.checksum import Xxh3
 from kvstore.transfer.layout import heads_of, rank_spec, source_ranks, torch_dtype

@@ -15,13 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.blocks import block_keys
 from baton.costs import PRIOR, StepCosts
-from baton.engine.arithmetic import ArithmeticRunner, expected_tokens, modulus
-from baton.engine.block_pool import Removed, Stored
-from baton.engine.engine import Admitted, Engine, Generated, Output, Reserved
-from baton.engine.kv_cache import KVCache
-from baton.engine.scheduler import Batch, SchedulerLimits
-from baton.engine.sequence import Purpose, Sequence, Status
-from baton.engine.step_fit import StepSize
+from baton.engine.core.block_pool import Removed, Stored
+from baton.engine.core.engine import Admitted, Engine, Generated, Output, Reserved
+from baton.engine.core.scheduler import Batch, SchedulerLimits
+from baton.engine.core.sequence import Purpose, Sequence, Status
+from baton.engine.core.step_fit import StepSize
+from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens, modulus
+from baton.engine.model.kv_cache import KVCache
 from baton.errors import InvalidRequest
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason, SamplingParams

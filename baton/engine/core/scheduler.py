@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 from baton.blocks import extend_block_keys, num_blocks_for
 from baton.costs import ITL_TARGET, LEAST_SHARE, PRIOR, StepCosts
-from baton.engine.block_pool import BlockPool
-from baton.engine.sequence import Purpose, Sequence, Status
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.sequence import Purpose, Sequence, Status
 
 LEAST_STEP = 0.5
 """Share of the objective that a step may take whatever the sequences' tokens are due: who is behind stays so."""

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from baton.engine.kv_cache import KVCache
-from baton.engine.scheduler import Batch
+from baton.engine.core.scheduler import Batch
+from baton.engine.model.kv_cache import KVCache
 
 Fence = torch.cuda.Event
 """Recorded on the stream that computes: a reader makes its own stream wait for it. On a CPU there is none."""

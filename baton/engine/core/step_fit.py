@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.costs import PRIOR, StepCosts
-from baton.engine.scheduler import Batch
+from baton.engine.core.scheduler import Batch
 from baton.fit import CostFit
 
 

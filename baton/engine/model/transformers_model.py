@@ -20,10 +20,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.attention import ATTENTION_NAME, begun_blocks, set_step, step_context
-from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
-from baton.engine.runner import LayerDone
-from baton.engine.scheduler import Part
+from baton.engine.core.runner import LayerDone
+from baton.engine.core.scheduler import Part
+from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step, step_context
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.errors import ModelLoadError
 from baton.model_files import require_runnable
 

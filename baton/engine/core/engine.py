@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from baton.blocks import GRANULE
 from baton.cluster import BlockCounts
 from baton.costs import StepCosts
-from baton.engine.block_pool import BlockPool, Removed, Stored
-from baton.engine.runner import Runner
-from baton.engine.scheduler import Batch, Scheduler, SchedulerLimits
-from baton.engine.sequence import Purpose, Sequence, Status
-from baton.engine.step_fit import StepFit, StepSize
+from baton.engine.core.block_pool import BlockPool, Removed, Stored
+from baton.engine.core.runner import Runner
+from baton.engine.core.scheduler import Batch, Scheduler, SchedulerLimits
+from baton.engine.core.sequence import Purpose, Sequence, Status
+from baton.engine.core.step_fit import StepFit, StepSize
 from baton.errors import InvalidRequest
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason

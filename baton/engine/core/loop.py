@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 
-from baton.engine.block_pool import Removed, Stored
-from baton.engine.engine import Engine, Output
-from baton.engine.runner import Fence, LayerDone
-from baton.engine.scheduler import Batch
-from baton.engine.sequence import Purpose, Sequence
-from baton.engine.step_fit import StepSize
+from baton.engine.core.block_pool import Removed, Stored
+from baton.engine.core.engine import Engine, Output
+from baton.engine.core.runner import Fence, LayerDone
+from baton.engine.core.scheduler import Batch
+from baton.engine.core.sequence import Purpose, Sequence
+from baton.engine.core.step_fit import StepSize
 from baton.errors import BatonError, Overloaded, WorkerFailed
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason

@@ -30,8 +30,8 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch._C._distributed_c10d import Store, TCPStore
 
-from baton.engine.runner import ignore_layer
-from baton.engine.transformers_model import ModelRank, Step
+from baton.engine.core.runner import ignore_layer
+from baton.engine.model.transformers_model import ModelRank, Step
 from baton.errors import ModelLoadError
 from baton.parent import die_with
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
 
     from baton.config import EngineConfig, ModelConfig
-    from baton.engine.kv_cache import KVCache
+    from baton.engine.model.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 LOAD_TIMEOUT = timedelta(hours=2)

@@ -1,6 +1,6 @@
 """From logits to token ids.
 
-Every random decision is one number from `baton.sampling.uniform(seed, choice, position)` looked up in the cumulative
+Every random decision is one number from `random.uniform(seed, choice, position)` looked up in the cumulative
 distribution, so a token depends on nothing but its request: not on the batch, the worker or what ran before.
 """
 
@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from baton.engine.sampling.random import uniform
 from baton.messages import SequenceSpec
-from baton.sampling import SamplingParams, uniform
+from baton.sampling import SamplingParams
 
 NUCLEUS_CANDIDATES = 256
 

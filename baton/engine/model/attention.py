@@ -23,9 +23,9 @@ import torch.nn.functional as F  # noqa: N812 - the name the field uses
 from transformers import AttentionInterface
 
 from baton.blocks import num_blocks_for
-from baton.engine.kv_cache import KVCache
-from baton.engine.runner import LayerDone
-from baton.engine.scheduler import Part
+from baton.engine.core.runner import LayerDone
+from baton.engine.core.scheduler import Part
+from baton.engine.model.kv_cache import KVCache
 
 ATTENTION_NAME = "baton_paged"
 

@@ -2,8 +2,8 @@
 
 A block is in exactly one of three places: the free list, the cache (nobody uses it, its content is known under a key)
 or in use (reference count > 0; it may have a key as well and then be shared). Which cached block is evicted,
-`baton.engine.eviction` says. A sequence returns its blocks tail first, so a prefix outlives what was built on it and a
-cached block's whole prefix is cached too, as in vLLM's automatic prefix caching.
+`baton.engine.core.eviction` says. A sequence returns its blocks tail first, so a prefix outlives what was built on it
+and a cached block's whole prefix is cached too, as in vLLM's automatic prefix caching.
 
 Pure bookkeeping: no tensors, no clock. Changes of the cached content come out as events for the prefix index.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.cluster import BlockCounts
-from baton.engine.eviction import EvictionOrder
+from baton.engine.core.eviction import EvictionOrder
 
 
 @dataclass(frozen=True, slots=True)

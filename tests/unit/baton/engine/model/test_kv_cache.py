@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
 
 FULL = LayerGroup(name="full", layers=(0, 2), num_kv_heads=2, k_dim=4, v_dim=4, dtype=torch.float32)
 LATENT = LayerGroup(name="latent", layers=(1, 3, 4), num_kv_heads=1, k_dim=8, v_dim=2, dtype=torch.bfloat16)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import sampler
-from baton.engine.sampler import sample
+from baton.engine.sampling import pipeline
+from baton.engine.sampling.pipeline import sample
+from baton.engine.sampling.random import uniform
 from baton.messages import SequenceSpec
-from baton.sampling import uniform
-from tests.unit.test_engine import make_spec
+from tests.unit.baton.engine.core.test_engine import make_spec
 
 NUM_DRAWS = 4000
 
@@ -137,7 +137,7 @@ def test_the_short_cut_of_top_p_changes_nothing(top_p: float, scale: float, monk
     spec = spec_of(top_p=top_p)
     logits = logits_of(3000, 5, scale)
     short = draws(logits, spec, 300)
-    monkeypatch.setattr(sampler, "NUCLEUS_CANDIDATES", 10**9)
+    monkeypatch.setattr(pipeline, "NUCLEUS_CANDIDATES", 10**9)
     assert short == draws(logits, spec, 300)
 
 
@@ -200,7 +200,7 @@ def test_the_edges_of_the_distribution() -> None:
     """Numbers that fall exactly on a boundary: never a token without probability, never beyond the last."""
     weights = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0], dtype=torch.float64)
     edges = [0.0, 0.25, 1 - 2**-53]
-    assert [sampler._draw(weights, number) for number in edges] == [1, 3, 3]
+    assert [pipeline._draw(weights, number) for number in edges] == [1, 3, 3]
 
 
 @pytest.mark.parametrize("top_k", [1000, 5000])

@@ -10,16 +10,16 @@ from dataclasses import replace
 import pytest
 
 from baton.blocks import block_keys
-from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
-from baton.engine.block_pool import Removed, Stored
-from baton.engine.engine import Admitted, Engine, Generated, Reserved
-from baton.engine.loop import EngineLoop, SequenceHandle
-from baton.engine.runner import Fence, LayerDone, ignore_layer
-from baton.engine.scheduler import Batch, SchedulerLimits
-from baton.engine.sequence import Purpose
+from baton.engine.core.block_pool import Removed, Stored
+from baton.engine.core.engine import Admitted, Engine, Generated, Reserved
+from baton.engine.core.loop import EngineLoop, SequenceHandle
+from baton.engine.core.runner import Fence, LayerDone, ignore_layer
+from baton.engine.core.scheduler import Batch, SchedulerLimits
+from baton.engine.core.sequence import Purpose
+from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import InvalidRequest, Overloaded, WorkerFailed
 from baton.sampling import FinishReason
-from tests.unit.test_engine import is_empty, make_engine, make_spec, numbers, write_prompt_kv, written
+from tests.unit.baton.engine.core.test_engine import is_empty, make_engine, make_spec, numbers, write_prompt_kv, written
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.costs import ALIKE, PRIOR, StepCosts, believed, typical
-from baton.engine.scheduler import Scheduled
-from baton.engine.sequence import Purpose, Sequence
-from baton.engine.step_fit import StepFit, StepSize
+from baton.engine.core.scheduler import Scheduled
+from baton.engine.core.sequence import Purpose, Sequence
+from baton.engine.core.step_fit import StepFit, StepSize
 from baton.fit import CostFit
 from router.placement import DEFAULT_PRICES, PriceFit
-from tests.unit.test_engine import make_spec
+from tests.unit.baton.engine.core.test_engine import make_spec
 
 COSTS = StepCosts(
     s_overhead=1.0, s_per_token=0.5, s_per_pair=0.25, s_weights=8.0, s_per_sequence=2.0, s_per_kv_token=0.125

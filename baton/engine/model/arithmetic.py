@@ -23,10 +23,10 @@ from functools import cache
 
 import torch
 
-from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
-from baton.engine.runner import LayerDone, ignore_layer
-from baton.engine.sampler import sample
-from baton.engine.scheduler import Batch, Scheduled
+from baton.engine.core.runner import LayerDone, ignore_layer
+from baton.engine.core.scheduler import Batch, Scheduled
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
+from baton.engine.sampling.pipeline import sample
 from baton.messages import SequenceSpec
 
 

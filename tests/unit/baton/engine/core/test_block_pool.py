@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from baton.cluster import BlockCounts
-from baton.engine.block_pool import BlockPool, Removed, Stored
+from baton.engine.core.block_pool import BlockPool, Removed, Stored
 
 NUM_BLOCKS = 12
 

@@ -11,13 +11,13 @@ import torch
 
 from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.attention import order_for_packing
-from baton.engine.kv_cache import KVCache, KVSpec
-from baton.engine.ranks import OtherRanks
-from baton.engine.runner import Fence, LayerDone, ignore_layer
-from baton.engine.sampler import sample
-from baton.engine.scheduler import Batch, Part
-from baton.engine.transformers_model import ModelRank, Step, in_one_line, load_config, longest_sequence, rank_spec
+from baton.engine.core.runner import Fence, LayerDone, ignore_layer
+from baton.engine.core.scheduler import Batch, Part
+from baton.engine.model.attention import order_for_packing
+from baton.engine.model.kv_cache import KVCache, KVSpec
+from baton.engine.model.ranks import OtherRanks
+from baton.engine.model.transformers_model import ModelRank, Step, in_one_line, load_config, longest_sequence, rank_spec
+from baton.engine.sampling.pipeline import sample
 from baton.errors import ModelLoadError
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
 from baton.model_files import end_of_sequence_ids

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.costs import ITL_TARGET, StepCosts
-from baton.engine.block_pool import BlockPool
-from baton.engine.scheduler import LEAST_STEP, Batch, Scheduler, SchedulerLimits
-from baton.engine.sequence import Purpose, Sequence, Status
-from baton.engine.step_fit import StepSize
-from tests.unit.test_engine import make_spec
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.scheduler import LEAST_STEP, Batch, Scheduler, SchedulerLimits
+from baton.engine.core.sequence import Purpose, Sequence, Status
+from baton.engine.core.step_fit import StepSize
+from tests.unit.baton.engine.core.test_engine import make_spec
 
 EOS: frozenset[int] = frozenset()
 
