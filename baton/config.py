@@ -453,7 +453,7 @@ class FaultsConfig:
 
     spec: str = ""
     """Comma-separated: NAME=N for every Nth chunk of a KV transfer; the names are the fields of
-    `kvstore.transfer.faults.Faults`."""
+    `kvstore.transfer.transport.faults.Faults`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

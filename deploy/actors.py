@@ -18,7 +18,7 @@ from baton.errors import WorkerFailed
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
 from deploy.processes import die_with_parent, module_command
-from kvstore.transfer.nccl_env import nccl_environment
+from kvstore.transfer.transport.nccl_env import nccl_environment
 
 FENCED = 75
 """`deploy.worker.FENCED`, without what that imports."""

@@ -40,7 +40,7 @@ from deploy.models import cache_dir
 from deploy.parts import with_model
 from deploy.processes import why_taken
 from deploy.redis import EmbeddedRedis
-from kvstore.transfer.faults import parse_faults
+from kvstore.transfer.transport.faults import parse_faults
 from router.admission.tenants import TenantBook
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class RayCluster:
                 "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps it on loopback
                 "RAY_AUTH_MODE": "token",  # others on this machine could run code in it otherwise
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
+                "RAY_worker_niceness": "0",  # else 15: any other process of this machine would go before the workers
                 "RAY_memory_monitor_refresh_ms": "0",  # else it kills workers when others fill this machine's memory
             }
         self._name = config.cluster.name or f"baton-{secrets.token_hex(4)}"

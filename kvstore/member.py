@@ -203,7 +203,7 @@ def wire_compat(model_revision: str, spec: KVSpec) -> str:
     """Identity of what two workers must share to pair: the model and what its KV consists of.
 
     Block size, KV data type and tensor-parallel degree are not part of it: the transfer plan bridges them, or refuses
-    them in words (`kvstore.transfer.layout.mismatch`).
+    them in words (`kvstore.transfer.protocol.layout.mismatch`).
     """
     groups = "|".join(f"{g.name}:{len(g.layers)}:{g.k_dim}:{g.v_dim}" for g in spec.groups)
     states = "|".join(f"{s.name}:{s.shape}:{s.dtype}" for s in spec.states)

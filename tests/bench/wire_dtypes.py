@@ -22,9 +22,9 @@ from baton.engine.model.attention import begun_blocks, set_step, step_context
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.transformers_runner import TransformersRunner
 from deploy.models import cache_dir, resolve
-from kvstore.transfer.layout import layout_of
-from kvstore.transfer.plan import WireOptions, plan
-from kvstore.transfer.rows import Rows
+from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.protocol.layout import layout_of
+from kvstore.transfer.protocol.plan import WireOptions, plan
 from router.prompt import Tokenizer
 from tests.bench.report import Report, Table
 

@@ -65,8 +65,8 @@ from baton.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.redis import EmbeddedRedis
 from deploy.worker import running
 from kvstore.member import Member
-from kvstore.transfer.header import PROTOCOL_VERSION
-from kvstore.transfer.shm_link import host_id
+from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
+from kvstore.transfer.transport.shm import host_id
 from router.dispatch.worker_client import WorkerCallError, WorkerCalls, WorkerStream
 from tests.integration.transfer_peers import eventually, served
 

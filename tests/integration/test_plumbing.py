@@ -55,6 +55,12 @@ def test_streams_are_what_the_arithmetic_says(arithmetic_cluster: Cluster) -> No
         assert answer.timing.retries == 0
 
 
+def test_workers_run_at_the_priority_of_whatever_started_the_cluster(arithmetic_cluster: Cluster) -> None:
+    """Ray would put them behind every other process of the machine."""
+    pids = [worker["pid"] for worker in arithmetic_cluster.client.status()["workers"]]
+    assert {psutil.Process(pid).nice() for pid in pids} == {psutil.Process(arithmetic_cluster.process.pid).nice()}
+
+
 def test_choices_are_separate_streams(arithmetic_cluster: Cluster) -> None:
     prompt = prompt_of(50, 40)
     answer = arithmetic_cluster.generate(token_ids=prompt, sampling=sampling(5, n=3))

@@ -18,9 +18,9 @@ from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.messages import KvLayout, SequenceSpec
 from baton.sampling import SamplingParams
-from kvstore.transfer.layout import layout_of, rank_spec, source_ranks
-from kvstore.transfer.plan import WireOptions, plan
-from kvstore.transfer.rows import Rows
+from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.protocol.layout import layout_of, rank_spec, source_ranks
+from kvstore.transfer.protocol.plan import WireOptions, plan
 from router.prompt import Tokenizer
 
 TEXT = (

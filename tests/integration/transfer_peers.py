@@ -31,7 +31,7 @@ from baton.rpc.server import SERVER_OPTIONS
 from baton.sampling import SamplingParams
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.endpoint import KvEndpoint
-from kvstore.transfer.layout import heads_of
+from kvstore.transfer.protocol.layout import heads_of
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
 
