@@ -23,13 +23,13 @@ from baton.errors import BatonError, StoreUnavailable, WorkerFailed
 from baton.rpc import channel, from_rpc_error
 from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from deploy.children import STABLE_S
 from deploy.controller import state as state_file
-from deploy.controller.ray_actors import RayActors, Started, first_line
 from deploy.controller.reconcile import Forget, Leave, Phase, Retire, Seen, Start, is_serving, pool_of, reconcile
 from deploy.controller.state import Flip, State, why_not
 from deploy.kubernetes.node_plan import PlacedWorker
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec
+from deploy.local.child import STABLE_S
+from deploy.ray_pools.actors import RayActors, Started, first_line
 from deploy.scaling.policy import Decision
 from kvstore.index import Mirror
 from kvstore.leases import LeaseStore

@@ -26,9 +26,9 @@ import psutil
 import uvloop
 
 from baton.config import ClusterConfig, Config, IndexConfig, ModelConfig, RouterConfig, TelemetryConfig, load
+from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
 from deploy.processes import die_with_parent
-from deploy.redis import EmbeddedRedis
 from router.prompt import Tokenizer
 from tests.bench.peer import Peer
 from tests.bench.report import Report, Table

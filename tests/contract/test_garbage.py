@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
     from pathlib import Path
 
-    from deploy.redis import EmbeddedRedis
+    from deploy.embedded_redis import EmbeddedRedis
 
 POLL_S = 0.02
 LOAD = WorkerLoad(state=WorkerState.READY)

@@ -14,8 +14,8 @@ import yaml
 from baton import config as baton_config
 from baton.config import Config
 from baton.errors import ConfigError
-from deploy.chart_docs import config_schema
 from tests.helm.chart import CHART, MATRIX, NAMESPACE, Object, Pod, Values, helm, of_kind, pod_of, pods, render, the
+from tools.chart_docs import config_schema
 
 POD_IP = "10.1.2.3"
 FIELDS = {"metadata.name": "a-pod", "status.podIP": POD_IP}

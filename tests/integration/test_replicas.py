@@ -22,7 +22,7 @@ from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
-from deploy.client import Client
+from deploy.operator.client import Client
 from kvstore.index import Connection
 from kvstore.leases import Ended, Entry, Part, RecordKey, RedisRecords
 from router.admission.tenants import DEFAULT_TENANT

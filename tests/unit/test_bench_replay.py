@@ -20,15 +20,15 @@ from baton.costs import StepCosts
 from baton.errors import ConfigError, InvalidRequest, NoWorker, Overloaded, WorkerFailed
 from baton.rpc import RpcServer
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from deploy.bench.command import Options
-from deploy.bench.connection import Connection, ServedModel, ServingWorker
-from deploy.bench.prompts import Prompts
-from deploy.bench.replay import Observed, Replay, check, replay
-from deploy.bench.report import Measured, measured, notes_of, table_of
-from deploy.simulate.plan import Plan, plan_for
-from deploy.simulate.report import Figures
-from deploy.simulate.trace import Trace, TraceRequest
-from deploy.simulate.trace_shape import TraceOptions
+from deploy.lab.bench.command import Options
+from deploy.lab.bench.connection import Connection, ServedModel, ServingWorker
+from deploy.lab.bench.prompts import Prompts
+from deploy.lab.bench.replay import Observed, Replay, check, replay
+from deploy.lab.bench.report import Measured, measured, notes_of, table_of
+from deploy.lab.simulate.report import Figures
+from deploy.lab.traces.fit_to_model import Plan, plan_for
+from deploy.lab.traces.shape import TraceOptions
+from deploy.lab.traces.trace import Trace, TraceRequest
 from router.placement import Objective
 
 BLOCK = 16

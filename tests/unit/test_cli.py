@@ -12,7 +12,7 @@ from rich.table import Table
 
 from baton.api import Explanation, Option
 from baton.errors import InvalidRequest
-from deploy.cli import garbage_lines, option_table, show_explanations, transfer_table, worker_table
+from deploy.cli.app import garbage_lines, option_table, show_explanations, transfer_table, worker_table
 
 WORKER = {
     "id": "decode-0",

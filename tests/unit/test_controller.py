@@ -17,13 +17,13 @@ from baton.cluster import ControllerInfo, PoolStatus, Role, Worker, WorkerInfo, 
 from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig
 from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
 from deploy.controller import controller as controller_module
-from deploy.controller import ray_actors
 from deploy.controller.controller import Controller
 from deploy.controller.orders import Orders
-from deploy.controller.ray_actors import RayActors, Started
 from deploy.controller.reconcile import Phase
 from deploy.controller.state import Flip, State, load, locked
 from deploy.kubernetes.serving_pool import PoolSpec
+from deploy.ray_pools import actors as ray_actors
+from deploy.ray_pools.actors import RayActors, Started
 from kvstore.index import MemoryStore, Mirror
 from kvstore.leases import MemoryLeases
 from tests.integration.cluster import free_port

@@ -23,8 +23,6 @@ from baton.cluster import (
 )
 from baton.telemetry.instruments import Instruments
 from baton.telemetry.prometheus import Histogram
-from deploy.grafana.__main__ import ROOT, generated
-from deploy.grafana.catalogue import definitions, series
 from tests.observability.shipped import (
     DASHBOARDS,
     alerts,
@@ -36,6 +34,8 @@ from tests.observability.shipped import (
     shown,
     substituted,
 )
+from tools.dashboards.__main__ import ROOT, generated
+from tools.dashboards.catalogue import definitions, series
 
 INSTRUMENTS = {name: each.name for each in definitions() for name in series(each)}
 """Series -> its instrument."""
@@ -48,7 +48,7 @@ PARALLEL = {"max", "min", "avg", "count"}
 
 @pytest.mark.parametrize("path", sorted(generated()), ids=str)
 def test_committed_files_are_what_the_generator_writes(path: Any) -> None:
-    assert (ROOT / path).read_text() == generated()[path], "run `python -m deploy.grafana` and commit the result"
+    assert (ROOT / path).read_text() == generated()[path], "run `python -m tools.dashboards` and commit the result"
 
 
 def test_there_are_no_other_dashboards() -> None:

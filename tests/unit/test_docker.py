@@ -17,7 +17,7 @@ import yaml
 from baton import config as baton_config
 from baton.config import ClusterConfig, Config
 from baton.errors import ConfigError
-from deploy.cli import app
+from deploy.cli.app import app
 from deploy.docker.requirements import requirements
 
 ROOT = Path(__file__).parents[2]

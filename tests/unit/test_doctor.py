@@ -31,8 +31,8 @@ from baton.errors import ConfigError, StoreUnavailable
 from deploy.doctor import Check, Place, cluster, diagnose, machine, not_configured, redis
 from deploy.doctor.checks import guarded, names
 from deploy.doctor.reach import Target, knock, reachability, wrongly_announced
+from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import CATALOGUE
-from deploy.redis import EmbeddedRedis
 from kvstore.index import without_password
 
 # -- this machine ------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import deploy.leave
+import deploy.local.leave
 from baton.config import ClusterConfig, Config, IndexConfig, ModelConfig
-from deploy.leave import leave, workers_on
+from deploy.local.leave import leave, workers_on
 
 HOST = "127.99.1.2"
 NOBODY = "127.99.1.3:9"
@@ -23,8 +23,8 @@ def test_a_worker_whose_whole_cluster_is_gone_ends(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in `helm uninstall`: neither Ray's head nor Redis nor a controller answers any more."""
-    monkeypatch.setattr(deploy.leave, "RAY_S", 0.2)
-    monkeypatch.setattr(deploy.leave, "NO_CONTROLLER_S", 1.0)
+    monkeypatch.setattr(deploy.local.leave, "RAY_S", 0.2)
+    monkeypatch.setattr(deploy.local.leave, "NO_CONTROLLER_S", 1.0)
     (tmp_path / "deploy").mkdir()
     (tmp_path / "deploy" / "worker.py").write_text(WORKER)
     config = Config(

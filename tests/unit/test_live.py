@@ -12,7 +12,8 @@ from rich.console import Console
 from baton.cluster import ClusterStatus
 from baton.errors import InvalidRequest, NoWorker
 from baton.telemetry.instruments import Instruments
-from deploy.live import (
+from deploy.operator.scrape import Samples, Scraper, parse, seen_from
+from deploy.operator.watch import (
     ClassView,
     Quantile,
     Quantiles,
@@ -24,7 +25,6 @@ from deploy.live import (
     view,
     watch,
 )
-from deploy.scrape import Samples, Scraper, parse, seen_from
 
 BEFORE = """
 baton_requests_slo_total{model="m",outcome="met",slo_class="default"} 10.0

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from baton.config import ClusterConfig, Config, IndexConfig, RouterConfig
 from baton.errors import ConfigError
-from deploy import parts
-from deploy.part import Part
+from deploy.local import parts
+from deploy.local.part import Part
 from tests.integration.cluster import free_port
 
 WHOLE = Config(

@@ -16,8 +16,8 @@ from baton.config import AutoscaleConfig, ClusterConfig, Config, EngineConfig, M
 from baton.errors import ConfigError
 from baton.memory import GIB
 from baton.rpc import RpcServer
-from deploy import preflight
 from deploy.doctor import machine
+from deploy.local import preflight
 
 RAY_SERVICE = "ray.rpc.NodeInfoGcsService"
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.simulate.baselines import BASELINES
-from deploy.simulate.policy import Policy, WorkerView
-from deploy.simulate.trace import TraceRequest
+from deploy.lab.simulate.baselines import BASELINES
+from deploy.lab.simulate.policy import Policy, WorkerView
+from deploy.lab.traces.trace import TraceRequest
 
 BLOCK_TOKENS = 100
 SEEDS = range(20)

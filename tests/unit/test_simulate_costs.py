@@ -15,16 +15,16 @@ from baton.api import Timing, Usage
 from baton.costs import StepCosts
 from baton.engine.core.step_fit import StepFit, StepSize
 from baton.errors import ConfigError
-from deploy.bench.connection import ServingWorker
-from deploy.bench.fit import OFTEN, cost_model, decoding_s, median_costs, prompt_step_s, request_overhead_s
-from deploy.bench.replay import Observed
-from deploy.simulate.command import measured_scenario
-from deploy.simulate.costs import Bench, CostModel, read_bench
-from deploy.simulate.policy import Decision
-from deploy.simulate.run import run_policy
-from deploy.simulate.trace import Trace, TraceRequest
-from deploy.simulate.worker import WorkerShape
-from deploy.simulate.world import Served, World
+from deploy.lab.bench.connection import ServingWorker
+from deploy.lab.bench.fit import OFTEN, cost_model, decoding_s, median_costs, prompt_step_s, request_overhead_s
+from deploy.lab.bench.replay import Observed
+from deploy.lab.simulate.command import measured_scenario
+from deploy.lab.simulate.costs import Bench, CostModel, read_bench
+from deploy.lab.simulate.policy import Decision
+from deploy.lab.simulate.run import run_policy
+from deploy.lab.simulate.worker import WorkerShape
+from deploy.lab.simulate.world import Served, World
+from deploy.lab.traces.trace import Trace, TraceRequest
 from router.placement import Objective
 
 BLOCK = 16

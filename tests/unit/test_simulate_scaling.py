@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 
 from baton.cluster import Role, WorkerState
 from baton.config import AutoscaleConfig, RouterConfig
+from deploy.lab.simulate import scaler as scaler_module
+from deploy.lab.simulate.costs import PROFILES
+from deploy.lab.simulate.policy import Decision, TwoLegs, WorkerView
+from deploy.lab.simulate.production import Production
+from deploy.lab.simulate.report import Result, result_of
+from deploy.lab.simulate.run import Scenario, run_policy
+from deploy.lab.simulate.scaler import Scaling
+from deploy.lab.simulate.textbook import Greedy
+from deploy.lab.simulate.worker import WorkerShape
+from deploy.lab.simulate.world import Served, World
+from deploy.lab.traces.generator import Conversations, generate
+from deploy.lab.traces.trace import Trace, TraceRequest
 from deploy.scaling.policy import Decision as ScaleDecision
 from deploy.scaling.policy import Measured, Needs, Sizes, State
-from deploy.simulate import scaler as scaler_module
-from deploy.simulate.costs import PROFILES
-from deploy.simulate.generator import Conversations, generate
-from deploy.simulate.policy import Decision, TwoLegs, WorkerView
-from deploy.simulate.production import Production
-from deploy.simulate.report import Result, result_of
-from deploy.simulate.run import Scenario, run_policy
-from deploy.simulate.scaler import Scaling
-from deploy.simulate.textbook import Greedy
-from deploy.simulate.trace import Trace, TraceRequest
-from deploy.simulate.worker import WorkerShape
-from deploy.simulate.world import Served, World
 from router.placement import Objective, Prices
 from tests.unit.test_simulate_world import COSTS, Anything, Fixed, request, requests_lists, shape, trace, view
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from deploy.simulate.generator import Conversations, LogNormal, generate
-from deploy.simulate.trace import Trace, TraceRequest
-from deploy.simulate.trace_files import read_trace, spread_ticks
-from deploy.simulate.trace_shape import during, faster, first, scaled
+from deploy.lab.traces.files import read_trace, spread_ticks
+from deploy.lab.traces.generator import Conversations, LogNormal, generate
+from deploy.lab.traces.shape import during, faster, first, scaled
+from deploy.lab.traces.trace import Trace, TraceRequest
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 PLAIN_HEADER = "timestamp_ms,input_length,output_length"

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from baton.config import RouterConfig
 from baton.costs import StepCosts
-from deploy.simulate.costs import GPUS, MODELS, CostModel, roofline
-from deploy.simulate.policy import Decision, WorkerView
-from deploy.simulate.production import Production
-from deploy.simulate.report import quantiles, result_of
-from deploy.simulate.trace import Trace, TraceRequest
-from deploy.simulate.worker import SimulatedWorker, WorkerShape
-from deploy.simulate.world import Served, World
+from deploy.lab.simulate.costs import GPUS, MODELS, CostModel, roofline
+from deploy.lab.simulate.policy import Decision, WorkerView
+from deploy.lab.simulate.production import Production
+from deploy.lab.simulate.report import quantiles, result_of
+from deploy.lab.simulate.worker import SimulatedWorker, WorkerShape
+from deploy.lab.simulate.world import Served, World
+from deploy.lab.traces.trace import Trace, TraceRequest
 from router.placement import Objective, Prices
 
 torch.set_num_threads(1)

@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-import deploy.worker
+import deploy.worker.process
 from baton.cluster import Role
 from baton.config import ClusterConfig, Config
 from baton.errors import ConfigError, WorkerFailed
-from deploy import actors, children, up
-from deploy.children import Child
 from deploy.controller import UNJOINED
 from deploy.controller.state import State, save
-from deploy.up import RayCluster
+from deploy.local import child as children
+from deploy.local import up
+from deploy.local.child import Child
+from deploy.local.up import RayCluster
+from deploy.ray_pools import actor as actors
 
 
 def child(folder: Path, code: str) -> Child:
@@ -101,7 +103,7 @@ async def test_a_setting_of_another_release_is_a_sentence_and_not_the_actors_end
 
 
 async def test_a_worker_whose_name_another_process_has_says_so() -> None:
-    assert actors.FENCED == deploy.worker.FENCED
+    assert actors.FENCED == deploy.worker.process.FENCED
 
     class Fenced(actors.WorkerActor):
         def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:

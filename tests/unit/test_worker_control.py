@@ -18,8 +18,8 @@ from baton.messages import DecodeRequest, Event, NewTokens, SequenceSpec, Start
 from baton.rpc.calls import CallServicer
 from baton.sampling import SamplingParams
 from baton.v1 import worker_pb2
-from deploy.worker_control import WorkerControl
-from kvstore.member import Member
+from deploy.worker.control import WorkerControl
+from deploy.worker.member import Member
 
 pytestmark = pytest.mark.asyncio
 

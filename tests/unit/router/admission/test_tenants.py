@@ -18,7 +18,7 @@ from baton.config import RouterConfig
 from baton.errors import BatonError, ConfigError, Forbidden, InvalidRequest, NoController, Unauthenticated
 from baton.rpc import RpcServer, channel, from_rpc_error
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from deploy.client import Client
+from deploy.operator.client import Client
 from router.admission.tenants import DEFAULT_TENANT, Tenant, TenantBook, api_key_of
 from router.api.controller_client import OrdersClient
 from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentication

@@ -15,8 +15,8 @@ import httpx2
 import pytest
 
 from baton.errors import Unauthenticated
-from deploy.live import ITL, TTFT, Quantile, quantile
-from deploy.scrape import parse
+from deploy.operator.scrape import parse
+from deploy.operator.watch import ITL, TTFT, Quantile, quantile
 from router.api.http import create_app
 from router.api.page import PAGE
 from tests.unit.test_live import AFTER, BEFORE, late_answers
