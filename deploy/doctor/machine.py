@@ -23,7 +23,7 @@ from deploy.models import CATALOGUE, cache_dir
 from deploy.models.folder import check_folder
 from deploy.operator.scrape import NOWHERE
 from deploy.processes import why_taken
-from router.tenants import TenantBook
+from router.admission.tenants import TenantBook
 
 MIN_MEMORY_GIB = 4.0
 MIN_DISK_GIB = 3.0

@@ -40,7 +40,7 @@ from deploy.local.parts import with_model
 from deploy.models import cache_dir
 from deploy.processes import UNJOINED, why_taken
 from kvstore.transfer.transport.faults import parse_faults
-from router.tenants import TenantBook
+from router.admission.tenants import TenantBook
 
 logger = logging.getLogger(__name__)
 REDIS_CHECK_S = 0.5

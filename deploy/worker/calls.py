@@ -1,4 +1,4 @@
-"""The worker's end of the one stream that each router has to it; the router's end is `router.worker_calls`.
+"""The worker's end of the one stream that a router has to it; `router.dispatch.worker_client` is the other end.
 
     router ──> worker    start 7, start 8      start 9       cancel 8
     router <── worker    7: tokens, 8: tokens      7: tokens, 8: tokens, 9: tokens      7: tokens, 7: ended, 9: tokens

@@ -91,7 +91,7 @@ def test_the_router_listens_to_all_and_says_where_it_is(tmp_path: Path) -> None:
 
 
 def test_the_tenants_of_the_values_are_ones_that_the_router_takes(tmp_path: Path) -> None:
-    from router.tenants import TenantBook
+    from router.admission.tenants import TenantBook
 
     objects = render(MATRIX["tenants"])
     file = tmp_path / "tenants.yaml"

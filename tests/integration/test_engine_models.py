@@ -35,9 +35,9 @@ from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from decode_worker.service import DecodeService
 from deploy.worker.calls import CallServicer
-from router.text import Tokenizer
-from router.worker_calls import WorkerCallError
-from tests.unit.test_worker_calls import router, served, worker_at
+from router.dispatch.worker_client import WorkerCallError
+from router.prompt import Tokenizer
+from tests.unit.router.dispatch.test_worker_client import router, served, worker_at
 
 pytestmark = pytest.mark.integration
 

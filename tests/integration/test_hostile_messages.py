@@ -67,7 +67,7 @@ from deploy.worker.member import Member
 from deploy.worker.process import running
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.transport.shm import host_id
-from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
+from router.dispatch.worker_client import WorkerCallError, WorkerCalls, WorkerStream
 from tests.integration.transfer_peers import eventually, served
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from baton.errors import Overloaded
 from deploy.lab.simulate.policy import Decision
 from deploy.lab.simulate.worker import key_of
 from router.admission import AnswerHistory, Entry, Gate
+from router.admission.tenants import DEFAULT_TENANT
 from router.placement import Job, LoadBook, Objective, Prices, Prompt, Residence, Weights, place
-from router.tenants import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

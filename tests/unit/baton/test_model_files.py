@@ -13,7 +13,7 @@ import tokenizers
 from baton.errors import ModelLoadError
 from baton.model_files import end_of_sequence_ids, require_runnable, unapplied_recommendations
 from deploy.models.folder import check_folder
-from router.text import Tokenizer
+from router.prompt import Tokenizer
 
 
 def write(folder: Path, **files: Any) -> Path:

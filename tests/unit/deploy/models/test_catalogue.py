@@ -25,7 +25,7 @@ from deploy.models import CATALOGUE, Progress, ignore_progress
 from deploy.models.catalogue import CatalogueModel
 from deploy.models.gguf_folder import undo_permutation, write_folder
 from deploy.models.wheel import catalogue_folder
-from router.text import Tokenizer
+from router.prompt import Tokenizer
 
 Array = npt.NDArray[np.float32]
 
