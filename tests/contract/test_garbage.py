@@ -25,8 +25,8 @@ from router.dispatch.worker_client import WorkerCalls
 from router.placement import Prompt
 from router.placement.pool_view import PoolView
 from tests.contract.garbage import Garbage, index_of, leases_of, shared
+from tests.unit.deploy.controller.test_controller import LocalActors
 from tests.unit.router.placement.test_pool_view import NORMAL
-from tests.unit.test_controller import LocalActors
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
