@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from baton.engine.core.kv_spec import BlockTables
     from baton.engine.core.runner import Fence
     from baton.messages import Ticket
     from kvstore.transfer.copy.blocks import Rows
@@ -34,6 +35,15 @@ if TYPE_CHECKING:
     from kvstore.transfer.transport.base import Operation, SendingLink
     from kvstore.transfer.transport.faults import FaultInjector
     from kvstore.transfer.transport.staging import Slot
+
+
+class ReadyChunk(NamedTuple):
+    """A chunk that may be gathered once its fence has been reached."""
+
+    seq: int
+    """Its number within the transfer."""
+    chunk: Chunk
+    fence: Fence | None
 
 
 class Outbound:
@@ -52,13 +62,13 @@ class Outbound:
         self._lock = threading.Lock()
         self._spans = _spans(plan)
         """Chunks that are not ready yet."""
-        self._ready: deque[int] = deque()
+        self._ready: deque[tuple[int, Fence | None]] = deque()
+        """Chunks that may be gathered, each with the fence that made it ready."""
         self._unsent_bytes = 0
         self._num_layers = 1 + max(max(group.layers) for group in plan.src.groups)
         self._tokens_in_all_layers = 0
         self._step = (0, 0)
         """Tokens that the current step ends with, and layers that it has done."""
-        self._fence: Fence | None = None
         self._finished = False
 
     @property
@@ -71,37 +81,40 @@ class Outbound:
         return not self._spans and not self._ready
 
     def advance(self, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
-        """The first `num_tokens` tokens are computed in the model's first `num_layers` layers."""
+        """Notes that the first `num_tokens` tokens are computed in the model's first `num_layers` layers."""
         with self._lock:
-            self._fence = fence or self._fence
             self._step = (num_tokens, num_layers)
             if num_layers >= self._num_layers:
                 self._tokens_in_all_layers = max(self._tokens_in_all_layers, num_tokens)
-            self._find_ready()
+            self._find_ready(fence)
         self.wake()
 
     def finish(self) -> None:
         """Everything is computed, states included."""
         with self._lock:
             self._finished = True
-            self._find_ready()
+            self._find_ready(None)
         self.wake()
 
-    def take_ready(self) -> tuple[int, Chunk] | None:
-        """The next chunk that can be gathered, with its number."""
+    def extend(self, block_ids: BlockTables) -> None:
+        """Takes the sequence's block tables, which have grown. Any thread."""
+        self._rows.extend(block_ids)
+
+    def take_ready(self) -> ReadyChunk | None:
+        """Returns the next chunk that can be gathered."""
         with self._lock:
             if not self._ready:
                 return None
-            seq = self._ready.popleft()
+            seq, fence = self._ready.popleft()
             chunk = self.plan.chunks[seq]
             self._unsent_bytes -= chunk.num_bytes
-            return seq, chunk
+            return ReadyChunk(seq, chunk, fence)
 
-    def gather(self, chunk: Chunk, payload: torch.Tensor) -> int:
+    def gather(self, ready: ReadyChunk, payload: torch.Tensor) -> int:
         """Fills `payload`, and returns its checksum: 0 where chunks are not checked."""
         self.began_s = self.began_s or time.monotonic()
         checksum = new_checksum(payload.device) if self._checked else None
-        self._rows.gather(chunk, payload, self._fence, checksum)
+        self._rows.gather(ready.chunk, payload, ready.fence, checksum)
         return checksum.digest() if checksum else 0
 
     def header(self, seq: int, chunk: Chunk, checksum: int, epoch: int, place: int, next_bytes: int) -> h.Header:
@@ -122,12 +135,12 @@ class Outbound:
             checksum=checksum,
         )
 
-    def _find_ready(self) -> None:
+    def _find_ready(self, fence: Fence | None) -> None:
         """Spans become ready in order, and so do the chunks of each; a step may work on several spans at once."""
         for span in self._spans:
             while span.chunks and self._is_ready(span.num_tokens, span.chunks[0][1]):
                 seq, _ = span.chunks.popleft()
-                self._ready.append(seq)
+                self._ready.append((seq, fence))
                 self._unsent_bytes += self.plan.chunks[seq].num_bytes
             if span.num_tokens > max(self._step[0], self._tokens_in_all_layers) and not self._finished:
                 break
@@ -167,8 +180,7 @@ class _Due(NamedTuple):
     """A chunk that has been announced."""
 
     outbound: Outbound
-    seq: int
-    chunk: Chunk
+    ready: ReadyChunk
     slot: Slot
 
 
@@ -223,7 +235,7 @@ class Outflow:
         self._heartbeat_s = heartbeat_s
         self._changed = threading.Condition()
         self._outbounds: deque[Outbound] = deque()
-        self._next: tuple[Outbound, int, Chunk] | None = None
+        self._next: tuple[Outbound, ReadyChunk] | None = None
         """Ready, and not announced for want of a slot."""
         self._stopped = False
 
@@ -269,7 +281,7 @@ class Outflow:
                 places.append(upcoming)
                 if self._stopped:
                     return
-                next_bytes = upcoming.chunk.num_bytes if upcoming else 0
+                next_bytes = upcoming.ready.chunk.num_bytes if upcoming else 0
                 if due is None:
                     signal = h.Header(0, self._epoch(), place, next_bytes)
                     under_way.add(link.send_signal(signal.pack()), None)
@@ -301,39 +313,39 @@ class Outflow:
             slot = link.slots.acquire(self._heartbeat_s)
         if slot is None:
             return None
-        (outbound, seq, chunk), self._next = self._next, None
-        return _Due(outbound, seq, chunk, slot)
+        (outbound, ready), self._next = self._next, None
+        return _Due(outbound, ready, slot)
 
     def _send(self, link: SendingLink, under_way: _UnderWay, due: _Due, place: int, next_bytes: int) -> None:
-        outbound, chunk, slot = due.outbound, due.chunk, due.slot
+        outbound, chunk, slot = due.outbound, due.ready.chunk, due.slot
         payload = slot.payload(chunk.num_bytes)
-        checksum = self._gather(outbound, chunk, payload)
+        checksum = self._gather(outbound, due.ready, payload)
         if checksum is not None:
-            header = outbound.header(due.seq, chunk, checksum, self._epoch(), place, next_bytes)
+            header = outbound.header(due.ready.seq, chunk, checksum, self._epoch(), place, next_bytes)
             self._faults.spoil(chunk, payload)
         else:
             header = h.Header(h.VOID, self._epoch(), place, next_bytes, num_bytes=chunk.num_bytes)
         slot.write_header(header.pack())
         under_way.add(link.send_chunk(slot, chunk.num_bytes), slot)
 
-    def _gather(self, outbound: Outbound, chunk: Chunk, payload: torch.Tensor) -> int | None:
+    def _gather(self, outbound: Outbound, ready: ReadyChunk, payload: torch.Tensor) -> int | None:
         """The checksum. None: the transfer has been given up, and its blocks are not to be read."""
         if not self._book.ask(lambda offers: offers.gather_begins(outbound.generation)):
             return None
         try:
-            return outbound.gather(chunk, payload)
+            return outbound.gather(ready, payload)
         finally:
             now = time.monotonic()
             self._book.happen_in_thread(lambda offers: offers.gather_ends(outbound.generation, now))
 
-    def _take_ready(self) -> tuple[Outbound, int, Chunk] | None:
+    def _take_ready(self) -> tuple[Outbound, ReadyChunk] | None:
         """The next ready chunk; transfers take turns."""
         with self._changed:
             return self._next_ready()
 
-    def _wait_ready(self) -> tuple[Outbound, int, Chunk] | None:
+    def _wait_ready(self) -> tuple[Outbound, ReadyChunk] | None:
         """The same, once there is one; None when it is time for a heartbeat, or to stop."""
-        found: list[tuple[Outbound, int, Chunk]] = []
+        found: list[tuple[Outbound, ReadyChunk]] = []
 
         def look() -> bool:
             if not self._stopped and (ready := self._next_ready()):
@@ -344,7 +356,7 @@ class Outflow:
             self._changed.wait_for(look, self._heartbeat_s)
         return found[0] if found else None
 
-    def _next_ready(self) -> tuple[Outbound, int, Chunk] | None:
+    def _next_ready(self) -> tuple[Outbound, ReadyChunk] | None:
         for _ in range(len(self._outbounds)):
             outbound = self._outbounds[0]
             ready = outbound.take_ready()
@@ -353,5 +365,5 @@ class Outflow:
             else:
                 self._outbounds.rotate(-1)
             if ready is not None:
-                return outbound, *ready
+                return outbound, ready
         return None
