@@ -25,7 +25,7 @@ from deploy.models import cache_dir, resolve
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.layout import layout_of
 from kvstore.transfer.protocol.plan import WireOptions, plan
-from router.text import Tokenizer
+from router.prompt import Tokenizer
 from tests.bench.report import Report, Table
 
 WIRES = ("float32", "bfloat16", "float16", "int8")

@@ -29,7 +29,7 @@ from baton.engine.model.transformers_model import LLAMA_FAMILY
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import ModelLoadError
 from baton.parent import die_with
-from deploy.worker import serve
+from deploy.worker.process import serve
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import request
 from tests.integration.test_engine_models import (

@@ -21,7 +21,7 @@ from baton.sampling import SamplingParams
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.layout import layout_of, rank_spec, source_ranks
 from kvstore.transfer.protocol.plan import WireOptions, plan
-from router.text import Tokenizer
+from router.prompt import Tokenizer
 
 TEXT = (
     "The library of Alexandria was one of the largest and most significant libraries of the ancient world. It was part "
