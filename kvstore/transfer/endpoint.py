@@ -16,7 +16,7 @@ import grpc
 from baton import wire
 from baton.blocks import GRANULE, block_keys
 from baton.cluster import TransferCounts
-from baton.engine.core.engine import Reserved
+from baton.engine.core.outputs import Reserved
 from baton.engine.core.sequence import Purpose
 from baton.errors import BatonError, TransferTimeout
 from baton.messages import PrefixSource, Pull, SequenceSpec, Ticket
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
 
     from baton.config import FaultsConfig, TransferConfig
-    from baton.engine.core.loop import EngineLoop
+    from baton.engine.core.serving import ServingEngine
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +45,17 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         self,
         worker_id: str,
         incarnation: str,
-        loop: EngineLoop,
+        engine: ServingEngine,
         wire_compat: str,
         config: TransferConfig,
         host: str,
         faults: FaultsConfig | None = None,
     ) -> None:
-        caches = loop.engine.runner.caches
+        caches = engine.caches
         self.sender = KvSender(worker_id, incarnation, caches, wire_compat, config, host, faults)
         self.receiver = KvReceiver(worker_id, incarnation, caches, wire_compat, config, host)
         self._worker_id = worker_id
-        self._loop = loop
+        self._engine = engine
         self._config = config
         self._pulled_tokens = 0
         self._failed_pulls = 0
@@ -104,7 +104,7 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         Returns:
             Tokens that came; 0 where nothing did, for whatever reason: the engine computes what is missing.
         """
-        if not self._loop.engine.runner.cache.spec.supports_prefix_reuse or source.worker_id == self._worker_id:
+        if not self._engine.spec.supports_prefix_reuse or source.worker_id == self._worker_id:
             return 0
         block_size = self.receiver.layout.block_size
         num_tokens = min(source.num_tokens, len(spec.token_ids) - 1) // block_size * block_size
@@ -124,15 +124,14 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         return num_pulled
 
     async def _fetch(self, prefix: SequenceSpec, source: PrefixSource, arrived_s: float) -> int:
-        async with self._loop.sequence(prefix, Purpose.RECEIVE, arrived_s) as handle:
-            reserved = await handle.next()
+        async with self._engine.sequence(prefix, Purpose.RECEIVE, arrived_s) as sequence:
+            reserved = await sequence.next()
             assert isinstance(reserved, Reserved)
-            sequence, skip_tokens = reserved.sequence, reserved.skip_tokens
-            if skip_tokens >= sequence.num_tokens:
+            num_tokens, skip_tokens = reserved.num_tokens, reserved.num_cached_tokens
+            if skip_tokens >= num_tokens:
                 return 0
-            transfer_id = f"{sequence.sequence_id}/prefix@{self._worker_id}"
-            blocks = sequence.block_table
-            ticket = self.receiver.expect(transfer_id, sequence.num_tokens, skip_tokens, blocks, partial=True)
+            transfer_id = f"{prefix.sequence_id}/prefix@{self._worker_id}"
+            ticket = self.receiver.expect(transfer_id, num_tokens, skip_tokens, reserved.block_ids, partial=True)
             keys = tuple(block_keys(prefix.cache_seed, prefix.token_ids))
             try:
                 async with asyncio.timeout(self._config.pull_timeout_s):
@@ -143,7 +142,7 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
                 await self.receiver.release(ticket)
             if arrival is None:
                 return 0
-            self._loop.adopt(sequence, arrival.num_tokens)
+            sequence.adopt(arrival.num_tokens)
             return arrival.num_tokens - skip_tokens
 
     async def _pull(self, ticket: Ticket, keys: tuple[bytes, ...], source: PrefixSource) -> Arrival | None:
@@ -174,17 +173,18 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
     async def Pull(  # noqa: N802 - the generated name
         self, request: kv_pb2.PullRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.PullResponse:
-        cache = self._loop.engine.runner.cache
-        pull = wire.pull_from_pb(request, max_keys=cache.num_blocks * cache.spec.block_size // GRANULE)
+        block_size = self.sender.layout.block_size
+        max_keys = self._engine.caches[0].num_blocks * block_size // GRANULE
+        pull = wire.pull_from_pb(request, max_keys=max_keys)
         ticket = pull.ticket
-        blocks = self._loop.pin_prefix(pull.block_keys)
+        pin = await self._engine.pin_prefix(pull.block_keys)
         try:
-            num_tokens = min(len(blocks) * self.sender.layout.block_size, ticket.num_tokens)
+            num_tokens = min(len(pin.block_ids[0]) * block_size, ticket.num_tokens)
             if num_tokens <= ticket.skip_tokens:
                 return kv_pb2.PullResponse(num_tokens=0)
             async with self.sender.transfer(ticket, num_tokens) as transfer:
-                transfer.attach(blocks)
+                transfer.extend(pin.block_ids)
                 await transfer.finish(None)
             return kv_pb2.PullResponse(num_tokens=num_tokens)
         finally:
-            self._loop.unpin(blocks)
+            self._engine.unpin(pin)

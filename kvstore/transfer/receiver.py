@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton import wire
+from baton.blocks import num_blocks_for
+from baton.engine.core.kv_spec import EMPTY_PLACE, BlockTables
 from baton.errors import ConfigError, TransferError, TransferRefused
 from baton.messages import Abort, Commit, FromSender, Hello, Nack, Offer, SessionFailed, Ticket
 from kvstore.transfer.connection.incoming import IncomingConnection
@@ -74,11 +76,10 @@ class _Reserved:
     """What the event loop knows of one reservation."""
 
     ticket: Ticket
-    block_ids: tuple[int, ...]
-    state_slot: int | None
+    block_ids: BlockTables
     partial: bool
     settled: asyncio.Event
-    freed: asyncio.Future[tuple[int, ...]]
+    freed: asyncio.Future[BlockTables]
     num_tokens: int | None = None
     """Offered, by whoever offered first."""
     plans: list[Plan] = dataclasses.field(default_factory=list)
@@ -156,31 +157,31 @@ class KvReceiver:
         transfer_id: str,
         num_tokens: int,
         skip_tokens: int,
-        block_ids: Sequence[int],
-        state_slot: int | None = None,
+        block_ids: BlockTables,
         partial: bool = False,
     ) -> Ticket:
         """Registers blocks for a transfer; the ledger holds them until `release`.
 
         Args:
-            block_ids: all blocks of the sequence, in order: first those of `skip_tokens`, which stay as they are, then
+            block_ids: the sequence's block tables: first the blocks of `skip_tokens`, which stay as they are, then
                 those to be written, then any for the answer.
-            state_slot: of the sequence, where the model has states.
             partial: fewer tokens than `num_tokens` are welcome too, and no first token is needed.
 
         Raises:
-            ValueError: too few blocks, or `skip_tokens` is not block-aligned.
+            ValueError: too few blocks, an empty place among them, or `skip_tokens` is not block-aligned.
         """
         block_size = self.layout.block_size
-        num_blocks = -(-num_tokens // block_size)
-        if len(block_ids) < num_blocks:
-            raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, got {len(block_ids)}")
+        num_blocks = num_blocks_for(num_tokens, block_size)
+        for table in block_ids[: len(self.layout.groups)]:
+            if len(table) < num_blocks:
+                raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, got {len(table)}")
+            if EMPTY_PLACE in table[skip_tokens // block_size : num_blocks]:
+                raise ValueError(f"KV cannot be received into an empty place of {table}")
         if skip_tokens % block_size or not 0 <= skip_tokens <= num_tokens:
             raise ValueError(f"skip_tokens must be a multiple of {block_size} up to {num_tokens}, got {skip_tokens}")
         loop = asyncio.get_running_loop()
         expires_at = loop.time() + self._config.lease_s
-        ids = tuple(block_ids)
-        generation = self._book.ask(lambda ledger: ledger.reserve(transfer_id, ids, expires_at))
+        generation = self._book.ask(lambda ledger: ledger.reserve(transfer_id, block_ids, expires_at))
         ticket = Ticket(
             transfer_id=transfer_id,
             generation=generation,
@@ -194,8 +195,7 @@ class KvReceiver:
         )
         self._reserved[generation] = _Reserved(
             ticket=ticket,
-            block_ids=ids,
-            state_slot=state_slot,
+            block_ids=block_ids,
             partial=partial,
             settled=asyncio.Event(),
             freed=loop.create_future(),
@@ -223,7 +223,7 @@ class KvReceiver:
         assert reserved.num_tokens is not None
         return Arrival(reserved.num_tokens, reserved.first_token)
 
-    async def release(self, ticket: Ticket) -> tuple[int, ...]:
+    async def release(self, ticket: Ticket) -> BlockTables:
         """Ends the reservation, in whatever state, and hands its blocks back, once.
 
         Returns:
@@ -363,7 +363,7 @@ class KvReceiver:
             )
         cache = self._caches[hello.peer_rank]
         layout, rank = self.layout, hello.peer_rank
-        rows = BlockCopier(cache, planned, layout, rank, reserved.block_ids, reserved.state_slot)
+        rows = BlockCopier(cache, planned, layout, rank, reserved.block_ids)
         ids = (session.id, ticket.transfer_id, ticket.generation)
         session.inbounds[offer.generation] = ChunkWriter(
             *ids, planned, rows, self._book, self._config.checksum == "full"
@@ -403,7 +403,7 @@ class KvReceiver:
                 self._close_links_to(instruction.generation)
             case Free():
                 del self._reserved[instruction.generation]
-                reserved.freed.set_result(instruction.block_ids)
+                reserved.freed.set_result(reserved.block_ids)
 
     def _close_links_to(self, generation: int) -> None:
         """What still comes for a transfer that has ended is dropped by the lanes."""

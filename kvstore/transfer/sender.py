@@ -4,7 +4,7 @@ The life of a transfer, as the sender sees it:
 
 1. `transfer` takes a ticket and offers as soon as there is a pair, while the prompt still waits: opening it and the
    round trip to the receiver hide in the queue, and the session's pings renew the ticket's lease from the offer on.
-2. `attach` gives the blocks. The caller pins them until the block of `transfer` is left.
+2. `extend` gives the blocks. The caller pins them until the block of `transfer` is left.
 3. `advance`, from the engine's thread: what is computed, in all layers or in some; not needed where all is. The pair's
    lane gathers, seals and sends chunk by chunk.
 4. `finish`, with the first token where there is one: Commit follows the last chunk, CommitAck ends it.
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from baton.config import TransferConfig
+    from baton.engine.core.kv_spec import BlockTables
+    from baton.engine.core.outputs import KvProgress
     from baton.engine.core.runner import Fence
     from baton.engine.model.kv_cache import KVCache
 
@@ -167,9 +169,8 @@ class KvSender:
         """Ends all pairs and their threads."""
         await self._pairs.close()
 
-    def rows(self, rank: int, part: TransferPart, block_ids: Sequence[int], state_slot: int | None) -> BlockCopier:
-        cache = self._caches[rank]
-        return BlockCopier(cache, part.plan, self.layout, rank, block_ids, state_slot)
+    def rows(self, rank: int, part: TransferPart, block_ids: BlockTables) -> BlockCopier:
+        return BlockCopier(self._caches[rank], part.plan, self.layout, rank, block_ids)
 
     @property
     def is_checked(self) -> bool:
@@ -234,25 +235,38 @@ class OutgoingTransfer:
         self._parts = parts
         self._outbounds: list[ChunkQueue] = []
 
-    def attach(self, block_ids: Sequence[int], state_slot: int | None = None) -> None:
-        """The blocks may be read from now on, as far as `advance` says.
+    def extend(self, block_ids: BlockTables) -> None:
+        """Names the blocks, which may be read from now on, as far as `advance` says.
+
+        An engine that gives a sequence its blocks bit by bit calls it again, from any thread, before it advances
+        into them.
 
         Args:
-            block_ids: all blocks of the sequence, in order; those of `ticket.skip_tokens` stay here.
-            state_slot: of the sequence, where the model has states.
+            block_ids: all blocks of the sequence so far; those of `ticket.skip_tokens` stay here.
         """
+        if self._outbounds:
+            for outbound in self._outbounds:
+                outbound.extend(block_ids)
+            return
         for (rank, _), part in self._parts.items():
-            rows = self._sender.rows(rank, part, block_ids, state_slot)
+            rows = self._sender.rows(rank, part, block_ids)
             outbound = ChunkQueue(self.ticket, part.plan, rows, self._sender.is_checked)
             self._outbounds.append(outbound)
             part.attach(outbound)
 
+    def on_progress(self, progress: KvProgress) -> None:
+        """Takes an engine's report, from any thread, after the first `extend`."""
+        if progress.block_ids is not None:
+            self.extend(progress.block_ids)
+        self.advance(progress.num_tokens, progress.num_layers, progress.fence)
+
     def advance(self, num_tokens: int, num_layers: int, fence: Fence | None = None) -> None:
-        """From any thread, after `attach`: the KV of the first `num_tokens` tokens is in the model's first `num_layers`
-        layers.
+        """Notes that the KV of the first `num_tokens` tokens is in the model's first `num_layers` layers.
+
+        It may be called in any thread, after the first `extend`.
 
         Args:
-            fence: on a GPU, what must have happened before the blocks are read.
+            fence: what must have happened before these blocks are read.
         """
         for outbound in self._outbounds:
             outbound.advance(num_tokens, num_layers, fence)

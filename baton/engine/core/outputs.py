@@ -44,7 +44,7 @@ class Generated(NamedTuple):
     finish_reason: FinishReason | None = None
     logprobs: tuple[float, ...] | None = None
     report: PrefillReport | None = None
-    """How the prompt was computed; with the first token of a sequence that was computed here."""
+    """How the prompt was computed: in the first output of a sequence that was computed here, whose KV is there then."""
 
 
 @dataclass(frozen=True, slots=True)

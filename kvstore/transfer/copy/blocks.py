@@ -33,7 +33,7 @@ from kvstore.transfer.protocol.layout import heads_of
 from kvstore.transfer.protocol.plan import SCALE_BYTES, page_dims
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -115,9 +115,7 @@ class BlockCopier:
         self._runs: list[Runs] = []
         for ours, model, wire in zip(cache.spec.groups, layout.groups, plan.groups, strict=True):
             first = heads_of(model.num_kv_heads, layout.tp_size, rank).start
-            self._runs.append(
-                runs_of(ours, plan.unit_tokens, wire.head_lo - first, wire.head_hi - first)
-            )
+            self._runs.append(runs_of(ours, plan.unit_tokens, wire.head_lo - first, wire.head_hi - first))
         self._bytes = {
             part: group.view(len(group), -1, runs.numel).view(torch.uint8).numpy()
             for part, (group, runs, wire) in enumerate(zip(cache.groups, self._runs, plan.groups, strict=True))

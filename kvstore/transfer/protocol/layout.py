@@ -49,9 +49,7 @@ def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) 
         spec.block_size,
         tp_size,
         tuple(
-            GroupLayout(
-                name=g.name, layers=g.layers, num_kv_heads=total, k_dim=g.k_dim, v_dim=g.v_dim, dtype=g.dtype
-            )
+            GroupLayout(name=g.name, layers=g.layers, num_kv_heads=total, k_dim=g.k_dim, v_dim=g.v_dim, dtype=g.dtype)
             for g, total in zip(spec.groups, totals, strict=True)
         ),
         tuple(StateLayout(s.name, s.shape, s.dtype) for s in spec.states),
@@ -166,4 +164,3 @@ def _is_pair(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int) -> bool
 
 def _describe(layout: KvLayout) -> str:
     return ", ".join(f"{s.name}{list(s.shape)} {s.dtype}" for s in layout.states) or "none"
-

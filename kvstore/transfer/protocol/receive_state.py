@@ -79,7 +79,7 @@ class Free:
     """The ledger holds these blocks no longer, and nothing here writes to them. Comes once a reservation."""
 
     generation: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[object, ...]
 
 
 Instruction = Tell | Committed | Failed | Free
@@ -100,7 +100,7 @@ class Source:
 class Reservation:
     transfer_id: str
     generation: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[object, ...]
     expires_at: float
     state: ReceivePhase = ReceivePhase.RESERVED
     sources: dict[int, Source] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class ReceiveState:
 
     # -- the request's side ------------------------------------------------------------------------------------------
 
-    def reserve(self, transfer_id: str, block_ids: tuple[int, ...], expires_at: float) -> int:
+    def reserve(self, transfer_id: str, block_ids: tuple[object, ...], expires_at: float) -> int:
         """The new reservation's generation, unique in this ledger's life. The ledger now holds `block_ids`."""
         self._last_generation += 1
         generation = self._last_generation
