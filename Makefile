@@ -19,7 +19,7 @@ SOAK := tests/chaos/test_streams.py
 SHORT_CHAOS := $(SOAK) tests/chaos/test_kills.py
 # In the order in which they are begun: the longest first, so that no processor waits for one of them at the end.
 LONGEST := tests/integration/test_real_model.py tests/kube $(addprefix tests/integration/test_, \
-	plumbing.py scaling.py transfer_faults.py)
+	plumbing.py scaling.py)
 OTHERS := $(LONGEST) tests/observability $(SHORT_CHAOS) tests/integration tests/helm
 # Of the others, what takes long and has a sibling that stays: the autoscaler live (the simulator runs the same
 # function), the second story of a release (head lost, workers replaced, rolled back), what the real model answers with
@@ -60,6 +60,7 @@ serve: $(STAMP)
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ALONE)
+	$(BIN)/python -m pytest -n 2 -m slow $(FAST_TESTS)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(OTHERS) \
 		$(addprefix --ignore=,$(ALONE)) $(addprefix --deselect=,$(LONG))
 
@@ -74,7 +75,7 @@ check: $(STAMP) proto-is-current
 	PATH=$(BIN):$$PATH $(BIN)/lint-imports
 	$(BIN)/buf lint proto
 	.ci/buf-breaking $(BIN)/buf
-	@$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -q -n 2 $(FAST_TESTS); tests=$$?; wait $$types && exit $$tests
+	@$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -q -n 2 -m "not slow" $(FAST_TESTS); tests=$$?; wait $$types && exit $$tests
 
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \

@@ -68,7 +68,7 @@ from deploy.worker.process import running
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.transport.shm import host_id
 from router.dispatch.worker_client import WorkerCallError, WorkerCalls, WorkerStream
-from tests.integration.transfer_peers import eventually, served
+from tests.unit.kvstore.transfer.peers import eventually, served
 
 T = TypeVar("T")
 HOST = "127.0.0.1"

@@ -28,12 +28,12 @@ from kvstore.transfer.protocol.chunk_header import VOID
 from kvstore.transfer.protocol.plan import Chunk
 from kvstore.transfer.receiver import Arrival, KvReceiver
 from kvstore.transfer.sender import KvSender
-from kvstore.transfer.transport.base import Operation, SendingLink
+from kvstore.transfer.transport.base import Operation, SendingTransport
 from kvstore.transfer.transport.faults import FaultInjector, Faults
-from kvstore.transfer.transport.faulty import FaultyLink
+from kvstore.transfer.transport.faulty import FaultyTransport
 from kvstore.transfer.transport.staging import Slot
 from kvstore.transfer.transport.tcp import TcpSender
-from tests.integration.transfer_peers import (
+from tests.unit.kvstore.transfer.peers import (
     Decode,
     Prefill,
     decode_side,
@@ -108,13 +108,13 @@ class Injected:
         return {g for link in self.links for g in link.spoiled if not (but_broken and link.is_broken_on_purpose)}
 
 
-class NotedLink(FaultyLink):
+class NotedLink(FaultyTransport):
     """Notes what each injected fault hit. Every one has a seed of its own."""
 
     injected_into: Injected
     seeds: Iterator[int]
 
-    def __init__(self, link: SendingLink, faults: Faults) -> None:
+    def __init__(self, link: SendingTransport, faults: Faults) -> None:
         super().__init__(link, faults, next(self.seeds))
         self.is_broken_on_purpose = False
         self.is_closed = False
@@ -179,7 +179,7 @@ class Outcome:
     cancels: int = 0
 
 
-class Traffic:
+class TransportLoop:
     """Senders that hand over to one receiver, again and again."""
 
     def __init__(self, prefills: list[Prefill], decode: Decode, cancel_rate: float) -> None:
@@ -259,6 +259,7 @@ class Traffic:
             return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("link", ["gloo", "shm", "tcp"])
 async def test_not_one_wrong_byte_is_taken_for_right(link: str, case: str, injected: Injected) -> None:
@@ -280,7 +281,7 @@ async def test_not_one_wrong_byte_is_taken_for_right(link: str, case: str, injec
             await stack.enter_async_context(prefill_side(config, CASES[case], f"prefill-{n}", caches=[cache]))
             for n in range(NUM_SENDERS)
         ]
-        traffic = Traffic(prefills, decode, 0.5 if case == "cancels" else 0.1 if case == "everything" else 0.0)
+        traffic = TransportLoop(prefills, decode, 0.5 if case == "cancels" else 0.1 if case == "everything" else 0.0)
         await traffic.run(num_transfers(case))
         await settled(prefills, decode, injected)
         print(case, link, num_transfers(case), dict(injected.count), injected.spoils, traffic.outcome.failed)
