@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from baton.config import EngineConfig, ModelConfig, load
-from baton.engine.core.runner import ignore_layer
-from baton.engine.core.scheduler import Part
+from baton.engine.core.runner import StepPart, ignore_layer
 from baton.engine.model.attention import begun_blocks, set_step, step_context
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.transformers_runner import TransformersRunner
+from baton.sampling import SamplingParams
 from deploy.models import cache_dir, resolve
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.layout import layout_of
@@ -76,7 +76,7 @@ class Model:
         for wire in WIRES:
             planned = plan(self._layout, 0, self._layout, 0, num_prefix, 0, WireOptions(4 * 2**20, 512, wire))
             ours, theirs = (
-                BlockCopier(cache, planned, self._layout, 0, self._blocks, None)
+                BlockCopier(cache, planned, self._layout, 0, (self._blocks,))
                 for cache in (self._source, self._runner.cache)
             )
             start = time.perf_counter()
@@ -93,9 +93,18 @@ class Model:
     def _forward(self, cache: KVCache, tokens: list[int], start: int) -> torch.Tensor:
         """Computes tokens at `start`, `start + 1`, ... and returns all their logits."""
         blocks = self._blocks[: -(-(start + len(tokens)) // cache.spec.block_size)]
-        part = Part(tuple(tokens), start, blocks)
-        if begun := begun_blocks(cache, [part]):
-            cache.clear_blocks(begun)
+        part = StepPart(
+            sequence_key=0,
+            token_ids=tuple(tokens),
+            num_computed_tokens=start,
+            block_ids=(blocks,),
+            num_kv_tokens=(start + len(tokens),),
+            sample=True,
+            is_decoding=False,
+            sampling=SamplingParams(temperature=0.0),
+            choice_index=0,
+        )
+        cache.clear_blocks(begun_blocks(cache, [part]))
         set_step(step_context(cache, [part], ignore_layer))
         positions = torch.arange(start, start + len(tokens))[None]
         logits: torch.Tensor = self._runner.rank.model(

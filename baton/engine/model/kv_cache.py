@@ -85,9 +85,11 @@ class KVCache:
         """Returns the index of the layer's group."""
         return self._place[layer_index][0]
 
-    def clear_blocks(self, group: int, blocks: Sequence[int]) -> None:
-        """Zeroes whole blocks of a group in every layer."""
-        self.groups[group].index_fill_(1, torch.tensor(blocks, device=self.device), 0)
+    def clear_blocks(self, tables: Sequence[Sequence[int]]) -> None:
+        """Zeroes whole blocks of each group in every layer."""
+        for group, blocks in zip(self.groups, tables, strict=False):
+            if blocks:
+                group.index_fill_(1, torch.tensor(blocks, device=self.device), 0)
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Copies whole blocks in every layer of their group, or the states of a sequence, in order."""

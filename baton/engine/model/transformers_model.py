@@ -98,9 +98,7 @@ class ModelRank:
         token_ids = torch.tensor([[token for part in parts for token in part.token_ids]], device=device)
         positions = torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None].to(device)
         ends = torch.tensor([len(p.token_ids) for p in parts]).cumsum(0) - 1
-        for group, begun in enumerate(begun_blocks(self.cache, parts)):
-            if begun:
-                self.cache.clear_blocks(group, begun)
+        self.cache.clear_blocks(begun_blocks(self.cache, parts))
         set_step(step_context(self.cache, parts, on_layer_done))
         # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
         rows = ends[list(step.sampling)].to(device) if step.sampling else 1
