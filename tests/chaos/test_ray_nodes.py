@@ -29,6 +29,8 @@ from deploy.redis import EmbeddedRedis
 from tests.integration.cluster import Cluster, free_port, running_cluster
 from tests.integration.test_scaling import SETTINGS, has, pids, serves
 
+pytestmark = pytest.mark.slow
+
 
 class RayNodes:
     """A Ray cluster of processes of this test, each of which is a node with room for some workers.

@@ -17,6 +17,8 @@ from deploy.simulate.trace_files import read_trace
 from deploy.simulate.trace_shape import faster, scaled
 from tests.integration.cluster import Cluster, free_port, running_cluster
 
+pytestmark = pytest.mark.slow
+
 COMMAND = (sys.executable, "-m", "deploy.cli", "bench")
 NUM_ROOM = 8
 

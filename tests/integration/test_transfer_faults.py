@@ -45,7 +45,7 @@ from tests.integration.transfer_peers import (
     same_blocks,
 )
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.first, pytest.mark.timeout(280)]
 
 NUM_TRANSFERS = int(os.environ.get("NUM_TRANSFERS", "10000"))
 SPEC = KVSpec(

@@ -37,7 +37,7 @@ from tests.integration.test_plumbing import prompt_of, sampling
 from tests.observability.prometheus import Prometheus, binaries, running_prometheus
 from tests.observability.shipped import JOB, RULES, dashboards, recorded, shown, substituted
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.first, pytest.mark.timeout(400)]
 
 TENANTS = """
 flood: {{key_sha256: ['{flood}'], slo_class: chat}}
