@@ -24,11 +24,18 @@ MORE_EXAMPLES = 20
 settings.register_profile("twentyfold", deadline=None, max_examples=MORE_EXAMPLES * settings().max_examples)
 
 
+FAST_FOLDERS = [Path(__file__).parent / name for name in ("unit", "contract")]
+NOT_FAST = {"slow", "chaos", "clock"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests marked `first` first, and keeps a file's tests in one process: they share a cluster or a fleet."""
+    """Marks what is fast, puts what is marked `first` first, and keeps a file's tests in one process."""
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
+        marks = {mark.name for mark in item.iter_markers()}
+        if not marks & NOT_FAST and any(folder in item.path.parents for folder in FAST_FOLDERS):
+            item.add_marker("fast")
+        if "xdist_group" not in marks:
             item.add_marker(pytest.mark.xdist_group(item.location[0]))
     if settings.get_current_profile_name() == "twentyfold":
         for function in {item.obj for item in items if isinstance(item, pytest.Function)}:

@@ -24,10 +24,10 @@ from baton.rpc import from_rpc_error
 from baton.tasks import cancel_and_wait
 from baton.telemetry import tracing
 from baton.v1 import kv_pb2, kv_pb2_grpc
-from kvstore.transfer.channel import open_channel
+from kvstore.transfer.connection.channel import open_channel
 from kvstore.transfer.receiver import Arrival, KvReceiver
 from kvstore.transfer.sender import KvSender
-from kvstore.transfer.torch_link import num_nccl_stalls
+from kvstore.transfer.transport.gloo import num_nccl_stalls
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -23,7 +23,7 @@ from baton.engine.model.transformers_runner import TransformersRunner
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from deploy.models import cache_dir, resolve
-from router.text import Tokenizer
+from router.prompt import Tokenizer
 from tests.bench.report import Report, Table
 from tests.bench.stats import interleaved, ratio, spread
 

@@ -24,8 +24,8 @@ from baton.engine.core.sequence import Sequence, Status
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import NoWorker
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from deploy.worker import running
-from kvstore.member import Member
+from deploy.worker.member import Member
+from deploy.worker.process import running
 from tests.chaos import asks
 from tests.chaos.fleet import NUM_LAYERS, START_TIMEOUT_S, Fleet, running_fleet
 

@@ -16,7 +16,7 @@ from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
 from tests.chaos.test_index import NUM_BLOCKS, Load, Tally, soon
 from tests.integration.cluster import is_idle
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "8"))
 PERIOD_S = 5.0 if "CHAOS_SECONDS" in os.environ else 2.0

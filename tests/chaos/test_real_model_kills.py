@@ -17,7 +17,7 @@ from baton.api import GenerateRequest, Text
 from tests.chaos.asks import Answer, Listening, listen
 from tests.integration.cluster import Cluster, running_cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 
 NUM_TOKENS = 24
 PARTY = "🙂🎉🙂🎉🙂🎉🙂🎉"

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.cluster import running_cluster
 from tests.integration.test_scaling import SETTINGS, Load, baton, has, pids
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 
 # All that takes minutes in earnest, in seconds. A prompt of the load takes 0.2 s of a worker.
 AUTOSCALE = SETTINGS | {

@@ -32,12 +32,12 @@ from baton.engine.model.transformers_model import LLAMA_FAMILY, ModelRank, Step,
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import ConfigError, InvalidRequest, ModelLoadError
 from baton.messages import SequenceSpec
-from baton.rpc.calls import CallServicer
 from baton.sampling import SamplingParams
 from decode_worker.service import DecodeService
-from router.text import Tokenizer
-from router.worker_calls import WorkerCallError
-from tests.unit.test_worker_calls import router, served, worker_at
+from deploy.worker.calls import CallServicer
+from router.dispatch.worker_client import WorkerCallError
+from router.prompt import Tokenizer
+from tests.unit.router.dispatch.test_worker_client import router, served, worker_at
 
 pytestmark = pytest.mark.integration
 

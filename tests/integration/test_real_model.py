@@ -122,7 +122,7 @@ def test_tokens_equal_generate(split_cluster: Cluster, reference: Reference, pro
     assert excepted <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.parametrize("fault", ["corrupt_chunk=1", "drop_chunk=1", "swap_blocks=1"])
 def test_spoiled_blocks_change_the_answer_when_nobody_checks(
     fault: str, model_dir: Path, reference: Reference, prompts: list[list[int]]

@@ -29,7 +29,7 @@ from baton.engine.model.transformers_model import LLAMA_FAMILY
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import ModelLoadError
 from baton.parent import die_with
-from deploy.worker import serve
+from deploy.worker.process import serve
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import request
 from tests.integration.test_engine_models import (
@@ -73,7 +73,7 @@ def test_a_tiny_model_answers_as_generate(kind: str, tmp_path: Path) -> None:
     compare(kind, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_tiny_model_of_every_other_type_answers_as_generate(kind: str, tmp_path: Path) -> None:
     compare(kind, tmp_path)
@@ -216,7 +216,7 @@ def run_real_worker(role: Role, worker_id: str, config_json: str, parent: int) -
     ("number", "rank_timeout_s"),
     [
         pytest.param(signal.SIGKILL, 60.0, id="killed"),
-        pytest.param(signal.SIGSTOP, 5.0, id="hanging", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 5.0, id="hanging", marks=pytest.mark.chaos),
     ],
 )
 def test_workers_of_several_ranks_serve_and_die_whole(

@@ -19,7 +19,7 @@ import grpc
 
 from baton.engine.model.arithmetic import expected_tokens
 from baton.v1 import inference_pb2_grpc
-from deploy.redis import valkey_binary
+from deploy.embedded_redis import valkey_binary
 from tests.fakekube.apiserver import RunningApi, running_api
 from tests.fakekube.machine import Machine, running_machine
 from tests.fakekube.store import Key, Resource

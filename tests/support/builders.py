@@ -11,8 +11,8 @@ from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, W
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from router.admission.claim import Claim
+from router.admission.tenants import DEFAULT_TENANT
 from router.placement import NO_OBJECTIVE, Weights
-from router.tenants import DEFAULT_TENANT
 
 READY = WorkerLoad(state=WorkerState.READY)
 BLOCK_SIZE = 16

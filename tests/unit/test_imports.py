@@ -36,4 +36,4 @@ def test_the_scheduler_needs_no_torch() -> None:
 
 def test_what_can_be_refused_before_anything_starts_is_refused_without_their_imports() -> None:
     """They take seconds."""
-    assert loaded_by("deploy.cli, deploy.up", ("torch", "transformers", "ray")) == set()
+    assert loaded_by("deploy.cli.app, deploy.local.up", ("torch", "transformers", "ray")) == set()

@@ -1,0 +1,236 @@
+"""How pairs are made, kept and closed, when several things apply at once. Real gRPC and real links."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from typing import Any
+
+import pytest
+
+from baton import wire
+from baton.engine.model.arithmetic import ArithmeticRunner
+from baton.errors import BatonError, TransferError
+from baton.messages import Grant, Offer, Ping, SessionFailed, Welcome
+from baton.v1 import kv_pb2_grpc
+from kvstore.transfer.connection.channel import open_channel
+from kvstore.transfer.protocol.plan import WireOptions, plan
+from kvstore.transfer.stats import TransferStats
+from kvstore.transfer.transport.gloo import RendezvousStore
+from kvstore.transfer.transport.select import open_receiver, open_sender
+from tests.unit.kvstore.transfer.peers import (
+    CONFIG,
+    Decode,
+    Prefill,
+    decode_side,
+    engine_worker,
+    eventually,
+    prefill_side,
+    same_blocks,
+    send,
+)
+
+TWO_KINDS = dataclasses.replace(CONFIG, links=("shm", "gloo"))
+
+
+async def hand_over(prefill: Prefill, decode: Decode, name: str) -> str:
+    """ "" or what went wrong."""
+    ticket = decode.receiver.expect(name, 640, 0, range(40), state_slot=3)
+    try:
+        await send(prefill, ticket, range(40))
+    except BatonError as error:
+        return str(error)
+    finally:
+        await decode.receiver.release(ticket)
+    return ""
+
+
+@pytest.mark.parametrize("yields", [0, 1, 2, 3])
+async def test_what_is_given_up_while_its_pair_opens_is_never_offered(yields: int) -> None:
+    async with decode_side(CONFIG) as decode, prefill_side(CONFIG) as prefill:
+        ticket = decode.receiver.expect("early", 16, 0, [0], state_slot=0)
+        async with prefill.sender.transfer(ticket) as transfer:
+            assert await eventually(lambda: bool(prefill.sender._pairs._routes))
+            (route,) = prefill.sender._pairs._routes.values()
+            await asyncio.wait({route.making})  # the pair has just been made
+            for _ in range(yields):
+                await asyncio.sleep(0)
+            await transfer.close()
+            await asyncio.sleep(0.05)
+        assert not prefill.sender._live
+        assert await hand_over(prefill, decode, "next") == "", "the pair is well"
+        await decode.receiver.release(ticket)
+
+
+async def test_a_ticket_that_is_used_twice_harms_only_the_second() -> None:
+    async with decode_side(CONFIG) as decode, prefill_side(CONFIG) as prefill:
+        ticket = decode.receiver.expect("once", 640, 0, range(40), state_slot=3)
+        async with prefill.sender.transfer(ticket) as transfer:
+            transfer.attach(range(40), 3)
+            assert await eventually(lambda: all(part.granted for part in transfer._parts.values()))
+            with pytest.raises(BatonError, match="in use already"):
+                await send(prefill, ticket, range(40))
+            await transfer.finish(1)
+        assert same_blocks(prefill.cache, range(40), decode.cache, range(40))
+        await decode.receiver.release(ticket)
+
+
+async def test_a_burst_to_more_peers_than_pairs_is_served_and_the_surplus_closed() -> None:
+    config = dataclasses.replace(CONFIG, max_pairs=2)
+    async with contextlib.AsyncExitStack() as stack:
+        decodes = [await stack.enter_async_context(decode_side(config, f"d{n}")) for n in range(6)]
+        prefill = await stack.enter_async_context(prefill_side(config))
+        for number in range(3):
+            outcomes = await asyncio.gather(*(hand_over(prefill, d, f"t{number}") for d in decodes))
+            assert outcomes == [""] * 6
+            kinds = {pair.transport_kind for pair in prefill.sender._pairs._alive}
+            assert kinds == {"shm"}, "none is taken for a broken link"
+            assert await eventually(lambda: prefill.sender.num_pairs <= 2)
+
+
+async def test_a_link_that_only_the_receiver_cannot_open_gives_way_to_the_next_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse_shm(kind: str, *args: object) -> object:
+        if kind == "shm":
+            raise RuntimeError("not permitted here")
+        return open_receiver(kind, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm)
+    async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
+        assert await asyncio.gather(*(hand_over(prefill, decode, f"t{n}") for n in range(3))) == [""] * 3
+        assert [pair.transport_kind for pair in prefill.sender._pairs._alive if not pair.failure] == ["gloo"]
+        assert same_blocks(prefill.cache, range(40), decode.cache, range(40))
+
+
+@pytest.mark.parametrize("links", [("shm", "tcp"), ("shm",)])
+async def test_memory_is_shared_on_one_host_only(links: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between hosts no pair waits for a link that cannot be."""
+    monkeypatch.setattr("kvstore.transfer.sender.host_id", lambda: "another host")
+    config = dataclasses.replace(CONFIG, links=links)
+    async with decode_side(config) as decode, prefill_side(config) as prefill:
+        failure = await hand_over(prefill, decode, "t")
+        if "tcp" in links:
+            assert failure == ""
+            assert {pair.transport_kind for pair in prefill.sender._pairs._alive} == {"tcp"}
+            assert decode.num_pairs_ever == 1, "and none was tried before"
+        else:
+            assert "offers the links shm, and is on another host; worker decode-0 can use shm" in failure
+
+
+async def test_a_sender_that_is_still_talking_hears_why_its_session_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a client writes to a stream that the server has ended, gRPC tells it INTERNAL, and nothing else."""
+
+    def talk(kind: str, store: RendezvousStore, *args: object) -> object:
+        if kind == "shm":
+            for number in range(5000):
+                store.set(f"shm/{number % 10}", bytes(1000))
+        return open_sender(kind, store, *args)  # type: ignore[arg-type]
+
+    def refuse_shm(kind: str, store: RendezvousStore, *args: object) -> object:
+        if kind == "shm":
+            store.get("shm/9")
+            raise RuntimeError("not permitted here")
+        return open_receiver(kind, store, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kvstore.transfer.connection.outgoing.open_sender", talk)
+    monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm)
+    async with decode_side(TWO_KINDS) as decode:
+        for number in range(5):
+            async with prefill_side(TWO_KINDS, name=f"p{number}") as prefill:
+                assert await hand_over(prefill, decode, f"t{number}") == ""
+                assert [pair.transport_kind for pair in prefill.sender._pairs._alive if not pair.failure] == ["gloo"]
+        assert await eventually(lambda: not decode.receiver._sessions)
+
+
+async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> None:
+    """Its connection stands and it reads, and there is no link that could break: the session alone can notice."""
+    config = dataclasses.replace(CONFIG, op_timeout_s=0.5, ping_s=0.2, open_timeout_s=60.0, lease_s=60.0)
+    async with decode_side(config) as decode, prefill_side(config) as prefill:
+        ticket = decode.receiver.expect("silent", 32, 0, [0, 1], state_slot=0)
+        arriving = asyncio.create_task(decode.receiver.wait_committed(ticket))
+        hello = prefill.sender._pairs._hello
+        planned = plan(
+            hello.layout, 0, ticket.layout, 0, 32, 0, WireOptions(config.slot_bytes, config.span_tokens, "auto")
+        )
+        digest = planned.digest(config.checksum)
+        offer = Offer(
+            transfer_id="silent",
+            generation=ticket.generation,
+            plan_digest=digest,
+            num_chunks=len(planned.chunks),
+            wire_dtype=planned.options.wire_dtype,
+            num_tokens=32,
+            chunk_bytes=config.slot_bytes,
+        )
+        async with open_channel(ticket.kv_address) as channel, asyncio.timeout(20):
+            stub: Any = kv_pb2_grpc.KvControlStub(channel)
+            call = stub.Session()
+            for message in (hello, offer):
+                await call.write(wire.session_request(message))
+            heard = [wire.session_response_from_pb(message) async for message in call]
+        with pytest.raises(TransferError, match=r"prefill-0 has been silent for 0\.5 s"):
+            await arriving
+        assert heard[-1] == SessionFailed("TransferError: worker prefill-0 has been silent for 0.5 s")
+        assert {type(message) for message in heard} >= {Welcome, Grant, Ping}, (
+            "it was a session, and the offer was taken"
+        )
+        assert await decode.receiver.release(ticket) == (0, 1)
+        assert await eventually(lambda: not decode.receiver._lanes)
+        assert await hand_over(prefill, decode, "next") == ""
+
+
+def session_tasks() -> list[str]:
+    """Of the server's streams, and of the sessions on them."""
+    names = [f"{task.get_name()} {task.get_coro()}" for task in asyncio.all_tasks()]
+    return [name for name in names if name.startswith("HandleExceptions") or "IncomingConnection." in name]
+
+
+@pytest.mark.parametrize("says_hello", [True, False])
+async def test_a_closed_receiver_has_no_task_left(says_hello: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even for a sender that does not hang up, or has not said who it is."""
+    monkeypatch.setattr("kvstore.transfer.receiver.HANG_UP_S", 0.2)
+    async with (
+        decode_side(CONFIG) as decode,
+        prefill_side(CONFIG) as prefill,
+        open_channel(decode.receiver.kv_address) as channel,
+    ):
+        stub: Any = kv_pb2_grpc.KvControlStub(channel)
+        call = stub.Session()
+        if says_hello:
+            await call.write(wire.session_request(prefill.sender._pairs._hello))
+        assert await eventually(lambda: len(session_tasks()) == (4 if says_hello else 1))
+        await decode.receiver.close()
+        assert not session_tasks()
+        call.cancel()
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+async def test_pools_too_small_for_all_pairs_starve_none(num_slots: int) -> None:
+    config = dataclasses.replace(CONFIG, links=("gloo",), num_slots=num_slots, window=1)
+    async with contextlib.AsyncExitStack() as stack:
+        decodes = [await stack.enter_async_context(decode_side(config, f"d{n}")) for n in range(3)]
+        prefills = [await stack.enter_async_context(prefill_side(config, name=f"p{n}")) for n in range(3)]
+        for number in range(3):
+            cross = [(p, d) for p in prefills for d in decodes]
+            outcomes = await asyncio.gather(*(hand_over(p, d, f"{number}/{n}") for n, (p, d) in enumerate(cross)))
+            assert outcomes == [""] * 9
+        sides = [p.sender for p in prefills] + [d.receiver for d in decodes]
+        assert await eventually(lambda: all(side.slots_in_use <= 2 for side in sides))
+
+
+async def test_a_workers_counts_are_those_of_both_its_sides() -> None:
+    async with engine_worker("w", ArithmeticRunner(num_blocks=8)) as worker:
+        worker.kv.sender._stats = TransferStats(**{name: n for n, name in enumerate(TransferStats.__slots__[:10], 1)})
+        worker.kv.receiver._stats = TransferStats(
+            **dict(zip(TransferStats.__slots__, range(100, 1100, 100), strict=False))
+        )
+        counts = worker.kv.counts()
+    assert (counts.sent_committed, counts.received_committed, counts.committed) == (1, 100, 101)
+    reasons = (counts.corrupted, counts.expired, counts.timed_out, counts.refused, counts.lost)
+    assert reasons == (202, 303, 404, 505, 606)
+    assert (counts.sent_failed, counts.received_failed, counts.failed) == (20, 2000, sum(reasons))
+    assert (counts.sent_bytes, counts.received_bytes) == (7, 700)
+    assert (counts.sent_chunks, counts.received_chunks) == (8, 800)
+    assert (counts.transfer_s, counts.exposed_s) == (9, 10)

@@ -1,0 +1,364 @@
+"""Both sides of a hand-over, over real gRPC and real links; what the tests of the hand-over share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import torch
+
+from baton.config import FaultsConfig, TransferConfig
+from baton.engine.core.engine import Engine, Generated
+from baton.engine.core.loop import EngineLoop, SequenceHandle
+from baton.engine.core.scheduler import SchedulerLimits
+from baton.engine.core.sequence import Purpose
+from baton.engine.model.arithmetic import ArithmeticRunner
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
+from baton.messages import HandedOver, KvLayout, PrefixSource, SequenceSpec, Ticket
+from baton.rpc.errors import ErrorInterceptor
+from baton.rpc.server import SERVER_OPTIONS
+from baton.sampling import SamplingParams
+from baton.v1 import kv_pb2_grpc
+from kvstore.transfer.endpoint import KvEndpoint
+from kvstore.transfer.protocol.layout import heads_of
+from kvstore.transfer.receiver import KvReceiver
+from kvstore.transfer.sender import KvSender
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+torch.set_num_threads(1)
+
+HOST = "127.0.0.1"
+SPEC = KVSpec(
+    16,
+    (
+        LayerGroup(name="global", layers=(0, 1, 2), num_kv_heads=2, k_dim=8, v_dim=8, dtype=torch.bfloat16),
+        LayerGroup(name="window", layers=(3, 4), num_kv_heads=1, k_dim=8, v_dim=4, dtype=torch.float32),
+    ),
+    (StateSpec("conv", (33,), torch.float32),),
+)
+"""Two groups of layers and a state: a transfer of 100 tokens is some ten chunks of CONFIG's slots."""
+CONFIG = TransferConfig(
+    slot_bytes=4096, window=3, open_timeout_s=5.0, op_timeout_s=3.0, ping_s=0.5, resend_s=0.3, lease_s=20.0
+)
+NUM_BLOCKS = 64
+
+
+def with_link(link: str, config: TransferConfig = CONFIG, **changes: Any) -> TransferConfig:
+    return dataclasses.replace(config, links=(link,), **changes)
+
+
+# -- what is in a cache ----------------------------------------------------------------------------------------------
+
+
+def filled_cache(seed: int, spec: KVSpec = SPEC, num_blocks: int = NUM_BLOCKS) -> KVCache:
+    cache = KVCache(spec, num_blocks, max_num_seqs=8)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in (*cache.groups, *cache.states.values()):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return cache
+
+
+def same_blocks(a: KVCache, a_ids: Sequence[int], b: KVCache, b_ids: Sequence[int]) -> bool:
+    """Bit by bit."""
+    pairs = zip(a.groups, b.groups, strict=True)
+    return all(torch.equal(x[:, list(a_ids)].view(torch.uint8), y[:, list(b_ids)].view(torch.uint8)) for x, y in pairs)
+
+
+def is_blank(cache: KVCache, block_ids: Sequence[int], layers: slice = slice(None), group: int = 0) -> bool:
+    return not cache.groups[group][layers, list(block_ids)].any()
+
+
+def tokens_in(
+    layout: KvLayout, caches: Sequence[KVCache], block_ids: Sequence[int], num_tokens: int
+) -> list[torch.Tensor]:
+    """K and V of every group, `[layers, heads, tokens, dim]`, of all ranks together; read without plan or rows."""
+    found = []
+    size, blocks = layout.block_size, list(block_ids[: -(-num_tokens // layout.block_size)])
+    for number, group in enumerate(layout.groups):
+        ks: list[torch.Tensor] = []
+        vs: list[torch.Tensor] = []
+        for rank, cache in enumerate(caches):
+            num_heads = len(heads_of(group.num_kv_heads, layout.tp_size, rank))
+            rows = cache.groups[number][:, blocks].view(len(group.layers), len(blocks), num_heads, -1)
+            at = size * group.k_dim
+            for page, dim, out in ((rows[..., :at], group.k_dim, ks), (rows[..., at:], group.v_dim, vs)):
+                by_token = page.reshape(len(group.layers), len(blocks), num_heads, size, dim).transpose(1, 2)
+                out.append(by_token.flatten(2, 3)[:, :, :num_tokens])
+        found += [torch.cat(ks, dim=1), torch.cat(vs, dim=1)]
+    return found
+
+
+# -- the two sides ---------------------------------------------------------------------------------------------------
+
+Watch = Callable[[str, Any], bool]
+"""Told the kind of a session's message, as in `>offer` or `<grant`, and the message. False: it gets lost."""
+
+
+class Door(kv_pb2_grpc.KvControlServicer):
+    """The server side of sessions, where every message can be counted, and lost.
+
+    Attributes:
+        messages: how many of each kind have passed.
+    """
+
+    def __init__(self, receiver: KvReceiver) -> None:
+        self.messages: Counter[str] = Counter()
+        self.watch: Watch = lambda kind, message: True
+        self._receiver = receiver
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override] # noqa: N802
+        await self._receiver.session(self._requests(request_iterator), _Answers(context, self))
+
+    async def Pull(self, request: Any, context: Any) -> Any:  # noqa: N802
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no sender behind this door")
+
+    async def _requests(self, requests: Any) -> AsyncGenerator[Any]:
+        async for request in requests:
+            if self.passes(">", request):
+                yield request
+
+    def passes(self, direction: str, message: Any) -> bool:
+        kind = f"{direction}{message.WhichOneof('message')}"
+        self.messages[kind] += 1
+        return self.watch(kind, message)
+
+    def lose(self, kind: str, times: int = 1) -> None:
+        """The next `times` messages of a kind get lost."""
+        left = times
+
+        def watch(passing: str, message: Any) -> bool:
+            nonlocal left
+            left -= passing == kind
+            return passing != kind or left < 0
+
+        self.watch = watch
+
+
+class _Answers:
+    """A handler's context."""
+
+    def __init__(self, context: Any, door: Door) -> None:
+        self._context = context
+        self._door = door
+
+    async def write(self, message: Any) -> None:
+        if self._door.passes("<", message):
+            await self._context.write(message)
+
+
+@dataclass(frozen=True)
+class Decode:
+    receiver: KvReceiver
+    caches: tuple[KVCache, ...]
+    door: Door
+
+    @property
+    def cache(self) -> KVCache:
+        (cache,) = self.caches
+        return cache
+
+    @property
+    def num_pairs_ever(self) -> int:
+        return self.receiver._num_sessions
+
+
+@dataclass(frozen=True)
+class Prefill:
+    sender: KvSender
+    caches: tuple[KVCache, ...]
+
+    @property
+    def cache(self) -> KVCache:
+        (cache,) = self.caches
+        return cache
+
+
+@contextlib.asynccontextmanager
+async def served(servicer: kv_pb2_grpc.KvControlServicer) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
+    """The address at which it answers, and the server."""
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+    kv_pb2_grpc.add_KvControlServicer_to_server(servicer, server)
+    address = f"{HOST}:{server.add_insecure_port(f'{HOST}:0')}"
+    await server.start()
+    try:
+        yield address, server
+    finally:
+        await server.stop(0.5)
+
+
+@contextlib.asynccontextmanager
+async def decode_side(
+    config: TransferConfig = CONFIG,
+    name: str = "decode-0",
+    *,
+    incarnation: int = 1,
+    compat: str = "kind-a",
+    caches: Sequence[KVCache] = (),
+    heads: Sequence[int] = (),
+) -> AsyncIterator[Decode]:
+    caches = tuple(caches) or (KVCache(SPEC, NUM_BLOCKS, 8),)
+    receiver = KvReceiver(name, f"{name}.{incarnation}", caches, compat, config, HOST, num_kv_heads=heads)
+    door = Door(receiver)
+    async with served(door) as (address, _):
+        receiver.kv_address = address
+        try:
+            yield Decode(receiver, tuple(caches), door)
+        finally:
+            receiver.check()
+            await receiver.close()
+
+
+@contextlib.asynccontextmanager
+async def prefill_side(
+    config: TransferConfig = CONFIG,
+    faults: str = "",
+    name: str = "prefill-0",
+    *,
+    incarnation: int = 1,
+    caches: Sequence[KVCache] = (),
+    heads: Sequence[int] = (),
+) -> AsyncIterator[Prefill]:
+    caches = tuple(caches) or (filled_cache(1),)
+    spoiling = FaultsConfig(spec=faults)
+    sender = KvSender(name, f"{name}.{incarnation}", caches, "kind-a", config, HOST, spoiling, heads)
+    try:
+        yield Prefill(sender, tuple(caches))
+    finally:
+        await sender.close()
+
+
+async def send(
+    prefill: Prefill, ticket: Ticket, block_ids: Sequence[int], first_token: int | None = 1234, state_slot: int = 3
+) -> HandedOver:
+    """A prompt that is computed already."""
+    async with prefill.sender.transfer(ticket) as transfer:
+        transfer.attach(block_ids, state_slot)
+        return await transfer.finish(first_token)
+
+
+async def hand_over(
+    prefill: Prefill, decode: Decode, source: Sequence[int], target: Sequence[int], num_tokens: int = 0, name: str = "t"
+) -> HandedOver:
+    """One transfer from beginning to end, of whole blocks where `num_tokens` is not given; its blocks are compared."""
+    num_tokens = num_tokens or len(source) * prefill.sender.layout.block_size
+    ticket = decode.receiver.expect(name, num_tokens, 0, target, state_slot=3)
+    handed_over = await send(prefill, ticket, source)
+    arrival = await decode.receiver.wait_committed(ticket)
+    assert (arrival.num_tokens, arrival.first_token) == (num_tokens, 1234)
+    assert await decode.receiver.release(ticket) == tuple(target)
+    assert same_blocks(prefill.cache, source, decode.cache, target)
+    decode.receiver.check()
+    return handed_over
+
+
+# -- workers with an engine ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    id: str
+    loop: EngineLoop
+    kv: KvEndpoint
+    runner: ArithmeticRunner
+    running: asyncio.Task[None]
+    server: grpc.aio.Server
+
+    @property
+    def address(self) -> str:
+        return self.kv.receiver.kv_address
+
+    def source(self, num_tokens: int) -> PrefixSource:
+        return PrefixSource(self.id, self.address, num_tokens)
+
+    async def generate(self, spec: SequenceSpec) -> list[int]:
+        async with self.loop.sequence(spec, Purpose.GENERATE) as handle:
+            return await read_all(handle)
+
+    async def check_idle(self) -> None:
+        """Nothing is held or pinned, and every block is free or in the cache."""
+        assert await eventually(lambda: self.loop.engine.is_idle)
+        self.loop.engine.check()
+        self.kv.receiver.check()
+        assert self.loop.engine.pool.counts().in_use == 0
+        assert await eventually(lambda: self.kv.counts().slots_in_use == 0)
+        assert self.kv.counts().unsent_bytes == 0
+
+
+@contextlib.asynccontextmanager
+async def engine_worker(
+    name: str, runner: ArithmeticRunner, config: TransferConfig = CONFIG, faults: str = "", step_tokens: int = 64
+) -> AsyncIterator[Worker]:
+    limits = SchedulerLimits(
+        block_size=runner.cache.spec.block_size,
+        max_num_seqs=8,
+        max_num_batched_tokens=step_tokens,
+        output_reservation=0,
+        num_state_slots=8 if runner.cache.states else 0,
+    )
+    loop = EngineLoop(Engine(runner, limits), 100)
+    kv = KvEndpoint(name, f"{name}.1", loop, "kind-a", config, HOST, FaultsConfig(spec=faults))
+    running = asyncio.create_task(loop.run())
+    async with served(kv) as (address, server):
+        kv.receiver.kv_address = address
+        try:
+            yield Worker(id=name, loop=loop, kv=kv, runner=runner, running=running, server=server)
+        finally:
+            await kv.close()
+    assert not running.done()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def make_spec(prompt: Sequence[int], num_tokens: int = 4, request_id: str = "r") -> SequenceSpec:
+    return SequenceSpec(
+        request_id=request_id,
+        choice_index=0,
+        token_ids=tuple(prompt),
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True),
+        cache_seed=b"seed",
+    )
+
+
+async def read_all(handle: SequenceHandle) -> list[int]:
+    tokens = []
+    while True:
+        output = await handle.next()
+        assert isinstance(output, Generated)
+        tokens.append(output.token_id)
+        if output.finish_reason is not None:
+            return tokens
+
+
+# -- what is left ------------------------------------------------------------------------------------------------------
+
+
+def footprint() -> tuple[int, list[str]]:
+    """Descriptors and threads of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), sorted(t.name for t in threading.enumerate())  # noqa: PTH208
+
+
+async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110 - for what no event tells
+        await asyncio.sleep(0.005)
+    return condition()
+
+
+def scattered(count: int, seed: int) -> list[int]:
+    """Blocks in no order, as a pool that has been in use gives them out."""
+    return random.Random(seed).sample(range(NUM_BLOCKS), count)

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine.model.kv_cache import KVSpec, LayerGroup, StateSpec
+from baton.messages import GroupLayout, KvLayout, StateLayout
+from kvstore.transfer.protocol.layout import (
+    destination_ranks,
+    heads_of,
+    layout_of,
+    mismatch,
+    rank_spec,
+    shared_heads,
+    source_ranks,
+    wire_dtype,
+)
+
+FULL = GroupLayout(name="full", layers=(0, 2), num_kv_heads=6, k_dim=8, v_dim=8, dtype="float32")
+LATENT = GroupLayout(name="latent", layers=(1, 3), num_kv_heads=1, k_dim=16, v_dim=0, dtype="bfloat16")
+CONV = StateLayout("conv", (3, 5), "float32")
+
+
+def layout(tp_size: int = 1, block_size: int = 16, num_heads: int = 6) -> KvLayout:
+    return KvLayout(block_size, tp_size, (replace(FULL, num_kv_heads=num_heads), LATENT))
+
+
+degrees = st.sampled_from([1, 2, 3, 6, 12, 24])
+"""All of them divide, or are divided by, the six heads."""
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "tp_size", "held"),
+    [
+        (6, 1, [(0, 1, 2, 3, 4, 5)]),
+        (6, 3, [(0, 1), (2, 3), (4, 5)]),
+        (3, 3, [(0,), (1,), (2,)]),
+        (3, 6, [(0,), (0,), (1,), (1,), (2,), (2,)]),
+        (1, 2, [(0,), (0,)]),
+    ],
+)
+def test_heads_are_cut_evenly_and_replicated_where_ranks_outnumber_them(
+    num_heads: int, tp_size: int, held: list[tuple[int, ...]]
+) -> None:
+    assert [tuple(heads_of(num_heads, tp_size, rank)) for rank in range(tp_size)] == held
+
+
+@pytest.mark.parametrize(
+    ("src_tp", "dst_tp", "num_heads", "sources"),
+    [
+        (1, 3, 3, [(0,), (0,), (0,)]),
+        (3, 1, 3, [(0, 1, 2)]),
+        (2, 3, 6, [(0,), (0, 1), (1,)]),
+        (4, 4, 4, [(0,), (1,), (2,), (3,)]),
+        # Heads 0 0 1 1 2 2: each destination takes the replica of its number, so that both of a head's ranks send.
+        (6, 3, 3, [(0,), (3,), (4,)]),
+        (6, 6, 3, [(0,), (1,), (2,), (3,), (4,), (5,)]),
+        (4, 8, 2, [(0,), (1,), (0,), (1,), (2,), (3,), (2,), (3,)]),
+    ],
+)
+def test_the_sources_of_each_destination(
+    src_tp: int, dst_tp: int, num_heads: int, sources: list[tuple[int, ...]]
+) -> None:
+    group = replace(FULL, num_kv_heads=num_heads)
+    src, dst = KvLayout(16, src_tp, (group,)), KvLayout(16, dst_tp, (group,))
+    assert [source_ranks(src, dst, rank) for rank in range(dst_tp)] == sources
+
+
+def test_one_latent_head_comes_from_one_rank_and_destinations_take_turns() -> None:
+    src, dst = KvLayout(16, 4, (LATENT,)), KvLayout(16, 8, (LATENT,))
+    assert [source_ranks(src, dst, rank) for rank in range(8)] == [(0,), (1,), (2,), (3,)] * 2
+    assert [destination_ranks(src, dst, rank) for rank in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+@given(degrees, degrees)
+def test_every_head_of_every_destination_comes_from_one_source_and_both_sides_know_it(src_tp: int, dst_tp: int) -> None:
+    src, dst = layout(src_tp), layout(dst_tp)
+    for dst_rank in range(dst_tp):
+        for index, group in enumerate(dst.groups):
+            shared = [tuple(shared_heads(src, rank, dst, dst_rank, index)) for rank in range(src_tp)]
+            assert sorted(sum(shared, ())) == list(heads_of(group.num_kv_heads, dst_tp, dst_rank))
+            assert all(rank in source_ranks(src, dst, dst_rank) for rank in range(src_tp) if shared[rank])
+            for rank, heads in enumerate(shared):
+                assert set(heads) <= set(heads_of(group.num_kv_heads, src_tp, rank))
+    pairs = {(rank, to) for to in range(dst_tp) for rank in source_ranks(src, dst, to)}
+    assert pairs == {(rank, to) for rank in range(src_tp) for to in destination_ranks(src, dst, rank)}
+
+
+def test_a_surplus_replica_sends_to_nobody() -> None:
+    assert [destination_ranks(layout(12), layout(1), rank) for rank in range(4)] == [(0,), (), (0,), ()]
+
+
+def test_states_go_from_each_rank_to_its_like_even_without_a_shared_head() -> None:
+    only_states = KvLayout(16, 3, (), (CONV,))
+    assert [source_ranks(only_states, only_states, rank) for rank in range(3)] == [(0,), (1,), (2,)]
+    assert [destination_ranks(only_states, only_states, rank) for rank in range(3)] == [(0,), (1,), (2,)]
+
+
+@given(degrees)
+def test_a_ranks_cache_and_its_layout_tell_each_other(tp_size: int) -> None:
+    whole = replace(layout(tp_size), states=(CONV,))
+    heads = tuple(group.num_kv_heads for group in whole.groups)
+    for rank in range(tp_size):
+        assert layout_of(rank_spec(whole, rank), tp_size, heads) == whole
+
+
+def test_the_layout_of_a_cache() -> None:
+    spec = KVSpec(
+        32,
+        (LayerGroup(name="all", layers=(0, 1), num_kv_heads=2, k_dim=64, v_dim=64, dtype=torch.bfloat16),),
+        (StateSpec("conv", (3, 5), torch.float32),),
+    )
+    want = KvLayout(
+        32, 1, (GroupLayout(name="all", layers=(0, 1), num_kv_heads=2, k_dim=64, v_dim=64, dtype="bfloat16"),), (CONV,)
+    )
+    assert layout_of(spec) == want
+    assert rank_spec(want, 0) == spec
+    assert layout_of(spec, 3) == replace(want, tp_size=3, groups=(replace(want.groups[0], num_kv_heads=6),))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "wanted", "wire"),
+    [
+        ("float32", "float32", "auto", "float32"),
+        ("float32", "bfloat16", "auto", "bfloat16"),
+        ("float16", "float32", "auto", "float16"),
+        ("float32", "float32", "int8", "int8"),
+        ("bfloat16", "bfloat16", "float32", "float32"),
+        ("int64", "int64", "auto", "int64"),
+        ("int64", "int64", "bfloat16", "int64"),
+        ("float8_e4m3fn", "float8_e4m3fn", "int8", "float8_e4m3fn"),
+    ],
+)
+def test_the_wire_dtype(src: str, dst: str, wanted: str, wire: str) -> None:
+    assert wire_dtype(src, dst, wanted) == wire
+
+
+@pytest.mark.parametrize(("src", "dst"), [("int64", "float32"), ("float32", "int64"), ("int64", "int32")])
+def test_what_cannot_be_converted_has_no_wire_dtype(src: str, dst: str) -> None:
+    with pytest.raises(ValueError, match=f"{src} cannot be converted to {dst}"):
+        wire_dtype(src, dst, "float32")
+
+
+def with_group(**changes: object) -> KvLayout:
+    return replace(layout(), groups=(replace(FULL, **changes), LATENT))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [layout(), layout(tp_size=3), layout(tp_size=12), layout(block_size=64), with_group(dtype="bfloat16")],
+)
+def test_layouts_that_fit(other: KvLayout) -> None:
+    assert mismatch(layout(), other, "auto") == ""
+    assert mismatch(other, layout(), "int8") == ""
+
+
+STATEFUL = replace(layout(), states=(CONV,))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "words"),
+    [
+        (
+            layout(),
+            with_group(name="sliding"),
+            "layer groups ['full', 'latent'], the destination ['sliding', 'latent']",
+        ),
+        (layout(), replace(layout(), groups=(FULL,)), "the destination ['full']"),
+        (layout(), with_group(layers=(0, 4)), "group 'full' has layers (0, 2) at the source and (0, 4)"),
+        (layout(), with_group(num_kv_heads=3), "KV heads 6 at the source and 3"),
+        (layout(), with_group(v_dim=4), "K and V dimensions (8, 8) at the source and (8, 4)"),
+        (layout(block_size=48), layout(block_size=32), "block sizes 48 (source) and 32 (destination)"),
+        (layout(tp_size=4), layout(), "the 6 KV heads of group 'full' cannot be spread over 4 ranks"),
+        (layout(), layout(tp_size=9), "the 6 KV heads of group 'full' cannot be spread over 9 ranks"),
+        (with_group(dtype="int64"), layout(), "in group 'full', int64 cannot be converted to float32"),
+        (STATEFUL, layout(), "states are conv[3, 5] float32 at the source and none at the destination"),
+        (STATEFUL, replace(STATEFUL, tp_size=2), "states cannot move from tensor-parallel degree 1 to 2"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_told_apart_in_a_sentence(src: KvLayout, dst: KvLayout, words: str) -> None:
+    assert words in mismatch(src, dst, "auto")

@@ -1,0 +1,539 @@
+"""One contract for every kind of link, between two threads, and a guard of the private names of torch below them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from baton.errors import ConfigError, TransferError, TransferTimeout
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.transport.base import RECEIVER, SENDER, Operation, ReceivingTransport, SendingTransport
+from kvstore.transfer.transport.faults import Faults
+from kvstore.transfer.transport.faulty import FaultyTransport
+from kvstore.transfer.transport.gloo import RendezvousStore, is_of_nccl
+from kvstore.transfer.transport.nccl_env import nccl_environment
+from kvstore.transfer.transport.select import chunk_bytes, open_receiver, open_sender, staging_device, usable_transports
+from kvstore.transfer.transport.shm import host_id
+from kvstore.transfer.transport.staging import Slot, StagingPool
+
+CPU = torch.device("cpu")
+HOST = "127.0.0.1"
+SLOT_BYTES = 1000
+WINDOW = 4
+KINDS = ("gloo", "shm", "tcp", "faulty gloo", "faulty shm", "faulty tcp")
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Ends:
+    sender: SendingTransport
+    receiver: ReceivingTransport
+    stores: list[RendezvousStore]
+    """torch holds only their C++ halves."""
+
+
+def pool() -> StagingPool:
+    return StagingPool(2 * WINDOW, SLOT_BYTES, CPU, pinned=False)
+
+
+@contextlib.contextmanager
+def opened(kind: str, op_timeout_s: float = 5.0) -> Iterator[Ends]:
+    """The faulty kinds inject nothing: what wraps a link must not change it."""
+    stores: list[RendezvousStore] = []
+
+    def publish_to(other: int) -> Callable[[str, bytes], None]:
+        return lambda key, value: stores[other].deliver(key, value)
+
+    stores += [RendezvousStore(publish_to(RECEIVER)), RendezvousStore(publish_to(SENDER))]
+    *faulty, kind = kind.split()
+    with ThreadPoolExecutor(2) as threads:
+        sending = threads.submit(open_sender, kind, stores[SENDER], HOST, pool(), WINDOW, 5.0, op_timeout_s)
+        receiving = threads.submit(open_receiver, kind, stores[RECEIVER], HOST, pool(), WINDOW, 5.0, op_timeout_s)
+        sender, receiver = sending.result(), receiving.result()
+    try:
+        yield Ends(FaultyTransport(sender, Faults()) if faulty else sender, receiver, stores)
+    finally:
+        sender.close()
+        receiver.close()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(kind: str) -> Iterator[Ends]:
+    with opened(kind) as pair:
+        yield pair
+
+
+def header(value: int) -> bytes:
+    return bytes([value]) * HEADER_BYTES
+
+
+def some(slot: T | None) -> T:
+    assert slot is not None
+    return slot
+
+
+def fill(slot: Slot, value: int, num_bytes: int) -> Slot:
+    slot.message(num_bytes).fill_(value)
+    return slot
+
+
+def send(link: SendingTransport, value: int, num_bytes: int) -> tuple[Slot, Operation]:
+    slot = fill(some(link.slots.acquire(1.0)), value, num_bytes)
+    return slot, link.send_chunk(slot, num_bytes)
+
+
+def post(link: ReceivingTransport, num_bytes: int) -> tuple[Slot, Operation]:
+    slot = some(link.slots.acquire(1.0))
+    return slot, link.recv_chunk(slot, num_bytes)
+
+
+def content(buffer: torch.Tensor) -> set[int]:
+    return set(buffer.tolist())
+
+
+def receive(link: ReceivingTransport, what: str) -> None:
+    operation = link.recv_signal() if what == "signal" else post(link, SLOT_BYTES)[1]
+    operation.wait()
+
+
+def send_chunks(link: SendingTransport, num_chunks: int) -> None:
+    for value in range(num_chunks):
+        slot, operation = send(link, value % 256, SLOT_BYTES)
+        operation.wait()
+        link.slots.release(slot)
+
+
+def send_signals(link: SendingTransport, num_signals: int) -> None:
+    for value in range(num_signals):
+        link.send_signal(header(value)).wait()
+        time.sleep(0.05)
+
+
+def test_torch_still_has_the_private_names_that_links_use() -> None:
+    assert torch.__version__.startswith("2.13."), "read transport/gloo.py again for this version of torch"
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    assert {"_devices", "_threads", "_timeout"} <= set(dir(options))
+    assert callable(dist.ProcessGroupGloo.create_device)
+
+
+def test_chunks_arrive_whole_and_in_order_with_several_posted(pair: Ends) -> None:
+    assert not dist.is_initialized()
+    sizes = (1, SLOT_BYTES, 64, 999)
+    posted = [post(pair.receiver, size) for size in sizes]
+    sent = [send(pair.sender, value, size) for value, size in enumerate(sizes, 1)]
+    for _, operation in (*posted, *sent):
+        operation.wait()
+    for value, ((slot, _), size) in enumerate(zip(posted, sizes, strict=True), 1):
+        assert content(slot.message(size)) == {value}
+        assert (len(slot.read_header()), len(slot.payload(size))) == (HEADER_BYTES, size)
+
+
+def test_signals_and_chunks_keep_their_places(pair: Ends) -> None:
+    """The order of the two kinds is agreed; each operation gets the message of its place."""
+    first = pair.receiver.recv_signal()
+    slot, chunk = post(pair.receiver, SLOT_BYTES)
+    second = pair.receiver.recv_signal()
+    sent = [pair.sender.send_signal(header(1)), send(pair.sender, 2, SLOT_BYTES)[1], pair.sender.send_signal(header(3))]
+    for operation in (first, chunk, second, *sent):
+        operation.wait()
+    assert (first.header, second.header) == (header(1), header(3))
+    assert content(slot.message(SLOT_BYTES)) == {2}
+
+
+def test_slots_are_used_again_once_both_sides_released_them(pair: Ends) -> None:
+    for value in range(1, 6 * WINDOW):
+        inbox, arrival = post(pair.receiver, SLOT_BYTES)
+        outbox, departure = send(pair.sender, value % 256, SLOT_BYTES)
+        arrival.wait()
+        departure.wait()
+        pair.sender.slots.release(outbox)
+        assert content(inbox.message(SLOT_BYTES)) == {value % 256}
+        pair.receiver.slots.release(inbox)
+
+
+def test_a_sender_holds_no_more_slots_than_its_share_and_gets_unsent_ones_back(pair: Ends) -> None:
+    slots = [some(pair.sender.slots.acquire(0.0)) for _ in range(WINDOW)]
+    assert pair.sender.slots.acquire(0.0) is None
+    assert pair.sender.slots.acquire(0.05) is None
+    pair.sender.slots.release(slots[1])
+    assert pair.sender.slots.acquire(0.0) is slots[1]
+
+
+def test_a_slot_that_only_the_receiver_released_is_still_the_senders(pair: Ends) -> None:
+    inbox, arrival = post(pair.receiver, SLOT_BYTES)
+    outbox, departure = send(pair.sender, 1, SLOT_BYTES)
+    arrival.wait()
+    departure.wait()
+    pair.receiver.slots.release(inbox)
+    others = [some(pair.sender.slots.acquire(0.0)) for _ in range(WINDOW - 1)]
+    assert outbox not in others
+    assert pair.sender.slots.acquire(0.05) is None
+    pair.sender.slots.release(outbox)
+    assert pair.sender.slots.acquire(1.0) is outbox
+
+
+@pytest.mark.parametrize("awaited", ["signal", "chunk"])
+def test_a_silent_peer_ends_in_a_timeout(kind: str, awaited: str) -> None:
+    with opened(kind, op_timeout_s=0.2) as pair:
+        start = time.monotonic()
+        with pytest.raises(TransferTimeout):
+            receive(pair.receiver, awaited)
+        assert 0.15 < time.monotonic() - start < 2.0
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_kernel_that_gives_up_early_is_asked_again(side: str) -> None:
+    with opened("tcp", op_timeout_s=0.5) as pair:
+        early = socket.SO_SNDTIMEO if side == "sender" else socket.SO_RCVTIMEO
+        getattr(pair, side)._stream._socket.setsockopt(socket.SOL_SOCKET, early, struct.pack("@ll", 0, 10_000))
+        start = time.monotonic()
+        with pytest.raises(TransferTimeout):
+            send_chunks(pair.sender, 100_000) if side == "sender" else receive(pair.receiver, "chunk")
+        assert time.monotonic() - start > 0.4
+
+
+def test_a_receiver_that_takes_nothing_ends_in_a_timeout_at_the_sender(kind: str) -> None:
+    with opened(kind, op_timeout_s=0.2) as pair:
+        start = time.monotonic()
+        with pytest.raises(TransferTimeout):
+            send_chunks(pair.sender, 100_000)  # more than a socket's buffer takes
+        assert 0.15 < time.monotonic() - start < 5.0
+
+
+@pytest.mark.parametrize("awaited", ["signal", "chunk"])
+def test_a_sender_that_closes_ends_a_posted_receive_at_once(pair: Ends, awaited: str) -> None:
+    threading.Timer(0.1, pair.sender.close).start()
+    start = time.monotonic()
+    with pytest.raises(TransferError) as error:
+        receive(pair.receiver, awaited)
+    assert not isinstance(error.value, TransferTimeout)
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_receiver_that_closes_is_seen_by_the_sender(pair: Ends) -> None:
+    pair.receiver.close()
+    with pytest.raises(TransferError) as error:
+        send_signals(pair.sender, 3)  # the kernel may take one before it knows
+    assert not isinstance(error.value, TransferTimeout)
+
+
+def test_closing_and_aborting_can_be_repeated(pair: Ends) -> None:
+    for link in (pair.sender, pair.receiver):
+        link.abort()
+        link.close()
+        link.abort()
+        link.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_link_is_aborted_by_another_thread(kind: str, side: str) -> None:
+    with opened(kind, op_timeout_s=30.0) as pair:
+        threading.Timer(0.1, pair.sender.abort if side == "sender" else pair.receiver.abort).start()
+        start = time.monotonic()
+        with pytest.raises(TransferError) as error:
+            send_chunks(pair.sender, 100_000) if side == "sender" else receive(pair.receiver, "signal")
+        assert not isinstance(error.value, TransferTimeout)
+        assert time.monotonic() - start < 5.0
+
+
+def test_an_shm_link_tells_a_signal_from_a_chunk_and_a_chunk_from_another() -> None:
+    with opened("shm") as pair:
+        pair.sender.send_signal(header(1)).wait()
+        with pytest.raises(TransferError, match="out of step"):
+            receive(pair.receiver, "chunk")
+        slot, _ = send(pair.sender, 1, SLOT_BYTES)
+        slot.write_header(header(2))
+        with pytest.raises(TransferError, match="not where its announcement says"):
+            receive(pair.receiver, "chunk")
+
+
+def test_what_an_shm_receiver_writes_stays_its_own() -> None:
+    with opened("shm") as pair:
+        inbox, arrival = post(pair.receiver, SLOT_BYTES)
+        outbox, _ = send(pair.sender, 7, SLOT_BYTES)
+        arrival.wait()
+        inbox.payload(SLOT_BYTES).fill_(9)
+        assert content(outbox.message(SLOT_BYTES)) == {7}
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm", "tcp"])
+@pytest.mark.parametrize("rank", [SENDER, RECEIVER])
+@pytest.mark.parametrize("close", [True, False])
+def test_opening_ends_when_the_session_does_or_the_peer_does_not_join(kind: str, rank: int, close: bool) -> None:
+    before = footprint()
+    store = RendezvousStore(lambda key, value: None)
+    if close:
+        threading.Timer(0.1, store.close).start()
+    opens = open_sender if rank == SENDER else open_receiver
+    start = time.monotonic()
+    with pytest.raises(TransferError, match="session ended" if close else "did not join") as error:
+        opens(kind, store, HOST, pool(), WINDOW, 0.5, 1.0)
+    assert isinstance(error.value, TransferTimeout) or close or kind == "gloo"
+    assert time.monotonic() - start < 2.0
+    assert kind == "gloo" or settled(before)
+
+
+def test_an_shm_sender_that_leaves_while_the_link_is_opened_leaves_nothing() -> None:
+    """It publishes an address behind which nobody listens any more, or nobody answers."""
+    before = footprint()
+    store = RendezvousStore(lambda key, value: None)
+    store.deliver("shm", b"\0baton-kv-" + b"0" * 32)
+    with pytest.raises(TransferError, match="could not be opened"):
+        open_receiver("shm", store, HOST, pool(), WINDOW, 0.5, 1.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        silent = b"\0baton-kv-" + secrets.token_hex(16).encode()
+        listener.bind(silent)
+        listener.listen(1)
+        store.deliver("shm", silent)
+        with pytest.raises(TransferTimeout):
+            open_receiver("shm", store, HOST, pool(), WINDOW, 0.2, 1.0)
+        threading.Timer(0.1, listener.close).start()
+        with pytest.raises(TransferError) as error:
+            open_receiver("shm", store, HOST, pool(), WINDOW, 10.0, 1.0)
+        assert not isinstance(error.value, TransferTimeout)
+    assert settled(before)
+
+
+def test_an_shm_link_is_for_processes_of_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, user = footprint(), os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with pytest.raises(TransferError, match=f"user {user}'s"), opened("shm"):
+        pass
+    assert settled(before)
+
+
+def test_a_tcp_sender_takes_only_the_receiver_that_its_session_knows() -> None:
+    """Others may find the port: one that says something else, one that says nothing, and one that is gone at once."""
+    before = footprint()
+    addresses: list[str] = []
+    store = RendezvousStore(lambda key, value: addresses.append(value.decode()))
+    with ThreadPoolExecutor(1) as thread:
+        opening = thread.submit(open_sender, "tcp", store, HOST, pool(), WINDOW, 10.0, 1.0)
+        assert eventually(lambda: bool(addresses))
+        token, host, port = addresses[0].split()
+        liar, mute, gone, receiver = (socket.create_connection((host, int(port))) for _ in range(4))
+        liar.sendall(bytes(len(bytes.fromhex(token))))
+        gone.close()
+        receiver.sendall(bytes.fromhex(token))
+        store.deliver("tcp/joined", b"")
+        link = opening.result()
+    link.send_signal(header(1)).wait()
+    assert receiver.recv(HEADER_BYTES, socket.MSG_WAITALL) == header(1)
+    link.close()
+    for connection in (liar, mute, receiver):
+        connection.close()
+    assert settled(before)
+
+
+@pytest.mark.parametrize("ends", ["timeout", "session"])
+def test_strangers_do_not_keep_a_tcp_sender_waiting(ends: str) -> None:
+    """Each connects and says nothing, one after the other, for as long as it listens."""
+    before = footprint()
+    addresses: list[str] = []
+    store = RendezvousStore(lambda key, value: addresses.append(value.decode()))
+    strangers: list[socket.socket] = []
+    start = time.monotonic()
+    with ThreadPoolExecutor(1) as thread:
+        timeout_s = 1.5 if ends == "timeout" else 30.0
+        opening = thread.submit(open_sender, "tcp", store, HOST, pool(), WINDOW, timeout_s, 1.0)
+        assert eventually(lambda: bool(addresses))
+        _, host, port = addresses[0].split()
+        store.deliver("tcp/joined", b"")
+        while not opening.done() and time.monotonic() < start + 20.0:
+            with contextlib.suppress(ConnectionRefusedError):
+                strangers.append(socket.create_connection((host, int(port))))
+            if ends == "session" and time.monotonic() > start + 0.5:
+                store.close()
+            time.sleep(0.2)
+        with pytest.raises(TransferError):
+            opening.result()
+    assert time.monotonic() - start < 10.0
+    for stranger in strangers:
+        stranger.close()
+    assert settled(before)
+
+
+def test_a_tcp_receiver_that_finds_nobody_leaves_nothing() -> None:
+    before = footprint()
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+    store = RendezvousStore(lambda key, value: None)
+    store.deliver("tcp", f"{bytes(16).hex()} {HOST} {port}".encode())
+    with pytest.raises(TransferError, match="could not be opened"):
+        open_receiver("tcp", store, HOST, pool(), WINDOW, 0.5, 1.0)
+    assert settled(before)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm", "tcp"])
+@pytest.mark.parametrize("rank", [SENDER, RECEIVER])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_peer_that_says_what_no_such_link_says_ends_the_opening_at_once(kind: str, rank: int, early: bool) -> None:
+    """Before it begins or while it waits."""
+    before = footprint()
+    keys = {"gloo": f"0/{1 - rank}", "shm": ("shm/joined", "shm")[rank], "tcp": ("tcp/joined", "tcp")[rank]}
+    store = RendezvousStore(lambda key, value: None)
+    opens = open_sender if rank == SENDER else open_receiver
+    speaking = threading.Timer(0.0 if early else 0.1, store.deliver, (keys[kind], b"\x01"))
+    speaking.start()
+    if early:
+        speaking.join()
+    start = time.monotonic()
+    with pytest.raises(TransferError, match=f"1 bytes as '{keys[kind]}', which no such link says") as error:
+        opens(kind, store, HOST, pool(), WINDOW, 30.0, 30.0)
+    assert not isinstance(error.value, TransferTimeout)
+    assert time.monotonic() - start < 5.0
+    assert kind == "gloo" or settled(before)
+
+
+def test_what_a_peer_says_is_kept_as_far_as_any_link_would_say_it() -> None:
+    """A link need not have begun to open yet."""
+    for values in (
+        {f"0/{number}": b"" for number in range(10_000)}, {"0/0": bytes(4096)}, {"0" * 4096: b""}
+    ):  # fmt: skip
+        store = RendezvousStore(lambda key, value: None)
+        for key, value in values.items():
+            store.deliver(key, value)
+        assert len(store._values) <= 1024
+        with pytest.raises(TransferError, match="which no such link says"):
+            store.get("0/0")
+
+
+def test_both_sides_of_a_communicator_say_what_nccl_wants_to_hear() -> None:
+    own, gloo = uuid.uuid4().hex.encode(), struct.pack("@NNHH124xnnn", 0, 136, 2, 1, -1, 0, 1)
+    said = {"0": bytes(128), "nccl/device/0": own, "nccl/turn/0": b"taken", "signals/0/0": gloo, "else": b"1"}
+    for key, value in said.items():
+        assert is_of_nccl(SENDER, key, value)
+        theirs = f"{key[:-2]}/1" if key.endswith("/0") else key
+        assert is_of_nccl(RECEIVER, theirs, value) == (key != "0"), "the sender makes the id"
+        assert key == "else" or not any(is_of_nccl(SENDER, key, bad) for bad in (b"", value + b"1", value[:-1]))
+    assert not is_of_nccl(SENDER, "nccl/turn/1", b"taken")
+    assert not is_of_nccl(SENDER, "signals/0/1", gloo)
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10.0
+    while not (done := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return done
+
+
+def footprint() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
+def settled(before: tuple[int, int]) -> bool:
+    """Whether there are no more file descriptors and threads than before, once those that ended are gone."""
+    deadline = time.monotonic() + 10.0
+    while not (done := all(now <= then for now, then in zip(footprint(), before, strict=True))):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return done
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm", "tcp"])
+def test_pairs_cost_little_and_leave_nothing_behind(kind: str) -> None:
+    """Beside the thread that owns it, a side has one file descriptor."""
+    with opened(kind):
+        pass  # what all pairs share is made by now
+    before, num_sides = footprint(), 2 * 8
+    with contextlib.ExitStack() as pairs:
+        for _ in range(8):
+            pairs.enter_context(opened(kind))
+        assert settled((before[0] + num_sides, before[1]))
+    assert settled(before)
+
+
+def send_and_stay(kind: str, pipe: Connection) -> None:
+    """A sender in a process of its own, until it is killed."""
+    store = RendezvousStore(lambda key, value: pipe.send((key, value)))
+
+    def deliver() -> None:
+        while True:
+            store.deliver(*pipe.recv())
+
+    threading.Thread(target=deliver, daemon=True).start()
+    link = open_sender(kind, store, HOST, pool(), WINDOW, 10.0, 30.0)
+    send(link, 5, SLOT_BYTES)[1].wait()
+    pipe.send(("ready", b""))
+    time.sleep(60.0)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm", "tcp"])
+def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
+    """And what it had sent is there, from another process."""
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=send_and_stay, args=(kind, there), daemon=True)
+    process.start()
+    store = RendezvousStore(lambda key, value: here.send((key, value)))
+    ready = threading.Event()
+
+    def deliver() -> None:
+        while not ready.is_set():
+            key, value = here.recv()
+            ready.set() if key == "ready" else store.deliver(key, value)
+
+    threading.Thread(target=deliver, daemon=True).start()
+    link = open_receiver(kind, store, HOST, pool(), WINDOW, 30.0, 30.0)
+    slot, chunk = post(link, SLOT_BYTES)
+    chunk.wait()
+    assert content(slot.message(SLOT_BYTES)) == {5}
+    assert ready.wait(10.0)
+    sentinel = link.recv_signal()
+    start = time.monotonic()
+    process.kill()
+    with pytest.raises(TransferError):
+        sentinel.wait()
+    assert time.monotonic() - start < 1.0
+    process.join()
+    link.close()
+
+
+def test_kinds_are_chosen_for_the_cache_and_the_wish() -> None:
+    assert usable_transports([CPU], ("shm", "nccl", "tcp", "gloo")) == ("shm", "tcp", "gloo")
+    assert usable_transports([torch.device("cuda")], ("shm", "tcp", "gloo")) == ("tcp", "gloo")
+    gpus = [torch.device("cuda", rank) for rank in range(2)]
+    assert usable_transports(gpus, ("nccl", "tcp", "gloo")) == ("tcp", "gloo"), "beside the sums of two ranks"
+    with pytest.raises(ConfigError, match=r"none of transfer.links \(nccl\) works for a KV cache on cpu"):
+        usable_transports([CPU], ("nccl",))
+    assert staging_device("nccl", torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert staging_device("gloo", torch.device("cuda", 1)) == CPU
+
+
+def test_chunks_of_a_tcp_link_stay_in_the_cache_and_hold_a_unit_at_least() -> None:
+    assert {kind: chunk_bytes(kind, 2**22, 24_576) for kind in ("", "shm", "gloo", "nccl", "tcp")} == {
+        "": 2**22, "shm": 2**22, "gloo": 2**22, "nccl": 2**22, "tcp": 2**20
+    }  # fmt: skip
+    assert chunk_bytes("tcp", 2**18, 24_576) == 2**18
+    assert chunk_bytes("tcp", 2**22, 2**21) == 2**21
+
+
+def test_the_host_id_is_that_of_every_process_of_this_user_here() -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+        assert processes.submit(host_id).result() == host_id()
+
+
+def test_nccl_environment_keeps_a_broken_pair_from_ending_the_process() -> None:
+    assert nccl_environment()["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
