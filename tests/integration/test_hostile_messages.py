@@ -228,7 +228,7 @@ class Answer:
 
 async def call(member: Member, request: Any, change: Change) -> Answer:
     """One call of a router. A decode worker that has given a ticket, or began to answer, has done its part."""
-    command = wire.start(Start(1, request, {}))
+    command = wire.start_command(Start(1, request, {}))
     change(command)
     async with channel(member.info.address) as link:
         stub: Any = worker_pb2_grpc.WorkerCallsStub(link)
