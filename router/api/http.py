@@ -42,7 +42,8 @@ from router.api.openai import (
     error_body,
 )
 from router.api.page import HEADERS, PAGE
-from router.service import Door, RouterService
+from router.request.model import Door
+from router.service import RouterService
 
 Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
