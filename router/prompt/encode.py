@@ -48,9 +48,6 @@ class PromptEncoder:
             case Text(text):
                 return tuple(self._tokenizer.encode(text))
             case Chat(messages):
-                named = [
-                    {"role": m.role, "content": m.content} | ({"name": m.name} if m.name else {}) for m in messages
-                ]
-                return tuple(self._tokenizer.encode_chat(named, scope=scope))
+                return tuple(self._tokenizer.encode_chat(messages, scope=scope))
             case TokenIds(ids):
                 return ids
