@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.cluster import Answer, Cluster, request, running_cluster
-from tests.integration.test_plumbing import metric
+from tests.support.asking import metric
 
 pytestmark = pytest.mark.first
 
