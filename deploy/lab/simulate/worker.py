@@ -68,7 +68,7 @@ class CostlyRunner:
         """Ends nothing: it has started no process."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Step:
     """What the worker is doing: `num_steps` equal steps from `began_s` on."""
 
@@ -223,7 +223,7 @@ class SimulatedWorker:
         size = StepSize.of(step)
         step_s = self.costs.step_s(size)
         self.engine.learn(size, step_s)
-        return _Step(step, sequences, now, step_s, leap)
+        return _Step(input=step, sequences=sequences, began_s=now, step_s=step_s, num_steps=leap)
 
     def _finish(self, step: _Step, now: float) -> list[Tokens | PromptComputed]:
         self.busy_s += step.num_steps * step.step_s
