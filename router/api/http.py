@@ -31,8 +31,8 @@ from baton.telemetry import tracing
 from router.admission import check_model
 from router.admission.tenants import TenantBook, api_key_of
 from router.api.openai import (
-    Answer,
     ChatBody,
+    ChoiceAnswer,
     CompletionBody,
     DetokenizeBody,
     Shape,
@@ -203,11 +203,11 @@ async def _answer(
 
 
 async def _whole(chunks: AsyncGenerator[GenerateChunk], shape: Shape) -> dict[str, Any]:
-    answers: dict[int, Answer] = {}
+    answers: dict[int, ChoiceAnswer] = {}
     usage, timing = Usage(0, 0, 0), Timing()
     async with contextlib.aclosing(chunks):
         async for chunk in chunks:
-            answer = answers.setdefault(chunk.choice_index, Answer())
+            answer = answers.setdefault(chunk.choice_index, ChoiceAnswer())
             answer.text += chunk.text
             answer.finish_reason = chunk.finish_reason or answer.finish_reason
             usage, timing = chunk.usage or usage, chunk.timing or timing

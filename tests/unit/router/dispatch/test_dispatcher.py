@@ -67,7 +67,7 @@ LONG = replace(SPEC, sampling=replace(SPEC.sampling, max_tokens=100, ignore_eos=
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    for module in ("dispatcher", "exchange", "patience", "placer", "reports"):
+    for module in ("dispatcher", "exchange", "patience", "selector", "reports"):
         monkeypatch.setattr(f"router.dispatch.{module}.time", bench.clock)
 
 
