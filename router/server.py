@@ -35,12 +35,13 @@ from router.cluster.readiness import Readiness
 from router.cluster.registry import Registry
 from router.dispatch.decisions import DecisionLog
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.worker_client import WorkerCalls
+from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import UNKNOWN_LENGTH, PoolView
 from router.placement.stale_hints import HintBook
 from router.prompt import Tokenizer
+from router.request.model import Door, LoadedModel
 from router.request.resume_journal import Journal
-from router.service import Door, LoadedModel, RouterService
+from router.service import RouterService
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         lease_s=config.index.lease_s,
         blocks_ttl_s=config.index.blocks_ttl_s,
     )
-    calls = WorkerCalls()
+    calls = WorkerClient()
     journal = Journal(RedisRecords(Connection(config.index.redis_url, garbage), content))
 
     shares_ports = config.cluster.routers > 1
@@ -139,15 +140,26 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         default_max_tokens=config.router.default_max_tokens,
     )
     service = RouterService(
-        LoadedModel(ModelCard(name, config.model.path, max_model_len, int(time.time())), tokenizer, content),
-        facts,
-        Dispatcher(pools, calls, HintBook(mirror, instruments), decisions, config.router, instruments),
-        Limiter(config.router.max_in_flight),
-        journal,
-        instruments,
-        config.router,
-        slo_counts,
-        pools.max_model_len,
+        LoadedModel(
+            card=ModelCard(name, config.model.path, max_model_len, int(time.time())),
+            tokenizer=tokenizer,
+            content_id=content,
+            facts=facts,
+        ),
+        dispatcher=Dispatcher(
+            pools=pools,
+            client=calls,
+            hints=HintBook(mirror, instruments),
+            decisions=decisions,
+            config=config.router,
+            instruments=instruments,
+        ),
+        limiter=Limiter(config.router.max_in_flight),
+        journal=journal,
+        instruments=instruments,
+        config=config.router,
+        slo_counts=slo_counts,
+        worker_limit=pools.max_model_len,
     )
     door = Door(config.cluster.host, grpc_port)
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service, door), rpc.server)

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from baton import config as baton_config
-from baton.api import Chat, ChatMessage, Explanation, GenerateRequest, Option, Prompt, Text
+from baton.api import Chat, Explanation, GenerateRequest, Option, Prompt, Text
+from baton.chat import ChatMessage
 from baton.cluster import Role
 from baton.config import Config
 from baton.errors import BatonError, ConfigError, Conflict, InvalidRequest
@@ -154,7 +155,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Stream an answer to a prompt."""
-    prompt: Prompt = Chat((ChatMessage("user", text),)) if chat else Text(text)
+    prompt: Prompt = Chat((ChatMessage(role="user", content=text),)) if chat else Text(text)
     optional = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     sampling = {name: value for name, value in optional.items() if value is not None}
     _generate(GenerateRequest(prompt=prompt, sampling=sampling), Client(address, api_key), as_json)

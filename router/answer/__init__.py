@@ -6,6 +6,6 @@ out the same text.
 
 from router.answer.detokenizer import IncrementalDetokenizer
 from router.answer.stop_strings import StopChecker
-from router.answer.writer import AnswerWriter, Piece
+from router.answer.writer import AnswerWriter, ChunkWriter, Piece
 
-__all__ = ["AnswerWriter", "IncrementalDetokenizer", "Piece", "StopChecker"]
+__all__ = ["AnswerWriter", "ChunkWriter", "IncrementalDetokenizer", "Piece", "StopChecker"]

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.api import Chat, GenerateChunk, GenerateRequest, Prompt, Text, Timing, Usage
+from baton.api import GenerateChunk, GenerateRequest, Prompt, Text, Timing, Usage
 from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated, Unsupported
 from baton.tasks import cancel_and_wait
 from baton.telemetry import tracing
@@ -38,11 +38,12 @@ from router.api.openai import (
     Shape,
     SloBody,
     TokenizeBody,
-    chat_message,
+    chat_of,
     error_body,
 )
 from router.api.page import HEADERS, PAGE
-from router.service import Door, RouterService
+from router.request.model import Door
+from router.service import RouterService
 
 Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
@@ -100,7 +101,7 @@ def create_app(
             raise InvalidRequest("set either prompt or messages", "prompt")
         prompt: Prompt = Text(body.prompt or "")
         if body.messages is not None:
-            prompt = Chat(tuple(chat_message(message, index) for index, message in enumerate(body.messages)))
+            prompt = chat_of(body.messages)
         tokens = await service.tokenize(prompt, request.state.tenant)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.facts.max_model_len}
 

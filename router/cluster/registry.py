@@ -13,7 +13,7 @@ from baton.errors import StoreUnavailable
 from kvstore.index import Connection, MirrorFollower, without_password
 from kvstore.leases import LeaseStore
 from router.admission import SloCounts
-from router.dispatch.worker_client import WorkerCalls
+from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import PoolView
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Registry:
         self,
         leases: LeaseStore,
         pools: PoolView,
-        calls: WorkerCalls,
+        calls: WorkerClient,
         follower: MirrorFollower,
         me: RouterInfo,
         slo_counts: SloCounts,

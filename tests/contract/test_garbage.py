@@ -21,7 +21,7 @@ from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper, RedisLeases
 from router.admission import SloCounts
 from router.cluster.registry import Registry
-from router.dispatch.worker_client import WorkerCalls
+from router.dispatch.worker_client import WorkerClient
 from router.placement import Prompt
 from router.placement.pool_view import PoolView
 from tests.contract.garbage import Garbage, index_of, leases_of, shared
@@ -74,7 +74,7 @@ class Plane:
         self.pools = PoolView(self.mirror.lookup, time.monotonic)
         me = RouterInfo(id="router-0", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0)
         self.registry = Registry(
-            self.leases, self.pools, WorkerCalls(), self.follower, me, SloCounts(), (), self.redis, POLL_S, 5 * POLL_S
+            self.leases, self.pools, WorkerClient(), self.follower, me, SloCounts(), (), self.redis, POLL_S, 5 * POLL_S
         )
         config = Config(index=IndexConfig(renew_s=POLL_S))
         state = State(desired={Role.PREFILL: 0, Role.DECODE: 0}, cluster="baton-x")

@@ -24,7 +24,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.processes import die_with_parent
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import free_port, is_idle, request
-from tests.integration.test_plumbing import metric
+from tests.support.asking import metric
 
 STEP_MS = 10.0
 NUM_STREAMS = 16

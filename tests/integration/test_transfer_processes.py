@@ -33,7 +33,7 @@ from tests.unit.kvstore.transfer.peers import (
     with_link,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.clock, pytest.mark.timeout(120)]
 
 OP_TIMEOUT_S = 1.5
 SOURCE, TARGET = list(range(20, 30)), list(range(30, 40))

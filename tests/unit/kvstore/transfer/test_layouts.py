@@ -145,7 +145,7 @@ PAIRWISE = {
     (32, "over-blocks-of-32"),
     (16, "over-everything"),
 }
-"""Every degree, block size and length meets every block size of the receiver; the other routes are slow tests."""
+"""Every degree, block size and length meets every block size of the receiver; the other routes are in `make chaos`."""
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ PAIRWISE = {
             block_size,
             *route,
             id=f"decode-in-blocks-of-{block_size}-{name}",
-            marks=[] if (block_size, name) in PAIRWISE else [pytest.mark.slow],
+            marks=[] if (block_size, name) in PAIRWISE else [pytest.mark.chaos],
         )
         for block_size in (16, 32)
         for name, route in ROUTES.items()

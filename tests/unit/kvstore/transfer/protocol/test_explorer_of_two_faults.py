@@ -15,14 +15,14 @@ SCENARIOS = [
     pytest.param(
         Scenario(name="side by side", num_chunks=((1,), (1,)), num_blocks=2, num_faults=2),
         400_000,
-        marks=pytest.mark.slow,
+        marks=pytest.mark.chaos,
     ),
     pytest.param(
         Scenario(
             name="one after the other in one block", num_chunks=((1,), (1,)), num_blocks=1, num_faults=2, num_cancels=1
         ),
         200_000,
-        marks=pytest.mark.slow,
+        marks=pytest.mark.chaos,
     ),
     (
         Scenario(
