@@ -41,7 +41,7 @@ class PrefillService:
             transfer = await stack.enter_async_context(worker.kv.sender.transfer(ticket)) if ticket else None
             await worker.kv.sender.wait_for_room(worker.engine.max_waiting(spec))
             began_s = time.monotonic()
-            num_pulled = await worker.kv.fetch_prefix(spec, source, arrived_s, trace) if source else 0
+            num_pulled = await worker.kv.prefixes.fetch(spec, source, arrived_s, trace) if source else 0
             pull_s = time.monotonic() - began_s if num_pulled else 0.0
             sequence = await stack.enter_async_context(worker.engine.sequence(spec, Purpose.PREFILL, arrived_s))
             admitted = await sequence.next()

@@ -18,7 +18,7 @@ from baton.messages import GroupLayout, KvLayout, StateLayout
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.copy.checksum import Xxh3
 from kvstore.transfer.protocol.layout import heads_of, rank_spec, source_ranks
-from kvstore.transfer.protocol.plan import Plan, WireOptions, plan
+from kvstore.transfer.protocol.plan import TransferPlan, WireOptions, plan
 
 torch.set_num_threads(1)
 
@@ -67,7 +67,7 @@ class Side:
         states = ((self.state_slot,),) if self.layout.states else ()
         return (tuple(self.block_ids),) * len(self.layout.groups) + states
 
-    def rows(self, planned: Plan) -> BlockCopier:
+    def rows(self, planned: TransferPlan) -> BlockCopier:
         return BlockCopier(self.cache, planned, self.layout, self.rank, self.tables)
 
     def write(self, pages: Pages, tokens: range, group: int, layer: int) -> None:
@@ -119,7 +119,9 @@ def make_source(layout: KvLayout, rank: int, pages: Pages, seed: int = 0) -> Sid
     return side
 
 
-def move(source: Side, destination: Side, num_tokens: int, skip: int = 0, options: WireOptions = OPTIONS) -> Plan:
+def move(
+    source: Side, destination: Side, num_tokens: int, skip: int = 0, options: WireOptions = OPTIONS
+) -> TransferPlan:
     planned = plan(source.layout, source.rank, destination.layout, destination.rank, num_tokens, skip, options)
     ours, theirs = source.rows(planned), destination.rows(planned)
     slot = torch.empty(64 + options.chunk_bytes, dtype=torch.uint8)
@@ -372,8 +374,8 @@ def test_on_a_gpu_a_gather_waits_for_its_fence_on_a_stream_of_its_own(slot_devic
         want, destination = make_side(dst, rank, num_tokens, 3), make_side(dst, rank, num_tokens, 3, "cuda")
         move(computed, want, num_tokens, options=replace(OPTIONS, wire_dtype=wire))
         planned = plan(src, 0, dst, rank, num_tokens, 0, replace(OPTIONS, wire_dtype=wire))
-        ours = BlockCopier(source.cache, planned, src, 0, source.tables, copy)
-        theirs = BlockCopier(destination.cache, planned, dst, rank, destination.tables, copy)
+        ours = BlockCopier(source.cache, planned, src, 0, source.tables, stream=copy)
+        theirs = BlockCopier(destination.cache, planned, dst, rank, destination.tables, stream=copy)
         fence = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(compute):
             # Tens of milliseconds before the KV is there.
