@@ -74,7 +74,16 @@ class Plane:
         self.pools = PoolView(self.mirror.lookup, time.monotonic)
         me = RouterInfo(id="router-0", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0)
         self.registry = Registry(
-            self.leases, self.pools, WorkerClient(), self.follower, me, SloCounts(), (), self.redis, POLL_S, 5 * POLL_S
+            leases=self.leases,
+            pools=self.pools,
+            client=WorkerClient(),
+            follower=self.follower,
+            me=me,
+            slo_counts=SloCounts(),
+            models=(),
+            redis=self.redis,
+            poll_s=POLL_S,
+            lease_s=5 * POLL_S,
         )
         config = Config(index=IndexConfig(renew_s=POLL_S))
         state = ControllerState(desired={Role.PREFILL: 0, Role.DECODE: 0}, cluster="baton-x")
