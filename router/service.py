@@ -46,7 +46,7 @@ from router.admission import (
     with_max_tokens,
 )
 from router.admission.tenants import DEFAULT_TENANT, Tenant
-from router.answer import AnswerWriter, ChunkWriter
+from router.answer import AnswerChunks, AnswerWriter
 from router.dispatch import ChoiceGroup, Dispatcher
 from router.prompt import PromptEncoder
 from router.request.model import UNKNOWN_DOOR, Door, LoadedModel
@@ -180,10 +180,10 @@ class RouterService:
 
     def _writers(
         self, request: GenerateRequest, spec: SequenceSpec, stops: tuple[str, ...], num_choices: int
-    ) -> list[ChunkWriter]:
+    ) -> list[AnswerChunks]:
         """The writers of a request's answers, by choice."""
         return [
-            ChunkWriter(
+            AnswerChunks(
                 AnswerWriter(self.model.tokenizer, spec.token_ids, stops, request.resume_from.get(index, 0)),
                 request_id=spec.request_id,
                 choice_index=index,

@@ -69,7 +69,7 @@ class AnswerWriter:
         return Piece(text, tuple(token_ids[begin:]), finish_reason)
 
 
-class ChunkWriter:
+class AnswerChunks:
     """Writes the chunks of one choice for its client.
 
     Args:

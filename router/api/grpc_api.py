@@ -17,8 +17,8 @@ from baton.telemetry import tracing
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import check_model
 from router.admission.tenants import Tenant, TenantBook, api_key_of
-from router.api.controller_client import OrdersClient
-from router.dispatch.decisions import Decision, explained
+from router.api.controller_client import ControllerClient
+from router.dispatch.decisions import PlacementDecision, explained
 from router.request.model import UNKNOWN_DOOR, Door
 from router.service import RouterService
 
@@ -111,7 +111,10 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     """Tells what runs; passes orders on to the controller."""
 
     def __init__(
-        self, status: Callable[[], ClusterStatus], explain: Callable[[str], list[Decision]], orders: OrdersClient
+        self,
+        status: Callable[[], ClusterStatus],
+        explain: Callable[[str], list[PlacementDecision]],
+        orders: ControllerClient,
     ) -> None:
         self._status = status
         self._explain = explain

@@ -16,8 +16,8 @@ from baton.cluster import Worker
 from baton.messages import Decoding, PrefixSource, SequenceSpec
 from baton.sampling import FinishReason
 from kvstore.leases import Noted
-from router.admission import Claim, Entry
-from router.dispatch.decisions import Decision
+from router.admission import Claim, QueueEntry
+from router.dispatch.decisions import PlacementDecision
 from router.dispatch.retry import Failure
 from router.dispatch.worker_client import WorkerCallError, WorkerStream
 from router.placement import Job, Placement
@@ -59,7 +59,7 @@ class Choice:
     decode_worker: str = ""
     source: str = ""
     """Worker from which a prefix was to be pulled; empty: none."""
-    decision: Decision | None = None
+    decision: PlacementDecision | None = None
     """The first placement, explained."""
     num_cached_tokens: int | None = None
     """Prompt tokens found in caches by the first attempt; later attempts find what it left behind."""
@@ -154,7 +154,7 @@ class Attempt:
     """The choice's, as of this attempt."""
     assignment: Assignment
     job: Job
-    entry: Entry
+    entry: QueueEntry
 
 
 @dataclass(frozen=True, slots=True)

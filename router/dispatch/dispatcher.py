@@ -26,7 +26,7 @@ from baton.errors import InvalidRequest, WorkerDraining, WorkerFailed
 from baton.messages import NewTokens, SequenceSpec
 from baton.tasks import cancel_and_wait
 from baton.telemetry.instruments import Instruments
-from router.admission import AnswerHistory, Entry
+from router.admission import AnswerHistory, QueueEntry
 from router.dispatch.choice import (
     Assignment,
     Attempt,
@@ -42,9 +42,9 @@ from router.dispatch.decisions import DecisionLog
 from router.dispatch.exchange import FINISHED, Exchange
 from router.dispatch.migration import Migration
 from router.dispatch.patience import Patience
-from router.dispatch.placer import Placer
 from router.dispatch.reports import Reports
 from router.dispatch.retry import Failure, consecutive, given_up, to_avoid
+from router.dispatch.selector import WorkerSelector
 from router.dispatch.worker_client import WorkerCallError, WorkerClient
 from router.placement import Job, Placement, Prediction, Prompt
 from router.placement.pool_view import PoolView
@@ -71,14 +71,14 @@ class Dispatcher:
         self._config = config
         self._instruments = instruments
         self._history = AnswerHistory(config.expected_output_floor, config.expected_output_default)
-        self._placer = Placer(pools=pools, hints=hints, config=config)
+        self._selector = WorkerSelector(pools=pools, hints=hints, config=config)
         self._patience = Patience(instruments)
         self._exchange = Exchange(
             client=client,
             pools=pools,
             patience=self._patience,
-            migration=Migration(client=client, placer=self._placer, instruments=instruments),
-            reports=Reports(hints=hints, prices=self._placer.prices, instruments=instruments),
+            migration=Migration(client=client, selector=self._selector, instruments=instruments),
+            reports=Reports(hints=hints, prices=self._selector.prices, instruments=instruments),
         )
 
     def run(self, group: ChoiceGroup) -> AsyncGenerator[tuple[Choice, NewTokens]]:
@@ -181,16 +181,16 @@ class Dispatcher:
             Unsupported, NoWorker: no worker can serve it.
         """
         choice.began_s = time.monotonic()
-        prompt = self._placer.prompt(spec)
+        prompt = self._selector.prompt(spec)
         choice.block_keys = choice.block_keys or prompt.block_keys
         if spec.attempt == 0 and spec.choice_index == 0:
             self._see_prompt(choice, prompt)
         assignment = prepared
         if assignment is None:
             choice.stages.attempt(choice.began_s)
-            assignment = await self._placer.place(spec, choice.claim, prompt, to_avoid(choice.failures))
+            assignment = await self._selector.place(spec, choice.claim, prompt, to_avoid(choice.failures))
         placement = assignment.placement
-        entry = Entry(tenant=choice.claim.tenant, priority=choice.claim.priority, ttft_s=spec.ttft_s)
+        entry = QueueEntry(tenant=choice.claim.tenant, priority=choice.claim.priority, ttft_s=spec.ttft_s)
         entry.is_placed(placement)
         if spec.attempt == 0:
             prediction = self._predicted(entry, placement)
@@ -218,7 +218,7 @@ class Dispatcher:
         num_reusable = (choice.spec.num_prompt_tokens - 1) // self._pools.block_size
         choice.num_seen_tokens = min(num_seen, num_reusable) * self._pools.block_size
 
-    def _predicted(self, entry: Entry, placement: Placement) -> Prediction:
+    def _predicted(self, entry: QueueEntry, placement: Placement) -> Prediction:
         """A prompt that cannot meet its objective even alone waits for all others."""
         if not entry.turn[1]:
             return placement.prediction

@@ -17,7 +17,7 @@ from baton.errors import WorkerDraining
 from baton.messages import Decoding, PrefixSource, SequenceSpec
 from baton.telemetry.instruments import Instruments
 from router.dispatch.choice import Assignment, Attempt
-from router.dispatch.placer import Placer
+from router.dispatch.selector import WorkerSelector
 from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
 from router.placement import Job, Mode, Placement
 
@@ -29,10 +29,10 @@ MOVE_RETRY_S = 1.0
 class Migration:
     """Moves of one router's choices."""
 
-    def __init__(self, *, client: WorkerClient, placer: Placer, instruments: Instruments) -> None:
+    def __init__(self, *, client: WorkerClient, selector: WorkerSelector, instruments: Instruments) -> None:
         self._client = client
-        self._placer = placer
-        self._pools = placer.pools
+        self._selector = selector
+        self._pools = selector.pools
         self._instruments = instruments
 
     async def prepare(self, attempt: Attempt, stream: WorkerStream[Decoding]) -> Assignment | None:
@@ -50,7 +50,7 @@ class Migration:
         while True:
             prompt_ids = attempt.spec.token_ids[: attempt.spec.num_prompt_tokens]
             spec = replace(attempt.spec, token_ids=prompt_ids + tuple(choice.emitted))
-            found = self._placer.destination(spec, choice.claim, failed)
+            found = self._selector.destination(spec, choice.claim, failed)
             if found is None:
                 failed.clear()
                 await asyncio.sleep(MOVE_RETRY_S * random.uniform(0.5, 1.5))

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator
 
 from baton.errors import Overloaded
 from baton.telemetry.instruments import Instruments
-from router.admission import PATIENCE, Entry, Gate
+from router.admission import PATIENCE, Gate, QueueEntry
 from router.dispatch.choice import Attempt
-from router.dispatch.decisions import Decision
+from router.dispatch.decisions import PlacementDecision
 
 
 class Patience:
@@ -21,9 +21,9 @@ class Patience:
     def __init__(self, instruments: Instruments) -> None:
         self.gate = Gate()
         self._instruments = instruments
-        self._timeouts: dict[Entry, asyncio.Timeout] = {}
+        self._timeouts: dict[QueueEntry, asyncio.Timeout] = {}
 
-    def admit(self, entry: Entry, decision: Decision) -> None:
+    def admit(self, entry: QueueEntry, decision: PlacementDecision) -> None:
         """Lets a choice in, and ends the wait of the choices that have to make way for it.
 
         Raises:
@@ -40,7 +40,7 @@ class Patience:
             if timeout is not None and not timeout.expired():
                 timeout.reschedule(0.0)
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, entry: QueueEntry) -> None:
         """The prompt is computed, or its choice has gone; idempotent."""
         self.gate.left(entry)
 

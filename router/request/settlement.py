@@ -18,7 +18,7 @@ from router.admission import Claim, SloCounts
 from router.admission.tenants import Tenant
 from router.dispatch.choice import Choice
 from router.request.model import Door
-from router.slo import Outcome, Phase, Stage, Stages, blame, classify, phases
+from router.slo import SloOutcome, Stage, StagePhase, Stages, blame, classify, phases
 
 STAGE_LABELS = {stage: {"stage": stage.value} for stage in Stage}
 
@@ -77,7 +77,7 @@ class Settlement:
         self._first_token_s = 0.0
         self._ended_s = 0.0
         """When the last chunk left, or the request failed; 0: not yet."""
-        self._life: list[Phase] = []
+        self._life: list[StagePhase] = []
         """The life of the first choice, and so of the request, once it has ended."""
         self._stages = Stages()
         self._num_unfinished = 0
@@ -154,7 +154,7 @@ class Settlement:
         self._life = self._life_until(now_s)
         self._stages = Stages.of(self._life, self._first_token_s)
 
-    def _life_until(self, now_s: float) -> list[Phase]:
+    def _life_until(self, now_s: float) -> list[StagePhase]:
         noted = self._choices[0].stages.until(now_s) if self._choices else []
         return phases(self.arrived_s, self._first_token_s, now_s, noted)
 
@@ -212,23 +212,23 @@ class Settlement:
         labels = {**self._model, "slo_class": self.claim.slo_class}
         if outcome == "ok":
             outcome = self._book_stages(self.claim, labels)
-        self._slo_counts.met += outcome == Outcome.MET
+        self._slo_counts.met += outcome == SloOutcome.MET
         self._slo_counts.missed += outcome == "error"
         self._slo_counts.rejected += outcome == "rejected"
         self._instruments.requests_slo.add(1, {**labels, "outcome": outcome})
         return outcome
 
-    def _book_stages(self, claim: Claim, labels: dict[str, str]) -> Outcome:
+    def _book_stages(self, claim: Claim, labels: dict[str, str]) -> SloOutcome:
         """Books where the time of an answered request went, and which stage is to blame for a missed objective."""
         objective, stages = claim.objective, self._stages
         for stage, seconds in stages.by_stage().items():
             self._instruments.stage_duration.record(seconds, STAGE_LABELS[stage])
         outcome = classify(self._first_token_s - self.arrived_s, self._itl_s(), stages.total_s, objective)
-        if outcome is Outcome.MET:
+        if outcome is SloOutcome.MET:
             self._instruments.tokens_slo_met.add(sum(self._num_tokens), labels)
             return outcome
         self._slo_counts.missed += 1
-        if outcome is Outcome.ITL_MISSED:
+        if outcome is SloOutcome.ITL_MISSED:
             stages = Stages.of(self._life_until(self._choices[0].stages.last_token_s), self._first_token_s)
         stage = blame(outcome, stages, objective, self._num_tokens[0] - 1)
         self._instruments.slo_misses.add(1, {**labels, "outcome": outcome, "stage": stage})

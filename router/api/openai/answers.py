@@ -22,7 +22,7 @@ class Shape:
     continuous_usage: bool
     """Whether every event of a stream carries the usage so far."""
 
-    def whole(self, choices: Mapping[int, Answer], usage: Usage, timing: Timing) -> dict[str, Any]:
+    def whole(self, choices: Mapping[int, ChoiceAnswer], usage: Usage, timing: Timing) -> dict[str, Any]:
         kind = "chat.completion" if self.is_chat else "text_completion"
         written = [self._choice(i, a) for i, a in choices.items()]
         return {**self._head(kind), "choices": written, "usage": _usage(usage), "timing": _timing(timing)}
@@ -40,7 +40,7 @@ class Shape:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return {**self._head(kind), "choices": [], "usage": _usage(usage), "timing": _timing(timing)}
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def _choice(self, index: int, answer: ChoiceAnswer) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason, "logprobs": None}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -53,7 +53,7 @@ class Shape:
 
 
 @dataclass(slots=True)
-class Answer:
+class ChoiceAnswer:
     text: str = ""
     finish_reason: str | None = None
 

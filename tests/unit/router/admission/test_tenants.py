@@ -19,7 +19,7 @@ from baton.sampling import SamplingParams
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from deploy.operator.client import Client
 from router.admission.tenants import DEFAULT_TENANT, Tenant, TenantBook, api_key_of
-from router.api.controller_client import OrdersClient
+from router.api.controller_client import ControllerClient
 from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentication
 from router.api.openai import error_body
 from router.dispatch.decisions import DecisionLog
@@ -230,7 +230,7 @@ NOTHING_RUNS = ClusterStatus(pools={}, workers=(), routers=(), redis_address="",
 async def connection(book: TenantBook) -> AsyncGenerator[grpc.aio.Channel]:
     rpc = RpcServer(SERVICE_NAMES, [Authentication(book)])
     inference_pb2_grpc.add_InferenceServicer_to_server(SERVICER, rpc.server)
-    admin = AdminServicer(lambda: NOTHING_RUNS, DecisionLog().explain, OrdersClient(lambda: None))
+    admin = AdminServicer(lambda: NOTHING_RUNS, DecisionLog().explain, ControllerClient(lambda: None))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from opentelemetry.context import Context
 
 from baton.cluster import BlockCounts, Role, Worker
 from baton.errors import (
@@ -36,6 +38,7 @@ from baton.messages import (
     SequenceSpec,
 )
 from baton.sampling import FinishReason
+from router.dispatch.choice import ChoiceGroup
 from router.dispatch.worker_client import WorkerClient, WorkerStream
 from router.placement import NO_OBJECTIVE, Mode
 from router.placement.pool_view import LEAVING_S
@@ -67,7 +70,7 @@ LONG = replace(SPEC, sampling=replace(SPEC.sampling, max_tokens=100, ignore_eos=
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    for module in ("dispatcher", "exchange", "patience", "placer", "reports"):
+    for module in ("dispatcher", "exchange", "patience", "selector", "reports"):
         monkeypatch.setattr(f"router.dispatch.{module}.time", bench.clock)
 
 
@@ -400,6 +403,82 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
     assert (record.mode, record.source) == (mode, "d" if mode == "split" else "p")
     assert ("baton_index_stale_hints_total 1.0" in counted) == bool(num_stale)
     assert (f"baton_index_stale_tokens_total {num_stale:.1f}" in counted) == bool(num_stale)
+
+
+# -- several choices of one request ------------------------------------------------------------------------------------
+
+
+def group_of(num_choices: int) -> ChoiceGroup:
+    return ChoiceGroup.begin(SPEC, CLAIM, Context(), num_choices, {})
+
+
+def answers(*token_ids: int) -> Script:
+    """Tokens one by one; then the call is silent."""
+    return [NewTokens(token_ids=(token_id,), finish_reason=None) for token_id in token_ids]
+
+
+async def test_choices_are_served_side_by_side_each_to_its_end() -> None:
+    workers = ScriptedWorkers(decode=[[*answers(1, 2), LAST], [*answers(3), LAST]])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        group = group_of(2)
+        came: dict[int, list[int]] = {0: [], 1: []}
+        async for choice, message in bench.dispatcher.run(group):
+            came[choice.index] += message.token_ids
+        await workers.servicer.wait_until_idle()
+    assert came == {choice.index: choice.emitted for choice in group.choices}
+    assert sorted(choice.emitted for choice in group.choices) == [[1, 2, 5], [3, 5]]
+    assert {choice.finish_reason for choice in group.choices} == {FinishReason.LENGTH}
+    assert sorted(request.sequence.choice_index for request in workers.requests) == [0, 1]
+
+
+async def test_a_choice_that_is_answered_is_left_by_itself() -> None:
+    """A stop string ends it; its worker must not go on, and the other choice must."""
+    ends = asyncio.Event()
+    workers = ScriptedWorkers(decode=[answers(1), [*answers(2), ends, LAST]])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        group, seen = group_of(2), 0
+        async with contextlib.aclosing(bench.dispatcher.run(group)) as messages:
+            async for choice, message in messages:
+                seen += 1
+                if message.token_ids == (1,):
+                    choice.is_answered = True
+                if seen == 2:
+                    waiting = asyncio.ensure_future(anext(messages))
+                    await until(lambda: workers.servicer.num_running == 1)
+                    ends.set()
+                    assert (await waiting)[1] == LAST
+                    break
+        await workers.servicer.wait_until_idle()
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_leaving_the_choices_early_leaves_nothing_running(num_choices: int) -> None:
+    workers = ScriptedWorkers(decode=[answers(1), answers(2)])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        async with contextlib.aclosing(bench.dispatcher.run(group_of(num_choices))) as messages:
+            await anext(messages)
+            await until(lambda: workers.servicer.num_running == num_choices)
+        await workers.servicer.wait_until_idle()
+
+
+async def test_the_refusal_of_one_choice_ends_all() -> None:
+    workers = ScriptedWorkers(decode=[answers(1), [InvalidRequest("not this one")]])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        with pytest.raises(InvalidRequest, match="not this one"):
+            async for _ in bench.dispatcher.run(group_of(2)):
+                pass
+        await workers.servicer.wait_until_idle()
+
+
+async def test_a_single_choice_that_is_answered_is_asked_for_nothing_more() -> None:
+    workers = ScriptedWorkers(decode=[answers(1)])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        group = group_of(1)
+        async for choice, _ in bench.dispatcher.run(group):
+            choice.is_answered = True
+        await workers.servicer.wait_until_idle()
+        assert group.unanswered().choices == ()
+        assert [message async for message in bench.dispatcher.run(group.unanswered())] == []
 
 
 # -- moving ------------------------------------------------------------------------------------------------------------

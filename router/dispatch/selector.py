@@ -20,7 +20,7 @@ from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintBook
 
 
-class Placer:
+class WorkerSelector:
     """Placement for one router, with its settings and what moving KV costs it."""
 
     def __init__(self, *, pools: PoolView, hints: HintBook, config: RouterConfig) -> None:
