@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.telemetry.instruments import DURATION_BOUNDS, STAGE_BOUNDS
+from baton.telemetry.booked import DURATION_BOUNDS, STAGE_BOUNDS
 from tools.dashboards.model import ROLE, WORKER, Dashboard, Panel, Section
 from tools.dashboards.overview import quantiles
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.telemetry.instruments import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
+from baton.telemetry.booked import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
 from tools.dashboards.model import MODEL, SLO_CLASS, Dashboard, Kind, Panel, Section
 
 OF_CLASS = 'model=~"$model", slo_class=~"$slo_class"'
