@@ -1,4 +1,4 @@
-"""Is the cluster well? What requests get, how fast, and which stage is to blame where it is too slow."""
+"""The overview: whether the cluster is well, how fast requests are, and which stage is to blame for slow ones."""
 
 from __future__ import annotations
 
