@@ -55,7 +55,7 @@ class WorkerCallError(Exception):
 class WorkerStream(Generic[Event]):
     """The answers of one call. Leaving the context cancels the call, which frees everything on the worker.
 
-    Answers that nobody reads wait here and hold up no other call.
+    Answers that are not read yet wait here and hold up no other call.
     """
 
     def __init__(self, worker: Worker, leave: Callable[[], None]) -> None:
@@ -88,11 +88,12 @@ class WorkerStream(Generic[Event]):
         self._outlives_context = True
 
     def deliver(self, event: Event) -> None:
+        """Adds an answer."""
         self._events.append(event)
         self._wake()
 
     def fail(self, failure: BatonError) -> None:
-        """No further answer comes."""
+        """Ends the call: no further answer comes."""
         self._failure = failure
         self._wake()
 
@@ -146,7 +147,7 @@ class _Link:
             self._outbox.put(wire.cancel_command(messages.Cancel(call_id)))
 
     async def _write(self) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # broken: whoever reads is told why
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # broken: the reader learns why
             while True:
                 await self._stream.write(wire.serve_request(await self._outbox.take(MAX_FRAME_COMMANDS)))
 

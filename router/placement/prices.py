@@ -20,7 +20,7 @@ class PriceFit:
         self._update()
 
     def handed_over(self, num_tokens: int, exposed_s: float) -> None:
-        """A prompt's KV has arrived so long after its first token."""
+        """Learns how long after the first token a prompt's KV arrived."""
         self._exposed.observe((1.0, num_tokens), exposed_s)
         self._update()
 
