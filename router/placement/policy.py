@@ -34,6 +34,7 @@ import xxhash
 
 from baton.cluster import Role
 from baton.costs import ITL_TARGET, LEAST_SHARE, PRIOR, StepCosts
+from router.placement.prices import DEFAULT_PRICES, Prices
 
 SESSION_BLOCKS = 2
 """Leading blocks that distinguish sessions: the first alone is often a shared system prompt."""
@@ -115,17 +116,6 @@ class Weights:
     """Penalty for disturbing others: per sequence decoded beside the prompt, as a share of the time to compute it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What moving KV takes: seconds, and seconds a token."""
-
-    pull_s: float = 2e-3
-    pull_s_per_token: float = 5e-6
-    exposed_s: float = 2e-3
-    """Part of a hand-over that comes after the first token."""
-    exposed_s_per_token: float = 1e-7
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """Seconds of one request on the workers chosen."""
@@ -189,7 +179,7 @@ class Placement:
         return self.prefill_worker or self.decode_worker
 
 
-NO_OBJECTIVE, DEFAULT_WEIGHTS, DEFAULT_PRICES = Objective(), Weights(), Prices()
+NO_OBJECTIVE, DEFAULT_WEIGHTS = Objective(), Weights()
 
 
 def place(
