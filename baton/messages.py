@@ -1,9 +1,8 @@
 """What processes say to each other, as plain values. `baton.wire` turns them into protobuf and back.
 
 Router -> worker: `PrefillRequest`, answered by `FirstToken` and `HandedOver`; `DecodeRequest`, answered by `Ticket` and
-`NewTokens`; `FetchRequest`, answered by `Fetched`; all in one stream of `Start` and `Cancel` one way and of `Event` the
-other way. Worker <-> worker: the
-messages of one KV session, `FromSender` and `FromReceiver`, and `Pull`.
+`NewTokens`; `FetchRequest`, answered by `Fetched`; all in one stream of `StartCall` and `CancelCall` one way and of
+`Event` the other way. Worker <-> worker: the messages of one KV session, `FromSender` and `FromReceiver`, and `Pull`.
 """
 
 from __future__ import annotations
@@ -227,7 +226,7 @@ class Migrate:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartCall:
     """A call begins."""
 
     call_id: int
@@ -238,7 +237,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelCall:
     """A call is left: whatever it holds on the worker is freed."""
 
     call_id: int
@@ -254,13 +253,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CallEnded:
     """The call's last event: nothing more comes, and nothing is held any more."""
 
 
 Decoding = Ticket | NewTokens | Migrate
 """The answers to the call of a choice that decodes on a worker."""
-Event = FirstToken | HandedOver | Ticket | NewTokens | Fetched | Migrate | Failed | Ended
+Event = FirstToken | HandedOver | Ticket | NewTokens | Fetched | Migrate | Failed | CallEnded
 
 
 # The KV session. Every message about a transfer names its generation, so that one about a past reservation is dropped.
