@@ -508,7 +508,7 @@ async def test_a_single_choice_that_is_answered_is_asked_for_nothing_more() -> N
 # -- moving ------------------------------------------------------------------------------------------------------------
 
 
-def leaving_worker(*later: asyncio.Event | NewTokens) -> ScriptedWorkers:
+def leaving_worker(*later: asyncio.Event | NewTokens | Migrate) -> ScriptedWorkers:
     """d0 decodes and leaves. Whoever takes the choice over pulls its KV and goes on after one more token of d0's."""
     return ScriptedWorkers(
         decode=[
@@ -682,3 +682,42 @@ async def test_a_worker_that_leaves_is_rid_of_a_choice_whose_next_worker_fails()
         ends.set()
         assert await collected(answer) == [5]
     assert (record.emitted, record.retries) == ([4, 6, 5], 1)
+
+
+async def test_a_worker_that_leaves_before_it_has_begun_is_asked_no_more() -> None:
+    """Its lease does not say so yet, and it holds the longest prefix."""
+    workers = ScriptedWorkers(decode=[[Migrate()], [LAST], [LAST]])
+    async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
+        for _ in range(2):
+            record = new_choice()
+            assert await collected(bench.tokens(record)) == [5]
+            assert (record.decode_worker, record.retries) == ("d1", 0)
+    assert len(workers.requests) == 3
+
+
+async def test_a_worker_that_leaves_again_after_it_had_stayed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.dispatch.migration.MOVE_RETRY_S", 0.01)
+    again = asyncio.Event()
+    workers = leaving_worker(NewTokens(token_ids=(8,), finish_reason=None), again, Migrate())
+    async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
+        answer = bench.tokens(spec=LONG)
+        assert [await anext(answer), await anext(answer)] == [4, 8]
+        rest = asyncio.ensure_future(collected(answer))
+        await until(lambda: leaves(bench, "d0"))
+        bench.clock.ahead_s = LEAVING_S
+        await bench.lease("d0", Role.DECODE)
+        await until(lambda: not looks_for_room())
+        await bench.lease("d1", Role.DECODE)
+        again.set()
+        assert await rest == [6, 7]
+
+
+async def test_a_hand_over_that_fails_behind_the_first_token_ends_the_wait_for_the_second() -> None:
+    """The decode worker's own stream, which hangs, would say nothing."""
+    first = FirstToken(token_id=4, finish_reason=None, report=PrefillReport())
+    workers = ScriptedWorkers(decode=[[ticket], [LAST]], prefill=[[first, TransferRefused("of another shape")]])
+    record = new_choice()
+    async with bench_of(workers, PAIR, "auto", {"p0": 20}) as bench:
+        async with asyncio.timeout(5):
+            assert await collected(bench.tokens(record)) == [4, 5]
+    assert (record.retries, record.mode) == (1, Mode.AGGREGATED)
