@@ -55,7 +55,7 @@ class BenchReport(Figures):
     computed_tokens: dict[str, int]
     """Prompt tokens that each worker computed."""
     errors: dict[str, dict[str, Any]]
-    """By kind of error: the number of requests that got it, and one of its messages."""
+    """The number of requests that got each kind of error, and one of its messages."""
     interrupted: bool
 
     def as_dict(self) -> dict[str, Any]:
