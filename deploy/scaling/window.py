@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEAST_BUSY_S = 1.0
-"""With less measured time of prompts than this, their cost comes from the workers' cost models."""
+"""Least measured time of prompts; below it, their cost comes from the workers' cost models."""
 
 
 def measure(before: ClusterStatus, after: ClusterStatus, window_s: float) -> Measured:
