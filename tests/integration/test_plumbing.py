@@ -11,7 +11,9 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,14 +25,14 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from baton import wire
 from baton.cluster import Role
-from baton.config import RouterConfig, TransferConfig
+from baton.config import FaultsConfig, RouterConfig, TransferConfig
 from baton.engine.model.arithmetic import expected_tokens
 from baton.errors import BatonError
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
-from tests.chaos.fleet import running_fleet
-from tests.integration.cluster import Answer, Cluster, request
+from tests.chaos.fleet import Fleet, running_fleet
+from tests.integration.cluster import Answer, Cluster, Served, request
 from tests.integration.conftest import TraceReceiver
 from tests.support.asking import held_by, metric, prompt_of, sampling
 from tests.support.waiting import wait_until
@@ -464,18 +466,31 @@ def test_pools_too_small_for_all_streams_preempt_and_stay_exact() -> None:
         assert answer.timing.retries == 0, "preemption is the worker's own affair"
 
 
+@pytest.fixture(scope="module")
+def spoiling_fleet() -> Iterator[Fleet]:
+    """A router; each test brings workers of its own."""
+    with running_fleet(TransferConfig(), RouterConfig(mode="split")) as fleet:
+        yield fleet
+
+
 @pytest.mark.parametrize("fault", ["corrupt_chunk", "drop_chunk", "swap_blocks"])
-def test_spoiled_blocks_are_a_wrong_answer_or_with_checksums_an_error(fault: str) -> None:
+def test_spoiled_blocks_are_a_wrong_answer_or_with_checksums_an_error(spoiling_fleet: Fleet, fault: str) -> None:
     """Proof that a wrong block would be seen in the tokens. Here every chunk is spoiled, of every attempt."""
-    prompt = prompt_of(900, 100)
-    with running_fleet(TransferConfig(checksum="off"), RouterConfig(mode="split"), faults=f"{fault}=1") as fleet:
-        answer = fleet.fill(*Role).generate(token_ids=prompt, sampling=sampling(20))
-        assert answer.token_ids != expected_tokens(prompt, 20)
-        assert answer.timing.retries == 0
-    with running_fleet(TransferConfig(), RouterConfig(mode="split"), faults=f"{fault}=1") as fleet:
-        with pytest.raises(grpc.RpcError, match="its checksum is") as caught:
-            fleet.fill(*Role).generate(token_ids=prompt, sampling=sampling(20))
-        assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+    fleet, prompt = spoiling_fleet, prompt_of(900, 100)
+
+    def workers(transfer: TransferConfig) -> Served:
+        config = replace(fleet.config, transfer=transfer, faults=FaultsConfig(spec=f"{fault}=1"))
+        fleet.wait_for(*[fleet.add(role, config=config) for role in Role])
+        return fleet.routers[0]
+
+    answer = workers(TransferConfig(checksum="off")).generate(token_ids=prompt, sampling=sampling(20))
+    assert answer.token_ids != expected_tokens(prompt, 20)
+    assert answer.timing.retries == 0
+    fleet.clear()
+    with pytest.raises(grpc.RpcError, match="its checksum is") as caught:
+        workers(TransferConfig()).generate(token_ids=prompt, sampling=sampling(20))
+    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+    fleet.clear()
 
 
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
