@@ -36,7 +36,7 @@ from deploy.ray_pools import actors as ray_actors
 from deploy.ray_pools.actor import RESOURCE
 from deploy.ray_pools.actors import RayActors
 from deploy.scaling.autoscaler import Autoscaler
-from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex
+from kvstore.index import Mirror, MirrorFollower, RedisConnection, RedisIndex
 from kvstore.leases import RedisLeases
 
 logger = logging.getLogger(__name__)
@@ -101,9 +101,9 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         host = config.cluster.controller_host
         port = rpc.bind(host, config.cluster.controller_port)
         me = ControllerInfo(os.getpid(), f"{config.cluster.advertise_host or host}:{port}", version=VERSION)
-        leases = RedisLeases(Connection(config.index.redis_url), content, lease_s=config.index.lease_s)
+        leases = RedisLeases(RedisConnection(config.index.redis_url), content, lease_s=config.index.lease_s)
         stack.push_async_callback(leases.close)
-        index = RedisIndex(Connection(config.index.redis_url), content)
+        index = RedisIndex(RedisConnection(config.index.redis_url), content)
         stack.push_async_callback(index.close)
         mirror = Mirror()
         follower = MirrorFollower(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from baton.cluster import StoreGarbage, Worker
 from baton.errors import BatonError, StoreUnavailable
 from deploy.doctor.checks import Check, judged, names
-from kvstore.index import Connection, without_password
+from kvstore.index import RedisConnection, without_password
 from kvstore.index.connection import WrongType
 from kvstore.index.keys import Keys
 from kvstore.leases.codec import decode_worker
@@ -76,7 +76,7 @@ def look(url: str) -> Look:
 
 
 async def _look(url: str) -> Look:
-    connection = Connection(url)
+    connection = RedisConnection(url)
     try:
         async with asyncio.timeout(TIMEOUT_S):
             facts, leases = await _facts(connection), await _leases(connection)
@@ -87,7 +87,7 @@ async def _look(url: str) -> Look:
         await connection.close()
 
 
-async def _facts(connection: Connection) -> Facts:
+async def _facts(connection: RedisConnection) -> Facts:
     await connection.call("PING")  # connects
     trips, aheads = [], []
     for _ in range(PINGS):
@@ -126,7 +126,7 @@ def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-async def _leases(connection: Connection) -> list[FoundLease]:
+async def _leases(connection: RedisConnection) -> list[FoundLease]:
     """Leases of every namespace: a router sees only those of its own model."""
     found, cursor = [], 0
     pattern = Keys("*").workers

@@ -24,7 +24,7 @@ from baton.errors import StoreUnavailable, WorkerFailed
 from baton.rpc import channel, from_rpc_error
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from deploy.ray_pools.drain_node import place_nothing_on
-from kvstore.index import Connection
+from kvstore.index import RedisConnection
 from kvstore.leases import LeaseStore, RedisLeases
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
         logger.warning("Ray's head at %s has not answered within %g s; going on", config.cluster.ray_address, RAY_S)
     here = workers_on(hosts)
     leases = RedisLeases(
-        Connection(config.index.redis_url), content_id(config.model.revision), lease_s=config.index.lease_s
+        RedisConnection(config.index.redis_url), content_id(config.model.revision), lease_s=config.index.lease_s
     )
     try:
         drained_by: ControllerInfo | None = None

@@ -26,7 +26,7 @@ from baton.engine.core.runner import Runner
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.rpc import RpcServer
 from baton.tasks import cancel_and_wait
-from kvstore.index import Connection, IndexPublisher, RedisIndex
+from kvstore.index import IndexPublisher, RedisConnection, RedisIndex
 from kvstore.leases import LeaseKeeper, RedisLeases
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
@@ -101,14 +101,14 @@ class Member:
         settings = self.config.index
         async with contextlib.AsyncExitStack() as stack:
             index = RedisIndex(
-                Connection(settings.redis_url),
+                RedisConnection(settings.redis_url),
                 self.content_id,
                 blocks_ttl_s=settings.blocks_ttl_s,
                 stream_max_events=settings.stream_max_events,
             )
             stack.push_async_callback(index.close)
             leases = RedisLeases(
-                Connection(settings.redis_url),
+                RedisConnection(settings.redis_url),
                 self.content_id,
                 lease_s=settings.lease_s,
                 blocks_ttl_s=settings.blocks_ttl_s,
