@@ -1,4 +1,4 @@
-"""The worker's end of the one stream that a router has to it; `router.dispatch.worker_client` is the other end.
+"""The worker's end of the one stream that each router has to it; the router's is `router.dispatch.worker_client`.
 
     router ──> worker    start 7, start 8      start 9       cancel 8
     router <── worker    7: tokens, 8: tokens      7: tokens, 8: tokens, 9: tokens      7: tokens, 7: ended, 9: tokens
@@ -27,15 +27,15 @@ from baton import wire
 from baton.blocks import KEY_BYTES
 from baton.errors import BatonError, InvalidRequest, Unsupported
 from baton.messages import (
-    Cancel,
+    CallEnded,
+    CancelCall,
     DecodeRequest,
-    Ended,
     Event,
     FetchRequest,
     Migrate,
     PrefillRequest,
     SequenceSpec,
-    Start,
+    StartCall,
 )
 from baton.rpc.errors import to_failed
 from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 def max_message_bytes(max_model_len: int) -> int:
-    """The longest message that a worker of such sequences has to take: a router's frame, or gRPC's own limit."""
+    """Limit on a message to a worker whose sequences may be that long: a router's frame, or gRPC's own limit."""
     return max(int(MAX_FRAME_COMMANDS * wire.max_start_bytes(max_model_len)), 4 * 2**20)
 
 
@@ -61,9 +61,9 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
     """Runs the calls of any number of routers.
 
     Args:
-        prefill, decode, fetch: the events of one call; None: this worker does not do that. Closing the generator
-            cancels the call and frees what it holds. Typed errors reach the router as they are.
-        max_model_len: the most tokens that a sequence may have here.
+        prefill, decode, fetch: each returns the events of one call; None: the worker refuses such calls. Closing the
+            generator cancels the call and frees what it holds. Typed errors reach the router as they are.
+        max_model_len: the most tokens that a sequence may have on this worker.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         self._decode = decode
         self._fetch = fetch
         self._max_model_len = max_model_len
-        self._running: dict[asyncio.Task[None], tuple[Start, Outbox[tuple[int, Event]]]] = {}
+        self._running: dict[asyncio.Task[None], tuple[StartCall, Outbox[tuple[int, Event]]]] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -87,11 +87,11 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         return len(self._running)
 
     async def wait_until_idle(self) -> None:
-        """Until a moment in which no call runs; the next may have begun since."""
+        """Waits for a moment in which no call runs; the next may have begun since."""
         await self._is_idle.wait()
 
     def migrate(self) -> None:
-        """Asks for every choice that decodes here, or will, to be taken elsewhere."""
+        """Asks the routers to move every choice that decodes here, or waits to."""
         for start, outbox in self._running.values():
             if isinstance(start.request, DecodeRequest):
                 outbox.put((start.call_id, Migrate()))
@@ -99,10 +99,10 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
     async def Serve(  # type: ignore[override]  # noqa: N802 - the generated name; it writes, where it could yield
         self, requests: AsyncIterator[worker_pb2.ServeRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Until the router leaves, or is gone: then this is cancelled, and so are its calls.
+        """Serves a router's stream until the router closes it or is gone, which cancels its calls.
 
         Raises:
-            InvalidRequest: what it sends is not of the kind that routers send.
+            InvalidRequest: a message is not one that routers send.
         """
         outbox = Outbox[tuple[int, Event]]()
         writing = asyncio.create_task(_write(context, outbox))
@@ -110,7 +110,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         try:
             async for frame in requests:
                 for command in wire.commands(frame, self._max_model_len):
-                    if isinstance(command, Cancel):
+                    if isinstance(command, CancelCall):
                         _cancel(calls.get(command.call_id))
                     elif command.call_id in calls:
                         taken = InvalidRequest(f"call {command.call_id} of this stream is running already")
@@ -126,23 +126,23 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
                 _cancel(call)
             await asyncio.wait((writing, *calls.values()))
 
-    async def _run(self, start: Start, outbox: Outbox[tuple[int, Event]]) -> None:
+    async def _run(self, start: StartCall, outbox: Outbox[tuple[int, Event]]) -> None:
         call_id = start.call_id
         try:
             async with contextlib.aclosing(self._events(start)) as events:
                 async for event in events:
                     outbox.put((call_id, event))
-            outbox.put((call_id, Ended()))
+            outbox.put((call_id, CallEnded()))
         except BatonError as error:
             outbox.put((call_id, to_failed(error)))
         except asyncio.CancelledError:
-            outbox.put((call_id, Ended()))
+            outbox.put((call_id, CallEnded()))
             raise
         except Exception:  # a defect of ours: the log gets the traceback, the router a sentence
             logger.exception("a call failed unexpectedly")
             outbox.put((call_id, to_failed(BatonError("internal error; the worker's log says more"))))
 
-    def _events(self, start: Start) -> AsyncGenerator[Event]:
+    def _events(self, start: StartCall) -> AsyncGenerator[Event]:
         trace = tracing.from_metadata(start.trace.items())
         logs.about(tracing.span_of(trace))
         if isinstance(start.request, BatonError):
@@ -165,9 +165,9 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
 
 
 def require_servable(spec: SequenceSpec) -> None:
-    """Raises InvalidRequest where a value would spoil more than its own call: an engine serves many in one step.
+    """Raises InvalidRequest for a value that would harm other calls, too: an engine serves many in one step.
 
-    How many tokens fit is the engine's to say.
+    The engine itself checks the number of tokens.
     """
     settled = spec.sampling.max_tokens is not None and spec.sampling.seed is not None
     for ok, rule in (
@@ -187,7 +187,7 @@ def require_servable(spec: SequenceSpec) -> None:
 
 
 def _cancel(call: asyncio.Task[None] | None) -> None:
-    """Once only: a second time would break into the call's cleaning up."""
+    """Cancels the call once: a second time would interrupt its cleanup."""
     if call is not None and not call.cancelling():
         call.cancel()
 

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from baton.errors import StoreUnavailable
 from baton.messages import SequenceSpec
 from kvstore.index.backoff import backoff_s
-from kvstore.leases import Ended, Entry, Noted, Part, RecordKey, RecordStore, field_of
+from kvstore.leases import Noted, RecordEnd, RecordEntry, RecordKey, RecordPart, RecordStore, field_of
 from kvstore.leases.journal import DIGEST_BYTES, WRITER_BYTES
 from router.dispatch.choice import Choice
 
 logger = logging.getLogger(__name__)
 FLUSH_S = 0.2
 READ_S = 2.0
-"""How long a request that is continued waits for what was noted of it: as long as some hundred tokens take."""
+"""How long a request that is continued waits for its record: as long as some hundred tokens take."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,11 +34,11 @@ class _Noting:
     """A request in flight."""
 
     digest: bytes
-    """Of everything that determines the tokens."""
+    """Digest of everything that determines the tokens."""
     choices: Sequence[Choice]
     num_written: list[int]
     fields: list[bytes] = field(default_factory=list)
-    """Of its record, those that were written."""
+    """Fields of its record that were written."""
 
 
 class Journal:
@@ -48,8 +48,8 @@ class Journal:
         self._store = store
         self._writer = secrets.token_bytes(WRITER_BYTES)
         self._notings: dict[RecordKey, _Noting] = {}
-        self._ended: list[Ended] = []
-        """To be forgotten in the store."""
+        self._ended: list[RecordEnd] = []
+        """Requests whose records the store has to forget."""
 
     @contextlib.contextmanager
     def noting(self, key: RecordKey, digest: bytes, choices: Sequence[Choice]) -> Iterator[None]:
@@ -67,12 +67,12 @@ class Journal:
         finally:
             del self._notings[key]
         if is_continued:  # with what another router has noted, which is of no use any more
-            self._ended.append(Ended(key))
+            self._ended.append(RecordEnd(key))
         elif noting.fields:
-            self._ended.append(Ended(key, tuple(noting.fields)))
+            self._ended.append(RecordEnd(key, tuple(noting.fields)))
 
     async def recall(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
-        """What a router has noted of this request, by choice; empty: none has, or it cannot be had in time."""
+        """What a router has recorded of this request, by choice; empty: nothing, or it cannot be had in time."""
         try:
             async with asyncio.timeout(READ_S):
                 return await self._store.read(key, digest)
@@ -111,23 +111,23 @@ class Journal:
             await self.flush()
         await self._store.close()
 
-    def _entry(self, key: RecordKey, noting: _Noting) -> Entry | None:
-        """What is new; taken for written from here on."""
+    def _entry(self, key: RecordKey, noting: _Noting) -> RecordEntry | None:
+        """What is new of a request, counted as written from here on."""
         parts = []
         for index, choice in enumerate(noting.choices):
             start, end = noting.num_written[index], len(choice.emitted)
             if end > start:
-                parts.append(Part(index, start, choice.emitted[start:], choice.finish_reason))
+                parts.append(RecordPart(index, start, choice.emitted[start:], choice.finish_reason))
                 noting.num_written[index] = end
         if not parts:
             return None
-        entry = Entry(key, noting.digest, self._writer, parts)
+        entry = RecordEntry(key, noting.digest, self._writer, parts)
         noting.fields += (field_of(entry, part) for part in parts)
         return entry
 
 
 def digest_of(content_id: str, spec: SequenceSpec) -> bytes:
-    """Of everything that determines the tokens of a request, but for the choices' index."""
+    """A digest of everything that determines the tokens of a request, but for the choices' index."""
     asked = (content_id, spec.num_prompt_tokens, spec.sampling)
     digest = hashlib.blake2b(repr(asked).encode(), digest_size=DIGEST_BYTES)
     digest.update(array("I", spec.token_ids).tobytes())

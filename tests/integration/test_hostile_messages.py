@@ -36,10 +36,10 @@ from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import BatonError, TransferCorrupted
 from baton.messages import (
     Abort,
+    CallEnded,
     Commit,
     DecodeRequest,
     Decoding,
-    Ended,
     Event,
     Failed,
     FetchRequest,
@@ -54,7 +54,7 @@ from baton.messages import (
     PrefixSource,
     Pull,
     SequenceSpec,
-    Start,
+    StartCall,
     Ticket,
     Welcome,
 )
@@ -228,7 +228,7 @@ class Answer:
 
 async def call(member: Member, request: Any, change: Change) -> Answer:
     """One call of a router. A decode worker that has given a ticket, or began to answer, has done its part."""
-    command = wire.start_command(Start(1, request, {}))
+    command = wire.start_command(StartCall(1, request, {}))
     change(command)
     async with channel(member.info.address) as link:
         stub: Any = worker_pb2_grpc.WorkerCallsStub(link)
@@ -250,7 +250,7 @@ async def call(member: Member, request: Any, change: Change) -> Answer:
 
 
 def is_enough(event: Event | None) -> bool:
-    return isinstance(event, (Ended, Ticket, NewTokens))
+    return isinstance(event, (CallEnded, Ticket, NewTokens))
 
 
 async def pull(member: Member, request: Pull, change: Change) -> Answer:
