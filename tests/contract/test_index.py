@@ -176,6 +176,20 @@ async def test_a_snapshot_with_a_missing_part_is_refused(backend: Backend) -> No
     assert await backend.index.snapshot("w", epoch) == (8, set(keys(3, 4)))
 
 
+async def test_what_a_worker_leaves_in_redis_expires(server: RedisServer, namespace: str) -> None:
+    """Also what it leaves in the middle of a snapshot."""
+    backend = server.backend(namespace)
+    epoch = await backend.leases.acquire("w")
+    await backend.index.apply(stored(epoch, 1, 1))
+    for event in snapshot(epoch, 2, 2, 3)[:2]:
+        assert (await backend.index.apply(event)).outcome is APPLIED
+    assert backend.connection
+    found = await backend.connection.call("KEYS", f"*{namespace}*:w:{epoch}")
+    lives = {key.decode().split(":")[2]: await backend.connection.call("PTTL", key) for key in found}
+    assert lives.keys() == {"blk", "seq", "snap"}
+    assert all(left > 0 for left in lives.values()), lives
+
+
 async def test_an_empty_snapshot_empties(backend: Backend) -> None:
     epoch = await backend.leases.acquire("w")
     events = [

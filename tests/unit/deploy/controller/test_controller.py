@@ -11,11 +11,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import grpc
 import pytest
 
 from baton.cluster import ControllerInfo, PoolStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig
 from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
+from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.controller import controller as controller_module
 from deploy.controller import lease_watch, worker_life
 from deploy.controller.controller import Controller
@@ -186,6 +188,37 @@ def is_in(bench: Bench, worker_id: str, phase: WorkerPhase) -> bool:
 
 def num_ready(bench: Bench) -> int:
     return bench.controller.pool(Role.DECODE).ready
+
+
+class Drains(worker_pb2_grpc.WorkerControlServicer):
+    """A worker's answer to the controller's order, and how many orders there were."""
+
+    def __init__(self) -> None:
+        self.num_drained = 0
+
+    async def Drain(  # noqa: N802 - the protocol's name
+        self, request: worker_pb2.DrainRequest, context: object
+    ) -> worker_pb2.DrainResponse:
+        self.num_drained += 1
+        return worker_pb2.DrainResponse()
+
+    async def SetRole(  # noqa: N802
+        self, request: worker_pb2.SetRoleRequest, context: object
+    ) -> worker_pb2.SetRoleResponse:
+        raise AssertionError("nobody changes its role here")
+
+
+async def test_a_worker_that_leaves_is_drained_first(tmp_path: Path) -> None:
+    drains, server = Drains(), grpc.aio.server()
+    worker_pb2_grpc.add_WorkerControlServicer_to_server(drains, server)
+    async with bench(tmp_path, decode=2) as it:
+        server.add_insecure_port(it.actors.address)
+        await server.start()
+        await until(lambda: num_ready(it) == 2)
+        await it.orders.scale("decode", 1)
+        await until(lambda: len(it.actors.alive) == 1)
+        assert drains.num_drained == 1
+    await server.stop(None)
 
 
 async def test_no_order_is_taken_before_the_first_start_is_whole(tmp_path: Path) -> None:

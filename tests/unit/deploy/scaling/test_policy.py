@@ -221,6 +221,20 @@ def test_goodput_guards_workers() -> None:
     assert decide(replace(missed, met=99, missed=1), quiet, CONFIG, OBJECTIVE, 0.0).stops.total == 1
 
 
+def test_more_workers_than_there_may_be_in_all_are_outside_the_bounds() -> None:
+    """Though neither pool is too large by itself."""
+    config = AutoscaleConfig(max_prefill=4, max_decode=4, max_workers=6)
+    assert after_cool_down(measured(Sizes(4, 4), prompts=0.5, sequences=0.5), config).sizes.total == 6
+
+
+def test_one_window_does_not_decide_alone() -> None:
+    few, many = (measured(Sizes(1, 3), sequences=sequences) for sequences in (10, 100))
+    first = after_cool_down(few)
+    second = decide(many, first.state, CONFIG, OBJECTIVE, 10.0)
+    alone = after_cool_down(many)
+    assert second.needs.decode == pytest.approx((first.needs.decode + alone.needs.decode) / 2)
+
+
 def test_sizes_outside_the_bounds_come_inside() -> None:
     config = AutoscaleConfig(min_prefill=2, max_prefill=4, min_decode=2, max_workers=6)
     for sizes in (Sizes(0, 4), Sizes(6, 2), Sizes(1, 1), Sizes(2, 20)):

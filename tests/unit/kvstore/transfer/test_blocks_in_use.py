@@ -121,3 +121,15 @@ async def test_a_receiver_gives_its_blocks_back_once_they_are_written(rows: Slow
         assert is_taken(decode.cache, TARGET), "a copy wrote into the KV of the blocks' next owner"
         assert len(rows.ended) == 1, "and no other began"
         assert releasing.cancelled() == bool(cancels)
+
+
+async def test_blocks_are_given_back_once_though_two_ask_for_them(rows: SlowRows) -> None:
+    rows.slow = "scatter"
+    async with decode_side(CONFIG) as decode, prefill_side(CONFIG, caches=[filled_cache(1)]) as prefill:
+        ticket = decode.receiver.expect("t", 160, 0, tables_of(decode.receiver, TARGET, 3))
+        sending = asyncio.create_task(send(prefill, ticket, SOURCE))
+        assert await asyncio.to_thread(rows.began.wait, 10)
+        first, second = await asyncio.gather(decode.receiver.release(ticket), decode.receiver.release(ticket))
+        assert (bool(first), bool(second)) == (True, False)
+        with pytest.raises(TransferError, match="gave up its reservation"):
+            await sending

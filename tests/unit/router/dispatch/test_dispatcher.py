@@ -46,6 +46,7 @@ from router.placement import NO_OBJECTIVE, Mode
 from router.placement.pool_view import LEAVING_S
 from router.slo import Stage
 from tests.unit.router.dispatch.scripted_workers import (
+    BLOCK,
     CLAIM,
     NUM_PROMPT,
     READY,
@@ -165,6 +166,25 @@ async def test_who_died_is_passed_over_by_all_that_come_after() -> None:
             record = new_choice()
             assert await collected(bench.tokens(record)) == [5]
             assert (record.decode_worker, record.retries) == ("d1", num_retries)
+
+
+async def test_every_attempt_says_which_it_is_and_how_urgent() -> None:
+    workers = ScriptedWorkers(decode=[[GONE], [LAST]])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        assert await collected(bench.tokens(claim=replace(CLAIM, priority=3))) == [5]
+    asked = [(request.sequence.attempt, request.sequence.priority) for request in workers.requests]
+    assert asked == [(0, 3), (1, 3)]
+
+
+async def test_of_a_prompt_that_came_before_a_cache_could_have_all_but_the_last_block() -> None:
+    """The last token is computed in any case, and with it its block."""
+    workers = ScriptedWorkers(decode=[[LAST], [LAST]])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        choices = [new_choice(), new_choice()]
+        for choice in choices:
+            await collected(bench.tokens(choice))
+    assert NUM_PROMPT % BLOCK == 0
+    assert [choice.num_seen_tokens for choice in choices] == [0, NUM_PROMPT - BLOCK]
 
 
 async def test_a_worker_that_drains_costs_no_attempt_and_is_asked_no_more() -> None:
@@ -597,6 +617,20 @@ async def test_a_choice_moves_to_nobody_without_room(
     assert isinstance(decode, DecodeRequest)
     assert decode.await_kv
     assert decode.sequence.token_ids == prefill.sequence.token_ids == (*SPEC.token_ids, 4)
+
+
+async def test_a_choice_does_not_move_to_who_could_not_pull_its_kv() -> None:
+    """d1 holds the prompt, and would be asked again and again."""
+    workers, choice = leaving_worker(), new_choice()
+    workers._fetch = iter([[TransferError("lost")], [Fetched(NUM_PROMPT)]])
+    async with bench_of(workers, {"d0": Role.DECODE}, "aggregated", {"d1": 25}) as bench:
+        answer = bench.tokens(choice, spec=LONG)
+        assert await anext(answer) == 4
+        for worker_id in ("d1", "d2"):
+            await bench.lease(worker_id, Role.DECODE)
+        assert await collected(answer) == [6, 7]
+        await workers.servicer.wait_until_idle()
+    assert choice.decode_worker == "d2"
 
 
 @pytest.mark.parametrize("unfit", [{"known_fields": "SequenceSpec:1,2"}, {"max_model_len": 64}], ids=str)

@@ -662,3 +662,11 @@ def test_sessions_stay_with_their_cache_and_are_spread() -> None:
     assert at_home > 0.85 * 900, "turns find what the turns before them left"
     assert simulation.imbalance < 1.2
     assert sum(simulation.computed) < 0.2 * simulation.num_tokens
+
+
+@pytest.mark.parametrize("mode", ["aggregated", "split", "auto"])
+def test_who_takes_no_work_is_a_source_at_most(mode: str) -> None:
+    """A worker that drains, though it is idle and holds the whole prompt."""
+    leaving = [decode("a", num_cached_tokens=992, takes_work=False), prefill("b", takes_work=False)]
+    assert set(chosen([*leaving, decode("d", wait_s=9.0), prefill("p", wait_s=9.0)], mode)) <= {"d", "p"}
+    assert place(PROMPT, leaving, mode) is None

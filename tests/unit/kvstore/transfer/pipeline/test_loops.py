@@ -617,3 +617,17 @@ async def test_an_event_that_happens_while_one_is_carried_out_comes_after_it() -
     shared: DrivenMachine[Counter, int] = DrivenMachine(Counter(), carry_out)
     shared.apply(lambda counter: counter.add(1, 2))
     assert carried_out == [1, 2, 3]
+
+
+async def test_a_chunk_of_another_plan_is_not_written() -> None:
+    """Its place on the link and its size are right, but it is of another layer than the one that is due."""
+    async with running("shm") as sides:
+        generation = sides.offer(0)
+        queue = sides.outbounds[generation]
+        chunks = sides.plan.chunks
+        swapped = (chunks[1], chunks[0], *chunks[2:])
+        queue.plan = dataclasses.replace(sides.plan, chunks=swapped)
+        sides.finish(generation)
+        error = await asyncio.wait_for(sides.received[generation], 10)
+        assert isinstance(error, TransferCorrupted)
+        assert "place in the plan" in str(error)
