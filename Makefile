@@ -85,8 +85,8 @@ proto: $(STAMP)
 
 .PHONY: generated
 generated: $(STAMP)
-	$(BIN)/python -m deploy.grafana
-	$(BIN)/python -m deploy.chart_docs
+	$(BIN)/python -m tools.dashboards
+	$(BIN)/python -m tools.chart_docs
 
 .PHONY: proto-is-current
 proto-is-current: $(STAMP)

@@ -1,6 +1,6 @@
 """The public API as plain values: what a client asks, and the pieces of the answer.
 
-gRPC (`baton.wire`) and HTTP (`router.http`) both turn their bytes into these.
+gRPC (`baton.wire`) and HTTP (`router.api.http`) both turn their bytes into these.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds of the first choice, as the router's clock tells. `router.goodput` defines the stages."""
+    """Seconds of the first choice, as the router's clock tells. `router.slo` defines the stages."""
 
     ttft_s: float = 0.0
     total_s: float = 0.0

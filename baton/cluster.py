@@ -9,12 +9,19 @@ from importlib.metadata import version as _version_of
 from baton.costs import PRIOR, StepCosts
 
 VERSION = _version_of("baton-serving")
-"""Of this process."""
+"""Baton's version in this process."""
+MAX_WORKERS = 256
+"""The most workers that a cluster may have, both pools together."""
 
 
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+def pool_of(worker_id: str) -> Role:
+    """The pool in which the worker was started, whatever its role is now. It runs on a node for that pool."""
+    return Role(worker_id.rpartition("-")[0])
 
 
 class WorkerState(StrEnum):

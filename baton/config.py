@@ -270,8 +270,8 @@ class RouterConfig:
     """The worker that computes a prompt pulls a prefix from another one which holds at least so many tokens more of
     it. A number above the context window: never."""
     slo_classes: dict[str, SloClassConfig] = field(default_factory=lambda: {DEFAULT_CLASS: SloClassConfig()})
-    """By name, in the environment as JSON. A tenant names its own (`router.tenants`); without one it is `default`. What
-    a request's `slo` sets goes before."""
+    """By name, in the environment as JSON. A tenant names its own (`router.admission.tenants`); without
+    one it is `default`. What a request's `slo` sets goes before."""
     expected_output_floor: int = 64
     """Answer tokens for which a decode worker has room before a prompt is computed: nine in ten of the tenant's answers
     so far are no longer, but never fewer than this where the request allows as many."""
@@ -282,8 +282,9 @@ class RouterConfig:
     cache_secret: str = ""
     """Keys the tenants' cache scopes; the same on every router. `baton up` draws one."""
     tenants_file: str = ""
-    """YAML file of the tenants and the SHA-256 of their API keys (`printf %s KEY | sha256sum`); `router.tenants` tells
-    the fields. Read once at start. Empty: everybody is let in, whatever key they send."""
+    """YAML file of the tenants and the SHA-256 of their API keys (`printf %s KEY | sha256sum`);
+    `router.admission.tenants` lists the fields. Read once at start. Empty: everybody is let in, whatever key they
+    send."""
 
     def __post_init__(self) -> None:
         _require_one_of("router.mode", self.mode, ("auto", "split", "aggregated"))
@@ -452,7 +453,7 @@ class FaultsConfig:
 
     spec: str = ""
     """Comma-separated: NAME=N for every Nth chunk of a KV transfer; the names are the fields of
-    `kvstore.transfer.faults.Faults`."""
+    `kvstore.transfer.transport.faults.Faults`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@
     ├── ModelLoadError             FAILED_PRECONDITION  500   the model cannot run here, and the message says why
     └── ConfigError                FAILED_PRECONDITION  500
 
-`status` is the name of a gRPC status code and `http` an HTTP code; `baton.rpc.errors` and `router.http` read them.
+`status` is the name of a gRPC status code and `http` an HTTP code; `baton.rpc.errors` and `router.api.http` read them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a client asks of sampling, validated, and the counter-based random numbers behind it."""
+"""What a client asks of sampling, validated."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from enum import StrEnum
@@ -78,13 +77,3 @@ class SamplingParams:
                 0 < len(stop) <= MAX_STOP_LENGTH, "stop", f"strings of 1 to {MAX_STOP_LENGTH} characters",
                 f"one of {len(stop)} characters",
             )  # fmt: skip
-
-
-def uniform(seed: int, choice_index: int, position: int) -> float:
-    """The random number in [0, 1) that decides the token at `position` of a choice.
-
-    A pure function of its arguments, so a stream that is resumed on another worker draws the same numbers.
-    """
-    counter = (seed % 2**64).to_bytes(8, "little") + choice_index.to_bytes(4, "little") + position.to_bytes(8, "little")
-    bits = int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little")
-    return (bits >> 11) * 2.0**-53

@@ -27,7 +27,7 @@ MAX_CONTROL_BYTES = 64 * 1024
 """Of a ticket, of a message between workers, and of a call's start but for its tokens: many times what is ever sent.
 Reading a message costs a hundred times its bytes, so longer ones are refused unread."""
 MAX_COMMANDS = 1024
-"""In one frame; a router writes a few (`baton.rpc.calls`)."""
+"""In one frame; a router writes a few (`baton.rpc.outbox`)."""
 MAX_TOKEN_BYTES = 5
 
 # -- router <-> workers --------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from opentelemetry.context import Context
 
-from baton.engine.engine import Generated, Reserved
-from baton.engine.loop import EngineLoop, SequenceHandle
-from baton.engine.sequence import Purpose, Sequence
+from baton.engine.core.engine import Generated, Reserved
+from baton.engine.core.loop import EngineLoop, SequenceHandle
+from baton.engine.core.sequence import Purpose, Sequence
 from baton.errors import TransferCorrupted, WorkerDraining
 from baton.messages import (
     DecodeRequest,

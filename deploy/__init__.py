@@ -1,0 +1,12 @@
+"""What starts, places, scales, watches and operates the processes of a cluster. The code that serves is elsewhere.
+
+cli          the `baton` command
+operator     what an operator asks a running cluster, and how the answers are shown
+worker       the process of one worker: engine, KV endpoint, RPC handlers of both roles
+controller   keeps the pools at their sizes; Ray (ray_pools) and Kubernetes (kubernetes) are its hands
+scaling      the autoscaler: which sizes the load asks for
+local        `baton up` and `baton run`: all the parts on one machine, or one of them
+models       from a name to a model folder
+doctor       checks of a machine and of a cluster
+lab          the simulator and the benchmark; no code that serves imports it
+"""

@@ -1,4 +1,4 @@
-"""Child processes that must not outlive this one, what they tell it, and the ports they want."""
+"""Child processes: the command that runs one, how it ends with its parent, what it reports, and its exit statuses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import sys
 from collections.abc import Callable
 
 from baton.parent import die_with
+
+FENCED = 75
+"""Exit status of a worker whose id belongs to a newer incarnation."""
+UNJOINED = 69
+"""Exit status of a controller that could not join its Ray cluster, or whose state file another controller holds. It has
+touched no worker; an earlier controller may have left some."""
+STABLE_S = 5.0
+"""A process that ran for longer than this counts as started: its end is no failure to start."""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

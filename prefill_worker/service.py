@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from opentelemetry.context import Context
 
-from baton.engine.engine import Admitted, Generated
-from baton.engine.loop import EngineLoop, SequenceHandle
-from baton.engine.sequence import Purpose
+from baton.engine.core.engine import Admitted, Generated
+from baton.engine.core.loop import EngineLoop, SequenceHandle
+from baton.engine.core.sequence import Purpose
 from baton.errors import TransferError, TransferRefused, WorkerDraining, WorkerFailed
 from baton.messages import FirstToken, HandedOver, PrefillReport, PrefillRequest
 from baton.telemetry import tracing

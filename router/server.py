@@ -27,20 +27,20 @@ from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
 from kvstore.index import Connection, GarbageBook, Mirror, MirrorFollower, RedisIndex
 from kvstore.leases import RedisLeases, RedisRecords
 from router.admission import Limiter, ModelFacts, SloCounts
-from router.decisions import DecisionLog
-from router.dispatch import Dispatcher
-from router.hints import HintBook
-from router.http import create_app
-from router.journal import Journal
-from router.orders import OrdersClient
-from router.pools import UNKNOWN_LENGTH, PoolView
-from router.readiness import Readiness
-from router.registry import Registry
-from router.rpc import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
+from router.admission.tenants import TenantBook
+from router.api.controller_client import OrdersClient
+from router.api.grpc_api import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
+from router.api.http import create_app
+from router.cluster.readiness import Readiness
+from router.cluster.registry import Registry
+from router.dispatch.decisions import DecisionLog
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.worker_client import WorkerCalls
+from router.placement.pool_view import UNKNOWN_LENGTH, PoolView
+from router.placement.stale_hints import HintBook
+from router.prompt import Tokenizer
+from router.request.resume_journal import Journal
 from router.service import Door, LoadedModel, RouterService
-from router.tenants import TenantBook
-from router.text import Tokenizer
-from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
 

@@ -1,20 +1,20 @@
 """The life of a request, told once and in order. The code below reads in the same order.
 
-1. Admit. The door has told whose request it is (`router.tenants`). Check model, id and sampling; take a slot, or refuse
-   at once with Retry-After.
+1. Admit. The door has told whose request it is (`router.admission.tenants`). Check model, id and sampling; take a
+   slot, or refuse at once with Retry-After.
 2. Write the prompt. Chat template and tokenizer; check length and vocabulary. From here on only token ids.
 3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`baton.blocks`).
 4. Place, reserve, prefill, hand over, decode: `router.dispatch`, once for every choice, again when a worker fails.
-5. Write the text. Incremental detokenization and stop strings (`router.text`).
+5. Write the text. Incremental detokenization and stop strings (`router.answer`).
 6. Settle. Usage, timing, metrics and the request's spans, exactly once, however the request ended: did it meet its
-   objectives, and if not, which stage is to blame (`router.goodput`).
+   objectives, and if not, which stage is to blame (`router.slo`).
 
 Leaving the stream early, at any step, cancels the request everywhere: each step frees what it holds as it unwinds.
 
 A client whose stream broke sends the request again, to any router, with its id and `resume_from`. Before step 4, its
-choices then get the tokens that a router has noted of them (`router.journal`), if one has; what is missing is generated
-once more, and is the same, because a seed that no client has set comes from the request's id. In step 5, what the
-client has is written again to the same state of text, and not sent.
+choices then get the tokens that a router has noted of them (`router.request.resume_journal`), if one has; what is
+missing is generated once more, and is the same, because a seed that no client has set comes from the request's id. In
+step 5, what the client has is written again to the same state of text, and not sent.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ from router.admission import (
     sampling_params,
     with_max_tokens,
 )
-from router.dispatch import ChoiceRecord, Dispatcher
-from router.goodput import Outcome, Phase, Stage, Stages, blame, classify, phases
-from router.journal import Journal, digest_of
-from router.tenants import DEFAULT_TENANT, Tenant
-from router.text import AnswerWriter, Piece, Tokenizer
+from router.admission.tenants import DEFAULT_TENANT, Tenant
+from router.answer import AnswerWriter, Piece
+from router.dispatch.dispatcher import ChoiceRecord, Dispatcher
+from router.prompt import Tokenizer
+from router.request.resume_journal import Journal, digest_of
+from router.slo import Outcome, Phase, Stage, Stages, blame, classify, phases
 
 MAX_INLINE_CHARACTERS = 16_384
 """Prompts up to this length are tokenized on the event loop, in about 10 ms at most."""

@@ -1,7 +1,7 @@
 """Log lines of every process, in one form: text for people, or an object of JSON a line.
 
-    {"timestamp": "2026-11-21T20:38:24.123456+00:00", "level": "WARNING", "logger": "router.dispatch", "process": 7,
-     "service": "baton-router", "message": "...", "trace_id": "4bf9...", "span_id": "00f0..."}
+    {"timestamp": "2026-11-21T20:38:24.123456+00:00", "level": "WARNING", "logger": "router.dispatch.dispatcher",
+     "process": 7, "service": "baton-router", "message": "...", "trace_id": "4bf9...", "span_id": "00f0..."}
 
 `trace_id` and `span_id` are those of the request that a line is about: of the client's trace, or of one that begins
 here where traces are exported; without either, there are none. `exception` is the traceback. A line is ASCII, so it

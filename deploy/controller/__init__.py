@@ -2,12 +2,8 @@
 
 state       what should be, in a file of its own: it outlives this process
 reconcile   from what should be and what is to what has to be done; pure
-ray_actors  the workers' actors, which outlive this process too
-controller  observes, reconciles, acts
+controller  observes, reconciles, acts; workers are actors of Ray (`deploy.ray_pools`)
+kubernetes_side  ServingPools and worker nodes (`deploy.kubernetes`), as the controller runs them
 orders      scale a pool, drain a worker, change a worker's role
 __main__    the process, and the gRPC service on which routers pass orders on
 """
-
-UNJOINED = 69
-"""Exit status of a controller that could not join its Ray cluster, or whose state file another one has. It has touched
-no worker; one before it may have left some."""

@@ -27,15 +27,15 @@ from baton.errors import BatonError, ConfigError
 from baton.rpc import RpcServer
 from baton.rpc.errors import to_failed
 from baton.telemetry import logs
-from deploy.actors import RESOURCE
-from deploy.controller import UNJOINED, ray_actors
 from deploy.controller.controller import Controller
+from deploy.controller.kubernetes_side import Kubernetes, connected
 from deploy.controller.orders import Orders
-from deploy.controller.ray_actors import RayActors
 from deploy.controller.service import add_orders
 from deploy.controller.state import State, load, locked, why_not
-from deploy.kubernetes.side import Kubernetes, connected
-from deploy.processes import tell_parent
+from deploy.processes import UNJOINED, tell_parent
+from deploy.ray_pools import actors as ray_actors
+from deploy.ray_pools.actor import RESOURCE
+from deploy.ray_pools.actors import RayActors
 from deploy.scaling.autoscaler import Autoscaler
 from kvstore.index import Connection, Mirror, MirrorFollower, RedisIndex
 from kvstore.leases import RedisLeases

@@ -17,19 +17,29 @@ from typing import Any
 
 import grpc
 
-from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import (
+    ClusterStatus,
+    ControllerInfo,
+    PoolStatus,
+    Role,
+    Worker,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+    pool_of,
+)
 from baton.config import Config
 from baton.errors import BatonError, StoreUnavailable, WorkerFailed
 from baton.rpc import channel, from_rpc_error
 from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from deploy.children import STABLE_S
 from deploy.controller import state as state_file
-from deploy.controller.ray_actors import RayActors, Started, first_line
-from deploy.controller.reconcile import Forget, Leave, Phase, Retire, Seen, Start, is_serving, pool_of, reconcile
+from deploy.controller.reconcile import Forget, Leave, Phase, Retire, Seen, Start, is_serving, reconcile
 from deploy.controller.state import Flip, State, why_not
 from deploy.kubernetes.node_plan import PlacedWorker
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec
+from deploy.processes import STABLE_S
+from deploy.ray_pools.actors import RayActors, Started, first_line
 from deploy.scaling.policy import Decision
 from kvstore.index import Mirror
 from kvstore.leases import LeaseStore

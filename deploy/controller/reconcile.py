@@ -116,11 +116,6 @@ def reconcile(desired: Mapping[Role, int], workers: Sequence[Seen], now_s: float
     return actions + starts[: max(MAX_STARTING - len(starting), 0)]
 
 
-def pool_of(worker_id: str) -> Role:
-    """In which the worker began, whatever its role is now. Its id says so, and on that pool's nodes it runs."""
-    return Role(worker_id.rpartition("-")[0])
-
-
 def is_serving(worker: Seen) -> bool:
     """Whether it takes requests of its role, and is meant to."""
     return _takes_requests(worker) and not worker.is_retiring

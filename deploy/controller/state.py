@@ -10,11 +10,9 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.cluster import Role
+from baton.cluster import MAX_WORKERS, Role
 from baton.config import Config
 from baton.errors import ConfigError
-
-MAX_WORKERS = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import Any
 
 from baton.config import Config
 from baton.errors import BatonError, InvalidRequest, NoWorker
-from deploy.client import Client, metadata_of
 from deploy.doctor import redis
 from deploy.doctor.checks import Check, guarded, judged, names
 from deploy.doctor.machine import DISTRIBUTION, hostname
 from deploy.doctor.reach import Target, reachability, wrongly_announced
-from deploy.scrape import Samples, Scraper, seen_from, split
+from deploy.operator.client import Client, metadata_of
+from deploy.operator.scrape import Samples, Scraper, seen_from, split
 from kvstore.index import without_password
 
 LAG_S = 2.0

@@ -18,12 +18,12 @@ from baton.config import Config
 from baton.errors import BatonError, ModelLoadError
 from baton.memory import CPU_MOST_GIB, GIB, PROCESS_BYTES, available_memory
 from deploy.doctor.checks import Check, judged, names
+from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import CATALOGUE, cache_dir
 from deploy.models.folder import check_folder
+from deploy.operator.scrape import NOWHERE
 from deploy.processes import why_taken
-from deploy.redis import EmbeddedRedis
-from deploy.scrape import NOWHERE
-from router.tenants import TenantBook
+from router.admission.tenants import TenantBook
 
 MIN_MEMORY_GIB = 4.0
 MIN_DISK_GIB = 3.0

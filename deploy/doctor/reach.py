@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from deploy.doctor.checks import Check, State, names
-from deploy.scrape import NOWHERE, split
+from deploy.operator.scrape import NOWHERE, split
 
 TIMEOUT_S = 2.0
 AT_ONCE = 64

@@ -8,5 +8,4 @@ serving_pool  what a ServingPool says
 pools         reads, follows and writes both of them
 node_plan     how many pods there should be that are Ray nodes, where plain Deployments make them
 nodes         has Kubernetes keep as many
-side          all of it, as the controller runs it
 """

@@ -25,7 +25,7 @@ from deploy.scaling.autoscaler import Autoscaler
 
 if TYPE_CHECKING:
     from baton.config import Config
-    from deploy.client import Client
+    from deploy.operator.client import Client
     from deploy.scaling.policy import Decision
 
 

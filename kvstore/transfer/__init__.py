@@ -2,16 +2,15 @@
 
     endpoint.KvEndpoint           a worker's door: sender + receiver + pulling
       sender.KvSender               receiver.KvReceiver
-        pair.Pair  <--- gRPC --->     session.Session      control: KvControl.Session, one stream a pair of ranks
-          offers.Offers                 ledger.Ledger      pure: what is promised, who owns the blocks
-          lane.Lane                     lane.Lane          the thread that owns the link
-            outflow.Outflow               inflow.Inflow    which message comes when
-            rows -> slot ---- link ----> slot -> rows      NCCL, shared memory, TCP or gloo
+        connection.outgoing <- gRPC -> connection.incoming  control: KvControl.Session, one stream a pair of ranks
+          protocol.send_state           protocol.receive_state   pure: what is promised, who owns the blocks
+          pipeline.thread               pipeline.thread          the thread that owns the transport
+            pipeline.send_loop            pipeline.receive_loop  which message comes when
+            copy -> slot -- transport --> slot -> copy           NCCL, shared memory, TCP or gloo
 
-Pure, and the same on both sides: `layout` (who exchanges which heads), `plan` (which bytes in which chunk), `header`.
-The bytes: `rows` (between cache and payload), `checksum`, `slots` (staging), `torch_link` (gloo and NCCL; the one file
-that uses torch.distributed) with `device_traffic` (whose turn it is on a GPU), `shm_link`, `tcp_link`, `links` (which
-kind fits), `faulty_link` and `faults` (for tests). `nccl_env` imports no torch.
+`protocol` is pure and the same on both sides, `connection` is one rank to one rank, `pipeline` the thread that owns one
+end of a transport, `copy` moves between cache and payload, `transport` bytes from A to B. `transport.nccl_env` imports
+no torch.
 
 A hand-over, message by message. Lines with ~ are data; everything else is the control session:
 

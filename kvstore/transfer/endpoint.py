@@ -16,24 +16,24 @@ import grpc
 from baton import wire
 from baton.blocks import GRANULE, block_keys
 from baton.cluster import TransferCounts
-from baton.engine.engine import Reserved
-from baton.engine.sequence import Purpose
+from baton.engine.core.engine import Reserved
+from baton.engine.core.sequence import Purpose
 from baton.errors import BatonError, TransferTimeout
 from baton.messages import PrefixSource, Pull, SequenceSpec, Ticket
 from baton.rpc import from_rpc_error
 from baton.tasks import cancel_and_wait
 from baton.telemetry import tracing
 from baton.v1 import kv_pb2, kv_pb2_grpc
-from kvstore.transfer.channel import open_channel
+from kvstore.transfer.connection.channel import open_channel
 from kvstore.transfer.receiver import Arrival, KvReceiver
 from kvstore.transfer.sender import KvSender
-from kvstore.transfer.torch_link import num_nccl_stalls
+from kvstore.transfer.transport.gloo import num_nccl_stalls
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
     from baton.config import FaultsConfig, TransferConfig
-    from baton.engine.loop import EngineLoop
+    from baton.engine.core.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
 

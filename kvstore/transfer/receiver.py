@@ -27,26 +27,26 @@ import grpc
 from baton import wire
 from baton.errors import ConfigError, TransferError, TransferRefused
 from baton.messages import Abort, Commit, FromSender, Hello, Nack, Offer, SessionFailed, Ticket
-from kvstore.transfer.header import PROTOCOL_VERSION
-from kvstore.transfer.inflow import Inbound
-from kvstore.transfer.layout import AUTO, WIRE_DTYPES, layout_of, mismatch, source_ranks
-from kvstore.transfer.ledger import Committed, Failed, Free, Instruction, Ledger, State, Tell
-from kvstore.transfer.links import StagingPools, usable_links
-from kvstore.transfer.plan import Plan, WireOptions, plan, require_fitting_slots
-from kvstore.transfer.reasons import from_reason, to_reason
-from kvstore.transfer.rows import Rows
-from kvstore.transfer.session import Session
-from kvstore.transfer.shared import Shared, seen_through
-from kvstore.transfer.shm_link import host_id
+from kvstore.transfer.connection.incoming import Session
+from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.pipeline.driven import Shared, seen_through
+from kvstore.transfer.pipeline.receive_loop import Inbound
+from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
+from kvstore.transfer.protocol.layout import AUTO, WIRE_DTYPES, layout_of, mismatch, source_ranks
+from kvstore.transfer.protocol.plan import Plan, WireOptions, plan, require_fitting_slots
+from kvstore.transfer.protocol.reasons import from_reason, to_reason
+from kvstore.transfer.protocol.receive_state import Committed, Failed, Free, Instruction, Ledger, State, Tell
 from kvstore.transfer.stats import TransferStats
+from kvstore.transfer.transport.select import StagingPools, usable_links
+from kvstore.transfer.transport.shm import host_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from baton.config import TransferConfig
-    from baton.engine.kv_cache import KVCache
-    from kvstore.transfer.lane import Lane
-    from kvstore.transfer.link import ReceivingLink
+    from baton.engine.model.kv_cache import KVCache
+    from kvstore.transfer.pipeline.thread import Lane
+    from kvstore.transfer.transport.base import ReceivingLink
 
 HANG_UP_S = 1.0
 """For the senders of a receiver that closes: they hear why, and end their streams."""

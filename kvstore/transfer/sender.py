@@ -24,18 +24,18 @@ from typing import TYPE_CHECKING
 from baton.config import FaultsConfig
 from baton.errors import BatonError, Overloaded, TransferCancelled, TransferError, TransferRefused
 from baton.messages import HandedOver, Hello, Ticket
-from kvstore.transfer.faults import parse_faults
-from kvstore.transfer.header import PROTOCOL_VERSION
-from kvstore.transfer.layout import destination_ranks, layout_of, mismatch
-from kvstore.transfer.links import chunk_bytes, usable_links
-from kvstore.transfer.outflow import Outbound
-from kvstore.transfer.pair import PairTransfer, Peer
-from kvstore.transfer.pairs import Pairs
-from kvstore.transfer.plan import WireOptions, least_chunk_bytes, plan, require_fitting_slots
-from kvstore.transfer.rows import Rows
-from kvstore.transfer.shared import seen_through
-from kvstore.transfer.shm_link import host_id
+from kvstore.transfer.connection.outgoing import PairTransfer, Peer
+from kvstore.transfer.connection.pool import Pairs
+from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.pipeline.driven import seen_through
+from kvstore.transfer.pipeline.send_loop import Outbound
+from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
+from kvstore.transfer.protocol.layout import destination_ranks, layout_of, mismatch
+from kvstore.transfer.protocol.plan import WireOptions, least_chunk_bytes, plan, require_fitting_slots
 from kvstore.transfer.stats import TransferStats
+from kvstore.transfer.transport.faults import parse_faults
+from kvstore.transfer.transport.select import chunk_bytes, usable_links
+from kvstore.transfer.transport.shm import host_id
 
 ROOM_POLL_S = 0.05
 
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from baton.config import TransferConfig
-    from baton.engine.kv_cache import KVCache
-    from baton.engine.runner import Fence
+    from baton.engine.core.runner import Fence
+    from baton.engine.model.kv_cache import KVCache
 
 
 class KvSender:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from baton.api import GenerateRequest
 from baton.config import DEFAULT_CLASS, RouterConfig
 from baton.errors import InvalidRequest
+from router.admission.tenants import Tenant
 from router.placement import Objective, Weights
-from router.tenants import Tenant
 
 LEAST_PRIORITY = -1000
 CUSTOM_CLASS = "custom"

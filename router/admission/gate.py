@@ -18,8 +18,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from baton.errors import Overloaded
+from router.admission.tenants import Tenant
 from router.placement import Placement, Prediction, Turn
-from router.tenants import Tenant
 
 PATIENCE = 2.0
 CAUTION = 0.8

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from baton.errors import InvalidRequest, Overloaded
-from router.tenants import DEFAULT_TENANT, Tenant
+from router.admission.tenants import DEFAULT_TENANT, Tenant
 
 SMOOTHING = 0.1
 """Weight of the newest duration in the moving average."""

@@ -14,14 +14,14 @@ from pathlib import Path
 from rich.console import Console
 
 from baton.config import AutoscaleConfig
-from deploy.simulate.command import DEFAULT_BLOCKS
-from deploy.simulate.costs import PROFILES
-from deploy.simulate.report import Result
-from deploy.simulate.run import Scenario, run_all
-from deploy.simulate.scaler import Scaling
-from deploy.simulate.trace import Trace
-from deploy.simulate.trace_shape import TraceOptions, faster
-from deploy.simulate.worker import WorkerShape
+from deploy.lab.simulate.command import DEFAULT_BLOCKS
+from deploy.lab.simulate.costs import PROFILES
+from deploy.lab.simulate.report import Result
+from deploy.lab.simulate.run import Scenario, run_all
+from deploy.lab.simulate.scaler import Scaling
+from deploy.lab.simulate.worker import WorkerShape
+from deploy.lab.traces.shape import TraceOptions, faster
+from deploy.lab.traces.trace import Trace
 from router.placement import Objective
 from tests.bench.report import Report, Table, show
 

@@ -21,12 +21,12 @@ from baton import wire
 from baton.blocks import block_keys, content_id
 from baton.cluster import BlockCounts, Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.costs import StepCosts
-from baton.engine.block_pool import BlockPool, Stored
+from baton.engine.core.block_pool import BlockPool, Stored
 from baton.messages import DecodeRequest, Event, NewTokens, PrefillReport
 from baton.rpc import RpcServer
-from baton.rpc.calls import CallServicer
 from baton.sampling import FinishReason
 from baton.v1 import worker_pb2_grpc
+from deploy.worker.calls import CallServicer
 from kvstore.index import Connection, IndexPublisher, RedisIndex
 from kvstore.leases import LeaseKeeper, RedisLeases
 from tests.bench.peer import serve

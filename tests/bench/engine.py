@@ -16,14 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from baton.config import EngineConfig, ModelConfig, load
-from baton.engine.engine import Engine, Generated
-from baton.engine.scheduler import SchedulerLimits
-from baton.engine.sequence import Purpose
-from baton.engine.transformers_runner import TransformersRunner
+from baton.engine.core.engine import Engine, Generated
+from baton.engine.core.scheduler import SchedulerLimits
+from baton.engine.core.sequence import Purpose
+from baton.engine.model.transformers_runner import TransformersRunner
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from deploy.models import cache_dir, resolve
-from router.text import Tokenizer
+from router.prompt import Tokenizer
 from tests.bench.report import Report, Table
 from tests.bench.stats import interleaved, ratio, spread
 

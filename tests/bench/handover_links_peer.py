@@ -22,10 +22,10 @@ import psutil
 import torch
 import uvloop
 
-from kvstore.transfer.link import Operation, ReceivingLink, SendingLink
-from kvstore.transfer.links import open_receiver, open_sender
-from kvstore.transfer.slots import Slot, StagingPool
-from kvstore.transfer.torch_link import SessionStore
+from kvstore.transfer.transport.base import Operation, ReceivingLink, SendingLink
+from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.select import open_receiver, open_sender
+from kvstore.transfer.transport.staging import Slot, StagingPool
 from tests.bench.peer import serve
 
 HOST = "127.0.0.1"

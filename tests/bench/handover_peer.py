@@ -20,7 +20,7 @@ import uvloop
 
 from baton import wire
 from baton.config import TransferConfig
-from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.messages import Ticket
 from baton.rpc.server import SERVER_OPTIONS
 from baton.v1 import kv_pb2_grpc, worker_pb2

@@ -23,13 +23,13 @@ import torch.multiprocessing.reductions  # tensors on a GPU are pickled as CUDA 
 import uvloop
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
-from kvstore.transfer.header import HEADER_BYTES
-from kvstore.transfer.lane import use_own_stream
-from kvstore.transfer.link import RECEIVER, SENDER
-from kvstore.transfer.links import open_receiver, open_sender
-from kvstore.transfer.nccl_env import nccl_environment
-from kvstore.transfer.slots import StagingPool
-from kvstore.transfer.torch_link import SessionStore
+from kvstore.transfer.pipeline.thread import use_own_stream
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.transport.base import RECEIVER, SENDER
+from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.nccl_env import nccl_environment
+from kvstore.transfer.transport.select import open_receiver, open_sender
+from kvstore.transfer.transport.staging import StagingPool
 from tests.bench.peer import serve
 from tests.gpu.decode_step import DecodeStep
 from tests.gpu.nccl_ends import environment

@@ -20,9 +20,9 @@ from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, Wor
 from kvstore.index import Mirror
 from kvstore.index.events import BlockEvent, Op
 from router.admission import Entry, Gate
+from router.admission.tenants import DEFAULT_TENANT
 from router.placement import Job, Objective, Prompt, place
-from router.pools import PoolView
-from router.tenants import DEFAULT_TENANT
+from router.placement.pool_view import PoolView
 from tests.bench.report import Report, Table
 from tests.bench.stats import spread
 

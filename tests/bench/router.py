@@ -26,10 +26,10 @@ import psutil
 import uvloop
 
 from baton.config import ClusterConfig, Config, IndexConfig, ModelConfig, RouterConfig, TelemetryConfig, load
+from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
 from deploy.processes import die_with_parent
-from deploy.redis import EmbeddedRedis
-from router.text import Tokenizer
+from router.prompt import Tokenizer
 from tests.bench.peer import Peer
 from tests.bench.report import Report, Table
 from tests.bench.router_clients import Client, Direct, Grpc, Http, Prompt

@@ -20,7 +20,7 @@ from baton.messages import FirstToken, NewTokens, SequenceSpec, Ticket
 from baton.rpc.server import CHANNEL_OPTIONS
 from baton.sampling import SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.worker_calls import WorkerCalls
+from router.dispatch.worker_client import WorkerCalls
 
 OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 

@@ -21,14 +21,14 @@ import torch
 import uvloop
 from rich.console import Console
 
-from deploy.bench.command import Benched, Options, bench
-from deploy.simulate.command import measured_scenario
-from deploy.simulate.costs import CostModel
-from deploy.simulate.generator import Conversations, LogNormal, generate
-from deploy.simulate.report import Figures, Result
-from deploy.simulate.run import run_policy
-from deploy.simulate.trace import Trace, TraceRequest
-from deploy.simulate.trace_shape import TraceOptions, faster, first
+from deploy.lab.bench.command import Benched, Options, bench
+from deploy.lab.simulate.command import measured_scenario
+from deploy.lab.simulate.costs import CostModel
+from deploy.lab.simulate.report import Figures, Result
+from deploy.lab.simulate.run import run_policy
+from deploy.lab.traces.generator import Conversations, LogNormal, generate
+from deploy.lab.traces.shape import TraceOptions, faster, first
+from deploy.lab.traces.trace import Trace, TraceRequest
 from router.placement import Objective
 from tests.bench.report import Report, Table, show
 from tests.bench.stats import Spread, difference, ratio, spread

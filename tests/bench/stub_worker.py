@@ -31,9 +31,9 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import RpcServer
-from baton.rpc.calls import CallServicer
 from baton.sampling import FinishReason
 from baton.v1 import worker_pb2_grpc
+from deploy.worker.calls import CallServicer
 from kvstore.index import Connection
 from kvstore.leases import LeaseKeeper, RedisLeases
 from tests.bench.peer import serve

@@ -16,16 +16,16 @@ from pathlib import Path
 import torch
 
 from baton.config import EngineConfig, ModelConfig, load
-from baton.engine.attention import begun_blocks, set_step, step_context
-from baton.engine.kv_cache import KVCache
-from baton.engine.runner import ignore_layer
-from baton.engine.scheduler import Part
-from baton.engine.transformers_runner import TransformersRunner
+from baton.engine.core.runner import ignore_layer
+from baton.engine.core.scheduler import Part
+from baton.engine.model.attention import begun_blocks, set_step, step_context
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.transformers_runner import TransformersRunner
 from deploy.models import cache_dir, resolve
-from kvstore.transfer.layout import layout_of
-from kvstore.transfer.plan import WireOptions, plan
-from kvstore.transfer.rows import Rows
-from router.text import Tokenizer
+from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.protocol.layout import layout_of
+from kvstore.transfer.protocol.plan import WireOptions, plan
+from router.prompt import Tokenizer
 from tests.bench.report import Report, Table
 
 WIRES = ("float32", "bfloat16", "float16", "int8")
@@ -37,7 +37,7 @@ TEXTS = (
     "CONTRIBUTING.md",
     "LICENSE",
     "tests/bench/README.md",
-    "baton/engine/engine.py",
+    "baton/engine/core/engine.py",
     "router/service.py",
 )
 

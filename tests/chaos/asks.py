@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.api import GenerateChunk, GenerateRequest, Text, TokenIds
-from baton.engine.arithmetic import drawn, modulus
+from baton.engine.model.arithmetic import drawn, modulus
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from baton.v1 import inference_pb2

@@ -40,12 +40,12 @@ from baton.config import (
     TransferConfig,
     load,
 )
-from baton.engine.arithmetic import ArithmeticRunner
+from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import Fenced
+from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
-from deploy.processes import die_with_parent
-from deploy.redis import EmbeddedRedis
-from deploy.worker import FENCED, serve
+from deploy.processes import FENCED, die_with_parent
+from deploy.worker.process import serve
 from tests.integration.cluster import Served, free_port
 
 START_TIMEOUT_S = 60.0

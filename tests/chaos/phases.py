@@ -20,12 +20,12 @@ from baton import wire
 from baton.api import GenerateRequest
 from baton.cluster import Role
 from baton.config import EngineConfig, RouterConfig, TransferConfig
-from baton.engine.arithmetic import ArithmeticRunner
-from baton.engine.sequence import Sequence, Status
+from baton.engine.core.sequence import Sequence, Status
+from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import NoWorker
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from deploy.worker import running
-from kvstore.member import Member
+from deploy.worker.member import Member
+from deploy.worker.process import running
 from tests.chaos import asks
 from tests.chaos.fleet import NUM_LAYERS, START_TIMEOUT_S, Fleet, running_fleet
 

@@ -9,7 +9,7 @@ import time
 
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
-from baton.engine.arithmetic import expected_tokens
+from baton.engine.model.arithmetic import expected_tokens
 from tests.chaos.fleet import Clients, Fleet, running_fleet
 from tests.integration.cluster import is_idle, request
 

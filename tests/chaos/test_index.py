@@ -20,8 +20,8 @@ import redis
 
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
-from baton.engine.arithmetic import expected_tokens
-from deploy.worker import FENCED
+from baton.engine.model.arithmetic import expected_tokens
+from deploy.processes import FENCED
 from tests.chaos.fleet import Clients, Fleet, RouterProcess, running_fleet
 from tests.integration.cluster import is_idle, request
 

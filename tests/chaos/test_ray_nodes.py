@@ -22,10 +22,10 @@ import pytest
 
 from baton.cluster import Role
 from baton.config import Config
-from deploy.actors import POOL_LABEL
-from deploy.controller.ray_actors import ANSWER_S
+from deploy.embedded_redis import EmbeddedRedis
 from deploy.processes import die_with_parent
-from deploy.redis import EmbeddedRedis
+from deploy.ray_pools.actor import POOL_LABEL
+from deploy.ray_pools.actors import ANSWER_S
 from tests.integration.cluster import Cluster, free_port, running_cluster
 from tests.integration.test_scaling import SETTINGS, has, pids, serves
 

@@ -23,7 +23,7 @@ import pytest
 
 from baton import wire
 from baton.api import GenerateRequest
-from deploy.client import Client
+from deploy.operator.client import Client
 from tests.chaos import asks
 from tests.chaos.asks import Answer, listen
 from tests.chaos.fleet import Clients

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.redis import EmbeddedRedis
+from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import Connection, MemoryIndex, MemoryStore, RedisIndex
 from kvstore.index.keys import Keys
 from kvstore.leases import MemoryLeases, RedisLeases

@@ -10,7 +10,7 @@ import pytest
 from baton.cluster import Role, WorkerInfo, WorkerLoad
 from baton.config import Config, IndexConfig
 from deploy.doctor import Check, diagnose, redis
-from deploy.redis import EmbeddedRedis
+from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import Connection
 from kvstore.index.keys import Keys
 

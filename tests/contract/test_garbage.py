@@ -20,19 +20,19 @@ from kvstore.index import Connection, GarbageBook, IndexPublisher, Mirror, Mirro
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper, RedisLeases
 from router.admission import SloCounts
+from router.cluster.registry import Registry
+from router.dispatch.worker_client import WorkerCalls
 from router.placement import Prompt
-from router.pools import PoolView
-from router.registry import Registry
-from router.worker_calls import WorkerCalls
+from router.placement.pool_view import PoolView
 from tests.contract.garbage import Garbage, index_of, leases_of, shared
-from tests.unit.test_controller import LocalActors
-from tests.unit.test_pools import NORMAL
+from tests.unit.deploy.controller.test_controller import LocalActors
+from tests.unit.router.placement.test_pool_view import NORMAL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
     from pathlib import Path
 
-    from deploy.redis import EmbeddedRedis
+    from deploy.embedded_redis import EmbeddedRedis
 
 POLL_S = 0.02
 LOAD = WorkerLoad(state=WorkerState.READY)

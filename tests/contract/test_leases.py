@@ -27,7 +27,7 @@ from baton.cluster import (
     WorkerState,
 )
 from baton.errors import ConfigError, Fenced, StoreUnavailable
-from deploy.redis import EmbeddedRedis
+from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import BlockEvent, Connection, Op, Outcome
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper
@@ -443,7 +443,7 @@ def test_an_embedded_redis_that_cannot_start_says_why(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_the_embedded_redis_dies_with_its_parent() -> None:
     code = (
-        "import sys, time; from deploy.redis import EmbeddedRedis; server = EmbeddedRedis(); server.start();"
+        "import sys, time; from deploy.embedded_redis import EmbeddedRedis; server = EmbeddedRedis(); server.start();"
         "sys.stdout.write(f'{server.pid}\\n'); sys.stdout.flush(); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kvstore.transfer.link import RECEIVER, SENDER
-from kvstore.transfer.nccl_env import nccl_environment
-from kvstore.transfer.slots import Slot, StagingPool
-from kvstore.transfer.torch_link import SessionStore
+from kvstore.transfer.transport.base import RECEIVER, SENDER
+from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.nccl_env import nccl_environment
+from kvstore.transfer.transport.staging import Slot, StagingPool
 
 NUM_BYTES = 2**20
 WINDOW = 4

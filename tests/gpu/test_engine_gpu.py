@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.engine import Engine, Generated
-from baton.engine.runner import Fence
-from baton.engine.scheduler import SchedulerLimits
-from baton.engine.sequence import Purpose
-from baton.engine.transformers_runner import TransformersRunner
+from baton.engine.core.engine import Engine, Generated
+from baton.engine.core.runner import Fence
+from baton.engine.core.scheduler import SchedulerLimits
+from baton.engine.core.sequence import Purpose
+from baton.engine.model.transformers_runner import TransformersRunner
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from kvstore.transfer import torch_link
-from kvstore.transfer.lane import use_own_stream
-from kvstore.transfer.link import SENDER
-from kvstore.transfer.links import open_receiver, open_sender
-from kvstore.transfer.slots import StagingPool
-from kvstore.transfer.torch_link import SessionStore
+from kvstore.transfer.pipeline.thread import use_own_stream
+from kvstore.transfer.transport import gloo as torch_link
+from kvstore.transfer.transport.base import SENDER
+from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.select import open_receiver, open_sender
+from kvstore.transfer.transport.staging import StagingPool
 from tests.gpu.decode_step import DecodeStep
 from tests.gpu.nccl_ends import MODES, NUM_BYTES, WINDOW, meet, run, taken, weighted_sum
 

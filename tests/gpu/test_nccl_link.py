@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from baton.errors import TransferError
-from kvstore.transfer.header import HEADER_BYTES
-from kvstore.transfer.link import SENDER, Operation
-from kvstore.transfer.links import open_receiver, open_sender
-from kvstore.transfer.slots import StagingPool
-from kvstore.transfer.torch_link import SessionStore, num_nccl_stalls
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.transport.base import SENDER, Operation
+from kvstore.transfer.transport.gloo import SessionStore, num_nccl_stalls
+from kvstore.transfer.transport.select import open_receiver, open_sender
+from kvstore.transfer.transport.staging import StagingPool
 from tests.gpu.nccl_ends import MODES, NUM_BYTES, WINDOW, meet, run, taken, weighted_sum
 
 pytestmark = pytest.mark.gpu

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from baton.config import ModelConfig
-from baton.engine.engine import Engine
-from baton.engine.runner import Fence
-from baton.engine.sequence import Purpose
-from baton.engine.transformers_runner import TransformersRunner
+from baton.engine.core.engine import Engine
+from baton.engine.core.runner import Fence
+from baton.engine.core.sequence import Purpose
+from baton.engine.model.transformers_runner import TransformersRunner
 from tests.integration.test_engine_models import (
     ENGINE,
     VOCAB_SIZE,

@@ -14,8 +14,8 @@ import yaml
 from baton import config as baton_config
 from baton.config import Config
 from baton.errors import ConfigError
-from deploy.chart_docs import config_schema
 from tests.helm.chart import CHART, MATRIX, NAMESPACE, Object, Pod, Values, helm, of_kind, pod_of, pods, render, the
+from tools.chart_docs import config_schema
 
 POD_IP = "10.1.2.3"
 FIELDS = {"metadata.name": "a-pod", "status.podIP": POD_IP}
@@ -91,7 +91,7 @@ def test_the_router_listens_to_all_and_says_where_it_is(tmp_path: Path) -> None:
 
 
 def test_the_tenants_of_the_values_are_ones_that_the_router_takes(tmp_path: Path) -> None:
-    from router.tenants import TenantBook
+    from router.admission.tenants import TenantBook
 
     objects = render(MATRIX["tenants"])
     file = tmp_path / "tenants.yaml"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import typer.main
 
-from deploy.actors import POOL_LABEL
-from deploy.cli import app
+from deploy.cli.app import app
+from deploy.ray_pools.actor import POOL_LABEL
 from tests.helm.chart import MATRIX, NAMESPACE, Object, Values, of_kind, pod_of, pods, render, selects, the
 
 every_values = pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)

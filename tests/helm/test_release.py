@@ -14,10 +14,10 @@ from lightkube.resources.apps_v1 import Deployment
 from lightkube.resources.core_v1 import Pod
 from lightkube.types import PatchType
 
+from tests.fakekube.apiserver import RunningApi, running_api
+from tests.fakekube.store import Key, Object, Resource
 from tests.helm.chart import CHART, MAJORS, MATRIX, NAMESPACE
-from tests.kube.apiserver import RunningApi, running_api
 from tests.kube.commands import CommandFailed, Commands
-from tests.kube.store import Key, Object, Resource
 
 pytestmark = pytest.mark.integration
 

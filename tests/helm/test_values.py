@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy import chart_docs
 from tests.helm.chart import CHART, HASH, MAJORS, MATRIX, Values, pod_of, render, template
+from tools import chart_docs
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
@@ -153,7 +153,7 @@ def _has(values: Any, path: str) -> bool:
 
 def test_what_is_generated_is_today_s() -> None:
     for path, text in chart_docs.written(CHART).items():
-        assert path.read_text() == text, f"run `python -m deploy.chart_docs`: {path.name} is not today's"
+        assert path.read_text() == text, f"run `python -m tools.chart_docs`: {path.name} is not today's"
 
 
 def test_the_readme_names_every_value() -> None:

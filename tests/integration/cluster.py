@@ -20,7 +20,7 @@ import grpc
 import psutil
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from deploy.client import Client
+from deploy.operator.client import Client
 from deploy.processes import die_with_parent
 
 READY = re.compile(r"BATON READY grpc=(\S+) http=(\S+)")

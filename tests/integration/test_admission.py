@@ -26,11 +26,11 @@ import uvloop
 
 from baton.cluster import Role
 from baton.config import Config, RouterConfig, SloClassConfig, TransferConfig
-from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
-from baton.engine.runner import LayerDone, ignore_layer
-from baton.engine.scheduler import Batch
+from baton.engine.core.runner import LayerDone, ignore_layer
+from baton.engine.core.scheduler import Batch
+from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.v1 import inference_pb2
-from deploy.worker import running
+from deploy.worker.process import running
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Cluster, request
 from tests.integration.conftest import TraceReceiver

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from deploy.simulate.trace_files import read_trace
-from deploy.simulate.trace_shape import faster, scaled
+from deploy.lab.traces.files import read_trace
+from deploy.lab.traces.shape import faster, scaled
 from tests.integration.cluster import Cluster, free_port, running_cluster
 
 COMMAND = (sys.executable, "-m", "deploy.cli", "bench")

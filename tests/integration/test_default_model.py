@@ -11,7 +11,7 @@ import pytest
 from baton.config import ModelConfig
 from deploy.models import CATALOGUE, ignore_progress, resolve
 from deploy.models.wheel import catalogue_folder
-from router.text import Tokenizer
+from router.prompt import Tokenizer
 
 pytestmark = pytest.mark.integration
 

@@ -18,7 +18,7 @@ import pytest
 
 from baton.config import IndexConfig
 from deploy.doctor import redis
-from deploy.redis import EmbeddedRedis
+from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import Connection
 from tests.integration.cluster import Cluster, running_cluster
 

@@ -19,7 +19,7 @@ import pytest
 
 from baton.cluster import Role
 from baton.config import Config, EngineConfig, IndexConfig, RouterConfig, TransferConfig
-from baton.engine.arithmetic import expected_tokens
+from baton.engine.model.arithmetic import expected_tokens
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.processes import die_with_parent
 from tests.chaos.fleet import Fleet, running_fleet

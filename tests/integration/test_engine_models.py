@@ -22,22 +22,22 @@ from opentelemetry.context import Context
 from safetensors.torch import load_file, save_file
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.engine import Engine, Generated
-from baton.engine.kv_cache import KVCache
-from baton.engine.loop import EngineLoop
-from baton.engine.runner import Fence, LayerDone
-from baton.engine.scheduler import Batch, SchedulerLimits
-from baton.engine.sequence import Purpose, Sequence
-from baton.engine.transformers_model import LLAMA_FAMILY, ModelRank, Step, load_config
-from baton.engine.transformers_runner import TransformersRunner
+from baton.engine.core.engine import Engine, Generated
+from baton.engine.core.loop import EngineLoop
+from baton.engine.core.runner import Fence, LayerDone
+from baton.engine.core.scheduler import Batch, SchedulerLimits
+from baton.engine.core.sequence import Purpose, Sequence
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.transformers_model import LLAMA_FAMILY, ModelRank, Step, load_config
+from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import ConfigError, InvalidRequest, ModelLoadError
 from baton.messages import SequenceSpec
-from baton.rpc.calls import CallServicer
 from baton.sampling import SamplingParams
 from decode_worker.service import DecodeService
-from router.text import Tokenizer
-from router.worker_calls import WorkerCallError
-from tests.unit.test_worker_calls import router, served, worker_at
+from deploy.worker.calls import CallServicer
+from router.dispatch.worker_client import WorkerCallError
+from router.prompt import Tokenizer
+from tests.unit.router.dispatch.test_worker_client import router, served, worker_at
 
 pytestmark = pytest.mark.integration
 

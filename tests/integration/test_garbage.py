@@ -14,7 +14,7 @@ import redis
 
 from baton.cluster import Role, Worker
 from baton.config import RouterConfig, TransferConfig
-from baton.engine.arithmetic import expected_tokens
+from baton.engine.model.arithmetic import expected_tokens
 from kvstore.index.keys import Keys
 from kvstore.leases.codec import decode_worker, encode
 from tests.chaos.fleet import Fleet, running_fleet

@@ -23,7 +23,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from baton.cluster import Role
 from baton.config import RouterConfig, TelemetryConfig, TransferConfig
 from baton.v1 import inference_pb2
-from router.goodput import Stage
+from router.slo import Stage
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import request
 from tests.integration.conftest import TraceReceiver

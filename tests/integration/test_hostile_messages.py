@@ -30,9 +30,9 @@ from baton import wire
 from baton.blocks import block_keys
 from baton.cluster import Role, Worker, WorkerLoad, WorkerState
 from baton.config import Config, EngineConfig, IndexConfig, TransferConfig
-from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
-from baton.engine.engine import Reserved
-from baton.engine.sequence import Purpose
+from baton.engine.core.engine import Reserved
+from baton.engine.core.sequence import Purpose
+from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import BatonError, TransferCorrupted
 from baton.messages import (
     Abort,
@@ -62,12 +62,12 @@ from baton.rpc import channel
 from baton.rpc.errors import ERROR_KEY
 from baton.sampling import SamplingParams
 from baton.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
-from deploy.redis import EmbeddedRedis
-from deploy.worker import running
-from kvstore.member import Member
-from kvstore.transfer.header import PROTOCOL_VERSION
-from kvstore.transfer.shm_link import host_id
-from router.worker_calls import WorkerCallError, WorkerCalls, WorkerStream
+from deploy.embedded_redis import EmbeddedRedis
+from deploy.worker.member import Member
+from deploy.worker.process import running
+from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
+from kvstore.transfer.transport.shm import host_id
+from router.dispatch.worker_client import WorkerCallError, WorkerCalls, WorkerStream
 from tests.integration.transfer_peers import eventually, served
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ import pytest
 from baton import wire
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
-from baton.engine.arithmetic import expected_tokens
+from baton.engine.model.arithmetic import expected_tokens
 from baton.errors import BatonError
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from kvstore.index import Connection
@@ -53,6 +53,12 @@ def test_streams_are_what_the_arithmetic_says(arithmetic_cluster: Cluster) -> No
         assert answer.token_ids == expected_tokens(prompt, 40)
         assert answer.timing.mode == "split"
         assert answer.timing.retries == 0
+
+
+def test_workers_run_at_the_priority_of_whatever_started_the_cluster(arithmetic_cluster: Cluster) -> None:
+    """Ray would put them behind every other process of the machine."""
+    pids = [worker["pid"] for worker in arithmetic_cluster.client.status()["workers"]]
+    assert {psutil.Process(pid).nice() for pid in pids} == {psutil.Process(arithmetic_cluster.process.pid).nice()}
 
 
 def test_choices_are_separate_streams(arithmetic_cluster: Cluster) -> None:

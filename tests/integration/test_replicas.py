@@ -22,11 +22,11 @@ from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
-from deploy.client import Client
+from deploy.operator.client import Client
 from kvstore.index import Connection
 from kvstore.leases import Ended, Entry, Part, RecordKey, RedisRecords
-from router.journal import digest_of
-from router.tenants import DEFAULT_TENANT
+from router.admission.tenants import DEFAULT_TENANT
+from router.request.resume_journal import digest_of
 from tests.chaos.asks import MANY_BYTES, expected, greedy, of_split_character, prompt_of, seeded
 from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
 

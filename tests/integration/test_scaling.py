@@ -13,10 +13,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from baton.engine.arithmetic import expected_tokens
+from baton.engine.model.arithmetic import expected_tokens
 from baton.errors import BatonError, Conflict, InvalidRequest, NoController
-from deploy.cli import app
-from deploy.client import Client
+from deploy.cli.app import app
+from deploy.operator.client import Client
 from tests.integration.cluster import Answer, Cluster, running_cluster
 from tests.integration.test_plumbing import prompt_of, sampling
 
@@ -220,7 +220,7 @@ def test_workers_outlive_the_controller_and_so_do_orders(cluster: Cluster) -> No
 
 def test_pools_come_back_after_rays_death(cluster: Cluster) -> None:
     before = pids(cluster.client.status())
-    (head,) = [process for process in cluster.processes() if "deploy.ray_head" in process.cmdline()]
+    (head,) = [process for process in cluster.processes() if "deploy.ray_pools.head" in process.cmdline()]
     children = head.children(recursive=True)
     head.kill()
     began_s = time.monotonic()

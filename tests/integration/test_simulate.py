@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from deploy.simulate.command import Options, scenario_of
-from deploy.simulate.trace_shape import TraceOptions
+from deploy.lab.simulate.command import Options, scenario_of
+from deploy.lab.traces.shape import TraceOptions
 
 ARGUMENTS = ("--decode", "3", "--blocks", "400", "--policy", "baton", "--policy", "greedy_4", "--jobs", "1")
 

@@ -21,15 +21,15 @@ import uvloop
 
 from baton.cluster import Role
 from baton.config import Config, EngineConfig, ModelConfig, RouterConfig, TransferConfig
-from baton.engine.engine import Engine
-from baton.engine.runner import Fence
-from baton.engine.scheduler import Batch
-from baton.engine.sequence import Purpose
-from baton.engine.transformers_model import LLAMA_FAMILY
-from baton.engine.transformers_runner import TransformersRunner
+from baton.engine.core.engine import Engine
+from baton.engine.core.runner import Fence
+from baton.engine.core.scheduler import Batch
+from baton.engine.core.sequence import Purpose
+from baton.engine.model.transformers_model import LLAMA_FAMILY
+from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import ModelLoadError
 from baton.parent import die_with
-from deploy.worker import serve
+from deploy.worker.process import serve
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import request
 from tests.integration.test_engine_models import (

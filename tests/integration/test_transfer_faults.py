@@ -21,18 +21,18 @@ import pytest
 import torch
 
 from baton.config import TransferConfig
-from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.errors import BatonError, TransferCancelled, TransferCorrupted
 from baton.messages import Ticket
-from kvstore.transfer.faults import FaultInjector, Faults
-from kvstore.transfer.faulty_link import FaultyLink
-from kvstore.transfer.header import VOID
-from kvstore.transfer.link import Operation, SendingLink
-from kvstore.transfer.plan import Chunk
+from kvstore.transfer.protocol.chunk_header import VOID
+from kvstore.transfer.protocol.plan import Chunk
 from kvstore.transfer.receiver import Arrival, KvReceiver
 from kvstore.transfer.sender import KvSender
-from kvstore.transfer.slots import Slot
-from kvstore.transfer.tcp_link import TcpSender
+from kvstore.transfer.transport.base import Operation, SendingLink
+from kvstore.transfer.transport.faults import FaultInjector, Faults
+from kvstore.transfer.transport.faulty import FaultyLink
+from kvstore.transfer.transport.staging import Slot
+from kvstore.transfer.transport.tcp import TcpSender
 from tests.integration.transfer_peers import (
     Decode,
     Prefill,
@@ -161,7 +161,7 @@ def injected(monkeypatch: pytest.MonkeyPatch) -> Injected:
     notes = Injected()
     for cls in (NotedLink, NotedInjector):
         monkeypatch.setattr(cls, "injected_into", notes, raising=False)
-        monkeypatch.setattr(f"kvstore.transfer.pair.{cls.__bases__[0].__name__}", cls)
+        monkeypatch.setattr(f"kvstore.transfer.connection.outgoing.{cls.__bases__[0].__name__}", cls)
     monkeypatch.setattr(NotedLink, "seeds", itertools.count(1), raising=False)
     return notes
 

@@ -20,22 +20,22 @@ from opentelemetry.context import Context
 
 from baton.cluster import TransferCounts
 from baton.config import TransferConfig
-from baton.engine.arithmetic import ArithmeticRunner, expected_tokens
-from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup
-from baton.engine.runner import Fence, LayerDone, ignore_layer
-from baton.engine.scheduler import Batch
-from baton.engine.sequence import Purpose
+from baton.engine.core.runner import Fence, LayerDone, ignore_layer
+from baton.engine.core.scheduler import Batch
+from baton.engine.core.sequence import Purpose
+from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.errors import BatonError, TransferCorrupted, TransferError, TransferRefused, TransferTimeout, WorkerFailed
 from baton.messages import FirstToken, HandedOver, NewTokens, PrefillRequest, Ticket
 from decode_worker.service import DecodeService
-from kvstore.transfer.faults import parse_faults
-from kvstore.transfer.header import VOID, Header, unpack
-from kvstore.transfer.layout import layout_of, rank_spec
-from kvstore.transfer.pair import PairTransfer
-from kvstore.transfer.plan import Chunk
+from kvstore.transfer.connection.outgoing import PairTransfer
+from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.protocol.chunk_header import VOID, Header, unpack
+from kvstore.transfer.protocol.layout import layout_of, rank_spec
+from kvstore.transfer.protocol.plan import Chunk
 from kvstore.transfer.receiver import Arrival
-from kvstore.transfer.rows import Rows
 from kvstore.transfer.sender import KvSender, Transfer
+from kvstore.transfer.transport.faults import parse_faults
 from prefill_worker.service import PrefillService
 from tests.integration.transfer_peers import (
     CONFIG,
@@ -426,7 +426,7 @@ async def test_slots_may_be_larger_at_the_receiver(link: str, receivers: int) ->
 async def test_chunks_are_as_large_as_suits_the_link_once_it_is_known(
     link: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.transfer.links._WARM_BYTES", 1536)
+    monkeypatch.setattr("kvstore.transfer.transport.select._WARM_BYTES", 1536)
     offered = []
 
     def note(kind: str, message: Any) -> bool:
@@ -717,7 +717,7 @@ async def test_places_that_were_announced_are_filled_with_void_chunks(
         seen.append(header)
         return header
 
-    monkeypatch.setattr("kvstore.transfer.header.unpack", noting)
+    monkeypatch.setattr("kvstore.transfer.protocol.chunk_header.unpack", noting)
     async with sides(with_link(link, slot_bytes=1024), "link_delay_ms=5") as (prefill, decode):
         ticket = decode.receiver.expect("t", 320, 0, range(20), state_slot=0)
         async with prefill.sender.transfer(ticket) as transfer:

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.engine import Engine, Generated, Reserved
-from baton.engine.kv_cache import KVCache
-from baton.engine.scheduler import SchedulerLimits
-from baton.engine.sequence import Purpose
-from baton.engine.sequence import Sequence as EngineSequence
-from baton.engine.transformers_runner import TransformersRunner
+from baton.engine.core.engine import Engine, Generated, Reserved
+from baton.engine.core.scheduler import SchedulerLimits
+from baton.engine.core.sequence import Purpose
+from baton.engine.core.sequence import Sequence as EngineSequence
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.transformers_runner import TransformersRunner
 from baton.messages import KvLayout, SequenceSpec
 from baton.sampling import SamplingParams
-from kvstore.transfer.layout import layout_of, rank_spec, source_ranks
-from kvstore.transfer.plan import WireOptions, plan
-from kvstore.transfer.rows import Rows
-from router.text import Tokenizer
+from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.protocol.layout import layout_of, rank_spec, source_ranks
+from kvstore.transfer.protocol.plan import WireOptions, plan
+from router.prompt import Tokenizer
 
 TEXT = (
     "The library of Alexandria was one of the largest and most significant libraries of the ancient world. It was part "

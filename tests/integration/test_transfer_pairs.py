@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from baton import wire
-from baton.engine.arithmetic import ArithmeticRunner
+from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import BatonError, TransferError
 from baton.messages import Grant, Offer, Ping, SessionFailed, Welcome
 from baton.v1 import kv_pb2_grpc
-from kvstore.transfer.channel import open_channel
-from kvstore.transfer.links import open_receiver, open_sender
-from kvstore.transfer.plan import WireOptions, plan
+from kvstore.transfer.connection.channel import open_channel
+from kvstore.transfer.protocol.plan import WireOptions, plan
 from kvstore.transfer.stats import TransferStats
-from kvstore.transfer.torch_link import SessionStore
+from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.select import open_receiver, open_sender
 from tests.integration.transfer_peers import (
     CONFIG,
     Decode,
@@ -97,7 +97,7 @@ async def test_a_link_that_only_the_receiver_cannot_open_gives_way_to_the_next_k
             raise RuntimeError("not permitted here")
         return open_receiver(kind, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("kvstore.transfer.session.open_receiver", refuse_shm)
+    monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm)
     async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
         assert await asyncio.gather(*(hand_over(prefill, decode, f"t{n}") for n in range(3))) == [""] * 3
         assert [pair.link_kind for pair in prefill.sender._pairs._alive if not pair.failure] == ["gloo"]
@@ -134,8 +134,8 @@ async def test_a_sender_that_is_still_talking_hears_why_its_session_failed(monke
             raise RuntimeError("not permitted here")
         return open_receiver(kind, store, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("kvstore.transfer.pair.open_sender", talk)
-    monkeypatch.setattr("kvstore.transfer.session.open_receiver", refuse_shm)
+    monkeypatch.setattr("kvstore.transfer.connection.outgoing.open_sender", talk)
+    monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm)
     async with decode_side(TWO_KINDS) as decode:
         for number in range(5):
             async with prefill_side(TWO_KINDS, name=f"p{number}") as prefill:

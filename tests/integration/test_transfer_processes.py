@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from baton.config import TransferConfig
-from baton.engine.kv_cache import KVCache
+from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError, TransferError, WorkerFailed
 from kvstore.transfer.receiver import Arrival
 from tests.integration.transfer_child import Child, child

@@ -22,12 +22,12 @@ from baton import wire
 from baton.errors import BatonError
 from baton.messages import Hello, Rendezvous, SessionFailed, Welcome
 from baton.v1 import kv_pb2_grpc
-from kvstore.transfer.channel import open_channel
-from kvstore.transfer.link import RECEIVER, SENDER
-from kvstore.transfer.links import open_receiver, open_sender
-from kvstore.transfer.reasons import from_reason
-from kvstore.transfer.slots import StagingPool
-from kvstore.transfer.torch_link import SessionStore
+from kvstore.transfer.connection.channel import open_channel
+from kvstore.transfer.protocol.reasons import from_reason
+from kvstore.transfer.transport.base import RECEIVER, SENDER
+from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.select import open_receiver, open_sender
+from kvstore.transfer.transport.staging import StagingPool
 from tests.integration.transfer_child import Child, child
 from tests.integration.transfer_peers import (
     CONFIG,

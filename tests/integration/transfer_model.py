@@ -33,11 +33,11 @@ from typing import Any, Generic, TypeVar
 
 from baton.errors import TransferError
 from baton.messages import Abort, AbortAck, Commit, CommitAck, Grant, Nack, Offer
-from kvstore.transfer import ledger as ledger_module
-from kvstore.transfer import offers as offers_module
-from kvstore.transfer.ledger import Ledger
-from kvstore.transfer.offers import Offers
-from kvstore.transfer.reasons import to_reason
+from kvstore.transfer.protocol import receive_state as ledger_module
+from kvstore.transfer.protocol import send_state as offers_module
+from kvstore.transfer.protocol.reasons import to_reason
+from kvstore.transfer.protocol.receive_state import Ledger
+from kvstore.transfer.protocol.send_state import Offers
 
 RESEND_S, ANSWER_S, LEASE_S = 1.0, 4.0, 4.0
 ERROR = TransferError("on purpose")

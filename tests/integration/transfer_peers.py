@@ -19,19 +19,19 @@ import grpc
 import torch
 
 from baton.config import FaultsConfig, TransferConfig
-from baton.engine.arithmetic import ArithmeticRunner
-from baton.engine.engine import Engine, Generated
-from baton.engine.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
-from baton.engine.loop import EngineLoop, SequenceHandle
-from baton.engine.scheduler import SchedulerLimits
-from baton.engine.sequence import Purpose
+from baton.engine.core.engine import Engine, Generated
+from baton.engine.core.loop import EngineLoop, SequenceHandle
+from baton.engine.core.scheduler import SchedulerLimits
+from baton.engine.core.sequence import Purpose
+from baton.engine.model.arithmetic import ArithmeticRunner
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
 from baton.messages import HandedOver, KvLayout, PrefixSource, SequenceSpec, Ticket
 from baton.rpc.errors import ErrorInterceptor
 from baton.rpc.server import SERVER_OPTIONS
 from baton.sampling import SamplingParams
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.endpoint import KvEndpoint
-from kvstore.transfer.layout import heads_of
+from kvstore.transfer.protocol.layout import heads_of
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import grpc
 
-from baton.engine.arithmetic import expected_tokens
+from baton.engine.model.arithmetic import expected_tokens
 from baton.v1 import inference_pb2_grpc
-from deploy.redis import valkey_binary
+from deploy.embedded_redis import valkey_binary
+from tests.fakekube.apiserver import RunningApi, running_api
+from tests.fakekube.machine import Machine, running_machine
+from tests.fakekube.store import Key, Resource
 from tests.integration.cluster import request
-from tests.kube.apiserver import RunningApi, running_api
 from tests.kube.binaries import Binaries, binaries
-from tests.kube.machine import Machine, running_machine
-from tests.kube.store import Key, Resource
 
 CHART = Path(__file__).parents[2] / "helm" / "baton"
 NAMESPACE, NAME = "serving", "baton"

@@ -25,9 +25,9 @@ from lightkube.resources.apiextensions_v1 import CustomResourceDefinition
 from lightkube.resources.core_v1 import ConfigMap
 from lightkube.types import PatchType
 
-from tests.kube.apiserver import RunningApi, running_api
+from tests.fakekube.apiserver import RunningApi, running_api
+from tests.fakekube.store import Key, Object, Resource
 from tests.kube.commands import CommandFailed, Commands
-from tests.kube.store import Key, Object, Resource
 
 pytestmark = pytest.mark.integration
 

@@ -22,8 +22,8 @@ import psutil
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from tests.kube.machine import Machine, replicaset, running_machine
-from tests.kube.machine.objects import (
+from tests.fakekube.machine import Machine, replicaset, running_machine
+from tests.fakekube.machine.objects import (
     BUDGET,
     CLAIM,
     CONFIG_MAP,
@@ -44,7 +44,7 @@ from tests.kube.machine.objects import (
     labels_of,
     name_of,
 )
-from tests.kube.store import Key, Object, Resource, Store
+from tests.fakekube.store import Key, Object, Resource, Store
 
 pytestmark = pytest.mark.integration
 

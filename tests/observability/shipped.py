@@ -13,7 +13,7 @@ from typing import Any
 import promql_parser
 import yaml
 
-from deploy.grafana.catalogue import rules_in
+from tools.dashboards.catalogue import rules_in
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = ROOT / "helm/baton/dashboards"

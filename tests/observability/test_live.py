@@ -29,13 +29,13 @@ import pytest
 import redis
 
 from baton.errors import BatonError
-from deploy.client import Client
-from deploy.grafana.catalogue import definitions
-from deploy.grafana.model import ZERO
+from deploy.operator.client import Client
 from tests.integration.cluster import Cluster, request, running_cluster
 from tests.integration.test_plumbing import prompt_of, sampling
 from tests.observability.prometheus import Prometheus, binaries, running_prometheus
 from tests.observability.shipped import JOB, RULES, dashboards, recorded, shown, substituted
+from tools.dashboards.catalogue import definitions
+from tools.dashboards.model import ZERO
 
 pytestmark = pytest.mark.timeout(400)
 

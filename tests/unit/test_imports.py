@@ -31,9 +31,9 @@ def test_the_vocabulary_needs_no_grpc() -> None:
 
 
 def test_the_scheduler_needs_no_torch() -> None:
-    assert loaded_by("baton.engine.scheduler, baton.engine.block_pool", (*HEAVY, "grpc", "baton.v1")) == set()
+    assert loaded_by("baton.engine.core.scheduler, baton.engine.core.block_pool", (*HEAVY, "grpc", "baton.v1")) == set()
 
 
 def test_what_can_be_refused_before_anything_starts_is_refused_without_their_imports() -> None:
     """They take seconds."""
-    assert loaded_by("deploy.cli, deploy.up", ("torch", "transformers", "ray")) == set()
+    assert loaded_by("deploy.cli.app, deploy.local.up", ("torch", "transformers", "ray")) == set()

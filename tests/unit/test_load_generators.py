@@ -7,7 +7,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.unit.test_http import Service, app_of
+from tests.unit.router.api.test_http import Service, app_of
 
 USAGE = {"include_usage": True}
 COMMON = {"model": "m", "stream": True, "ignore_eos": True}

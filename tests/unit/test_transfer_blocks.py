@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.kv_cache import KVCache
+from baton.engine.model.kv_cache import KVCache
 from baton.errors import TransferError
-from kvstore.transfer.plan import Chunk
-from kvstore.transfer.rows import Rows
+from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.protocol.plan import Chunk
 from tests.integration.transfer_peers import decode_side, eventually, filled_cache, prefill_side, send, with_link
 
 COPY_S = 0.05

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kvstore.transfer.checksum import Checksum, WordSum, Xxh3, new_checksum
+from kvstore.transfer.copy.checksum import Checksum, WordSum, Xxh3, new_checksum
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.errors import TransferError, TransferTimeout
-from kvstore.transfer.device_traffic import DeviceTraffic, Direction, LinkTurns
+from kvstore.transfer.transport.nccl_turns import DeviceTraffic, Direction, LinkTurns
 
 LONG_S = 20.0
 """Nothing here takes so long unless somebody waits in a circle."""

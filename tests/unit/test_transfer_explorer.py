@@ -9,10 +9,10 @@ import pytest
 
 from baton.errors import BatonError, TransferError
 from baton.messages import AbortAck, Grant
-from kvstore.transfer import ledger as receiving
-from kvstore.transfer import offers as sending
-from kvstore.transfer.ledger import Free, Ledger, Reservation, Tell
-from kvstore.transfer.offers import Offers, Transfer, Unpin
+from kvstore.transfer.protocol import receive_state as receiving
+from kvstore.transfer.protocol import send_state as sending
+from kvstore.transfer.protocol.receive_state import Free, Ledger, Reservation, Tell
+from kvstore.transfer.protocol.send_state import Offers, Transfer, Unpin
 from tests.integration.transfer_model import Scenario, Violation, explore, with_budget
 
 ONE = Scenario(name="one transfer of two chunks", num_chunks=((2,),), num_blocks=2)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from baton.errors import ConfigError, TransferError, TransferTimeout
-from kvstore.transfer.faults import FaultInjector, Faults, parse_faults
-from kvstore.transfer.faulty_link import FaultyLink
-from kvstore.transfer.plan import Chunk
+from kvstore.transfer.protocol.plan import Chunk
+from kvstore.transfer.transport.faults import FaultInjector, Faults, parse_faults
+from kvstore.transfer.transport.faulty import FaultyLink
 from tests.unit.test_transfer_link import SLOT_BYTES, Pair, header, opened, post, send
 
 CHUNK = Chunk(part=0, layer_lo=0, layer_hi=2, unit_lo=0, unit_hi=2, num_bytes=64)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import TransferCorrupted
-from kvstore.transfer.header import (
+from kvstore.transfer.protocol.chunk_header import (
     CHECKED,
     HEADER_BYTES,
     VOID,
@@ -18,7 +18,7 @@ from kvstore.transfer.header import (
     verify,
     verify_checksum,
 )
-from kvstore.transfer.plan import Chunk
+from kvstore.transfer.protocol.plan import Chunk
 
 EPOCH, PLACE, SLOT_BYTES = 7, 21, 1 << 20
 CHUNK = Chunk(part=1, layer_lo=2, layer_hi=4, unit_lo=5, unit_hi=9, num_bytes=4096)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from baton.engine.kv_cache import KVCache
+from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError, TransferCorrupted, TransferError, TransferTimeout
 from baton.messages import (
     Abort,
@@ -30,26 +30,26 @@ from baton.messages import (
     Offer,
     Ticket,
 )
-from kvstore.transfer import ledger as receiving
-from kvstore.transfer import offers as sending
-from kvstore.transfer.faults import FaultInjector, Faults
-from kvstore.transfer.header import Header
-from kvstore.transfer.inflow import Inbound, Inflow
-from kvstore.transfer.lane import Lane
-from kvstore.transfer.layout import rank_spec
-from kvstore.transfer.ledger import Ledger
-from kvstore.transfer.link import RECEIVER, SENDER, ReceivingLink, SendingLink
-from kvstore.transfer.links import open_receiver, open_sender
-from kvstore.transfer.offers import Offers
-from kvstore.transfer.outflow import Outbound, Outflow
-from kvstore.transfer.plan import Chunk, WireOptions, plan
-from kvstore.transfer.rows import Rows
-from kvstore.transfer.shared import Shared
-from kvstore.transfer.slots import StagingPool
-from kvstore.transfer.torch_link import SessionStore
+from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.pipeline.driven import Shared
+from kvstore.transfer.pipeline.receive_loop import Inbound, Inflow
+from kvstore.transfer.pipeline.send_loop import Outbound, Outflow
+from kvstore.transfer.pipeline.thread import Lane
+from kvstore.transfer.protocol import receive_state as receiving
+from kvstore.transfer.protocol import send_state as sending
+from kvstore.transfer.protocol.chunk_header import Header
+from kvstore.transfer.protocol.layout import rank_spec
+from kvstore.transfer.protocol.plan import Chunk, WireOptions, plan
+from kvstore.transfer.protocol.receive_state import Ledger
+from kvstore.transfer.protocol.send_state import Offers
+from kvstore.transfer.transport.base import RECEIVER, SENDER, ReceivingLink, SendingLink
+from kvstore.transfer.transport.faults import FaultInjector, Faults
+from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.select import open_receiver, open_sender
+from kvstore.transfer.transport.staging import StagingPool
 
 if TYPE_CHECKING:
-    from baton.engine.runner import Fence
+    from baton.engine.core.runner import Fence
 
 torch.set_num_threads(1)
 

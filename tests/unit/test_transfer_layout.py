@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.kv_cache import KVSpec, LayerGroup, StateSpec
+from baton.engine.model.kv_cache import KVSpec, LayerGroup, StateSpec
 from baton.messages import GroupLayout, KvLayout, StateLayout
-from kvstore.transfer.layout import (
+from kvstore.transfer.protocol.layout import (
     destination_ranks,
     heads_of,
     layout_of,

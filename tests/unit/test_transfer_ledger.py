@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from baton.errors import TransferCorrupted, TransferError, TransferExpired, TransferRefused
 from baton.messages import AbortAck, CommitAck, Grant, Nack
-from kvstore.transfer import ledger as module
-from kvstore.transfer.ledger import Committed, Failed, Free, Instruction, Ledger, State, Tell
-from kvstore.transfer.reasons import from_reason, to_reason
+from kvstore.transfer.protocol import receive_state as module
+from kvstore.transfer.protocol.reasons import from_reason, to_reason
+from kvstore.transfer.protocol.receive_state import Committed, Failed, Free, Instruction, Ledger, State, Tell
 
 ERROR = TransferCorrupted("test")
 A, B, C = 5, 6, 7

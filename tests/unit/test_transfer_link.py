@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 
 from baton.errors import ConfigError, TransferError, TransferTimeout
-from kvstore.transfer.faults import Faults
-from kvstore.transfer.faulty_link import FaultyLink
-from kvstore.transfer.header import HEADER_BYTES
-from kvstore.transfer.link import RECEIVER, SENDER, Operation, ReceivingLink, SendingLink
-from kvstore.transfer.links import chunk_bytes, open_receiver, open_sender, staging_device, usable_links
-from kvstore.transfer.nccl_env import nccl_environment
-from kvstore.transfer.shm_link import host_id
-from kvstore.transfer.slots import Slot, StagingPool
-from kvstore.transfer.torch_link import SessionStore, is_of_nccl
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.transport.base import RECEIVER, SENDER, Operation, ReceivingLink, SendingLink
+from kvstore.transfer.transport.faults import Faults
+from kvstore.transfer.transport.faulty import FaultyLink
+from kvstore.transfer.transport.gloo import SessionStore, is_of_nccl
+from kvstore.transfer.transport.nccl_env import nccl_environment
+from kvstore.transfer.transport.select import chunk_bytes, open_receiver, open_sender, staging_device, usable_links
+from kvstore.transfer.transport.shm import host_id
+from kvstore.transfer.transport.staging import Slot, StagingPool
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
@@ -131,7 +131,7 @@ def send_signals(link: SendingLink, num_signals: int) -> None:
 
 
 def test_torch_still_has_the_private_names_that_links_use() -> None:
-    assert torch.__version__.startswith("2.13."), "read torch_link.py again for this version of torch"
+    assert torch.__version__.startswith("2.13."), "read transport/gloo.py again for this version of torch"
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     assert {"_devices", "_threads", "_timeout"} <= set(dir(options))
     assert callable(dist.ProcessGroupGloo.create_device)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from baton.errors import TransferCorrupted, TransferError, TransferTimeout, WorkerFailed
 from baton.messages import Abort, Commit, Offer
-from kvstore.transfer.offers import Committed, Failed, Granted, Instruction, Offers, State, Tell, Unpin
-from kvstore.transfer.reasons import to_reason
+from kvstore.transfer.protocol.reasons import to_reason
+from kvstore.transfer.protocol.send_state import Committed, Failed, Granted, Instruction, Offers, State, Tell, Unpin
 
 ERROR = TransferCorrupted("test")
 OFFER = Offer(

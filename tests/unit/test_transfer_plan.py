@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.messages import GroupLayout, KvLayout, StateLayout
-from kvstore.transfer.layout import WIRE_DTYPES, destination_ranks, heads_of, source_ranks
-from kvstore.transfer.plan import (
+from kvstore.transfer.protocol.layout import WIRE_DTYPES, destination_ranks, heads_of, source_ranks
+from kvstore.transfer.protocol.plan import (
     EVERY_LAYER,
     Chunk,
     Plan,

@@ -12,12 +12,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.kv_cache import KVCache
+from baton.engine.model.kv_cache import KVCache
 from baton.messages import GroupLayout, KvLayout, StateLayout
-from kvstore.transfer.checksum import Xxh3
-from kvstore.transfer.layout import heads_of, rank_spec, source_ranks, torch_dtype
-from kvstore.transfer.plan import Plan, WireOptions, plan
-from kvstore.transfer.rows import Rows
+from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.copy.checksum import Xxh3
+from kvstore.transfer.protocol.layout import heads_of, rank_spec, source_ranks, torch_dtype
+from kvstore.transfer.protocol.plan import Plan, WireOptions, plan
 
 torch.set_num_threads(1)
 

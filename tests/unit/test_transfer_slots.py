@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from kvstore.transfer.header import HEADER_BYTES
-from kvstore.transfer.slots import Slot, SlotSource, StagingPool
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.transport.staging import Slot, SlotSource, StagingPool
 
 CPU = torch.device("cpu")
 LONG_S = 10.0

@@ -12,7 +12,7 @@ from baton.errors import (
     TransferTimeout,
     WorkerFailed,
 )
-from kvstore.transfer.reasons import from_reason, to_reason
+from kvstore.transfer.protocol.reasons import from_reason, to_reason
 from kvstore.transfer.stats import TransferStats
 
 

@@ -1,0 +1,5 @@
+"""Scheduling, block ownership and the engine loop, without tensors.
+
+Nothing here imports torch: the simulator runs this code in virtual time, and a worker whose model runs elsewhere needs
+no more. A runner (`runner.Runner`) computes the steps.
+"""

@@ -1,0 +1,70 @@
+"""Learns what this worker's steps cost from the steps that it takes.
+
+Two lines are fitted. Steps in which all sequences decode show what decoding costs: a constant (overhead and weights),
+a sequence, a token of context. Steps with a prompt show, less what decoding adds to them, what computing costs: the
+overhead, a token, a pair of tokens of which one attends to the other. Small prompts hide behind the reading of the
+weights and say nothing of computing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.costs import PRIOR, StepCosts
+from baton.engine.core.scheduler import Batch
+from baton.fit import CostFit
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a step does; see `StepCosts.step_s`."""
+
+    num_new: int = 0
+    num_pairs: int = 0
+    num_decoding: int = 0
+    num_kv_tokens: int = 0
+
+    @classmethod
+    def of(cls, batch: Batch) -> StepSize:
+        """Of a batch that is not executed yet."""
+        num_new = num_pairs = num_decoding = num_kv_tokens = 0
+        for part in batch:
+            num_new += part.num_tokens
+            if part.num_tokens == 1 and part.sequence.num_output_tokens:
+                num_decoding += 1
+                num_kv_tokens += part.end
+            else:
+                num_pairs += part.num_tokens * (part.start + part.end) // 2
+        return cls(num_new, num_pairs, num_decoding, num_kv_tokens)
+
+
+class StepFit:
+    def __init__(self, prior: StepCosts = PRIOR) -> None:
+        self._decoding = CostFit((prior.s_overhead + prior.s_weights, prior.s_per_sequence, prior.s_per_kv_token))
+        self._computing = CostFit((prior.s_overhead, prior.s_per_token, prior.s_per_pair))
+        self.costs = prior
+
+    def observe(self, size: StepSize, took_s: float) -> None:
+        if size.num_new == size.num_decoding:
+            self._decoding.observe((1.0, size.num_decoding, size.num_kv_tokens), took_s)
+        else:
+            costs = self.costs
+            computing_s = costs.s_per_token * size.num_new + costs.s_per_pair * size.num_pairs
+            rest_s = took_s - costs.decoding_s(size.num_decoding, size.num_kv_tokens)
+            if computing_s < costs.s_weights and self._decoding.num_observations and self._computing.num_observations:
+                return
+            self._computing.observe((1.0, size.num_new, size.num_pairs), rest_s)
+        s_decoding, s_per_sequence, s_per_kv_token = self._decoding.coefficients
+        s_overhead, s_per_token, s_per_pair = self._computing.coefficients
+        if self._decoding.num_observations:
+            s_overhead = min(s_overhead, s_decoding)
+        else:
+            s_decoding = s_overhead  # who never decodes never sees what reading the weights takes
+        self.costs = StepCosts(
+            s_overhead=s_overhead,
+            s_per_token=s_per_token,
+            s_per_pair=s_per_pair,
+            s_weights=s_decoding - s_overhead,
+            s_per_sequence=s_per_sequence,
+            s_per_kv_token=s_per_kv_token,
+        )

@@ -1,0 +1,138 @@
+"""A model whose answers can be worked out by hand, with a real KV cache.
+
+    next token = (sum over positions p of (p + 1) * token_p  +  state) mod the largest prime up to vocab_size
+
+K holds the token and V holds (p + 1) * token, in every layer; `state`, if there is one, is the running sum of all
+tokens. The answer comes from K of the first layer, plus one for every place where another page says otherwise. So a
+block that is lost, stale, swapped or altered, in any layer, changes the answer, as with a real model, and tests of
+scheduling, hand-over and streaming need no weights.
+
+A prime, because each answer is a multiple of the one before by its position: mod 49152, which two to the power of 14
+divides, all answers after 16 tokens or so would be 0, and a lost or repeated one would not be seen.
+
+A request with a `top_k` of k draws among that token and the k - 1 after it, the nearer the likelier, with the sampler
+of the real models: by seed, choice and position.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence as SequenceOf
+from functools import cache
+
+import torch
+
+from baton.engine.core.runner import LayerDone, ignore_layer
+from baton.engine.core.scheduler import Batch, Scheduled
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
+from baton.engine.sampling.pipeline import sample
+from baton.messages import SequenceSpec
+
+
+class ArithmeticRunner:
+    """See the module's docstring. End of sequence never comes by itself: token 0 is the only end token.
+
+    Each layer of a step takes at least `layer_s`, and the whole step `token_s` for each token that it computes, slept
+    before a layer is written: it stands for the computing.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        vocab_size: int = 49152,
+        max_model_len: int = 8192,
+        max_num_seqs: int = 64,
+        with_state: bool = False,
+        eos_token_ids: frozenset[int] = frozenset({0}),
+        num_layers: int = 2,
+        layer_s: float = 0.0,
+        token_s: float = 0.0,
+    ) -> None:
+        states = (StateSpec("token_sum", (1,), torch.int64),) if with_state else ()
+        spec = KVSpec(
+            block_size,
+            (
+                LayerGroup(
+                    name="all", layers=tuple(range(num_layers)), num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.int64
+                ),
+            ),
+            states,
+        )
+        self.cache = KVCache(spec, num_blocks, 2 * max_num_seqs)
+        self.caches = (self.cache,)
+        self.vocab_size = vocab_size
+        self.max_model_len = min(max_model_len, num_blocks * block_size)
+        self.eos_token_ids = eos_token_ids
+        self.layer_s = layer_s
+        self.token_s = token_s
+
+    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+        num_layers = self.cache.spec.num_layers
+        layer_s = self.layer_s + self.token_s * sum(part.num_tokens for part in batch) / num_layers
+        for layer in range(num_layers):
+            if layer_s:
+                time.sleep(layer_s)
+            for part in batch:
+                self._write(layer, part)
+            layer_done(layer, None)
+        for part in batch:
+            for state in self.cache.states.values():
+                state[part.sequence.state_slot] += sum(part.token_ids)
+        return [
+            drawn(self._answer(part), part.sequence.spec, part.end, self.vocab_size) for part in batch if part.sample
+        ]
+
+    def close(self) -> None:
+        pass
+
+    def _pages(self, layer: int) -> torch.Tensor:
+        """`[block, K or V, token]`."""
+        return self.cache.layer(layer).view(-1, 2, self.cache.spec.block_size)
+
+    def _write(self, layer: int, part: Scheduled) -> None:
+        block_size, pages = self.cache.spec.block_size, self._pages(layer)
+        for position, token_id in enumerate(part.token_ids, part.start):
+            page = pages[part.block_table[position // block_size]]
+            page[0, position % block_size] = token_id
+            page[1, position % block_size] = (position + 1) * token_id
+
+    def _answer(self, part: Scheduled) -> int:
+        blocks = torch.tensor(part.block_table)
+        num_tokens = part.end
+        layers = [self._pages(layer)[blocks].unbind(1) for layer in range(self.cache.spec.num_layers)]
+        tokens = layers[0][0].flatten()[:num_tokens]
+        weighted = tokens * torch.arange(1, num_tokens + 1)
+        state = sum(int(state[part.sequence.state_slot]) for state in self.cache.states.values())
+        num_wrong = 0
+        for keys, values in layers:
+            num_wrong += int((keys.flatten()[:num_tokens] != tokens).sum())
+            num_wrong += int((values.flatten()[:num_tokens] != weighted).sum())
+        return (int(weighted.sum()) + num_wrong + state) % modulus(self.vocab_size)
+
+
+@cache
+def modulus(vocab_size: int) -> int:
+    """The largest prime up to `vocab_size`."""
+    return next(n for n in range(vocab_size, 1, -1) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+
+
+def drawn(answer: int, spec: SequenceSpec, position: int, vocab_size: int) -> int:
+    """What a request gets where a greedy one gets `answer`."""
+    if spec.sampling.top_k < 2:
+        return answer
+    (index,) = sample(-0.1 * torch.arange(spec.sampling.top_k)[None], [spec], [position])
+    return (answer + index) % modulus(vocab_size)
+
+
+def expected_tokens(
+    prompt: SequenceOf[int], num_tokens: int, vocab_size: int = 49152, with_state: bool = False
+) -> list[int]:
+    """What `ArithmeticRunner` answers to a prompt, worked out without a cache."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        state = sum(tokens) if with_state else 0
+        tokens.append((sum((p + 1) * t for p, t in enumerate(tokens)) + state) % modulus(vocab_size))
+    return tokens[len(prompt) :]

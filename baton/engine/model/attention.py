@@ -1,0 +1,212 @@
+"""Paged attention for transformers' own model code.
+
+`paged_attention` is registered under a name with transformers' AttentionInterface; a model loaded with that name calls
+it in every layer with the packed batch's queries, keys and values. It writes K and V into the pages of the KV cache,
+says that they are there, and attends over the pages of each sequence. What it needs to know of the step travels in a
+context variable, because some models drop unknown keyword arguments on the way (TGI drives transformers the same way).
+
+The packed batch of a step, T tokens in one row:
+
+    tokens   [ segment 0 | segment 1 | ... | decode 0 | decode 1 | ... ]      segment: several tokens of one sequence
+    queries  [1, heads, T, dim]      keys, values  [1, kv_heads, T, dim]      decode:  one token of one sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name the field uses
+from transformers import AttentionInterface
+
+from baton.blocks import num_blocks_for
+from baton.engine.core.runner import LayerDone
+from baton.engine.core.scheduler import Part
+from baton.engine.model.kv_cache import KVCache
+
+ATTENTION_NAME = "baton_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Several tokens of one sequence: `num_tokens` queries from packed row `row` over `num_context` keys."""
+
+    row: int
+    num_tokens: int
+    num_context: int
+    pages: torch.Tensor
+    """`[kv_heads * blocks]`: rows of the layer's page tensor, head by head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContext:
+    """A step's index tensors, made once and used by every layer. One layer group: all layers share the page indices."""
+
+    cache: KVCache
+    write_pages: torch.Tensor
+    """`[T * kv_heads]`: page of each new token."""
+    write_offsets: torch.Tensor
+    """`[T * kv_heads]`: its place in the page."""
+    segments: tuple[Segment, ...]
+    first_decode_row: int
+    decode_pages: torch.Tensor | None
+    """`[decodes * kv_heads * blocks]`, padded with the sequence's own first block; None when there are no decodes."""
+    decode_positions: torch.Tensor | None
+    """`[decodes, 1, 1, 1]`: position of each decode's token, the last one it may see."""
+    decode_mask: torch.Tensor | None
+    """`[decodes, 1, 1, blocks * block_size]`: the places it may see."""
+    num_decodes: int
+    layer_done: LayerDone
+
+    def tell_written(self, layer: int) -> None:
+        """K and V of `layer` are in the pages, on a GPU as soon as the stream has come this far."""
+        on_gpu = self.cache.device.type == "cuda"
+        self.layer_done(layer, torch.cuda.current_stream(self.cache.device).record_event() if on_gpu else None)
+
+
+_STEP: ContextVar[StepContext] = ContextVar("step")
+
+
+def set_step(step: StepContext) -> None:
+    """Makes `step` the one that this thread's next forward pass runs."""
+    _STEP.set(step)
+
+
+def order_for_packing(batch: Sequence[Part]) -> list[int]:
+    """Batch indices in packed order: segments first, then single tokens."""
+    return sorted(range(len(batch)), key=lambda index: batch[index].num_tokens == 1)
+
+
+def step_context(cache: KVCache, parts: Sequence[Part], layer_done: LayerDone) -> StepContext:
+    """The index tensors of a step. `parts` are in packed order."""
+    block_size, num_heads = cache.spec.block_size, cache.spec.groups[0].num_kv_heads
+    heads = torch.arange(num_heads)
+    positions = torch.cat([torch.arange(p.start, p.end) for p in parts])
+    blocks = torch.cat([torch.tensor(p.block_table)[torch.arange(p.start, p.end) // block_size] for p in parts])
+    segments: list[Segment] = []
+    row = 0
+    for part in parts:
+        if part.num_tokens > 1:
+            pages = (heads[:, None] + torch.tensor(part.block_table)[None] * num_heads).flatten()
+            segments.append(Segment(row, part.num_tokens, part.end, pages.to(cache.device)))
+            row += part.num_tokens
+    decodes = parts[len(segments) :]
+    decode_pages = decode_positions = decode_mask = None
+    if decodes:
+        width = max(num_blocks_for(p.end, block_size) for p in decodes)
+        tables = torch.tensor([(*p.block_table, *p.block_table[:1] * (width - len(p.block_table))) for p in decodes])
+        decode_pages = (tables[:, None, :] * num_heads + heads[None, :, None]).flatten().to(cache.device)
+        decode_positions = torch.tensor([p.start for p in decodes]).view(-1, 1, 1, 1).to(cache.device)
+        decode_mask = torch.arange(width * block_size, device=cache.device) <= decode_positions
+    return StepContext(
+        cache=cache,
+        write_pages=(blocks[:, None] * num_heads + heads[None]).flatten().to(cache.device),
+        write_offsets=(positions % block_size).repeat_interleave(num_heads).to(cache.device),
+        segments=tuple(segments),
+        first_decode_row=row,
+        decode_pages=decode_pages,
+        decode_positions=decode_positions,
+        decode_mask=decode_mask,
+        num_decodes=len(decodes),
+        layer_done=layer_done,
+    )
+
+
+def begun_blocks(cache: KVCache, parts: Sequence[Part]) -> list[int]:
+    """Blocks whose first token this step writes and whose last it does not.
+
+    They must be zeroed first: attention masks the places behind the last token, but a masked NaN or infinity that
+    another request left there would still spoil the sum.
+    """
+    block_size = cache.spec.block_size
+    begun: list[int] = []
+    for part in parts:
+        begins = part.end // block_size * block_size
+        if begins >= part.start and part.end % block_size:
+            begun.append(part.block_table[-1])
+    return begun
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer; the signature is transformers'.
+
+    Returns:
+        `[1, T, heads, v_dim]`, and no attention weights.
+    """
+    step = _STEP.get()
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    group = step.cache.group_of(layer)
+    block_size = step.cache.spec.block_size
+    pages = step.cache.layer(layer)
+    key_pages = pages[:, : block_size * group.k_dim]
+    value_pages = pages[:, block_size * group.k_dim :]
+    write = (step.write_pages, step.write_offsets)
+    key_pages.view(-1, block_size, group.k_dim).index_put_(write, key[0].transpose(0, 1).flatten(0, 1))
+    value_pages.view(-1, block_size, group.v_dim).index_put_(write, value[0].transpose(0, 1).flatten(0, 1))
+    step.tell_written(layer)
+
+    num_heads, num_tokens = query.shape[1], query.shape[2]
+    num_groups = num_heads // group.num_kv_heads
+    out = query.new_empty(num_tokens, num_heads, group.v_dim)
+    for segment in step.segments:
+        rows = slice(segment.row, segment.row + segment.num_tokens)
+        if segment.num_tokens == segment.num_context:  # nothing cached before it: K and V are at hand
+            keys, values = key[:, :, rows], value[:, :, rows]
+        else:
+            shape = (1, group.num_kv_heads, -1)
+            keys = key_pages.index_select(0, segment.pages).view(*shape, group.k_dim)[:, :, : segment.num_context]
+            values = value_pages.index_select(0, segment.pages).view(*shape, group.v_dim)[:, :, : segment.num_context]
+        out[rows] = _attend_segment(query[:, :, rows], keys, values, segment, scaling, sliding_window, num_groups)
+    if step.decode_pages is not None and step.decode_positions is not None and step.decode_mask is not None:
+        shape = (step.num_decodes, group.num_kv_heads, -1)
+        keys = key_pages.index_select(0, step.decode_pages).view(*shape, group.k_dim)
+        values = value_pages.index_select(0, step.decode_pages).view(*shape, group.v_dim)
+        mask = step.decode_mask
+        if sliding_window is not None:
+            at = torch.arange(keys.shape[2], device=keys.device)
+            mask = mask & (at > step.decode_positions - sliding_window)
+        # Query heads that share a KV head are packed into rows: K and V are never repeated.
+        packed = query[0, :, step.first_decode_row :].transpose(0, 1).reshape(*shape[:2], num_groups, group.k_dim)
+        decoded = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
+        out[step.first_decode_row :] = decoded.reshape(step.num_decodes, num_heads, group.v_dim)
+    return out.unsqueeze(0), None
+
+
+def _attend_segment(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    segment: Segment,
+    scaling: float | None,
+    sliding_window: int | None,
+    num_groups: int,
+) -> torch.Tensor:
+    """Causal attention of one segment's queries, its last tokens; `[num_tokens, heads, v_dim]`."""
+    mask = None
+    is_causal = segment.num_tokens == segment.num_context and sliding_window is None
+    if not is_causal:
+        at = torch.arange(segment.num_context, device=query.device)
+        query_at = at[segment.num_context - segment.num_tokens :, None]
+        mask = at[None] <= query_at
+        if sliding_window is not None:
+            mask &= at[None] > query_at - sliding_window
+    attended = F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scaling, enable_gqa=num_groups > 1
+    )
+    return attended[0].transpose(0, 1)
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,0 +1,176 @@
+"""The processes of a worker's other ranks.
+
+    rank 0: the worker's process         ranks 1, 2, ...: children of it
+    engine, gRPC, transfers              nothing but `compute`, step by step
+    samples                 --- pipe --> the step to compute
+    sees all KV caches      <= shared => each its own: shared memory on CPUs, CUDA IPC on GPUs
+                            <- sums ---> within each layer: gloo on CPUs, NCCL on GPUs
+
+Ranks live and die together: a rank that is gone, has failed within a step, or hangs leaves the others waiting in a sum,
+and nobody can say what was computed. Then the worker's process ends at once, its children with it, and its streams go
+on elsewhere, as after any death of a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Generator, Sequence
+from datetime import timedelta
+from multiprocessing import connection
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch._C._distributed_c10d import Store, TCPStore
+
+from baton.engine.core.runner import ignore_layer
+from baton.engine.model.transformers_model import ModelRank, Step
+from baton.errors import ModelLoadError
+from baton.parent import die_with
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
+
+    from baton.config import EngineConfig, ModelConfig
+    from baton.engine.model.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
+LOAD_TIMEOUT = timedelta(hours=2)
+"""For sums: the slowest rank may load its weights for so long. Steps have a shorter limit of their own."""
+WATCH_S = 1.0
+END_S = 5.0
+
+
+class OtherRanks:
+    """Ranks 1, 2, ... of this process's model. They begin to load at once; this process joins their group.
+
+    Args:
+        caches: all ranks', in order; they must outlive this.
+    """
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig, caches: Sequence[KVCache]) -> None:
+        self._timeout_s = engine.rank_timeout_s
+        self._ending = threading.Event()
+        self._ready = False
+        self._step_began_s: float | None = None
+        with socket.create_server(("127.0.0.1", 0)) as server:  # by itself it would listen on all addresses
+            port = server.getsockname()[1]
+            store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=server.detach())
+        spawn = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank, cache in enumerate(caches[1:], start=1):
+            ours, theirs = spawn.Pipe()
+            arguments = (rank, os.getpid(), port, theirs, model, engine, cache)
+            process = spawn.Process(target=_run, args=arguments, name=f"rank-{rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        _join(0, len(caches), caches[0].device, store)
+
+    def wait_ready(self) -> None:
+        """Returns once all have loaded their part of the model.
+
+        Raises:
+            ModelLoadError: one has ended instead.
+        """
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            try:
+                pipe.recv()
+            except EOFError as error:
+                raise ModelLoadError(f"{process.name} ended while it loaded its part; the log says why") from error
+        self._ready = True
+
+    @contextlib.contextmanager
+    def computing(self, step: Step) -> Generator[None]:
+        """They compute `step`, as this process must within the block. An error there ends the process."""
+        self._step_began_s = time.monotonic()
+        try:
+            for pipe in self._pipes:
+                pipe.send(step)
+            yield
+        except Exception:
+            logger.exception("rank 0 failed within a step")
+            self._die("rank 0 failed within a step")
+        finally:
+            self._step_began_s = None
+
+    def close(self) -> None:
+        """Ends them; idempotent."""
+        if self._ending.is_set():
+            return
+        self._ending.set()
+        for pipe in self._pipes:
+            pipe.close()
+        deadline_s = time.monotonic() + END_S
+        for process in self._processes:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+            process.kill()
+            process.join()
+        if dist.get_backend() == "gloo":
+            dist.destroy_process_group()  # NCCL's may wait for the ranks that are gone; it ends with the process
+
+    def _watch(self) -> None:
+        """Ends this process when another rank has ended, or when a step hangs."""
+        sentinels = {process.sentinel: process for process in self._processes}
+        while not self._ending.is_set():
+            for sentinel in connection.wait(list(sentinels), WATCH_S):
+                self._has_ended(sentinels[sentinel])  # type: ignore[index]
+            began_s = self._step_began_s
+            if began_s is not None and time.monotonic() - began_s > self._timeout_s:
+                self._die(f"a step takes longer than {self._timeout_s:g} s")
+
+    def _has_ended(self, process: SpawnProcess) -> None:
+        if self._ending.is_set():
+            return  # it is `close` who waits for it: of two who do, one may hear nothing
+        process.join()
+        if not self._ready:  # this process finds that out by itself, and says why
+            self._ending.wait(2 * END_S)
+        self._die(f"{process.name} ended with status {process.exitcode}")
+
+    def _die(self, reason: str) -> None:
+        if not self._ending.is_set():
+            logger.critical("%s: this worker ends, since its ranks cannot go on", reason)
+            os._exit(1)
+
+
+def _run(
+    rank: int, parent: int, port: int, pipe: Connection, model: ModelConfig, engine: EngineConfig, cache: KVCache
+) -> None:
+    """The life of another rank, until rank 0 closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; rank 0 decides
+    die_with(parent)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    _join(rank, engine.tensor_parallel, cache.device, store)
+    model_rank = ModelRank(model, engine, cache)
+    pipe.send(None)
+    with contextlib.suppress(EOFError):
+        while True:
+            model_rank.compute(pipe.recv(), ignore_layer)
+    os._exit(0)  # without a word to the group, for which NCCL may wait
+
+
+def _join(rank: int, num_ranks: int, device: torch.device, store: Store) -> None:
+    """Makes the ranks' group this process's default one, where transformers looks for it."""
+    os.environ["LOCAL_RANK"] = str(rank)  # transformers takes this GPU
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=num_ranks,
+        timeout=LOAD_TIMEOUT,
+        device_id=device if on_gpu else None,
+    )

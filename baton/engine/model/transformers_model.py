@@ -1,0 +1,214 @@
+"""One rank's part of a transformers model: loading it, and computing a step with it.
+
+Weights are split as transformers' own plan of the model type says: projections by head and by hidden unit, so that a
+layer's ranks sum twice, after attention and after the perceptron (Shoeybi et al., 2019, Megatron-LM). A rank has the KV
+of its heads only. All ranks compute the same steps in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging as transformers_logging
+
+from baton.config import EngineConfig, ModelConfig
+from baton.engine.core.runner import LayerDone
+from baton.engine.core.scheduler import Part
+from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step, step_context
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
+from baton.errors import ModelLoadError
+from baton.model_files import require_runnable
+
+logger = logging.getLogger(__name__)
+LLAMA_FAMILY = (
+    "cohere", "ernie4_5", "gemma", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi3", "qwen2", "qwen3",
+    "qwen3_moe", "smollm3", "starcoder2",
+)  # fmt: skip
+"""Model types whose attention is what `paged_attention` computes; each is tested on a tiny random model."""
+KEYS = "layers.*.self_attn.k_proj"
+"""In a plan: how the projection to keys is split."""
+BY_HEAD = "colwise"
+ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+"""Rotary embeddings that transformers computes from a config; `longest_sequence` says how far each holds."""
+NUM_NAMED = 3
+"""Of tensors that a message is about, so many are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every rank computes. `parts` are in packed order; of those in `sampling` the last token's logits."""
+
+    parts: Sequence[Part]
+    sampling: Sequence[int]
+
+
+class ModelRank:
+    """Weights and KV cache of one rank, on the cache's device.
+
+    Where there are several ranks, this process's default process group is theirs.
+
+    Raises:
+        ModelLoadError: the weights cannot be loaded, or the checkpoint lacks some of the model's.
+    """
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig, cache: KVCache) -> None:
+        torch.set_num_threads(engine.num_threads)
+        transformers_logging.set_verbosity_error()  # it warns of generation settings that are not its business here
+        transformers_logging.disable_progress_bar()
+        split = {}
+        if engine.tensor_parallel > 1:
+            split["distributed_config"] = DistributedConfig(tp_size=engine.tensor_parallel, tp_plan="auto")
+        try:
+            self.model, report = AutoModelForCausalLM.from_pretrained(
+                model.path,
+                config=load_config(model.path),
+                dtype=cache.spec.groups[0].dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report, by name
+                **split,
+            )
+        except Exception as error:  # the library raises no narrower class
+            raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
+        _require_complete(model.path, type(self.model).__name__, report)
+        self.model.to(cache.device).eval()
+        self.cache = cache
+
+    @torch.inference_mode()
+    def compute(self, step: Step, layer_done: LayerDone) -> torch.Tensor:
+        """Writes the KV of this rank's heads and returns logits, `[len(step.sampling) or 1, vocabulary]`.
+
+        On a GPU both are there when its current stream has come so far.
+        """
+        device, parts = self.cache.device, step.parts
+        token_ids = torch.tensor([[token for part in parts for token in part.token_ids]], device=device)
+        positions = torch.cat([torch.arange(p.start, p.end) for p in parts])[None].to(device)
+        ends = torch.tensor([p.num_tokens for p in parts]).cumsum(0) - 1
+        if begun := begun_blocks(self.cache, parts):
+            self.cache.clear_blocks(begun)
+        set_step(step_context(self.cache, parts, layer_done))
+        # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
+        rows = ends[list(step.sampling)].to(device) if step.sampling else 1
+        logits: torch.Tensor = self.model(
+            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows
+        ).logits[0]  # fmt: skip
+        return logits
+
+
+def in_one_line(error: Exception) -> str:
+    """What a library's error says, with its class: the text of some, such as KeyError, means nothing alone."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def load_config(path: str) -> Any:
+    """Raises ModelLoadError: the folder does not hold a model that runs here."""
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # the library raises no narrower class
+        raise ModelLoadError(
+            f"{path} is not a model folder that transformers can read: {in_one_line(error)}"
+        ) from error
+    if config.model_type not in LLAMA_FAMILY:
+        raise ModelLoadError(
+            f"{path} holds a model of type {config.model_type!r}, which this version does not run; "
+            f"it runs {', '.join(LLAMA_FAMILY)}"
+        )
+    require_runnable(Path(path))
+    if isinstance(quantization := getattr(config, "quantization_config", None), dict):
+        quantization["dequantize"] = True  # on every device: kernels for fp8 are no part of transformers
+    return config
+
+
+def longest_sequence(config: Any, asked: int) -> int:
+    """How many tokens a sequence may have: `asked`, or what the model says where that is 0, as far as it is computed.
+
+    transformers chooses the frequencies of `longrope` (Ding et al., 2024) and `dynamic` once a forward pass, by the
+    highest position in it. Ours holds many sequences, and K that is in the cache stays as it was rotated. So sequences
+    are only as long as none of them calls for other frequencies: `longrope` has its short factors then, `dynamic` is
+    plain RoPE.
+
+    Raises:
+        ModelLoadError: the frequencies of this kind, or of sequences so long, are not known here.
+    """
+    rope = config.rope_parameters
+    if config.nested_rope_parameter_keys(rope):
+        raise ModelLoadError(
+            f"config.json has RoPE by type of layer, which models of type {config.model_type!r} do not have"
+        )
+    kind = rope["rope_type"]
+    if kind not in ROPE_KINDS:
+        raise ModelLoadError(f"RoPE of type {kind!r} is not known; known are {', '.join(ROPE_KINDS)}")
+    num_tokens: int = asked or config.max_position_embeddings
+    if kind == "dynamic" and num_tokens > config.max_position_embeddings:
+        raise ModelLoadError(
+            f"engine.max_model_len is {asked}, but with RoPE of type dynamic this model is computed up to its "
+            f"max_position_embeddings only; set it to {config.max_position_embeddings} at most"
+        )
+    if kind == "longrope" and num_tokens > (trained := int(rope["original_max_position_embeddings"])):
+        logger.warning(
+            "max_model_len is %d, the model's original_max_position_embeddings, not %d: with RoPE of type longrope "
+            "longer sequences would take other frequencies, and so would those that are computed beside them",
+            trained,
+            num_tokens,
+        )
+        return trained
+    return num_tokens
+
+
+def rank_spec(config: Any, block_size: int, dtype: torch.dtype, num_ranks: int) -> KVSpec:
+    """The KV layout of one rank of a dense model: one group of all layers, no state.
+
+    Raises:
+        ModelLoadError: the heads cannot be shared out evenly over so many ranks.
+    """
+    num_heads = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    if num_ranks > 1 and (config.base_model_tp_plan or {}).get(KEYS) != BY_HEAD:
+        raise ModelLoadError(
+            f"transformers does not split the heads of a model of type {config.model_type!r}; "
+            "set engine.tensor_parallel to 1"
+        )
+    if num_kv_heads % num_ranks or num_heads % num_ranks:
+        raise ModelLoadError(
+            f"engine.tensor_parallel is {num_ranks}, which does not divide the model's {num_heads} heads and "
+            f"{num_kv_heads} KV heads"
+        )
+    layers = tuple(range(config.num_hidden_layers))
+    group = LayerGroup(
+        name="all", layers=layers, num_kv_heads=num_kv_heads // num_ranks, k_dim=head_dim, v_dim=head_dim, dtype=dtype
+    )
+    return KVSpec(block_size, (group,))
+
+
+def _require_complete(path: str, name: str, report: dict[str, Any]) -> None:
+    """Refuses a checkpoint without some of the model's tensors, which would be random numbers, others in each worker.
+
+    What it holds beyond them is named in the log: transformers leaves it out, too.
+
+    Raises:
+        ModelLoadError: tensors are missing, or have other shapes than the model's.
+    """
+    if missing := sorted(report["missing_keys"]):
+        raise ModelLoadError(f"the checkpoint in {path} lacks {_some(missing)}, without which a {name} is not whole")
+    mismatched = sorted(
+        f"{key} of shape {list(there)} instead of {list(wanted)}" for key, there, wanted in report["mismatched_keys"]
+    )
+    if mismatched:
+        raise ModelLoadError(f"the checkpoint in {path} does not fit its config.json: it holds {_some(mismatched)}")
+    if unexpected := sorted(report["unexpected_keys"]):
+        logger.warning("of the checkpoint in %s a %s does not use %s", path, name, _some(unexpected))
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - NUM_NAMED
+    return ", ".join(names[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")

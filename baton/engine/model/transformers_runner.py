@@ -1,0 +1,187 @@
+"""Runs unmodified transformers models over the paged KV cache, on one device or several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.blocks import num_blocks_for
+from baton.config import EngineConfig, ModelConfig
+from baton.engine.core.runner import Fence, LayerDone, ignore_layer
+from baton.engine.core.scheduler import Batch, Part
+from baton.engine.model.attention import order_for_packing
+from baton.engine.model.kv_cache import KVCache, KVSpec
+from baton.engine.model.ranks import OtherRanks
+from baton.engine.model.transformers_model import ModelRank, Step, in_one_line, load_config, longest_sequence, rank_spec
+from baton.engine.sampling.pipeline import sample
+from baton.errors import ModelLoadError
+from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
+from baton.model_files import end_of_sequence_ids
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FULL_LENGTH_SEQUENCES = 64
+"""The pool is not made larger than this many sequences of full length."""
+WARM_UP_TOKENS = 64
+
+
+class TransformersRunner:
+    """A causal language model and its KV caches. This process is rank 0, which samples; it starts the others.
+
+    Raises:
+        ModelLoadError: the folder is not a model this engine runs, the KV pool is too small, the ranks do not suit
+            model or machine, or the model cannot compute a first step; the message says why.
+        ConfigError: there is no room for the KV pool.
+    """
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
+        devices = _devices(model.device, engine.tensor_parallel)
+        config = load_config(model.path)
+        spec = rank_spec(config, engine.block_size, _dtype(model.dtype, devices[0], config), len(devices))
+        model_len = longest_sequence(config, engine.max_model_len)
+        num_blocks = engine.num_blocks or min(
+            int(_pool_gib(model, engine, spec, devices) * GIB // spec.block_bytes),
+            FULL_LENGTH_SEQUENCES * num_blocks_for(model_len, engine.block_size),
+        )
+        if num_blocks < 2:
+            raise ModelLoadError(
+                f"a KV pool of {num_blocks} blocks is too small (a block is {spec.block_bytes} bytes); "
+                "raise engine.kv_cache_gib or engine.num_blocks"
+            )
+        if len(devices) > 1 and devices[0].type == "cpu":
+            _require_shared_memory((len(devices) - 1) * num_blocks * spec.block_bytes)
+        self.caches = tuple(
+            KVCache(spec, num_blocks, engine.max_num_seqs, device, shared=rank > 0)
+            for rank, device in enumerate(devices)
+        )
+        self.cache = self.caches[0]
+        self.max_model_len = min(model_len, num_blocks * engine.block_size)
+        self.vocab_size: int = config.vocab_size  # loading refuses an embedding of another size
+        self.eos_token_ids = frozenset(end_of_sequence_ids(Path(model.path)))
+        self._others = OtherRanks(model, engine, self.caches) if len(devices) > 1 else None
+        try:
+            self.rank = ModelRank(model, engine, self.cache)
+            if self._others is not None:
+                self._others.wait_ready()
+            self._warm_up()
+        except ModelLoadError:
+            self.close()
+            raise
+
+    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+        order = order_for_packing(batch)
+        sampling = [row for row, index in enumerate(order) if batch[index].sample]
+        parts = [Part(batch[index].token_ids, batch[index].start, batch[index].block_table) for index in order]
+        logits = self._compute(Step(parts, sampling), layer_done)
+        if not sampling:
+            self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
+            return []
+        sequences = [batch[order[row]].sequence for row in sampling]
+        sampled = sample(logits, [s.spec for s in sequences], [s.num_tokens for s in sequences])
+        by_batch_index = {order[row]: token for row, token in zip(sampling, sampled, strict=True)}
+        return [by_batch_index[index] for index in sorted(by_batch_index)]
+
+    def close(self) -> None:
+        if self._others is not None:
+            self._others.close()
+
+    def _compute(self, step: Step, layer_done: LayerDone) -> torch.Tensor:
+        if self._others is None:
+            return self.rank.compute(step, layer_done)
+        with self._others.computing(step):
+            logits = self.rank.compute(step, _one_behind(layer_done))
+            self._wait_for_stream()
+        layer_done(self.cache.spec.num_layers - 1, None)
+        return logits
+
+    def _warm_up(self) -> None:
+        """A prompt and a step of decoding in blocks that are nobody's yet.
+
+        A process's first step loads kernels, which takes seconds on a GPU. It is to be neither some client's first
+        token nor what steps are taken to cost.
+
+        Raises:
+            ModelLoadError: the device has too little memory for a step, or the like.
+        """
+        num_tokens = min(WARM_UP_TOKENS, self.max_model_len)
+        blocks = tuple(range(num_blocks_for(num_tokens, self.cache.spec.block_size)))
+        try:
+            for part in (Part((0,) * num_tokens, 0, blocks), Part((0,), num_tokens - 1, blocks)):
+                self._compute(Step([part], [0]), ignore_layer)
+            self._wait_for_stream()
+        except Exception as error:  # the model's own code
+            raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
+
+    def _wait_for_stream(self) -> None:
+        if self.cache.device.type == "cuda":
+            torch.cuda.current_stream(self.cache.device).synchronize()
+
+
+def _one_behind(layer_done: LayerDone) -> LayerDone:
+    """Tells each layer when the next one begins.
+
+    By then the ranks have summed what their attention over it gave, and each had written its KV before that. The last
+    layer is left to whoever waits for the step.
+    """
+
+    def next_began(layer: int, fence: Fence | None) -> None:
+        if layer > 0:
+            layer_done(layer - 1, fence)
+
+    return next_began
+
+
+def _devices(name: str, num_ranks: int) -> list[torch.device]:
+    """One a rank. Raises ModelLoadError: the ranks cannot have theirs."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        if num_ranks > 1 and torch.cuda.is_available():
+            raise ModelLoadError(
+                "transformers splits a model over the GPUs that it sees; for several ranks on CPUs make "
+                "CUDA_VISIBLE_DEVICES empty"
+            )
+        return [torch.device("cpu")] * num_ranks
+    if not torch.cuda.is_available():
+        raise ModelLoadError(
+            "model.device is cuda, and torch sees no GPU here; `baton doctor --part worker` on this machine says why"
+        )
+    if num_ranks == 1:
+        return [torch.device("cuda")]
+    if num_ranks > torch.cuda.device_count():
+        raise ModelLoadError(
+            f"engine.tensor_parallel is {num_ranks}, but this worker has {torch.cuda.device_count()} GPUs; "
+            "each rank needs one of its own"
+        )
+    return [torch.device("cuda", rank) for rank in range(num_ranks)]
+
+
+def _pool_gib(model: ModelConfig, engine: EngineConfig, spec: KVSpec, devices: Sequence[torch.device]) -> float:
+    """Of each rank. Raises ConfigError: there is no room for it."""
+    share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
+    weights = weights_bytes(Path(model.path), str(spec.groups[0].dtype).removeprefix("torch.")) // len(devices)
+    if devices[0].type == "cuda":
+        free, total = torch.cuda.mem_get_info(devices[0])
+        room = Room(free=min(free, int(share * total)), num_pools=1, needed=weights, on_gpu=True)
+    else:
+        room = Room(free=available_memory(share), num_pools=len(devices), needed=weights + PROCESS_BYTES)
+    return room.pool_gib(engine.kv_cache_gib)
+
+
+def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> None:
+    """Raises ModelLoadError: the other ranks' caches do not fit."""
+    if not folder.is_dir():
+        return
+    found = os.statvfs(folder)
+    if (free := found.f_bavail * found.f_frsize) < num_bytes:
+        raise ModelLoadError(
+            f"the KV caches of the other ranks need {num_bytes / 2**20:.0f} MiB of shared memory and {folder} has "
+            f"{free / 2**20:.0f} left; make it larger, or lower engine.kv_cache_gib"
+        )
+
+
+def _dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
+    return DTYPES[name]

@@ -1,0 +1,1 @@
+"""Drawing tokens from logits, with counter-based random numbers so that a resumed stream draws the same ones."""

@@ -1,0 +1,15 @@
+"""Counter-based random numbers: the draw for a token depends on nothing but its request."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def uniform(seed: int, choice_index: int, position: int) -> float:
+    """Returns the random number in [0, 1) that decides the token at `position` of a choice.
+
+    It is a pure function of its arguments, so a stream that is resumed on another worker draws the same numbers.
+    """
+    counter = (seed % 2**64).to_bytes(8, "little") + choice_index.to_bytes(4, "little") + position.to_bytes(8, "little")
+    bits = int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little")
+    return (bits >> 11) * 2.0**-53

@@ -1,0 +1,123 @@
+"""The router as a load generator sees it. Messages of a stream stay bytes until their request is over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from baton import rpc, wire
+from baton.api import GenerateRequest, TokenIds
+from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from deploy.operator.client import metadata_of, typed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.api import GenerateChunk
+    from baton.costs import StepCosts
+    from baton.errors import BatonError
+    from router.placement import Objective
+
+CALL_TIMEOUT_S = 10.0
+"""Of calls that ask what there is."""
+GENERATE = "/baton.v1.Inference/Generate"
+NOT_FOR_CLIENTS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    id: str
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingWorker:
+    """One that is ready, as the operators' status has it."""
+
+    id: str
+    role: str
+    costs: StepCosts
+    """What its steps take, fitted from those that it has done."""
+    num_blocks: int
+    block_tokens: int
+    chunk_tokens: int
+
+
+class Connection:
+    """One channel, over which all requests go. Its methods raise the router's typed errors.
+
+    Args:
+        api_key: sent with every call, unless it is empty. InvalidRequest where it cannot be sent.
+    """
+
+    def __init__(self, address: str, api_key: str = "") -> None:
+        self.address = address
+        self._channel = rpc.channel(address)
+        self._metadata = metadata_of(api_key)
+        self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(GENERATE)
+
+    async def model(self) -> ServedModel:
+        """NoWorker where no router answers."""
+        stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        request = inference_pb2.ListModelsRequest()
+        try:
+            answer = await stub.ListModels(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self.typed(error) from None
+        return ServedModel(answer.models[0].id, answer.models[0].max_model_len)
+
+    async def workers(self) -> list[ServingWorker]:
+        """Those that are ready; none where the operators' service is not for this client."""
+        stub: Any = admin_pb2_grpc.AdminStub(self._channel)
+        request = admin_pb2.GetStatusRequest()
+        try:
+            status = await stub.GetStatus(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in NOT_FOR_CLIENTS:
+                return []
+            raise self.typed(error) from None
+        return [
+            ServingWorker(
+                id=w.id,
+                role=w.role,
+                costs=wire.step_costs(w.costs),
+                num_blocks=w.blocks.total,
+                block_tokens=w.block_size,
+                chunk_tokens=w.chunk_tokens,
+            )
+            for w in status.workers
+            if w.state == "ready"
+        ]
+
+    def generate(self, message: bytes) -> grpc.aio.UnaryStreamCall[bytes, bytes]:
+        """A call under way, that yields messages for `chunk`."""
+        return self._generate(message, metadata=self._metadata)
+
+    def typed(self, error: grpc.aio.AioRpcError) -> BatonError:
+        return typed(error, self.address)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def message_of(token_ids: Sequence[int], num_output_tokens: int, objective: Objective) -> bytes:
+    """A request for exactly so many greedy tokens, without their text, that is held against the objective."""
+    sampling = {"max_tokens": num_output_tokens, "ignore_eos": True, "temperature": 0.0}
+    request = GenerateRequest(
+        prompt=TokenIds(tuple(token_ids)),
+        sampling=sampling,
+        skip_text=True,
+        ttft_ms=objective.ttft_s * 1e3,
+        itl_ms=objective.itl_s * 1e3,
+    )
+    return wire.generate_request(request).SerializeToString()
+
+
+def chunk_of(message: bytes) -> GenerateChunk:
+    return wire.generate_chunk(inference_pb2.GenerateResponse.FromString(message))

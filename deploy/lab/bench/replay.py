@@ -1,0 +1,187 @@
+"""Sends a trace's requests, each at its time, whatever has become of those before.
+
+A request's clock starts when it is due, not when it is sent: a client that falls behind, or that waits for one of a
+limited number of places, hides nothing of what users would have waited. How late it sent is told besides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+
+from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerFailed
+from deploy.lab.bench.connection import chunk_of, message_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from baton.api import GenerateChunk, Timing, Usage
+    from deploy.lab.bench.connection import Connection
+    from deploy.lab.bench.prompts import Prompts
+    from deploy.lab.traces.trace import Trace, TraceRequest
+    from router.placement import Objective
+
+
+@dataclass(slots=True, kw_only=True)
+class Observed:
+    """What became of a request that was sent. Seconds since the replay's start, as the trace's."""
+
+    request: TraceRequest
+    sent_s: float
+    outcome: str = "cancelled"
+    """"served", "rejected" (overload), "failed" or "cancelled" (by whoever runs the replay)."""
+    error: BatonError | None = None
+    """Of one that is rejected or failed."""
+    token_times: list[tuple[float, int]] = field(default_factory=list)
+    """When tokens came, and how many at once; this and all below of one that is served."""
+    usage: Usage | None = None
+    timing: Timing | None = None
+
+    @property
+    def late_s(self) -> float:
+        return self.sent_s - self.request.arrival_s
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times[0][0] - self.request.arrival_s
+
+    @property
+    def itl_s(self) -> float:
+        """Mean; 0 for a single token."""
+        num_intervals = self.request.num_output_tokens - 1
+        return (self.token_times[-1][0] - self.token_times[0][0]) / num_intervals if num_intervals else 0.0
+
+    @property
+    def intervals(self) -> Iterator[tuple[float, int]]:
+        """Seconds between two tokens, and how often; as many as the simulator has for the same request.
+
+        Tokens that come in one message come at the same time: one interval is the time since the message before, and
+        all others are 0. So a stall is as long here as it is for a reader, and not divided by what comes after it.
+        """
+        before_s = None
+        for time_s, num_tokens in self.token_times:
+            if before_s is not None:
+                yield time_s - before_s, 1
+            if num_tokens > 1:
+                yield 0.0, num_tokens - 1
+            before_s = time_s
+
+    def settle(self, chunks: Sequence[tuple[float, GenerateChunk]]) -> None:
+        """Books the whole answer, with the time of each message. An answer that is not what was asked has failed."""
+        token_times = [(time_s, len(chunk.token_ids)) for time_s, chunk in chunks if chunk.token_ids]
+        num_tokens = sum(count for _, count in token_times)
+        usage, timing = (chunks[-1][1].usage, chunks[-1][1].timing) if chunks else (None, None)
+        asked = self.request.num_prompt_tokens, self.request.num_output_tokens
+        got = (usage.prompt_tokens if usage else None), num_tokens
+        if usage is None or timing is None or got != asked:
+            self.refuse(WorkerFailed(f"prompt and answer have {got} tokens where {asked} were asked for"))
+            return
+        self.outcome, self.token_times, self.usage, self.timing = "served", token_times, usage, timing
+
+    def refuse(self, error: BatonError) -> None:
+        self.outcome = "rejected" if isinstance(error, Overloaded) else "failed"
+        self.error = error
+
+
+@dataclass(slots=True)
+class Replay:
+    """What was sent, in order of arrival, and what became of it."""
+
+    observed: list[Observed] = field(default_factory=list)
+    interrupted: bool = False
+
+
+async def check(connection: Connection, prompts: Prompts, objective: Objective) -> None:
+    """Generates one token from a prompt of one, the largest there may be: the first request of a replay then finds an
+    open connection, and a mistake that every request would make is told once.
+
+    Raises:
+        InvalidRequest: the model's vocabulary is smaller than that of the prompts.
+        BatonError: whatever else speaks against it, but that the cluster is busy.
+    """
+    call = connection.generate(message_of([prompts.vocab_size - 1], 1, objective))
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        typed = connection.typed(error)
+        if isinstance(typed, InvalidRequest):
+            raise InvalidRequest(f"{typed}; lower --vocab") from None
+        if not isinstance(typed, Overloaded):
+            raise typed from None
+
+
+async def replay(
+    trace: Trace,
+    connection: Connection,
+    prompts: Prompts,
+    objective: Objective,
+    concurrency: int,
+    ended: Callable[[Observed], None],
+) -> Replay:
+    """Sends all of a trace, and waits for the answers; Ctrl-C cancels what has not ended, and this still returns.
+
+    Args:
+        objective: sent with every request.
+        concurrency: requests in flight, at most; others wait, and that counts. 0: no bound.
+        ended: told each request when it is over.
+    """
+    result = Replay()
+    sending = asyncio.create_task(_send(trace, connection, prompts, objective, concurrency, ended, result.observed))
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, sending.cancel)
+    try:
+        await sending
+    except asyncio.CancelledError:
+        result.interrupted = True
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+    return result
+
+
+async def _send(
+    trace: Trace,
+    connection: Connection,
+    prompts: Prompts,
+    objective: Objective,
+    concurrency: int,
+    ended: Callable[[Observed], None],
+    observed: list[Observed],
+) -> None:
+    places = asyncio.Semaphore(concurrency or len(trace.requests))
+    async with asyncio.TaskGroup() as group:
+        start_s = time.monotonic()
+        for number, request in enumerate(trace.requests):
+            message = message_of(prompts.token_ids(number, request), request.num_output_tokens, objective)
+            await asyncio.sleep(start_s + request.arrival_s - time.monotonic())
+            await places.acquire()
+            one = Observed(request=request, sent_s=time.monotonic() - start_s)
+            observed.append(one)
+            reading = group.create_task(_read(connection, connection.generate(message), one, start_s))
+
+            def over(_: asyncio.Task[None], one: Observed = one) -> None:
+                places.release()
+                ended(one)
+
+            reading.add_done_callback(over)
+
+
+async def _read(
+    connection: Connection, call: grpc.aio.UnaryStreamCall[bytes, bytes], one: Observed, start_s: float
+) -> None:
+    """Takes the time of each message, and looks into them when the last has come."""
+    messages: list[tuple[float, bytes]] = []
+    try:
+        while isinstance(message := await call.read(), bytes):
+            messages.append((time.monotonic() - start_s, message))
+    except grpc.aio.AioRpcError as error:
+        one.refuse(connection.typed(error))
+    else:
+        one.settle([(time_s, chunk_of(message)) for time_s, message in messages])
+    finally:
+        call.cancel()

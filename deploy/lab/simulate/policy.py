@@ -1,0 +1,137 @@
+"""What a routing policy sees of a worker, and what it decides."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from baton.costs import PRIOR, StepCosts
+from router.placement import NO_OBJECTIVE, Objective
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from deploy.lab.traces.trace import TraceRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """A worker at the moment of a decision, as a router knows it that is told of everything at once."""
+
+    index: int
+    num_cached_tokens: int
+    """Leading prompt tokens of the request in question that it holds: whole blocks."""
+    queued_tokens: int
+    """Prompt tokens sent there and neither computed yet nor cached."""
+    booked_tokens: int
+    """All prompt tokens of requests sent there: until the prompt is computed on a prefill worker, until the request is
+    done on one that decodes."""
+    num_requests: int
+    """Sent there and not done."""
+    num_waiting: int
+    """Of them, not admitted yet."""
+    used_blocks: int
+    num_blocks: int
+    tokens_per_s: float
+    """What it computes of prompts at full speed."""
+    costs: StepCosts = PRIOR
+    """What its steps take, as it has fitted them."""
+    chunk_tokens: int = 2048
+    block_tokens: int = 512
+
+    @property
+    def kv_use(self) -> float:
+        return self.used_blocks / self.num_blocks
+
+
+class Policy(Protocol):
+    """One instance serves one run; it may remember what it decided. Workers are given in the order of their index."""
+
+    @property
+    def name(self) -> str: ...
+
+    def choose(self, request: TraceRequest, workers: Sequence[WorkerView]) -> int:
+        """The index of the worker that computes the prompt. In an aggregated pool it decodes as well."""
+
+    def choose_decode(self, request: TraceRequest, workers: Sequence[WorkerView]) -> int:
+        """The index of the worker that decodes, where the pools are split."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Indices of workers."""
+
+    computes: int
+    decodes: int
+    """The same in an aggregated pool, and where a decode worker computes the prompt itself."""
+    source: int | None = None
+    """Pulls come from there before the prompt is computed."""
+    source_tokens: int = 0
+    """Leading prompt tokens that are pulled, as far as they are not there yet."""
+    ttft_s: float = math.inf
+    """What the workers are told: when the first token is due, the mean time between tokens, and the answer's length for
+    which to reserve room (0: as their settings say). The routers of the field tell them none of it."""
+    itl_s: float = math.inf
+    num_expected_tokens: int = 0
+
+
+class Placer(Protocol):
+    """Decides a whole request."""
+
+    @property
+    def name(self) -> str: ...
+
+    def place(
+        self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
+    ) -> Decision | None:
+        """`prefill` is empty in an aggregated pool. None: the request is refused."""
+
+    def computed(self, request: TraceRequest, now_s: float) -> None:
+        """Its first token is out."""
+
+    def finished(self, request: TraceRequest, now_s: float) -> None:
+        """Its last token is out."""
+
+    def withdrawn(self, request: TraceRequest, now_s: float) -> None:
+        """Its worker leaves before the first token. It is let in, and placed again at once."""
+
+    def moved(self, request: TraceRequest, decodes: int, now_s: float) -> None:
+        """The worker that decoded it leaves; another one goes on."""
+
+
+class TwoLegs:
+    """A policy of the field: it knows of no pulling, and splits every request of a split pool.
+
+    Args:
+        told: what the workers are told of every request; the routers of the field tell nothing.
+    """
+
+    def __init__(self, policy: Policy, told: Objective = NO_OBJECTIVE) -> None:
+        self._policy = policy
+        self._told = told
+        self.name = policy.name
+
+    def place(
+        self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
+    ) -> Decision:
+        if not prefill:
+            worker = self._policy.choose(request, decode)
+            return self._decision(worker, worker)
+        decodes = self._policy.choose_decode(request, decode)
+        return self._decision(self._policy.choose(request, prefill), decodes)
+
+    def _decision(self, computes: int, decodes: int) -> Decision:
+        return Decision(computes=computes, decodes=decodes, ttft_s=self._told.ttft_s, itl_s=self._told.itl_s)
+
+    def computed(self, request: TraceRequest, now_s: float) -> None:
+        pass
+
+    def finished(self, request: TraceRequest, now_s: float) -> None:
+        pass
+
+    def withdrawn(self, request: TraceRequest, now_s: float) -> None:
+        pass
+
+    def moved(self, request: TraceRequest, decodes: int, now_s: float) -> None:
+        pass

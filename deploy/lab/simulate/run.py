@@ -1,0 +1,110 @@
+"""Runs policies on a trace, several at a time, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.config import RouterConfig
+from baton.errors import ConfigError
+from deploy.lab.simulate.baselines import BASELINES
+from deploy.lab.simulate.policy import TwoLegs
+from deploy.lab.simulate.production import Production
+from deploy.lab.simulate.report import Result, result_of
+from deploy.lab.simulate.world import World
+from router.placement import NO_OBJECTIVE, Objective, Prices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from deploy.lab.simulate.costs import CostModel
+    from deploy.lab.simulate.policy import Placer
+    from deploy.lab.simulate.scaler import Scaling
+    from deploy.lab.simulate.worker import WorkerShape
+    from deploy.lab.traces.trace import Trace
+
+POLICIES = (Production.name, *BASELINES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Everything but the policy."""
+
+    trace: Trace
+    shape: WorkerShape
+    costs: CostModel
+    prefill: int
+    """Workers; none: an aggregated pool."""
+    decode: int
+    objective: Objective
+    seed: int = 0
+    error: float = 1.0
+    """The router's predictions of what steps take are so many times the truth."""
+    tells_all: bool = False
+    """The workers know the objectives under every policy, not only under this router's."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    scaling: Scaling | None = None
+    """Who changes the pools; nobody: they stay."""
+    knows_lengths: bool = False
+    """Requests ask for exactly as many tokens as they get, as those of `baton bench` do, and the router knows it."""
+
+    def __post_init__(self) -> None:
+        if self.decode < 1 or self.prefill < 0:
+            raise ConfigError(
+                f"a pool needs a worker that decodes, got {self.prefill} prefill and {self.decode} decode"
+            )
+        room = self.shape.num_blocks * self.shape.block_tokens
+        longest = max(r.num_prompt_tokens + r.num_output_tokens for r in self.trace.requests)
+        if longest > room:
+            raise ConfigError(f"the trace has a request of {longest} tokens; a worker's blocks hold {room}")
+
+
+def run_policy(policy: str, scenario: Scenario) -> Result:
+    """Raises ConfigError for a policy that is not one of POLICIES."""
+    world = World(
+        scenario.trace, _placer(policy, scenario), scenario.shape, scenario.costs,
+        prefill=scenario.prefill, decode=scenario.decode, scaling=scenario.scaling,
+    )  # fmt: skip
+    return result_of(policy, world, world.run(), scenario.objective)
+
+
+def run_all(
+    runs: Sequence[tuple[str, Scenario]], done: Callable[[Result], None] = lambda result: None, jobs: int = 0
+) -> list[Result]:
+    """Policies with their scenarios, each in a process of its own; in the order given.
+
+    Args:
+        done: told each result as it comes.
+        jobs: processes at a time; 0: one a core.
+
+    Raises:
+        ConfigError: a policy is not one of POLICIES.
+    """
+    for policy, _ in runs:
+        if policy not in POLICIES:
+            raise ConfigError(f"no policy is called {policy!r}; there are {', '.join(POLICIES)}")
+    with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn"), torch.set_num_threads, (1,)) as processes:
+        running = {processes.submit(run_policy, *run): index for index, run in enumerate(runs)}
+        results = {}
+        for ended in as_completed(running):
+            results[running[ended]] = ended.result()
+            done(ended.result())
+    return [results[index] for index in range(len(runs))]
+
+
+def _placer(policy: str, scenario: Scenario) -> Placer:
+    if policy == Production.name:
+        costs = scenario.costs
+        prices = Prices(
+            costs.transfer_latency_s, costs.transfer_s_per_token, costs.transfer_latency_s, exposed_s_per_token=0.0
+        )
+        return Production(
+            scenario.router, scenario.objective, prices, scenario.error, knows_lengths=scenario.knows_lengths
+        )
+    told = scenario.objective if scenario.tells_all else NO_OBJECTIVE
+    return TwoLegs(BASELINES[policy](scenario.seed, scenario.shape.block_tokens), told)

@@ -1,0 +1,237 @@
+"""A worker in virtual time: the production engine, with its scheduler and block pool, over a model that only costs.
+
+Steps in which every sequence decodes and nobody waits are taken many at once, as long as no sequence needs another
+block: nothing can come between but an arrival, which cuts such a leap short at the end of the step that runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.cluster import WorkerLoad, WorkerState
+from baton.engine.core.engine import Engine, Generated, Output
+from baton.engine.core.runner import LayerDone, ignore_layer
+from baton.engine.core.scheduler import SchedulerLimits
+from baton.engine.core.sequence import Purpose, Sequence
+from baton.engine.core.step_fit import StepSize
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
+from baton.messages import SequenceSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as SequenceOf
+
+    from baton.engine.core.scheduler import Batch
+    from deploy.lab.simulate.costs import CostModel
+
+KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerShape:
+    """The same for all workers of a run."""
+
+    num_blocks: int
+    block_tokens: int
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    output_reservation: int = 512
+
+
+class CostlyRunner:
+    """A model without tensors: the answer is the sequence's own next number."""
+
+    def __init__(self, shape: WorkerShape) -> None:
+        group = LayerGroup(name="none", layers=(0,), num_kv_heads=1, k_dim=1, v_dim=0, dtype=torch.uint8)
+        self.cache = KVCache(KVSpec(shape.block_tokens, (group,)), 1, 1)
+        self.cache.num_blocks = shape.num_blocks
+        self.caches = (self.cache,)
+        self.max_model_len = shape.num_blocks * shape.block_tokens
+        self.vocab_size = sys.maxsize
+        self.eos_token_ids: frozenset[int] = frozenset()
+
+    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+        return [part.sequence.token_ids[-1] + 1 for part in batch if part.sample]
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the worker is doing: `num_steps` equal steps from `began_s` on."""
+
+    batch: Batch
+    began_s: float
+    step_s: float
+    num_steps: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Computed in each of them."""
+        return sum(part.num_tokens for part in self.batch)
+
+    @property
+    def ends_s(self) -> float:
+        return self.began_s + self.num_steps * self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A sequence's next tokens."""
+
+    sequence: Sequence
+    num_tokens: int
+    interval_s: float
+    """Between two of them, and from the one before."""
+    finished: bool
+
+
+class SimulatedWorker:
+    """Time is an argument. The owner asks for `ends_s` after every call, and calls `finish` and `begin` then."""
+
+    def __init__(self, index: int, shape: WorkerShape, costs: CostModel) -> None:
+        self.index = index
+        self.shape = shape
+        self.costs = costs
+        limits = SchedulerLimits(
+            block_size=shape.block_tokens,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            output_reservation=shape.output_reservation,
+            num_state_slots=0,
+        )
+        self.engine = Engine(CostlyRunner(shape), limits)
+        self.num_requests = 0
+        self.queued_tokens = 0
+        """Uncached prompt tokens of sequences that are here and not computed."""
+        self.booked_tokens = 0
+        self.computed_tokens = 0
+        """Of prompts, since the start; what a preemption computes again counts again."""
+        self.busy_s = 0.0
+        self._stepped_tokens = 0
+        self._step: _Step | None = None
+
+    @property
+    def ends_s(self) -> float | None:
+        """When the current step is done; None: the worker is idle."""
+        return self._step.ends_s if self._step else None
+
+    def add(self, spec: SequenceSpec, purpose: Purpose, keys: SequenceOf[bytes], now: float) -> Sequence:
+        """Queues a sequence whose prompt's full blocks are called `keys`. `begin` when the worker is idle."""
+        sequence = self.engine.add(spec, purpose, now)
+        sequence.block_keys = list(keys)
+        self.cut_short(now)
+        return sequence
+
+    def num_cached_tokens(self, keys: SequenceOf[bytes], num_tokens: int) -> int:
+        """Leading tokens of a prompt that the prefix cache holds; the last token is always computed."""
+        usable = keys[: (num_tokens - 1) // self.shape.block_tokens]
+        return len(self.engine.pool.match(usable)) * self.shape.block_tokens
+
+    def pin(self, keys: SequenceOf[bytes]) -> tuple[int, ...]:
+        """The cached blocks of a prefix, which stay what they are until `unpin`."""
+        blocks = tuple(self.engine.pool.match(keys))
+        self.engine.pool.acquire(blocks)
+        return blocks
+
+    def unpin(self, blocks: SequenceOf[int]) -> None:
+        self.engine.pool.release(blocks)
+
+    def insert(self, sequence: Sequence, now: float) -> bool:
+        """The KV of a reserved sequence has arrived. Whether its first token was its last."""
+        self.cut_short(now)
+        return self.engine.insert(sequence, sequence.token_ids[-1] + 1, now) is not None
+
+    def end(self, sequence: Sequence) -> None:
+        self.engine.end(sequence)
+
+    def finish(self, now: float) -> list[Tokens | Output]:
+        """Ends the step that is due, if any. What came of it."""
+        if (step := self._step) is None:
+            return []
+        assert now >= step.ends_s - 1e-9
+        self._step = None
+        return self._finish(step, now)
+
+    def begin(self, now: float) -> list[Output]:
+        """Begins the next step, if there is anything to do. Who got blocks."""
+        batch, admitted = self.engine.schedule(now)
+        self.engine.take_block_events()
+        if batch:
+            self._step = self._begin(batch, now)
+        return admitted
+
+    def load(self, now: float, state: WorkerState) -> WorkerLoad:
+        """As a worker says it of itself."""
+        load, busy_s, num_tokens = self.engine.load(), self.busy_s, self._stepped_tokens
+        if (step := self._step) is not None:
+            busy_s += min(now, step.ends_s) - step.began_s
+            num_tokens += step.num_tokens * int((now - step.began_s) / step.step_s)
+        return WorkerLoad(
+            state=state,
+            running=load.running,
+            waiting=load.waiting,
+            queued_tokens=load.queued_tokens,
+            blocks=load.blocks,
+            preemptions=load.preemptions,
+            costs=load.costs,
+            busy_s=busy_s,
+            computed_tokens=num_tokens,
+        )
+
+    def _begin(self, batch: Batch, now: float) -> _Step:
+        scheduler = self.engine.scheduler
+        everybody = not scheduler.waiting and len(batch) == len(scheduler.running)
+        leap = self.shape.max_num_batched_tokens if everybody else 1
+        for part in batch:
+            sequence = part.sequence
+            if part.num_tokens == 1 and sequence.num_output_tokens:
+                room = len(sequence.block_table) * self.shape.block_tokens - part.end
+                leap = min(leap, 1 + room, sequence.spec.max_tokens - sequence.num_output_tokens)
+            else:
+                leap = 1
+                self.computed_tokens += part.num_tokens
+        size = StepSize.of(batch)
+        step_s = self.costs.step_s(size)
+        self.engine.learn(size, step_s)
+        return _Step(batch, now, step_s, leap)
+
+    def _finish(self, step: _Step, now: float) -> list[Tokens | Output]:
+        self.busy_s += step.num_steps * step.step_s
+        self._stepped_tokens += step.num_steps * step.num_tokens
+        outputs = self.engine.commit(step.batch, self.engine.runner.execute(step.batch), now)
+        happened: list[Tokens | Output] = []
+        for output in outputs:
+            if not isinstance(output, Generated) or output.sequence.purpose is Purpose.PREFILL:
+                happened.append(output)
+                continue
+            happened.append(self._leap(output, step))
+        return happened
+
+    def _leap(self, output: Generated, step: _Step) -> Tokens:
+        """The tokens of one sequence: the first is the engine's, the others follow it at once."""
+        sequence, num_more = output.sequence, step.num_steps - 1
+        finished = output.finish_reason is not None
+        if num_more:
+            first = sequence.token_ids[-1] + 1
+            sequence.token_ids += range(first, first + num_more)
+            sequence.num_computed_tokens += num_more
+            finished = sequence.num_output_tokens >= sequence.spec.max_tokens
+            if finished:
+                self.engine.end(sequence)
+        return Tokens(sequence, step.num_steps, step.step_s, finished)
+
+    def cut_short(self, now: float) -> None:
+        """Of many steps, only the one that runs is done."""
+        if self._step is not None and self._step.num_steps > 1:
+            num_begun = int((now - self._step.began_s) / self._step.step_s) + 1
+            self._step.num_steps = min(self._step.num_steps, num_begun)
+
+
+def key_of(block_id: int) -> bytes:
+    """The name of a trace's block."""
+    return block_id.to_bytes(KEY_BYTES, "little", signed=True)

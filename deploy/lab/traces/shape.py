@@ -1,0 +1,110 @@
+"""A trace made faster, shorter or smaller. Each function returns another trace of the same name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from baton.errors import ConfigError
+from deploy.lab.traces.files import read_trace
+from deploy.lab.traces.generator import Conversations, generate
+from deploy.lab.traces.trace import Trace
+
+DEFAULT_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """Which part of which trace, made how small and how fast: the same for a replay and for a simulation of it."""
+
+    path: Path | None
+    """None: a generated conversation."""
+    speed: float = 1.0
+    requests: int = 0
+    from_s: float = 0.0
+    seconds: float = 0.0
+    scale: int = 1
+    block: int | None = None
+    """DEFAULT_BLOCK where lengths are divided."""
+    seed: int = 0
+    """Of the generated one, and of what the trace leaves open."""
+
+    def __post_init__(self) -> None:
+        if self.scale < 1:
+            raise ConfigError(f"--scale must be more than 0, got {self.scale}")
+        for option in ("requests", "from_s", "seconds"):
+            if not getattr(self, option) >= 0:
+                raise ConfigError(f"--{option.removesuffix('_s')} must be at least 0, got {getattr(self, option)}")
+
+    def trace(self) -> Trace:
+        """ConfigError where the trace cannot be read, or is not to be had so."""
+        trace = read_trace(self.path, spread_seed=self.seed) if self.path else generate(Conversations(), self.seed)
+        if self.from_s or self.seconds:
+            trace = during(trace, self.from_s, self.from_s + (self.seconds or math.inf))
+        if self.requests:
+            trace = first(trace, self.requests)
+        if self.scale != 1 or self.block is not None:
+            trace = scaled(trace, self.scale, DEFAULT_BLOCK if self.block is None else self.block)
+        return faster(trace, self.speed)
+
+    def as_dict(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in ("speed", "requests", "from_s", "seconds", "scale", "seed")}
+
+
+def faster(trace: Trace, factor: float) -> Trace:
+    """The same requests at `factor` times the rate; below 1 it is slower. ConfigError unless it is more than 0."""
+    if not factor > 0:
+        raise ConfigError(f"a trace's speed must be more than 0, got {factor}")
+    return replace(trace, requests=tuple(replace(r, arrival_s=r.arrival_s / factor) for r in trace.requests))
+
+
+def first(trace: Trace, num_requests: int) -> Trace:
+    """The first `num_requests`, or all where there are fewer. ConfigError where that is less than 1."""
+    if num_requests < 1:
+        raise ConfigError(f"a trace needs at least 1 request, got {num_requests}")
+    return replace(trace, requests=trace.requests[:num_requests])
+
+
+def during(trace: Trace, start_s: float, end_s: float) -> Trace:
+    """The requests that arrive from `start_s` on and before `end_s`; `start_s` becomes 0 s.
+
+    What earlier requests would have left in a cache is gone. ConfigError where no request arrives in that time.
+    """
+    requests = tuple(
+        replace(request, arrival_s=request.arrival_s - start_s)
+        for request in trace.requests
+        if start_s <= request.arrival_s < end_s
+    )
+    if not requests:
+        raise ConfigError(f"the trace {trace.name} has no requests between {start_s} and {end_s} s")
+    return replace(trace, requests=requests)
+
+
+def scaled(trace: Trace, divisor: int, block_tokens: int) -> Trace:
+    """Prompts and outputs of 1/`divisor` of their lengths, at least 1 token, in blocks of `block_tokens`.
+
+    A new block covers one or several old ones and takes the id of the last, which stands for all before it as well:
+
+        divisor 32, block_tokens 16 (one of 512)    [ 7 ][ 8 ][ 9 ]      ->  [7][8][9]
+        divisor 64, block_tokens 16 (two of 512)    [ 7 ][ 8 ][ 9 ]      ->  [ 8  ]
+
+    ConfigError where new blocks would begin or end inside old ones, whose identity the trace does not tell.
+    """
+    covered = divisor * block_tokens
+    if covered < 1 or covered % trace.block_tokens:
+        raise ConfigError(
+            f"1/{divisor} of the lengths in blocks of {block_tokens} tokens: divisor times block must be a multiple "
+            f"of the trace's own block of {trace.block_tokens} tokens"
+        )
+    num_merged = covered // trace.block_tokens
+    requests = tuple(
+        replace(
+            request,
+            num_prompt_tokens=max(request.num_prompt_tokens // divisor, 1),
+            num_output_tokens=max(request.num_output_tokens // divisor, 1),
+            block_ids=request.block_ids[num_merged - 1 :: num_merged],
+        )
+        for request in trace.requests
+    )
+    return replace(trace, block_tokens=block_tokens, requests=requests)

@@ -1,0 +1,8 @@
+"""A cluster's parts on this machine: all of them (`baton up`), or one (`baton run`).
+
+up          starts the parts in order, restarts those that die, ends them
+child       one child process: start, readiness, restart
+preflight   checks before `up` starts anything
+parts       one part in the foreground, as containers run it
+leave       the workers of this machine leave the cluster
+"""

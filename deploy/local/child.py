@@ -1,0 +1,130 @@
+"""Child processes of `baton up`, which starts them again when they die. They die with it, however it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton.errors import ConfigError
+from baton.messages import Failed
+from baton.rpc.errors import from_failed
+from deploy.processes import STABLE_S, die_with_parent, module_command
+
+logger = logging.getLogger(__name__)
+RESTART_S = 0.5
+MAX_RESTART_S = 10.0
+MAX_DOUBLINGS = 8
+"""Of the wait: by then it is MAX_RESTART_S."""
+
+
+class Child:
+    """One of our own modules, run by this Python; everything but `start` may be called before it has started.
+
+    Start it from a thread that lives as long as this process: on Linux the child dies with that thread.
+
+    Args:
+        name: for messages.
+        on_orphaned: the signal that it gets when this process is gone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        on_orphaned: signal.Signals = signal.SIGKILL,
+    ) -> None:
+        self.name = name
+        self._command = module_command(module, *arguments)
+        self._environment = {**os.environ, **environment}
+        self._on_orphaned = on_orphaned
+        self._process: asyncio.subprocess.Process | None = None
+        self._began_s = 0.0
+        self._num_failures = 0
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status; None: it runs, or has not started yet."""
+        return self._process.returncode if self._process else None
+
+    async def start(self, *arguments: str, ready_fd: int | None = None) -> None:
+        """Args:
+        arguments: of this start alone.
+        ready_fd: a descriptor that it inherits, named to it as `--ready-fd`.
+        """
+        told = ("--ready-fd", str(ready_fd)) if ready_fd is not None else ()
+        self._began_s = time.monotonic()
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            *arguments,
+            *told,
+            env=self._environment,
+            pass_fds=[ready_fd] if ready_fd is not None else [],
+            preexec_fn=die_with_parent(self._on_orphaned),
+            start_new_session=True,  # Ctrl-C reaches us, and we end the children in order
+        )
+
+    async def start_and_listen(self) -> dict[str, Any]:
+        """Starts it, and returns what it says once it is ready.
+
+        Raises:
+            BatonError: what it says instead; ConfigError: it ended without a word.
+        """
+        reading, writing = os.pipe()
+        reader = asyncio.StreamReader()
+        with os.fdopen(reading) as told:
+            try:
+                await self.start(ready_fd=writing)
+            finally:
+                os.close(writing)
+            protocol = asyncio.StreamReaderProtocol(reader)
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, told)
+            try:
+                line = await reader.readline()
+            finally:
+                transport.close()
+        if not line:
+            raise ConfigError(f"{self.name} ended with status {await self.ended()}")
+        values: dict[str, Any] = json.loads(line)
+        if "kind" in values:
+            raise from_failed(Failed(**values), self.name)
+        return values
+
+    async def ended(self) -> int:
+        """Its exit status, once it has ended."""
+        assert self._process is not None, "it has not started yet"
+        return await self._process.wait()
+
+    async def pause(self, reason: object) -> None:
+        """Before it is started again: ever longer while it keeps failing."""
+        self._num_failures = 0 if time.monotonic() - self._began_s > STABLE_S else self._num_failures + 1
+        wait_s = min(RESTART_S * 2 ** min(self._num_failures, MAX_DOUBLINGS), MAX_RESTART_S)
+        logger.warning("%s %s; starting it again in %g s", self.name, reason, wait_s)
+        await asyncio.sleep(wait_s)
+
+    async def keep(self) -> None:
+        """Starts it again whenever it ends, until cancelled."""
+        while True:
+            await self.pause(f"ended with status {await self.ended()}")
+            await self.start()
+
+    async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
+        """Sends it a signal, then SIGKILL when it takes too long."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+        try:
+            await asyncio.wait_for(self._process.wait(), timeout_s)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()

@@ -1,0 +1,149 @@
+"""`baton leave`: the workers of this machine leave the cluster before the machine does. A pod's preStop calls it.
+
+It tells Ray to place nothing here any more, and asks the controller to drain them: others take their place, and what
+they do goes over to those or to others. Where no controller answers, they are told to end, which drains them too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Collection
+
+import grpc
+import psutil
+
+from baton.blocks import content_id
+from baton.cluster import ControllerInfo
+from baton.config import Config
+from baton.errors import StoreUnavailable, WorkerFailed
+from baton.rpc import channel, from_rpc_error
+from baton.v1 import admin_pb2, admin_pb2_grpc
+from deploy.ray_pools.drain_node import place_nothing_on
+from kvstore.index import Connection
+from kvstore.leases import LeaseStore, RedisLeases
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.5
+ORDER_S = 5.0
+"""For the controller's answer."""
+RAY_S = 5.0
+"""For Ray's answer. Where its head is gone, it can place nothing here either, and is told once there is a new one."""
+NO_CONTROLLER_S = 30.0
+"""After so long without one, there is none: one that starts again is known within this time."""
+
+
+async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> list[str]:
+    """Returns the workers that are still here when the time is up.
+
+    Ray is told first, or it might start here what leaves here.
+
+    Args:
+        config: with the model's revision, and host:port of Ray's head as `cluster.ray_address`.
+        hosts: addresses of this machine.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    told_ray = asyncio.create_task(_tell_ray(hosts, config.cluster.ray_address, deadline_s))
+    if not (await asyncio.wait([told_ray], timeout=RAY_S))[0]:
+        logger.warning("Ray's head at %s has not answered within %g s; going on", config.cluster.ray_address, RAY_S)
+    here = workers_on(hosts)
+    leases = RedisLeases(
+        Connection(config.index.redis_url), content_id(config.model.revision), lease_s=config.index.lease_s
+    )
+    try:
+        drained_by: ControllerInfo | None = None
+        known_s = time.monotonic()
+        told: set[str] = set()
+        """To end: a second time would end them undrained."""
+        while here and time.monotonic() < deadline_s:
+            controller = await _controller(leases)
+            if controller is not None:
+                known_s = time.monotonic()
+            elif time.monotonic() - known_s > NO_CONTROLLER_S:
+                told |= _end({worker_id: here[worker_id] for worker_id in here.keys() - told})
+            if controller is not None and (drained_by is None or controller.address != drained_by.address):
+                drained_by = controller if await _drain(here, controller) else None
+            await asyncio.sleep(POLL_S)
+            here = {worker_id: process for worker_id, process in here.items() if _runs(process)}
+    finally:
+        told_ray.cancel()
+        await leases.close()
+    return sorted(here)
+
+
+def workers_on(hosts: Collection[str]) -> dict[str, psutil.Process]:
+    """The workers' processes that listen on one of those addresses, by worker id; `deploy.worker` has the arguments."""
+    found: dict[str, psutil.Process] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            match process.cmdline():
+                case (
+                    [_, "-P", "-m", "deploy.worker", _, worker_id, host, *_]
+                    | [_, "-m", "deploy.worker", _, worker_id, host, *_]  # as the release before started them
+                ) if host in hosts:
+                    found[worker_id] = process
+    return found
+
+
+def own_hosts() -> set[str]:
+    """Addresses of this machine: POD_IP where it is set."""
+    if pod_ip := os.environ.get("POD_IP"):
+        return {pod_ip}
+    found = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return found | {socket.gethostname()}
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+async def _tell_ray(hosts: Collection[str], address: str, deadline_s: float) -> None:
+    """Once its head listens, as Ray's own client takes 40 s to find that it does not."""
+    host, _, port = address.rpartition(":")
+    while True:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(RAY_S):
+                _, connection = await asyncio.open_connection(host, port)
+            connection.close()
+            break
+        await asyncio.sleep(POLL_S)
+    try:
+        await asyncio.to_thread(place_nothing_on, hosts, address, deadline_s - time.monotonic())
+    except WorkerFailed as error:
+        logger.warning("%s", error)
+
+
+async def _controller(leases: LeaseStore) -> ControllerInfo | None:
+    try:
+        return await leases.get_controller()
+    except StoreUnavailable as error:
+        logger.warning("%s", error)
+        return None
+
+
+async def _drain(here: Collection[str], controller: ControllerInfo) -> bool:
+    """Asks for every worker, and returns whether the controller has taken it."""
+    try:
+        async with channel(controller.address) as link:
+            for worker_id in here:
+                request = admin_pb2.DrainWorkerRequest(worker_id=worker_id)
+                await admin_pb2_grpc.AdminStub(link).DrainWorker(request, timeout=ORDER_S)
+                logger.info("%s leaves", worker_id)
+    except grpc.aio.AioRpcError as error:
+        logger.warning("%s; asking again", from_rpc_error(error, f"the controller at {controller.address}"))
+        return False
+    return True
+
+
+def _end(here: dict[str, psutil.Process]) -> set[str]:
+    for worker_id, process in here.items():
+        logger.warning("no controller is known; %s is told to end", worker_id)
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    return set(here)

@@ -1,0 +1,91 @@
+"""`baton run PART`: one part of a cluster in the foreground, as a container runs it. `baton up` runs all of them.
+
+    model        gets the model into the cache folder, and ends
+    router       gRPC and HTTP
+    controller   keeps the workers in the Ray cluster at `cluster.ray_address` as they should be
+
+Workers are no part: Ray starts them, on any node that has room for one (`ray start --resources '{"baton_worker": 1}'`)
+and is not for the other pool (`--labels baton.dev/pool=decode`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+import time
+from typing import NoReturn
+
+from rich.console import Console
+
+from baton.config import Config
+from baton.errors import ConfigError
+from deploy.local.part import Part
+from deploy.models import ProgressDisplay, cache_dir, resolve
+from deploy.processes import module_command
+
+RETRY_S = 0.5
+
+
+def run(part: Part, config: Config, console: Console) -> None:
+    """Becomes the process of that part; returns only for the model.
+
+    Raises:
+        ConfigError: something is missing that the parts have to agree on, or Ray is not there in time.
+        ModelLoadError: the model cannot be had.
+    """
+    config = with_model(config, console)
+    if part is Part.ROUTER:
+        _require(config.index.redis_url, "index.redis_url", "the Redis that all parts share")
+        _require(config.router.cache_secret, "router.cache_secret", "the same for every router")
+        _become("router", (), config)
+    if part is Part.CONTROLLER:
+        cluster = config.cluster
+        _require(config.index.redis_url, "index.redis_url", "the Redis that all parts share")
+        _require(cluster.name, "cluster.name", "the same whenever the controller starts")
+        _require(cluster.state_file, "cluster.state_file", "a file that outlives the controller's process")
+        _require(cluster.ray_address, "cluster.ray_address", "host:port of the Ray cluster; a node has to be here")
+        await_port(cluster.ray_address, cluster.start_timeout_s)
+        _become("deploy.controller", ("--cluster", cluster.name, "--state-file", cluster.state_file), config)
+
+
+def with_model(config: Config, console: Console) -> Config:
+    """The configuration with the model's folder, name and revision. Raises ModelLoadError."""
+    with ProgressDisplay(console) as progress:
+        model = resolve(config.model, cache_dir(config.cluster), progress.update)
+    console.print(f"==> Model {model.served_name} in {model.path}", style="dim", soft_wrap=True)
+    resolved = dataclasses.replace(
+        config.model, path=str(model.path), served_name=model.served_name, revision=model.revision
+    )
+    return dataclasses.replace(config, model=resolved)
+
+
+def await_port(address: str, timeout_s: float) -> None:
+    """Until somebody listens there. Raises ConfigError: nobody did in time."""
+    host, _, port = address.rpartition(":")
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            with socket.create_connection((host, int(port)), timeout=RETRY_S):
+                return
+        except ValueError:
+            raise ConfigError(f"{address!r} is not host:port") from None
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise ConfigError(f"nobody listens at {address} after {timeout_s:g} s: {error}") from error
+            time.sleep(RETRY_S)
+
+
+def _require(value: str, name: str, what: str) -> None:
+    if not value:
+        variable = "BATON_" + name.replace(".", "_").upper()
+        raise ConfigError(f"set {name} (in the file, or {variable}): {what}")
+
+
+def _become(module: str, arguments: tuple[str, ...], config: Config) -> NoReturn:
+    """This process goes on as the module, so that signals and its exit status are its own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    environment = {**os.environ, "BATON_CONFIG_JSON": config.to_json()}
+    os.execve(sys.executable, module_command(module, *arguments), environment)

@@ -1,0 +1,343 @@
+"""`baton up`: Redis, Ray, the controller and the routers on this machine, in the foreground.
+
+    this process ── owns ──> Redis (valkey-server)       prefix ownership, leases
+                 ── owns ──> routers (python -m router)  gRPC and HTTP
+                 ── owns ──> controller                  tells Ray which workers there should be
+                 ── owns ──> Ray head ──> worker actors  engines
+
+Each of them is started again when it dies. Workers outlive the controller, but not their Ray. The routers end first, so
+that requests in flight can finish; then the workers, Ray and Redis, whatever ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import re
+import secrets
+import signal
+import tempfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import grpc
+from rich.console import Console
+
+from baton.cluster import Role
+from baton.config import Config
+from baton.errors import ConfigError
+from baton.rpc import channel
+from baton.tasks import cancel_and_wait
+from baton.v1 import admin_pb2, admin_pb2_grpc
+from deploy.controller.state import load, why_not
+from deploy.embedded_redis import EmbeddedRedis
+from deploy.local import preflight
+from deploy.local.child import Child
+from deploy.local.parts import with_model
+from deploy.models import cache_dir
+from deploy.processes import UNJOINED, why_taken
+from kvstore.transfer.transport.faults import parse_faults
+from router.admission.tenants import TenantBook
+
+logger = logging.getLogger(__name__)
+REDIS_CHECK_S = 0.5
+LOOPBACK = "127.0.0.1"
+"""Where workers listen that are all on this machine."""
+
+
+class RayCluster:
+    """The Ray head, unless another Ray is joined, and the controller of the workers in it."""
+
+    def __init__(self, config: Config, state_path: Path) -> None:
+        self._config = config
+        self._joins = bool(config.cluster.ray_address)
+        self._environment: dict[str, str] = {}
+        if not self._joins:
+            self._environment = {
+                "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps it on loopback
+                "RAY_AUTH_MODE": "token",  # others on this machine could run code in it otherwise
+                "RAY_AUTH_TOKEN": secrets.token_hex(32),
+                "RAY_worker_niceness": "0",  # else 15: any other process of this machine would go before the workers
+                "RAY_memory_monitor_refresh_ms": "0",  # else it kills workers when others fill this machine's memory
+            }
+        self._name = config.cluster.name or f"baton-{secrets.token_hex(4)}"
+        self._arguments = ("--cluster", self._name, "--state-file", str(state_path))
+        self._head = Child("Ray", "deploy.ray_pools.head", (), self._environment)
+        self._controller = self._controller_at(config.cluster.ray_address)
+        self._was_started = False
+        """There are workers, whatever became of the controller since."""
+
+    async def start(self) -> None:
+        """Returns once every worker is ready.
+
+        Raises:
+            ConfigError, ModelLoadError, WorkerFailed: something cannot run as configured.
+        """
+        if not self._joins:
+            self._controller = self._controller_at((await self._head.start_and_listen())["address"])
+        await self._controller.start_and_listen()
+        self._was_started = True
+
+    async def keep(self) -> None:
+        """Starts again what dies. With Ray its workers die; the controller then begins anew with what is to be."""
+        while True:
+            controller = asyncio.create_task(self._controller.ended())
+            head = None if self._joins else asyncio.create_task(self._head.ended())
+            try:
+                await asyncio.wait([controller, head] if head else [controller], return_when=asyncio.FIRST_COMPLETED)
+                if head is not None and head.done():
+                    await self._restart_head(head.result())
+                else:
+                    await self._controller.pause(f"ended with status {controller.result()}")
+                await self._controller.start()
+            finally:
+                controller.cancel()
+                if head is not None:
+                    head.cancel()
+
+    async def stop(self) -> None:
+        """Ends the workers, the controller and, if it is ours, Ray."""
+        timeout_s = self._config.cluster.stop_timeout_s
+        await self._controller.stop(timeout_s, signal.SIGINT)
+        status = self._controller.status
+        if self._joins and status not in (None, 0) and (self._was_started or status != UNJOINED):
+            await self._end_workers(timeout_s)
+        await self._head.stop(timeout_s)
+
+    async def _end_workers(self, timeout_s: float) -> None:
+        """The controller has ended without them."""
+        await self._controller.start("--end")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._controller.ended(), timeout_s)
+        await self._controller.stop(timeout_s)
+        if self._controller.status:
+            logger.error(
+                "workers may be left in the Ray cluster at %s, in its namespace %s: they could not be ended",
+                self._config.cluster.ray_address,
+                self._name,
+            )
+
+    async def _restart_head(self, status: int) -> None:
+        reason = f"ended with status {status}"
+        timeout_s = self._config.cluster.start_timeout_s
+        while True:
+            await self._controller.stop(1, signal.SIGKILL)  # it waits for a Ray that will not come back
+            await self._head.pause(reason)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = await self._head.start_and_listen()
+            except TimeoutError:
+                reason = f"has not started within {timeout_s:g} s"
+                await self._head.stop(1, signal.SIGKILL)
+            except ConfigError as error:
+                reason = f"does not start ({error})"
+            else:
+                self._controller = self._controller_at(answer["address"])
+                return
+
+    def _controller_at(self, ray_address: str) -> Child:
+        cluster = dataclasses.replace(self._config.cluster, ray_address=ray_address)
+        environment = {"BATON_CONFIG_JSON": dataclasses.replace(self._config, cluster=cluster).to_json()}
+        # Ray of our own shows all logs itself. In another one workers outlive us, unless the controller ends them.
+        arguments = ("--shows-logs",) if self._joins else ("--worker-host", LOOPBACK)
+        return Child(
+            "the controller",
+            "deploy.controller",
+            (*self._arguments, *arguments),
+            self._environment | environment,
+            on_orphaned=signal.SIGINT if self._joins else signal.SIGKILL,
+        )
+
+
+async def up(config: Config, console: Console, on_ready: Callable[[Config], object]) -> None:
+    """Runs a whole cluster until SIGINT or SIGTERM.
+
+    Args:
+        on_ready: called in a thread once every worker answers.
+
+    Raises:
+        ConfigError, ModelLoadError: something cannot run as configured; what had started has ended again.
+    """
+    parse_faults(config.faults.spec)  # here, not after a minute in every worker
+    TenantBook.configured(config.router.tenants_file)  # here, not in the router's log
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    main = asyncio.create_task(_run(config, console, on_ready))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((main, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not main.done():
+        console.print("stopping", style="dim")
+        main.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await main
+
+
+async def _run(config: Config, console: Console, on_ready: Callable[[Config], object]) -> None:
+    for name, port in (("BATON_GRPC_PORT", config.cluster.grpc_port), ("BATON_HTTP_PORT", config.cluster.http_port)):
+        if reason := why_taken(config.cluster.host, port):
+            raise ConfigError(f"cannot listen on {config.cluster.host}:{port} ({reason}); set {name} to another port")
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
+        state_path = _state_path(config, folder)
+        config = _with_sizes(config)
+        if config.cluster.ray_address:
+            await preflight.require_ray(config.cluster.ray_address)
+        await asyncio.to_thread(preflight.require_gpus, config)
+        config = await _resolved(config, console)
+        preflight.require_heads(config)
+        config = await asyncio.to_thread(_sized, config, console)
+        config = _with_redis(config, folder, stack, console)
+        what = "the router" if config.cluster.routers == 1 else f"{config.cluster.routers} routers"
+        console.print(f"==> Starting {what} on {config.cluster.host}:{config.cluster.grpc_port}", style="dim")
+        routers = [_router(config, number) for number in range(config.cluster.routers)]
+        ray = RayCluster(config, state_path)
+        stack.push_async_callback(ray.stop)
+        # The routers end first: they give the requests in flight a moment to finish.
+        stack.push_async_callback(_stop_all, routers, config.cluster.stop_timeout_s)
+        for router in routers:
+            await router.start()
+        console.print("==> Starting Ray and the workers", style="dim")
+        try:
+            await _first_of(_started(ray, config), *(_unexpected_end(router) for router in routers))
+        except TimeoutError:
+            raise ConfigError(
+                f"the cluster was not ready within {config.cluster.start_timeout_s:g} s (cluster.start_timeout_s); the "
+                f"workers' lines above say why; is Redis at {config.index.redis_url} reachable, and has Ray room for "
+                f"{config.cluster.prefill} prefill and {config.cluster.decode} decode workers?"
+            ) from None
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(ray.keep())
+            for router in routers:
+                tasks.create_task(router.keep())
+            await asyncio.to_thread(on_ready, config)
+
+
+def _state_path(config: Config, folder: Path) -> Path:
+    """Without a file of the operator's own `folder` will do, unless workers can outlive it in a Ray that goes on."""
+    cluster = config.cluster
+    if cluster.state_file:
+        return Path(cluster.state_file)
+    if cluster.ray_address:
+        name = re.sub(r"[^\w.-]+", "-", cluster.ray_address)
+        return cache_dir(cluster) / "clusters" / f"{name}.json"
+    return folder / "state.json"
+
+
+def _with_sizes(config: Config) -> Config:
+    """The configuration with the pool sizes to begin with: those that `cluster.state_file` remembers, if there is one.
+
+    Raises:
+        ConfigError: pools of these sizes cannot serve.
+    """
+    cluster = config.cluster
+    asked = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
+    source = given = f"--prefill {cluster.prefill} --decode {cluster.decode}"
+    state = load(Path(cluster.state_file)) if cluster.state_file else None
+    desired = dict(state.desired) if state else asked
+    if state:
+        source = (
+            f"{cluster.state_file} asks for {desired[Role.PREFILL]} prefill and {desired[Role.DECODE]} decode workers"
+        )
+    if reason := why_not(desired, config):
+        raise ConfigError(f"{source}: {reason}")
+    if desired != asked:
+        logger.warning("%s, which goes before %s", source, given)
+    cluster = dataclasses.replace(cluster, prefill=desired[Role.PREFILL], decode=desired[Role.DECODE])
+    return dataclasses.replace(config, cluster=cluster)
+
+
+def _router(config: Config, number: int) -> Child:
+    """Several share the ports."""
+    if config.cluster.routers > 1:
+        config = dataclasses.replace(config, router=dataclasses.replace(config.router, id=f"router-{number}"))
+    return Child(f"the router {config.router.id}", "router", (), {"BATON_CONFIG_JSON": config.to_json()})
+
+
+async def _stop_all(routers: list[Child], timeout_s: float) -> None:
+    await asyncio.gather(*(router.stop(timeout_s) for router in routers))
+
+
+async def _unexpected_end(child: Child) -> None:
+    """Raises ConfigError once it has ended; what it said is on standard error."""
+    raise ConfigError(f"{child.name} ended with status {await child.ended()}")
+
+
+async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
+    """Until one of them has ended; the others are cancelled. Raises what that one raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await cancel_and_wait(tasks)
+
+
+async def _resolved(config: Config, console: Console) -> Config:
+    """The configuration with the model's folder, name and revision, and a secret."""
+    config = await asyncio.to_thread(with_model, config, console)
+    if config.router.cache_secret:
+        return config
+    return dataclasses.replace(config, router=dataclasses.replace(config.router, cache_secret=secrets.token_hex(32)))
+
+
+def _sized(config: Config, console: Console) -> Config:
+    """The configuration with the size of the KV pools, as far as it can be told here."""
+    sized = preflight.with_kv_size(config)
+    if sized != config:
+        console.print(f"==> {sized.engine.kv_cache_gib:.3g} GiB for each KV pool", style="dim")
+    return sized
+
+
+def _with_redis(config: Config, folder: Path, stack: contextlib.AsyncExitStack, console: Console) -> Config:
+    """The configuration with a Redis that runs: the one it names, or an embedded one."""
+    if config.index.redis_url:
+        return config
+    redis = EmbeddedRedis(socket_path=folder / "redis.sock", parent=folder)
+    redis.start()
+    stack.callback(redis.stop)
+    keeping = asyncio.create_task(_keep_redis(redis))
+    stack.callback(keeping.cancel)
+    console.print(f"==> Redis at {redis.url}", style="dim", soft_wrap=True)
+    return dataclasses.replace(config, index=dataclasses.replace(config.index, redis_url=redis.url))
+
+
+async def _keep_redis(redis: EmbeddedRedis) -> None:
+    """Brings it back, empty, at the same address; workers and routers then tell it again what they know."""
+    while True:
+        await asyncio.sleep(REDIS_CHECK_S)
+        if not redis.is_running:
+            logger.warning("the embedded Redis has died; starting it again")
+            try:
+                redis.stop()
+                redis.start()  # from this thread: it lives as long as the thread that started it
+            except ConfigError as error:
+                logger.error("%s", error)
+
+
+async def _started(ray: RayCluster, config: Config) -> None:
+    """Until every worker runs and the routers know them all.
+
+    Raises:
+        TimeoutError: that took longer than `cluster.start_timeout_s`.
+    """
+    cluster = config.cluster
+    async with asyncio.timeout(cluster.start_timeout_s):
+        await ray.start()
+        async with channel(f"{cluster.host}:{cluster.grpc_port}") as router:
+            stub = admin_pb2_grpc.AdminStub(router)
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    status = await stub.GetStatus(admin_pb2.GetStatusRequest(), wait_for_ready=True)
+                    num_ready = sum(worker.state == "ready" for worker in status.workers)
+                    # Orders are taken by now, so there may have to be fewer than at first.
+                    desired = sum(pool.desired for pool in status.pools.values())
+                    expected = min(cluster.prefill + cluster.decode, desired)
+                    if 0 < expected <= num_ready and len(status.routers) >= cluster.routers:
+                        return
+                await asyncio.sleep(0.1)

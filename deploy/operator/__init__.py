@@ -1,0 +1,7 @@
+"""What an operator does with a running cluster, over gRPC and `/metrics`.
+
+client   calls a router
+orders   scale a pool, drain a worker, change a worker's role
+scrape   reads the metrics of every process
+watch    `baton status --watch`
+"""

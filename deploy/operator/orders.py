@@ -1,0 +1,101 @@
+"""Orders of an operator, and waiting until they are done."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+
+from baton.errors import BatonError, Conflict, InvalidRequest
+from deploy.operator.client import Client
+
+POLL_S = 0.1
+
+
+def scale(client: Client, console: Console, pool: str, num_workers: int, timeout_s: float, as_json: bool) -> None:
+    """Raises Conflict when the pool is not as it should be within `timeout_s`; 0: nobody waits."""
+    began_s = time.monotonic()
+    client.scale(pool, num_workers)
+
+    def progress(status: dict[str, Any]) -> tuple[bool, str]:
+        found = status["pools"][pool]
+        states = [worker["state"] for worker in status["workers"] if worker["role"] == pool]
+        leaving = states.count("draining")
+        done = found["desired"] == found["ready"] == num_workers and not leaving
+        return done, f"{pool}: {found['ready']} of {num_workers} ready" + (f", {leaving} leaving" if leaving else "")
+
+    if timeout_s:
+        _wait(client, console, progress, timeout_s)
+    found = client.status()["pools"][pool]
+    # Routers hear of an order a moment later.
+    _report(
+        {"pool": pool, "desired": num_workers, "ready": found["ready"], "seconds": _since(began_s)},
+        f"{pool}: {found['ready']} of {num_workers} ready, after {_since(began_s):.1f} s",
+        as_json,
+    )
+
+
+def drain(client: Client, console: Console, worker_id: str, timeout_s: float, as_json: bool) -> None:
+    """Raises Conflict when the worker is not gone within `timeout_s`."""
+    began_s = time.monotonic()
+    before = _find(client.status(), worker_id)
+    client.drain(worker_id)
+
+    def progress(status: dict[str, Any]) -> tuple[bool, str]:
+        worker = _find(status, worker_id)
+        is_gone = worker is None or (before is not None and worker["pid"] != before["pid"])
+        return is_gone, f"{worker_id}: {worker['state'] if worker else 'gone'}"
+
+    _wait(client, console, progress, timeout_s)
+    _report(
+        {"worker": worker_id, "seconds": _since(began_s)},
+        f"{worker_id} is gone, after {_since(began_s):.1f} s",
+        as_json,
+    )
+
+
+def set_role(client: Client, console: Console, worker_id: str, role: str, as_json: bool) -> None:
+    began_s = time.monotonic()
+    client.set_role(worker_id, role)
+    _report(
+        {"worker": worker_id, "role": role, "seconds": _since(began_s)},
+        f"{worker_id} is a {role} worker, after {_since(began_s):.1f} s",
+        as_json,
+    )
+
+
+def _wait(
+    client: Client, console: Console, progress: Callable[[dict[str, Any]], tuple[bool, str]], timeout_s: float
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    with console.status("") as shown:
+        while True:
+            try:
+                is_done, sentence = progress(client.status())
+            except InvalidRequest:
+                raise
+            except BatonError as error:  # a router that is started again
+                is_done, sentence = False, str(error)
+            if is_done:
+                return
+            if time.monotonic() > deadline:
+                raise Conflict(
+                    f"not done within {timeout_s:g} s ({sentence}); the order stands, `baton status` tells more"
+                )
+            shown.update(sentence)
+            time.sleep(POLL_S)
+
+
+def _find(status: dict[str, Any], worker_id: str) -> dict[str, Any] | None:
+    return next((worker for worker in status["workers"] if worker["id"] == worker_id), None)
+
+
+def _report(values: dict[str, Any], sentence: str, as_json: bool) -> None:
+    print(json.dumps(values) if as_json else sentence)  # noqa: T201
+
+
+def _since(began_s: float) -> float:
+    return round(time.monotonic() - began_s, 3)

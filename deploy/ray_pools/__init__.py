@@ -1,0 +1,8 @@
+"""Workers as Ray actors: Ray decides which node has room for one, and says when one has died.
+
+actor        the actor, which keeps the worker's process
+actors       the controller's view of all actors
+head         a Ray cluster of this machine alone
+drain_node   has Ray place nothing more on a node
+ray_import   Ray, imported with the settings that it reads at import
+"""

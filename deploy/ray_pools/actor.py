@@ -1,0 +1,134 @@
+"""A Ray actor that keeps one worker's process: Ray says where it runs, and that it ends with its node.
+
+The process is not the actor's own, because Ray has its own ideas of SIGTERM, which has to drain a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+from typing import Any
+
+from baton.config import Config
+from baton.errors import WorkerFailed
+from baton.messages import Failed
+from baton.rpc.errors import from_failed
+from deploy.processes import FENCED, die_with_parent, module_command
+from kvstore.transfer.transport.nccl_env import nccl_environment
+
+RESOURCE = "baton_worker"
+"""Both roles ask for the same Ray resource, so that a change of role changes nothing for Ray."""
+POOL_LABEL = "baton.dev/pool"
+"""A Ray node with this label, prefill or decode, is for workers that begin in that pool: pools may have other GPUs.
+With another value, or none, it is for all."""
+
+
+class WorkerActor:
+    """The methods run on the actor's own event loop. `start` comes first, and may be called again.
+
+    Args:
+        role: the one that the worker starts with; it may change.
+        host: where the worker listens; empty: at this Ray node's own address.
+    """
+
+    def __init__(self, role: str, worker_id: str, host: str, config_json: str) -> None:
+        self._role = role
+        self._worker_id = worker_id
+        self._host = host
+        self._config_json = config_json
+        self._started: asyncio.Task[dict[str, Any]] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: asyncio.Task[int] | None = None
+
+    async def start(self) -> dict[str, Any]:
+        """Loads the model, joins the cluster and takes traffic.
+
+        Returns:
+            `pid`, `address`, and `pod`: the Kubernetes pod that is this Ray node; empty: it is none.
+
+        Raises:
+            ModelLoadError, ConfigError: this worker cannot run as configured.
+            WorkerFailed: it ended before it was ready.
+        """
+        if self._started is None:
+            self._started = asyncio.create_task(self._start())
+        return await asyncio.shield(self._started)
+
+    async def ended(self) -> None:
+        """Returns only by WorkerFailed: the process has ended."""
+        await self.start()
+        assert self._ended is not None
+        status = await asyncio.shield(self._ended)
+        if status == FENCED:
+            raise WorkerFailed(f"another process has the name {self._worker_id}: does another cluster use this Redis?")
+        raise WorkerFailed(f"{self._worker_id} ended with status {status}")
+
+    async def stop(self) -> None:
+        """Has the worker leave the cluster, and waits until its process has ended."""
+        if self._process is not None and self._ended is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            await asyncio.shield(self._ended)
+
+    async def _start(self) -> dict[str, Any]:
+        reading, writing = os.pipe()
+        with os.fdopen(reading) as told:
+            process = self._process = self._spawn(writing)
+            os.close(writing)
+            self._ended = asyncio.create_task(asyncio.to_thread(process.wait))
+            line = await asyncio.to_thread(told.readline)
+        if not line:
+            raise WorkerFailed(f"{self._worker_id} ended before it was ready; its log says why")
+        values: dict[str, Any] = json.loads(line)
+        if "kind" in values:
+            raise from_failed(Failed(**values), self._worker_id)
+        return {**values, "pod": os.environ.get("POD_NAME", "")}
+
+    def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
+        """From the event loop's thread, which lives as long as the actor: the process dies with it."""
+        config = Config.from_json(self._config_json)
+        share = config.engine.memory_share * self._share(config)
+        config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, memory_share=share))
+        arguments = (self._role, self._worker_id, self._host or _node_address(), "--ready-fd", str(ready_fd))
+        return subprocess.Popen(
+            module_command("deploy.worker", *arguments),
+            env={**os.environ, **worker_environment(config), "BATON_CONFIG_JSON": config.to_json()},
+            pass_fds=[ready_fd],
+            preexec_fn=die_with_parent(),
+        )
+
+    def _share(self, config: Config) -> float:
+        """Of this Ray node's memory, or of one of its GPUs, that is this worker's: others may be here, too."""
+        import ray
+
+        context = ray.get_runtime_context()
+        own: dict[str, float] = context.get_assigned_resources()
+        if gpus := own.get("GPU"):
+            return min(1.0, gpus)
+        if self._host:  # all are on this machine
+            return 1 / (config.cluster.prefill + config.cluster.decode)
+        (node,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        return own[RESOURCE] / float(node["Resources"][RESOURCE])
+
+
+def _node_address() -> str:
+    import ray.util
+
+    return str(ray.util.get_node_ip_address())
+
+
+def worker_environment(config: Config) -> dict[str, str]:
+    """What must be set before the worker's process imports torch."""
+    threads = str(config.engine.num_threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        **nccl_environment(),
+    }

@@ -1,0 +1,238 @@
+"""The workers' actors in Ray. They are detached: they outlive the controller, and the next one finds them by name.
+
+Nothing here blocks the event loop: what Ray does synchronously is done in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from baton.cluster import Role, pool_of
+from baton.config import ClusterConfig, Config
+from baton.errors import BatonError, ConfigError, WorkerFailed
+from deploy.ray_pools.actor import POOL_LABEL, RESOURCE, WorkerActor
+from deploy.ray_pools.ray_import import ray
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+NAME_TAKEN_S = 10.0
+"""How long the name of an actor that was killed may be taken."""
+RETRY_S = 0.05
+ANSWER_S = 30.0
+"""Ray that does not answer a simple question for so long is broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    pid: int
+    address: str
+    """host:port of its gRPC server."""
+    pod: str
+    """That it runs in; empty: in none."""
+
+
+@contextlib.contextmanager
+def joined(cluster: ClusterConfig, namespace: str, shows_logs: bool) -> Generator[None]:
+    """This process is a driver in the Ray cluster while the block is entered. Blocks until its node is there.
+
+    Raises:
+        ConfigError: no such cluster, none of its nodes is on this machine, or it asks for a token.
+    """
+    try:
+        with _no_folder_for_workers():
+            ray.init(
+                address=cluster.ray_address,
+                namespace=namespace,
+                log_to_driver=shows_logs,
+                logging_level=logging.ERROR,
+                _node_ip_address=cluster.ray_node_ip or None,
+            )
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        reason = first_line(error.__cause__ or error)
+        raise ConfigError(
+            f"cannot join the Ray cluster at {cluster.ray_address}, of which a node has to be on this machine: {reason}"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _no_folder_for_workers() -> Generator[None]:
+    """A driver's working folder comes first of all where its actors look for modules: a user's `json.py` would run.
+
+    In this block it is one that is gone by the time they do.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        yield
+
+
+async def resources() -> dict[str, float]:
+    """Of all nodes together. Raises ConfigError if Ray does not answer."""
+    found: dict[str, float] = await _in_thread(ray.cluster_resources)
+    return found
+
+
+def gpus_per_worker(config: Config, num_gpus: float, num_workers: int) -> float:
+    """Of Ray's `num_gpus`: an equal share, but no part of a GPU where a worker has several ranks."""
+    if not num_gpus:
+        return 0.0
+    ranks = config.engine.tensor_parallel
+    share = min(1.0, num_gpus / num_workers) if ranks == 1 else float(ranks)
+    return config.cluster.gpus_per_worker or share
+
+
+async def end_all(namespace: str) -> list[str]:
+    """Ends the actors of a cluster whose controller is gone, and returns their names.
+
+    Raises:
+        ConfigError: Ray does not answer.
+    """
+
+    def end() -> list[str]:
+        found = [actor["name"] for actor in ray.util.list_named_actors(True) if actor["namespace"] == namespace]
+        for name in found:
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                ray.kill(ray.get_actor(name, namespace=namespace))
+        return found
+
+    return await _in_thread(end)
+
+
+class RayActors:
+    """Actors by worker id.
+
+    Args:
+        host: where workers listen; empty: at their Ray node's own address.
+        gpus_per_worker: of Ray's resource `GPU`.
+    """
+
+    def __init__(self, config: Config, host: str, gpus_per_worker: float) -> None:
+        self._arguments = (host, config.to_json())
+        self._options: dict[str, Any] = {
+            "lifetime": "detached",
+            "num_cpus": 0,  # an actor that asks for a CPU nobody has stays pending for ever, without an error
+            "num_gpus": gpus_per_worker,
+            "resources": {RESOURCE: 1},
+            "scheduling_strategy": "SPREAD",  # else one node has them all, and all end with it
+            "max_restarts": 0,  # we bring workers back ourselves, and know when
+        }
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """Resources that a node needs to have left for a worker."""
+        gpus = {"GPU": self._options["num_gpus"]} if self._options["num_gpus"] else {}
+        return {**self._options["resources"], **gpus}
+
+    async def ids(self) -> list[str]:
+        """Workers whose actors are there. Raises ConfigError if Ray does not answer."""
+        names: list[str] = await _in_thread(ray.util.list_named_actors)
+        return names
+
+    async def check(self) -> None:
+        """Waits for a head that is away for as long as Ray does: RAY_gcs_rpc_server_reconnect_timeout_s.
+
+        Raises:
+            ConfigError: Ray has given up, or no longer has the node whose driver this process is. It is by that node
+                that a driver hears that Ray's head is a new one. Without it this one would never learn what becomes of
+                the actors that it makes.
+        """
+        asked = asyncio.ensure_future(asyncio.to_thread(ray.nodes))
+        if not (await asyncio.wait([asked], timeout=ANSWER_S))[0]:
+            logger.warning("Ray's head has not answered for %.0f s; until it does, workers only go on", ANSWER_S)
+        with _ray_answers():
+            nodes = await asked
+        node_id = ray.get_runtime_context().get_node_id()
+        if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
+            raise ConfigError("the Ray node by which this process has joined is gone")
+
+    async def create(self, worker_id: str, role: Role) -> Any:
+        """A new actor, which runs once a node that is not for other pools has room for it.
+
+        Raises:
+            WorkerFailed: Ray does not take it.
+        """
+        others = ",".join(pool for pool in Role if pool is not pool_of(worker_id))
+        nodes = {POOL_LABEL: f"!in({others})"}
+        make = ray.remote(WorkerActor).options(name=worker_id, label_selector=nodes, **self._options).remote
+        deadline_s = time.monotonic() + NAME_TAKEN_S
+        try:
+            while True:
+                try:  # however long it takes: nobody would know of an actor that is made after we have given up
+                    return await asyncio.to_thread(make, role.value, worker_id, *self._arguments)
+                except ValueError as error:  # the one before it has not quite gone
+                    if time.monotonic() > deadline_s:
+                        raise WorkerFailed(f"its name is still taken after {NAME_TAKEN_S:g} s") from error
+                    await asyncio.sleep(RETRY_S)
+        except (WorkerFailed, ray.exceptions.RayError) as error:
+            with contextlib.suppress(WorkerFailed):  # whoever has the name is not known to us, and would keep it
+                await self.kill(await self.get(worker_id))
+            raise WorkerFailed(f"Ray has not made the actor {worker_id}: {first_line(error)}") from error
+
+    async def get(self, worker_id: str) -> Any:
+        """Raises WorkerFailed: it is gone."""
+        try:
+            return await asyncio.to_thread(ray.get_actor, worker_id)
+        except ValueError as error:
+            raise WorkerFailed(f"the actor {worker_id} is gone") from error
+
+    async def placed(self, actor: Any) -> None:
+        """Once a node has it. Raises WorkerFailed: it is gone."""
+        await _result(actor.__ray_ready__.remote())
+
+    async def start(self, actor: Any) -> Started:
+        """Once the worker is ready; at once if it already is. Raises as `WorkerActor.start`."""
+        answer = await _result(actor.start.remote())
+        return Started(answer["pid"], answer["address"], answer["pod"])
+
+    async def ended(self, actor: Any) -> None:
+        """Returns only by WorkerFailed: the worker's process has ended, or its node."""
+        await _result(actor.ended.remote())
+
+    async def stop(self, actor: Any, timeout_s: float) -> None:
+        """Lets the worker leave the cluster, for so long at most."""
+        with contextlib.suppress(BatonError, TimeoutError):
+            await asyncio.wait_for(_result(actor.stop.remote()), timeout_s)
+
+    async def kill(self, actor: Any) -> None:
+        """What is left of the worker goes with it. Its name is free a little later."""
+        await asyncio.to_thread(ray.kill, actor)
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    with _ray_answers():
+        return await asyncio.wait_for(asyncio.to_thread(function), ANSWER_S)
+
+
+@contextlib.contextmanager
+def _ray_answers() -> Generator[None]:
+    """Raises ConfigError if it does not."""
+    try:
+        yield
+    except (TimeoutError, RuntimeError, ray.exceptions.RayError) as error:
+        raise ConfigError(f"Ray does not answer: {first_line(error)}") from error
+
+
+async def _result(reference: Awaitable[Any]) -> Any:
+    """Awaits an actor's answer; the worker's own typed error comes out as itself."""
+    try:
+        return await reference
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, BatonError):
+            raise error.cause from None
+        raise WorkerFailed(first_line(error)) from error
+    except ray.exceptions.RayError as error:
+        raise WorkerFailed(first_line(error)) from error
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

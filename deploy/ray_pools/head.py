@@ -1,0 +1,59 @@
+"""A Ray cluster of this machine alone, for the life of this process: `python -m deploy.ray_pools.head --ready-fd N`.
+
+Says on the descriptor, in one line of JSON, `{"address": "HOST:PORT"}`, or why not as an error of Baton's tree. SIGTERM
+ends it. It also prints what the workers print, for it lives longer than the controller that starts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import signal
+import sys
+import threading
+
+from baton.cluster import MAX_WORKERS
+from baton.errors import ConfigError
+from baton.rpc.errors import to_failed
+from deploy.processes import tell_parent
+from deploy.ray_pools.actor import RESOURCE
+from deploy.ray_pools.ray_import import ray
+
+CHECK_S = 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m deploy.ray_pools.head", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--ready-fd", type=int, required=True, help="inherited descriptor on which it tells its address"
+    )
+    ready_fd: int = parser.parse_args().ready_fd
+    try:
+        ray.init(
+            address="local",
+            num_cpus=1,
+            resources={RESOURCE: MAX_WORKERS},
+            include_dashboard=False,
+            object_store_memory=80 * 2**20,  # workers exchange nothing through it
+            log_to_driver=True,
+            logging_level=logging.ERROR,
+            _node_ip_address="127.0.0.1",
+        )
+    except Exception as error:  # Ray has no class of its own for this
+        failed = to_failed(ConfigError(f"Ray does not start: {error}"))
+        tell_parent(ready_fd, **dataclasses.asdict(failed))
+        sys.exit(failed.message)
+    ray._private.worker.global_worker._filter_logs_by_job = False  # the workers are of the controllers' jobs
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # again: Ray has put its own handler in place
+    tell_parent(ready_fd, address=ray.get_runtime_context().gcs_address)
+    node = ray._private.worker._global_node
+    while not stop.wait(CHECK_S):
+        if dead := node.dead_processes():
+            sys.exit(f"Ray: {dead[0][0]} has ended")
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

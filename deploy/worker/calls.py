@@ -1,0 +1,197 @@
+"""The worker's end of the one stream that a router has to it; `router.dispatch.worker_client` is the other end.
+
+    router ──> worker    start 7, start 8      start 9       cancel 8
+    router <── worker    7: tokens, 8: tokens      7: tokens, 8: tokens, 9: tokens      7: tokens, 7: ended, 9: tokens
+
+A frame holds whatever was ready when it was written, so the tokens of one engine step travel together. One gRPC call
+per choice and one message per token would cost the router more than everything else it does for them.
+
+Each call is a task, and no call can block another: its events go into an unbounded outbox. The outbox stays small,
+because events are tokens, and a call produces no more of them than its request asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from functools import partial
+from typing import Any
+
+import grpc
+from opentelemetry.context import Context
+
+from baton import wire
+from baton.blocks import KEY_BYTES
+from baton.errors import BatonError, InvalidRequest, Unsupported
+from baton.messages import (
+    Cancel,
+    DecodeRequest,
+    Ended,
+    Event,
+    FetchRequest,
+    Migrate,
+    PrefillRequest,
+    SequenceSpec,
+    Start,
+)
+from baton.rpc.errors import to_failed
+from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
+from baton.telemetry import logs, tracing
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+MAX_FRAME_EVENTS = 4096
+MAX_TOP_K = 2**20
+"""No vocabulary is larger."""
+Prefill = Callable[[PrefillRequest, Context], AsyncGenerator[Event]]
+Decode = Callable[[DecodeRequest, Context], AsyncGenerator[Event]]
+Fetch = Callable[[FetchRequest, Context], AsyncGenerator[Event]]
+
+logger = logging.getLogger(__name__)
+
+
+def max_message_bytes(max_model_len: int) -> int:
+    """The longest message that a worker of such sequences has to take: a router's frame, or gRPC's own limit."""
+    return max(int(MAX_FRAME_COMMANDS * wire.max_start_bytes(max_model_len)), 4 * 2**20)
+
+
+class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
+    """Runs the calls of any number of routers.
+
+    Args:
+        prefill, decode, fetch: the events of one call; None: this worker does not do that. Closing the generator
+            cancels the call and frees what it holds. Typed errors reach the router as they are.
+        max_model_len: the most tokens that a sequence may have here.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefill: Prefill | None = None,
+        decode: Decode | None = None,
+        fetch: Fetch | None = None,
+        max_model_len: float = math.inf,
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._fetch = fetch
+        self._max_model_len = max_model_len
+        self._running: dict[asyncio.Task[None], tuple[Start, Outbox[tuple[int, Event]]]] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def wait_until_idle(self) -> None:
+        """Until a moment in which no call runs; the next may have begun since."""
+        await self._is_idle.wait()
+
+    def migrate(self) -> None:
+        """Asks for every choice that decodes here, or will, to be taken elsewhere."""
+        for start, outbox in self._running.values():
+            if isinstance(start.request, DecodeRequest):
+                outbox.put((start.call_id, Migrate()))
+
+    async def Serve(  # type: ignore[override]  # noqa: N802 - the generated name; it writes, where it could yield
+        self, requests: AsyncIterator[worker_pb2.ServeRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Until the router leaves, or is gone: then this is cancelled, and so are its calls.
+
+        Raises:
+            InvalidRequest: what it sends is not of the kind that routers send.
+        """
+        outbox = Outbox[tuple[int, Event]]()
+        writing = asyncio.create_task(_write(context, outbox))
+        calls: dict[int, asyncio.Task[None]] = {}
+        try:
+            async for frame in requests:
+                for command in wire.commands(frame, self._max_model_len):
+                    if isinstance(command, Cancel):
+                        _cancel(calls.get(command.call_id))
+                    elif command.call_id in calls:
+                        taken = InvalidRequest(f"call {command.call_id} of this stream is running already")
+                        outbox.put((command.call_id, to_failed(taken)))
+                    else:
+                        call = calls[command.call_id] = asyncio.create_task(self._run(command, outbox))
+                        self._running[call] = command, outbox
+                        self._is_idle.clear()
+                        call.add_done_callback(partial(self._forget, calls, command.call_id))
+        finally:
+            writing.cancel()
+            for call in calls.values():
+                _cancel(call)
+            await asyncio.wait((writing, *calls.values()))
+
+    async def _run(self, start: Start, outbox: Outbox[tuple[int, Event]]) -> None:
+        call_id = start.call_id
+        try:
+            async with contextlib.aclosing(self._events(start)) as events:
+                async for event in events:
+                    outbox.put((call_id, event))
+            outbox.put((call_id, Ended()))
+        except BatonError as error:
+            outbox.put((call_id, to_failed(error)))
+        except asyncio.CancelledError:
+            outbox.put((call_id, Ended()))
+            raise
+        except Exception:  # a defect of ours: the log gets the traceback, the router a sentence
+            logger.exception("a call failed unexpectedly")
+            outbox.put((call_id, to_failed(BatonError("internal error; the worker's log says more"))))
+
+    def _events(self, start: Start) -> AsyncGenerator[Event]:
+        trace = tracing.from_metadata(start.trace.items())
+        logs.about(tracing.span_of(trace))
+        if isinstance(start.request, BatonError):
+            raise start.request
+        if start.request is not None:
+            require_servable(start.request.sequence)
+        match start.request:
+            case PrefillRequest() as request if self._prefill is not None:
+                return self._prefill(request, trace)
+            case DecodeRequest() as request if self._decode is not None:
+                return self._decode(request, trace)
+            case FetchRequest() as request if self._fetch is not None:
+                return self._fetch(request, trace)
+        raise Unsupported("this worker does not serve such calls")
+
+    def _forget(self, calls: dict[int, asyncio.Task[None]], call_id: int, call: asyncio.Task[None]) -> None:
+        del calls[call_id], self._running[call]
+        if not self._running:
+            self._is_idle.set()
+
+
+def require_servable(spec: SequenceSpec) -> None:
+    """Raises InvalidRequest where a value would spoil more than its own call: an engine serves many in one step.
+
+    How many tokens fit is the engine's to say.
+    """
+    settled = spec.sampling.max_tokens is not None and spec.sampling.seed is not None
+    for ok, rule in (
+        (0 < spec.num_prompt_tokens <= len(spec.token_ids), "num_prompt_tokens must be 1 to the number of token_ids"),
+        (settled, "the router must settle max_tokens and seed"),
+        (
+            not settled or len(spec.token_ids) - spec.num_prompt_tokens < spec.max_tokens,
+            "max_tokens must be more than the tokens that the answer has",
+        ),
+        (0 <= spec.sampling.top_k <= MAX_TOP_K, f"top_k must be 0 to {MAX_TOP_K}"),
+        (not spec.sampling.stop and spec.sampling.n == 1, "stop strings and n stay with the router"),
+        (spec.ttft_s >= 0 and spec.itl_s >= 0, "ttft_s and itl_s must be at least 0"),  # which NaN is not
+        (len(spec.cache_seed) <= KEY_BYTES, f"cache_seed must have at most {KEY_BYTES} bytes"),
+    ):
+        if not ok:
+            raise InvalidRequest(f"a worker cannot serve this sequence: {rule}")
+
+
+def _cancel(call: asyncio.Task[None] | None) -> None:
+    """Once only: a second time would break into the call's cleaning up."""
+    if call is not None and not call.cancelling():
+        call.cancel()
+
+
+async def _write(context: grpc.aio.ServicerContext[Any, Any], outbox: Outbox[tuple[int, Event]]) -> None:
+    while True:
+        await context.write(wire.serve_response(await outbox.take(MAX_FRAME_EVENTS)))

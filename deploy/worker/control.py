@@ -1,0 +1,101 @@
+"""Orders to one worker: drain, and change the role. Its calls go elsewhere while its engine runs on.
+
+    READY ── drain ──> DRAINING ── all calls gone ──> READY in the other role, or the end of the process
+                           `────── time is up, or anything fails ──────> READY in the old role (of a change of role)
+
+A draining worker takes no new choices to decode and hands back what it has not begun. Every choice that it decodes is
+asked to move: the router has the next worker pull the KV from here while the tokens go on, and then has the few missing
+blocks handed over like those of any prompt. So how long it takes depends on the KV, not on how much remains to be said.
+
+A worker that was told to drain for good takes no work again. Where it was not the controller that told it, the
+controller sees it in the lease and has another one take its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from baton.cluster import Role, WorkerState
+from baton.config import MAX_TIMEOUT_S
+from baton.errors import Conflict, InvalidRequest, WorkerDraining
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from deploy.worker.calls import CallServicer
+from deploy.worker.member import Member
+
+
+class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
+    """Of one worker, on its event loop."""
+
+    def __init__(self, member: Member, calls: CallServicer) -> None:
+        self.member = member
+        self._calls = calls
+        self._changing = asyncio.Lock()
+        self._is_leaving = False
+
+    async def drain(self, timeout_s: float) -> int:
+        """For good. Returns once nothing is left to do here, or the time is up.
+
+        Returns:
+            Calls that are left. What has come since there were none does not count: it is refused.
+        """
+        self._is_leaving = True
+        return await self._drain(timeout_s)
+
+    async def _drain(self, timeout_s: float) -> int:
+        member = self.member
+        member.become(WorkerState.DRAINING)
+        member.loop.hand_back(WorkerDraining(f"{member.worker_id} takes no new work"))
+        self._calls.migrate()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._calls.wait_until_idle()  # who pulls from here is not waited for
+        except TimeoutError:
+            return self._calls.num_running
+        return 0
+
+    async def set_role(self, role: Role, timeout_s: float) -> None:
+        """Raises Conflict when the worker is not ready, or not free in time: it goes on in its old role."""
+        member = self.member
+        async with self._changing:
+            if member.role is role:
+                return
+            if member.state is not WorkerState.READY:
+                raise Conflict(f"{member.worker_id} is {member.state}; only a worker that is ready can change its role")
+            try:
+                num_left = await self._drain(timeout_s)
+                if num_left:
+                    raise Conflict(
+                        f"{num_left} calls were still running on {member.worker_id} after {timeout_s:g} s; "
+                        f"it stays a {member.role} worker"
+                    )
+            except BaseException:  # cancelled, too: whoever gave the order may be gone
+                self._stay(member.role)
+                raise
+            self._stay(role)
+
+    def _stay(self, role: Role) -> None:
+        """Takes work again, unless the worker has been told meanwhile to leave."""
+        self.member.become(WorkerState.DRAINING if self._is_leaving else WorkerState.READY, role)
+
+    async def Drain(  # noqa: N802 - the generated name
+        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.DrainResponse:
+        return worker_pb2.DrainResponse(num_left=await self.drain(_required_time(request.timeout_s)))
+
+    async def SetRole(  # noqa: N802
+        self, request: worker_pb2.SetRoleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.SetRoleResponse:
+        if request.role not in tuple(Role):
+            raise InvalidRequest(f"a worker's role is prefill or decode, not {request.role!r}", "role")
+        await self.set_role(Role(request.role), _required_time(request.timeout_s))
+        return worker_pb2.SetRoleResponse()
+
+
+def _required_time(timeout_s: float) -> float:
+    """Raises InvalidRequest for a time that no timer takes; also NaN."""
+    if not 0 <= timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidRequest(f"timeout_s must be 0 to {MAX_TIMEOUT_S}, not {timeout_s:g}", "timeout_s")
+    return timeout_s

@@ -1,0 +1,211 @@
+"""A worker as a member of the cluster: an engine whose lease and cached blocks others can see.
+
+Both roles are members, and any member may change its role: it only tells routers what to ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import socket
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+
+from baton import wire
+from baton.blocks import content_id
+from baton.cluster import VERSION, Role, WorkerInfo, WorkerLoad, WorkerState
+from baton.config import Config
+from baton.engine.core.block_pool import Removed, Stored
+from baton.engine.core.engine import Engine
+from baton.engine.core.loop import EngineLoop
+from baton.engine.core.runner import Runner
+from baton.engine.core.scheduler import SchedulerLimits
+from baton.engine.model.kv_cache import KVSpec
+from baton.rpc import RpcServer
+from baton.tasks import cancel_and_wait
+from kvstore.index import Connection, IndexPublisher, RedisIndex
+from kvstore.leases import LeaseKeeper, RedisLeases
+from kvstore.transfer.endpoint import KvEndpoint
+
+logger = logging.getLogger(__name__)
+WIRE_VERSION = 2
+"""Of the hand-over: workers of different versions do not pair."""
+
+
+class Member:
+    """One worker process's engine, gRPC server, lease and index publisher."""
+
+    def __init__(self, role: Role, worker_id: str, host: str, config: Config, runner: Runner) -> None:
+        self.worker_id = worker_id
+        self.host = host
+        self.config = config
+        self.runner = runner
+        self.incarnation = os.urandom(8).hex()
+        """One per process start; names this process in hand-overs."""
+        self.content_id = content_id(config.model.revision)
+        self.wire_compat = wire_compat(config.model.revision, runner.cache.spec)
+        limits = SchedulerLimits(
+            block_size=runner.cache.spec.block_size,
+            max_num_seqs=config.engine.max_num_seqs,
+            max_num_batched_tokens=config.engine.max_num_batched_tokens,
+            output_reservation=config.engine.output_reservation,
+            num_state_slots=config.engine.max_num_seqs if runner.cache.states else 0,
+        )
+        self.engine = Engine(runner, limits)
+        self.loop = EngineLoop(self.engine, config.engine.max_waiting, self._on_block_events, self._on_idle)
+        compat, transfer, faults = self.wire_compat, config.transfer, config.faults
+        self.kv = KvEndpoint(worker_id, self.incarnation, self.loop, compat, transfer, host, faults)
+        self._keeper: LeaseKeeper | None = None
+        self._publisher: IndexPublisher | None = None
+        self._role = role
+        self._state = WorkerState.STARTING
+        self._info: WorkerInfo | None = None
+
+    @property
+    def info(self) -> WorkerInfo:
+        assert self._info is not None, "the member has not joined yet"
+        return self._info
+
+    @property
+    def role(self) -> Role:
+        return self._role
+
+    @property
+    def state(self) -> WorkerState:
+        return self._state
+
+    def become(self, state: WorkerState, role: Role | None = None) -> None:
+        """Tells the others, at once, that this worker is in another state, and perhaps role, from now on."""
+        self._state = state
+        if role is not None:
+            self._role = role
+            self._info = replace(self.info, role=role)
+        if self._keeper is not None:
+            self._keeper.renew_soon()
+
+    @contextlib.asynccontextmanager
+    async def joined(self, rpc: RpcServer, port: int) -> AsyncGenerator[asyncio.Task[None]]:
+        """The engine runs and the worker takes traffic while the block is entered.
+
+        Yields:
+            A task that ends, with the error, when the worker can no longer be part of the cluster: it was fenced by a
+            newer incarnation, or a part of it failed.
+        """
+        settings = self.config.index
+        async with contextlib.AsyncExitStack() as stack:
+            index = RedisIndex(
+                Connection(settings.redis_url),
+                self.content_id,
+                blocks_ttl_s=settings.blocks_ttl_s,
+                stream_max_events=settings.stream_max_events,
+            )
+            stack.push_async_callback(index.close)
+            leases = RedisLeases(
+                Connection(settings.redis_url),
+                self.content_id,
+                lease_s=settings.lease_s,
+                blocks_ttl_s=settings.blocks_ttl_s,
+            )
+            stack.push_async_callback(leases.close)
+            stack.push_async_callback(self.kv.close)
+            keeper = self._keeper = LeaseKeeper(leases, self.worker_id, renew_s=settings.renew_s)
+            epoch = await keeper.acquire()
+            stack.push_async_callback(keeper.close)
+            spec = self.runner.cache.spec
+            self._info = WorkerInfo(
+                id=self.worker_id,
+                role=self._role,
+                address=f"{self.host}:{port}",
+                pid=os.getpid(),
+                node=socket.gethostname(),
+                epoch=epoch,
+                content_id=self.content_id,
+                wire_compat=self.wire_compat,
+                block_size=spec.block_size,
+                max_model_len=self.runner.max_model_len,
+                chunk_tokens=self.config.engine.max_num_batched_tokens,
+                version=VERSION,
+                known_fields=wire.KNOWN_FIELDS,
+            )
+            self.kv.receiver.kv_address = self.info.address
+            self._publisher = self._publisher_of(epoch, index)
+            await rpc.start()
+            stack.push_async_callback(rpc.stop, 0)
+            await rpc.set_serving(True)
+            self._state = WorkerState.READY
+            running = asyncio.create_task(self._run(keeper, index), name="member")
+            stack.push_async_callback(cancel_and_wait, [running])
+            yield running
+
+    async def _run(self, keeper: LeaseKeeper, index: RedisIndex) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.loop.run(), name="engine")
+            tasks.create_task(self._belong(keeper, index), name="lease")
+
+    async def _belong(self, keeper: LeaseKeeper, index: RedisIndex) -> None:
+        """Keeps the lease and publishes under its epoch; when it has expired, under the next one.
+
+        The engine goes on meanwhile: those whose streams are open want their answers, whatever the index thinks.
+        """
+        while True:
+            async with asyncio.TaskGroup() as tasks:
+                if self._publisher is not None:
+                    publishing = tasks.create_task(self._publisher.run(), name="index")
+                await keeper.run(lambda: (self.info, self._load()))
+                if self._publisher is not None:
+                    publishing.cancel()  # before the next epoch exists, which would fence it
+            epoch = await keeper.acquire()
+            logger.warning("%s goes on as epoch %d", self.worker_id, epoch)
+            self._info = replace(self.info, epoch=epoch)
+            self._publisher = self._publisher_of(epoch, index)
+
+    def _publisher_of(self, epoch: int, index: RedisIndex) -> IndexPublisher | None:
+        """None: what this model caches is of use to nobody."""
+        if not self.runner.cache.spec.supports_prefix_reuse:
+            return None
+        return IndexPublisher(index, self.worker_id, epoch, self.engine.pool.keys)
+
+    def _load(self) -> WorkerLoad:
+        load = self.engine.load()
+        return WorkerLoad(
+            state=self._state,
+            running=load.running,
+            waiting=load.waiting,
+            queued_tokens=load.queued_tokens,
+            blocks=load.blocks,
+            preemptions=load.preemptions,
+            costs=load.costs,
+            busy_s=load.busy_s,
+            computed_tokens=load.computed_tokens,
+            self_check=self.loop.self_check,
+            transfers=self.kv.counts(),
+        )
+
+    def _on_idle(self) -> None:
+        """The last sequence is gone: others should see it at once, not at the next renewal."""
+        if self._keeper is not None:
+            self._keeper.renew_soon()
+
+    def _on_block_events(self, events: list[Stored | Removed]) -> None:
+        if self._publisher is None:
+            return
+        for event in events:
+            report: Callable[[list[bytes]], None] = (
+                self._publisher.stored if isinstance(event, Stored) else self._publisher.removed
+            )
+            report([event.key])
+
+
+def wire_compat(model_revision: str, spec: KVSpec) -> str:
+    """Identity of what two workers must share to pair: the model and what its KV consists of.
+
+    Block size, KV data type and tensor-parallel degree are not part of it: the transfer plan bridges them, or refuses
+    them in words (`kvstore.transfer.protocol.layout.mismatch`).
+    """
+    groups = "|".join(f"{g.name}:{len(g.layers)}:{g.k_dim}:{g.v_dim}" for g in spec.groups)
+    states = "|".join(f"{s.name}:{s.shape}:{s.dtype}" for s in spec.states)
+    text = f"{WIRE_VERSION}\0{model_revision}\0{groups}\0{states}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,167 @@
+"""A worker's process: one engine, which serves both roles; its role tells routers what to ask of it.
+
+    python -m deploy.worker ROLE ID HOST [--ready-fd N]        the configuration comes in BATON_CONFIG_JSON
+
+A Ray actor keeps each one (`deploy.ray_pools.actor`); anything else that starts processes could. Once the worker is
+ready, or has failed to start, it writes one line of JSON to the descriptor: `{"pid": ..., "address": ...}`, or
+`{"kind": ..., "message": ...}`, which is an error of Baton's tree.
+
+SIGTERM drains it: what it does goes to others, for `cluster.drain_timeout_s` at most, then it leaves the cluster and
+ends. A second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
+
+import uvloop
+
+from baton.cluster import Role, WorkerState
+from baton.config import Config, process_config
+from baton.engine.core.runner import Runner
+from baton.errors import BatonError, ConfigError, Fenced
+from baton.rpc import RpcServer
+from baton.rpc.errors import to_failed
+from baton.tasks import cancel_and_wait
+from baton.telemetry import logs, tracing
+from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
+from decode_worker.service import DecodeService
+from deploy.processes import FENCED, tell_parent
+from deploy.worker.calls import CallServicer, max_message_bytes
+from deploy.worker.control import WorkerControl
+from deploy.worker.member import Member
+from prefill_worker.service import PrefillService
+
+ARITHMETIC_LAYERS = 2
+LAST_WORDS_S = 0.2
+"""What calls have said last is on its way to the routers for so long."""
+SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.KvControl")
+
+
+@contextlib.asynccontextmanager
+async def running(
+    config: Config, role: Role, worker_id: str, host: str, runner: Runner
+) -> AsyncGenerator[tuple[WorkerControl, asyncio.Task[None]]]:
+    """A worker that takes traffic while the block is entered. Yields its control, and what `Member.joined` does."""
+    member = Member(role, worker_id, host, config, runner)
+    rpc = RpcServer(SERVICE_NAMES, max_message_bytes=max_message_bytes(runner.max_model_len))
+
+    def is_draining() -> bool:
+        return member.state is WorkerState.DRAINING
+
+    prefill = PrefillService(worker_id, member.loop, member.kv, is_draining)
+    decode = DecodeService(worker_id, member.loop, member.kv, is_draining)
+    calls = CallServicer(
+        prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch, max_model_len=runner.max_model_len
+    )
+    control = WorkerControl(member, calls)
+    worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)
+    worker_pb2_grpc.add_WorkerControlServicer_to_server(control, rpc.server)
+    kv_pb2_grpc.add_KvControlServicer_to_server(member.kv, rpc.server)
+    port = rpc.bind(host, 0)
+    async with member.joined(rpc, port) as ended:
+        yield control, ended
+
+
+def build_runner(config: Config) -> Runner:
+    """The model that `engine.runner` names. Takes seconds.
+
+    Raises:
+        ModelLoadError, ConfigError: it cannot run as configured.
+    """
+    if config.engine.runner == "arithmetic":
+        from baton.engine.model.arithmetic import ArithmeticRunner
+
+        num_blocks = config.engine.num_blocks or 4096
+        max_model_len = config.engine.max_model_len or 8192
+        return ArithmeticRunner(
+            num_blocks,
+            config.engine.block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=config.engine.max_num_seqs,
+            num_layers=ARITHMETIC_LAYERS,
+            layer_s=config.engine.arithmetic_step_ms / 1e3 / ARITHMETIC_LAYERS,
+            token_s=config.engine.arithmetic_token_ms / 1e3,
+        )
+    if config.engine.runner == "transformers":
+        from baton.engine.model.transformers_runner import TransformersRunner
+
+        return TransformersRunner(config.model, config.engine)
+    raise ConfigError(f"engine.runner must be transformers or arithmetic, got {config.engine.runner!r}")
+
+
+async def serve(
+    config: Config,
+    role: Role,
+    worker_id: str,
+    host: str,
+    ready_fd: int | None = None,
+    build: Callable[[Config], Runner] = build_runner,
+) -> None:
+    """Until SIGTERM, and until it is drained then.
+
+    Raises:
+        Fenced: a newer incarnation has this worker's name.
+    """
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    tracer = tracing.configure(f"baton-{role}", worker_id, config.telemetry)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                runner = await asyncio.to_thread(build, config)
+                stack.callback(runner.close)
+                control, ended = await stack.enter_async_context(running(config, role, worker_id, host, runner))
+                # Not before, for however long Redis is away: until there is something to drain, the signal may end the
+                # process at once.
+                asyncio.get_running_loop().add_signal_handler(
+                    signal.SIGTERM, lambda: (stop_now if stop.is_set() else stop).set()
+                )
+            except BatonError as error:
+                if ready_fd is not None:
+                    tell_parent(ready_fd, **dataclasses.asdict(to_failed(error)))
+                raise
+            if ready_fd is not None:
+                tell_parent(ready_fd, pid=os.getpid(), address=control.member.info.address)
+            await _first(ended, stop.wait())
+            await _first(ended, stop_now.wait(), control.drain(config.cluster.drain_timeout_s))
+            await asyncio.sleep(LAST_WORDS_S)
+    finally:
+        if tracer is not None:
+            await asyncio.to_thread(tracer.shutdown)
+
+
+async def _first(ended: asyncio.Task[None], *others: Coroutine[Any, Any, object]) -> None:
+    """Until one of them is done. Raises the error with which the worker ended, if it did."""
+    tasks = [asyncio.create_task(other) for other in others]
+    try:
+        await asyncio.wait((ended, *tasks), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel_and_wait(tasks)
+    if ended.done():
+        ended.result()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m deploy.worker", description=__doc__.split("\n")[0])
+    parser.add_argument("role", choices=[role.value for role in Role])
+    parser.add_argument("id")
+    parser.add_argument("host", help="the address on which routers and other workers reach it")
+    parser.add_argument("--ready-fd", type=int, help="inherited descriptor on which it says that it is ready")
+    args = parser.parse_args()
+    config = process_config()
+    logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{args.role}")
+    try:
+        uvloop.run(serve(config, Role(args.role), args.id, args.host, args.ready_fd))
+    except* Fenced as fenced:
+        print(fenced.exceptions[0], file=sys.stderr)  # noqa: T201
+        sys.exit(FENCED)
+    except* BatonError as errors:
+        sys.exit(str(errors.exceptions[0]))

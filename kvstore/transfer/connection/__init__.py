@@ -1,0 +1,1 @@
+"""Connections: one rank of a worker to one rank of another, each a control stream and a transport."""

@@ -1,0 +1,1 @@
+"""Copies between the scattered blocks of a cache and the contiguous payload of a chunk, and their checksums."""

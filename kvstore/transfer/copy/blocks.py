@@ -1,0 +1,300 @@
+"""Between a cache's scattered blocks and the contiguous payload of a chunk, on either side of a transfer.
+
+    gather:  cache  ->  payload      (source)            scatter:  payload  ->  cache      (destination)
+
+A unit lies in a cache's row in a few pieces. Here two heads of three, and the second half of a block twice the unit:
+
+    row     | head 0: K K' V V' | head 1: K K' V V' | head 2: K K' V V' |
+    unit                               `-    `-            `-    `-            four runs
+
+Every piece is a whole number of runs of one length, the greatest that divides all pieces and their places. So one
+index, of runs instead of blocks, moves them whatever the layouts: a whole row is one run where both sides hold the
+same, and then this is a gather of blocks. Values are converted on the way where the wire's data type is another.
+
+On a CPU rows of bytes move by numpy's `take` and by an assignment of numpy rows, twice as fast as `index_copy_`, and a
+layer is checked while it is in the processor's cache, which halves what the checksum costs.
+
+Each call returns only when the bytes have moved, on a GPU too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstore.transfer.protocol.layout import heads_of, torch_dtype
+from kvstore.transfer.protocol.plan import SCALE_BYTES, page_dims
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from baton.engine.model.kv_cache import KVCache, LayerGroup
+    from baton.messages import KvLayout
+    from kvstore.transfer.copy.checksum import Checksum
+    from kvstore.transfer.protocol.plan import Chunk, Plan, WireGroup
+
+INT8_MAX = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """How the units of one layer group lie in the rows of a cache."""
+
+    numel: int
+    """Elements of one run."""
+    per_row: int
+    of_unit: NDArray[np.int64]
+    """`[units a block, runs a unit]`: the runs of each unit of a block, in wire order."""
+
+
+def runs_of(group: LayerGroup, block_size: int, unit_tokens: int, head_lo: int, head_hi: int) -> Runs:
+    """The runs of the heads `head_lo:head_hi` (the cache's own numbers) in units of `unit_tokens`."""
+    pieces = []
+    for unit in range(block_size // unit_tokens):
+        at: list[tuple[int, int]] = []
+        for head in range(head_lo, head_hi):
+            page = head * group.page_numel(block_size)
+            for dim in (group.k_dim, group.v_dim):
+                at.append((page + unit * unit_tokens * dim, unit_tokens * dim))
+                page += block_size * dim
+        pieces.append(_joined(at))
+    row_numel = group.row_numel(block_size)
+    numel = math.gcd(row_numel, *(number for at in pieces for piece in at for number in piece))
+    of_unit = [[run for start, size in at for run in range(start // numel, (start + size) // numel)] for at in pieces]
+    return Runs(numel, row_numel // numel, np.array(of_unit, dtype=np.int64))
+
+
+def _joined(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Pieces `(start, size)` that follow each other without a gap become one."""
+    joined: list[tuple[int, int]] = []
+    for start, size in pieces:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((start, size))
+    return joined
+
+
+class Rows:
+    """One transfer's place in one rank's cache.
+
+    Args:
+        layout, rank: of the side that `cache` belongs to: the plan's source or its destination.
+        block_ids: all blocks of the sequence on this side, in order; the first holds token 0.
+        state_slot: where the sequence's states are, in a cache that has any.
+        stream: on a GPU, the stream on which the copies run; by default the calling thread's current one.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        plan: Plan,
+        layout: KvLayout,
+        rank: int,
+        block_ids: Sequence[int],
+        state_slot: int | None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        if cache.spec.states and state_slot is None:
+            raise ValueError("this model's sequences carry a state; state_slot is needed")
+        if not all(0 <= block < cache.num_blocks for block in block_ids):
+            raise ValueError(f"a cache of {cache.num_blocks} blocks does not have all of {list(block_ids)}")
+        self._cache = cache
+        self._plan = plan
+        self._blocks = np.array(block_ids, dtype=np.int64)
+        self._state_slot = state_slot
+        self._stream = stream
+        self._first_unit = plan.skip_tokens // plan.unit_tokens
+        self._indices: dict[tuple[int, int, int], torch.Tensor] = {}
+        """By part and units: the chunks of a span share one."""
+        self._runs: list[Runs] = []
+        for ours, model, wire in zip(cache.spec.groups, layout.groups, plan.groups, strict=True):
+            first = heads_of(model.num_kv_heads, layout.tp_size, rank).start
+            self._runs.append(
+                runs_of(ours, layout.block_size, plan.unit_tokens, wire.head_lo - first, wire.head_hi - first)
+            )
+        self._bytes = {
+            part: group.view(len(group), -1, runs.numel).view(torch.uint8).numpy()
+            for part, (group, runs, wire) in enumerate(zip(cache.groups, self._runs, plan.groups, strict=True))
+            if group.device.type == "cpu" and group.dtype == torch_dtype(wire.dtype)
+        }
+        """The groups that travel as they are: their runs as bytes, `uint8[layers, runs, bytes]`; shares memory."""
+
+    def gather(
+        self,
+        chunk: Chunk,
+        payload: torch.Tensor,
+        fence: torch.cuda.Event | None = None,
+        checksum: Checksum | None = None,
+    ) -> None:
+        """Fills `payload`, `uint8[chunk.num_bytes]`, when the GPU has passed `fence`; `checksum` takes it in."""
+        if self._is_bytewise(chunk):
+            self._gather_bytes(chunk, payload, checksum)
+            return
+        with self._on_stream(fence):
+            if chunk.part < len(self._runs):
+                self._gather_blocks(chunk, payload)
+            else:
+                payload.copy_(self._state(chunk)[chunk.unit_lo : chunk.unit_hi], non_blocking=True)
+        if checksum is not None:
+            checksum.update(payload)
+
+    def scatter(self, chunk: Chunk, payload: torch.Tensor, checksum: Checksum | None = None) -> None:
+        """Writes `payload`, `uint8[chunk.num_bytes]`, to its place; `checksum` takes in what was written.
+
+        With the sequence's last unit, what is left of its block is zeroed: attention masks the places behind the last
+        token, but a masked NaN that another request left there would still spoil the sum.
+        """
+        if self._is_bytewise(chunk):
+            self._scatter_bytes(chunk, payload, checksum)
+            return
+        if checksum is not None:
+            checksum.update(payload)
+        with self._on_stream(None):
+            payload = payload.to(self._cache.device, non_blocking=True)
+            if chunk.part < len(self._runs):
+                self._scatter_blocks(chunk, payload)
+            else:
+                self._state(chunk)[chunk.unit_lo : chunk.unit_hi] = payload
+
+    # -- bytes as they are, on a CPU ---------------------------------------------------------------------------------
+
+    def _is_bytewise(self, chunk: Chunk) -> bool:
+        return chunk.part in self._bytes
+
+    def _gather_bytes(self, chunk: Chunk, payload: torch.Tensor, checksum: Checksum | None) -> None:
+        index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi).numpy()
+        layers = self._bytes[chunk.part][chunk.layer_lo : chunk.layer_hi]
+        for layer, out in zip(layers, payload.numpy().reshape(len(layers), len(index), -1), strict=True):
+            # "clip" writes straight to `out`; there is nothing to clip, the index is of blocks that exist
+            layer.take(index, axis=0, out=out, mode="clip")
+            if checksum is not None:
+                checksum.update(out)
+
+    def _scatter_bytes(self, chunk: Chunk, payload: torch.Tensor, checksum: Checksum | None) -> None:
+        index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi).numpy()
+        left = self._behind_the_end(chunk)
+        layers = self._bytes[chunk.part][chunk.layer_lo : chunk.layer_hi]
+        for layer, values in zip(layers, payload.numpy().reshape(len(layers), len(index), -1), strict=True):
+            layer[index] = values
+            if checksum is not None:
+                checksum.update(values)
+            if left is not None:
+                layer[left.numpy()] = 0
+
+    # -- converted, or on a GPU --------------------------------------------------------------------------------------
+
+    def _gather_blocks(self, chunk: Chunk, payload: torch.Tensor) -> None:
+        wire, runs, layers = self._plan.groups[chunk.part], self._runs[chunk.part], self._layers(chunk)
+        index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi).to(layers.device)
+        dtype = torch_dtype(wire.dtype)
+        for layer, out in zip(layers, payload.view(len(layers), -1), strict=True):
+            if layer.dtype == dtype and layer.device == out.device:
+                torch.index_select(layer, 0, index, out=out.view(dtype).view(-1, runs.numel))
+            elif dtype == torch.int8:
+                out.copy_(self._quantized(chunk, wire, layer[index]), non_blocking=True)
+            else:
+                out.view(dtype).copy_(layer[index].to(dtype).view(-1), non_blocking=True)
+
+    def _scatter_blocks(self, chunk: Chunk, payload: torch.Tensor) -> None:
+        wire, runs, layers = self._plan.groups[chunk.part], self._runs[chunk.part], self._layers(chunk)
+        dtype = torch_dtype(wire.dtype)
+        values = self._dequantized(chunk, wire, payload) if dtype == torch.int8 else payload.view(dtype)
+        values = values.to(layers.dtype).view(len(layers), -1, runs.numel)
+        index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi)
+        if layers.device.type == "cpu":
+            layers.view(torch.uint8).numpy()[:, index.numpy()] = values.view(torch.uint8).numpy()
+        else:
+            layers.index_copy_(1, index.to(layers.device), values)
+        if (left := self._behind_the_end(chunk)) is not None:
+            layers.index_fill_(1, left.to(layers.device), 0)
+
+    def _behind_the_end(self, chunk: Chunk) -> torch.Tensor | None:
+        """Of the chunk with the last unit, the runs that are left of its block."""
+        num_left = -(self._first_unit + chunk.unit_hi) % len(self._runs[chunk.part].of_unit)
+        if chunk.unit_hi != self._plan.num_units or not num_left:
+            return None
+        return self._index(chunk.part, chunk.unit_hi, chunk.unit_hi + num_left)
+
+    def _index(self, part: int, unit_lo: int, unit_hi: int) -> torch.Tensor:
+        """The runs of units, in wire order, counted from the start of a layer; on the CPU."""
+        key = part, unit_lo, unit_hi
+        if key not in self._indices:
+            runs = self._runs[part]
+            units = np.arange(self._first_unit + unit_lo, self._first_unit + unit_hi)
+            blocks, units_of_block = np.divmod(units, len(runs.of_unit))
+            index = self._blocks[blocks][:, None] * runs.per_row + runs.of_unit[units_of_block]
+            self._indices[key] = torch.from_numpy(index.ravel())
+        return self._indices[key]
+
+    def _layers(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk's layers as runs, `[layers, runs, numel]`; shares memory."""
+        layers = self._cache.groups[chunk.part][chunk.layer_lo : chunk.layer_hi]
+        return layers.view(len(layers), -1, self._runs[chunk.part].numel)
+
+    def _state(self, chunk: Chunk) -> torch.Tensor:
+        """The bytes of the sequence's state."""
+        name = self._cache.spec.states[chunk.part - len(self._runs)].name
+        return self._cache.states[name][self._state_slot].view(-1).view(torch.uint8)
+
+    def _quantized(self, chunk: Chunk, wire: WireGroup, values: torch.Tensor) -> torch.Tensor:
+        """One layer's units, in wire order, as int8 units: `uint8`. May change `values`.
+
+        What lies behind the last token is zeroed first: it is junk, and would widen the scale of its page without
+        limit, or make it NaN.
+        """
+        num_units, num_heads = chunk.unit_hi - chunk.unit_lo, wire.head_hi - wire.head_lo
+        num_valid = self._plan.num_tokens - self._plan.skip_tokens - (chunk.unit_hi - 1) * self._plan.unit_tokens
+        out = torch.empty(num_units, wire.unit_bytes, dtype=torch.uint8, device=values.device)
+        scales, quantized = self._int8_parts(chunk, wire, out)
+        widths = self._page_widths(chunk)
+        pages = torch.split(values.view(num_units, num_heads, -1).float(), widths, 2)
+        for number, (page, to) in enumerate(zip(pages, torch.split(quantized, widths, 2), strict=True)):
+            page[-1].view(num_heads, self._plan.unit_tokens, -1)[:, num_valid:] = 0
+            # Not 0 for a page of zeros, and not subnormal, where a quotient could leave the range.
+            scale = (page.abs().amax(2) / INT8_MAX).clamp_min_(torch.finfo(torch.float32).tiny)
+            scales[:, :, number] = scale
+            to.copy_((page / scale[:, :, None]).round_())
+        return out.view(-1)
+
+    def _dequantized(self, chunk: Chunk, wire: WireGroup, payload: torch.Tensor) -> torch.Tensor:
+        """The units of all layers in wire order: `float32`."""
+        scales, quantized = self._int8_parts(chunk, wire, payload.view(-1, wire.unit_bytes))
+        values = quantized.float()
+        for number, page in enumerate(torch.split(values, self._page_widths(chunk), 2)):
+            page.mul_(scales[:, :, number, None])
+        return values.view(-1)
+
+    def _int8_parts(self, chunk: Chunk, wire: WireGroup, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of int8 units `uint8[units, unit_bytes]`.
+
+        Returns:
+            Scales, `float32[units, heads, pages]`, and values, `int8[units, heads, numel]`.
+        """
+        num_heads, num_pages = wire.head_hi - wire.head_lo, len(self._page_widths(chunk))
+        end = num_heads * num_pages * SCALE_BYTES
+        scales = units[:, :end].view(torch.float32).view(-1, num_heads, num_pages)
+        return scales, units[:, end:].view(torch.int8).view(len(units), num_heads, -1)
+
+    def _page_widths(self, chunk: Chunk) -> list[int]:
+        """Elements of each page of a head of a unit."""
+        return [self._plan.unit_tokens * dim for dim in page_dims(self._plan.src.groups[chunk.part])]
+
+    @contextlib.contextmanager
+    def _on_stream(self, fence: torch.cuda.Event | None) -> Iterator[None]:
+        if self._cache.device.type == "cpu":
+            yield
+            return
+        stream = self._stream or torch.cuda.current_stream(self._cache.device)
+        if fence is not None:
+            stream.wait_event(fence)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()

@@ -1,0 +1,120 @@
+"""The 64 bytes before every message on a link, with which a message proves whose it is and tells what comes next.
+
+    0      4        5      6       10      14           18           26              30    34     36         38
+    | magic | version | flags | epoch | place | next bytes | generation | transfer hash | seq | part | layer_lo | ...
+    38         40        44        48              52         60           64
+    | layer_hi | unit_lo | unit_hi | payload bytes | checksum | header sum |                    little endian
+
+`place` counts the messages of a link, `next_bytes` is the payload of the message LOOKAHEAD places further on: so a
+receiver always knows what to post. A message without payload is a signal; it announces, or keeps the link alive.
+
+Length, sender, reservation and place in the plan are all in it, because no link reports them: a shorter message
+completes a receive, and a late one looks like the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from baton.errors import TransferCorrupted
+
+if TYPE_CHECKING:
+    from kvstore.transfer.protocol.plan import Chunk
+
+HEADER_BYTES = 64
+PROTOCOL_VERSION = 3
+LOOKAHEAD = 2
+"""Messages that are posted ahead on every link. Part of the protocol."""
+MAGIC = b"BTKV"
+
+CHECKED = 1
+"""Flag: `checksum` holds the payload's checksum."""
+VOID = 2
+"""Flag: the payload was announced for a transfer that has been given up since, and means nothing."""
+
+_FORMAT = struct.Struct("<4sBBIIIQ4sIHHHIIIQ")
+_SUM = struct.Struct("<I")
+assert _FORMAT.size + _SUM.size == HEADER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    flags: int
+    epoch: int
+    place: int
+    next_bytes: int
+    generation: int = 0
+    transfer: bytes = bytes(4)
+    seq: int = 0
+    part: int = 0
+    layer_lo: int = 0
+    layer_hi: int = 0
+    unit_lo: int = 0
+    unit_hi: int = 0
+    num_bytes: int = 0
+    checksum: int = 0
+
+    def pack(self) -> bytes:
+        body = _FORMAT.pack(MAGIC, PROTOCOL_VERSION, *_fields(self))
+        return body + _SUM.pack(xxhash.xxh32_intdigest(body))
+
+
+_fields = attrgetter(*Header.__slots__)
+
+
+def transfer_hash(transfer_id: str) -> bytes:
+    return hashlib.blake2b(transfer_id.encode(), digest_size=4).digest()
+
+
+def unpack(data: bytes, epoch: int, place: int, num_bytes: int, slot_bytes: int) -> Header:
+    """The header of a message, which must be the one that its place on the link calls for.
+
+    Raises:
+        TransferCorrupted: it is not. Then nothing that follows on the link can be trusted either.
+    """
+    body, total = data[: _FORMAT.size], data[_FORMAT.size : HEADER_BYTES]
+    magic, version, *fields = _FORMAT.unpack(body)
+    if total != _SUM.pack(xxhash.xxh32_intdigest(body)) or (magic, version) != (MAGIC, PROTOCOL_VERSION):
+        raise TransferCorrupted(f"message {place} of the link is not what was sent: its header does not add up")
+    header = Header(*fields)
+    if (header.epoch, header.place, header.num_bytes) != (epoch, place, num_bytes) or header.next_bytes > slot_bytes:
+        raise TransferCorrupted(
+            f"message {place} of the link, epoch {epoch}, {num_bytes} bytes, was expected; "
+            f"message {header.place}, epoch {header.epoch}, {header.num_bytes} bytes, arrived"
+        )
+    return header
+
+
+def verify(header: Header, chunk: Chunk, transfer: bytes, checked: bool) -> None:
+    """Compares a chunk's header with the plan.
+
+    Raises:
+        TransferCorrupted: naming the first thing that differs.
+    """
+    span = (chunk.part, chunk.layer_lo, chunk.layer_hi, chunk.unit_lo, chunk.unit_hi, chunk.num_bytes)
+    got = (header.part, header.layer_lo, header.layer_hi, header.unit_lo, header.unit_hi, header.num_bytes)
+    _require(header, "transfer", header.transfer, transfer)
+    _require(header, "place in the plan", got, span)
+    _require(header, "flags", header.flags, CHECKED if checked else 0)
+
+
+def verify_checksum(header: Header, checksum: int) -> None:
+    """Compares a chunk's checksum with the one computed over what arrived.
+
+    Raises:
+        TransferCorrupted: they differ.
+    """
+    _require(header, "checksum", header.checksum, checksum)
+
+
+def _require(header: Header, name: str, have: object, want: object) -> None:
+    if have != want:
+        raise TransferCorrupted(
+            f"chunk {header.seq} of generation {header.generation}: its {name} is {have!r}, expected {want!r}"
+        )

@@ -1,0 +1,172 @@
+"""Who holds which heads, and whether KV of one layout can become KV of another: pure.
+
+The heads of a group are cut evenly over the ranks. With more ranks than heads, each head is held by several ranks:
+
+    6 heads   tp 2   rank 0: 0 1 2   rank 1: 3 4 5
+              tp 3   rank 0: 0 1     rank 1: 2 3     rank 2: 4 5
+    2 heads   tp 4   ranks 0, 1: 0   ranks 2, 3: 1              (replicated)
+
+A pair of ranks exchanges the heads that both hold. Where the source is replicated, one of a head's ranks sends it,
+and destinations take them in turn (the rule of vLLM's `tp_mapping`; MLA, one head for all ranks, is the same case).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.engine.model.kv_cache import KVSpec, LayerGroup, StateSpec
+from baton.messages import GroupLayout, KvLayout, StateLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+AUTO = "auto"
+"""The wire data type that follows from the two pools'."""
+CONVERTIBLE = ("float32", "bfloat16", "float16")
+"""Pool data types between which values may be converted. All others travel as they are."""
+WIRE_DTYPES = (AUTO, *CONVERTIBLE, "int8")
+MAX_RANKS = 64
+"""More than any model is split over. A transfer has a session for each rank that it goes to."""
+
+
+def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) -> KvLayout:
+    """The layout of the worker of which one rank's cache is `spec`.
+
+    Args:
+        num_kv_heads: heads of the whole model, one number a group. A rank's cache does not tell them where ranks
+            outnumber the heads; without them, no head is taken to be held twice.
+    """
+    totals = num_kv_heads or tuple(group.num_kv_heads * tp_size for group in spec.groups)
+    return KvLayout(
+        spec.block_size,
+        tp_size,
+        tuple(
+            GroupLayout(
+                name=g.name, layers=g.layers, num_kv_heads=total, k_dim=g.k_dim, v_dim=g.v_dim, dtype=_name(g.dtype)
+            )
+            for g, total in zip(spec.groups, totals, strict=True)
+        ),
+        tuple(StateLayout(s.name, s.shape, _name(s.dtype)) for s in spec.states),
+    )
+
+
+def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
+    """The cache of one rank."""
+    return KVSpec(
+        layout.block_size,
+        tuple(
+            LayerGroup(
+                name=g.name,
+                layers=g.layers,
+                num_kv_heads=len(heads_of(g.num_kv_heads, layout.tp_size, rank)),
+                k_dim=g.k_dim,
+                v_dim=g.v_dim,
+                dtype=torch_dtype(g.dtype),
+            )
+            for g in layout.groups
+        ),
+        tuple(StateSpec(s.name, s.shape, torch_dtype(s.dtype)) for s in layout.states),
+    )
+
+
+def heads_of(num_heads: int, tp_size: int, rank: int) -> range:
+    """The model's heads that a rank holds. One number divides the other."""
+    first = rank * num_heads // tp_size
+    return range(first, first + max(1, num_heads // tp_size))
+
+
+def shared_heads(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int, group: int) -> range:
+    """The model's heads of a group that `src_rank` sends to `dst_rank`; empty if another rank sends them, or none."""
+    num_heads = src.groups[group].num_kv_heads
+    ours, theirs = heads_of(num_heads, src.tp_size, src_rank), heads_of(num_heads, dst.tp_size, dst_rank)
+    replicas = max(1, src.tp_size // num_heads)
+    if src_rank % replicas != dst_rank % replicas:
+        return range(0)
+    first = max(ours.start, theirs.start)
+    return range(first, max(first, min(ours.stop, theirs.stop)))
+
+
+def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> tuple[int, ...]:
+    """The ranks from which `dst_rank` receives, in order. Every one of them has something to send."""
+    return tuple(rank for rank in range(src.tp_size) if _is_pair(src, rank, dst, dst_rank))
+
+
+def destination_ranks(src: KvLayout, dst: KvLayout, src_rank: int) -> tuple[int, ...]:
+    """The ranks to which `src_rank` sends, in order. A surplus replica has none."""
+    return tuple(rank for rank in range(dst.tp_size) if _is_pair(src, src_rank, dst, rank))
+
+
+def wire_dtype(src_dtype: str, dst_dtype: str, wanted: str) -> str:
+    """The data type in which a group travels.
+
+    `wanted` is one of WIRE_DTYPES. "auto" is the narrower of the two pools' types, so that equal pools exchange their
+    very bits. A type that cannot be converted travels as itself, whatever is wanted.
+
+    Raises:
+        ValueError: the two differ and one of them cannot be converted.
+    """
+    if src_dtype not in CONVERTIBLE or dst_dtype not in CONVERTIBLE:
+        if src_dtype != dst_dtype:
+            raise ValueError(f"{src_dtype} cannot be converted to {dst_dtype}")
+        return src_dtype
+    if wanted != AUTO:
+        return wanted
+    return min(src_dtype, dst_dtype, key=lambda name: torch_dtype(name).itemsize)
+
+
+def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
+    """Why KV of `src` cannot become KV of `dst`, in one sentence; "" if it can. One of them may be anything at all."""
+    for layout in (src, dst):
+        if layout.block_size < 1:
+            return f"a layout has blocks of {layout.block_size} tokens"
+        if not 1 <= layout.tp_size <= MAX_RANKS:
+            return f"a layout has {layout.tp_size} ranks, and must have 1 to {MAX_RANKS}"
+    names = [[group.name for group in layout.groups] for layout in (src, dst)]
+    if names[0] != names[1]:
+        return f"the source has the layer groups {names[0]}, the destination {names[1]}"
+    if max(src.block_size, dst.block_size) % min(src.block_size, dst.block_size):
+        return (
+            f"of the block sizes {src.block_size} (source) and {dst.block_size} (destination) neither divides the other"
+        )
+    for ours, theirs in zip(src.groups, dst.groups, strict=True):
+        for what, one, other in (
+            ("layers", ours.layers, theirs.layers),
+            ("KV heads", ours.num_kv_heads, theirs.num_kv_heads),
+            ("K and V dimensions", (ours.k_dim, ours.v_dim), (theirs.k_dim, theirs.v_dim)),
+        ):
+            if one != other:
+                return f"group {ours.name!r} has {what} {one} at the source and {other} at the destination"
+        for tp_size in (src.tp_size, dst.tp_size):
+            if max(ours.num_kv_heads, tp_size) % min(ours.num_kv_heads, tp_size):
+                return f"the {ours.num_kv_heads} KV heads of group {ours.name!r} cannot be spread over {tp_size} ranks"
+        try:
+            wire_dtype(ours.dtype, theirs.dtype, wanted)
+        except ValueError as error:
+            return f"in group {ours.name!r}, {error}"
+    if src.states != dst.states:
+        return f"the states are {_describe(src)} at the source and {_describe(dst)} at the destination"
+    if src.states and src.tp_size != dst.tp_size:
+        return f"states cannot move from tensor-parallel degree {src.tp_size} to {dst.tp_size}"
+    return ""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _is_pair(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int) -> bool:
+    if src.states and src_rank == dst_rank:
+        return True
+    return any(shared_heads(src, src_rank, dst, dst_rank, group) for group in range(len(src.groups)))
+
+
+def _describe(layout: KvLayout) -> str:
+    return ", ".join(f"{s.name}{list(s.shape)} {s.dtype}" for s in layout.states) or "none"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,251 @@
+"""Which bytes of a sequence's cache travel in which chunk: pure, and the same on both sides.
+
+A plan is of one pair of ranks. A wire unit is one block of the smaller of the two block sizes, of the heads that the
+two ranks share, in one layer:
+
+    sequence      | held by the destination | unit 0 | unit 1 | ...       unit u starts at token
+                  0                    skip_tokens                        skip_tokens + u * unit_tokens
+    unit          | head 0: K page, V page | head 1: K page, V page | ...                 in the wire data type
+    unit in int8  | float32 scale a page: head 0 K, V; head 1 K, V; ... | the pages as above |
+
+Chunks are ordered so that what is computed first leaves first. The units are cut into spans at multiples of
+`span_tokens` of the sequence, one after the other; within a span the layers come in the order of the model; the
+states come last, since they are final only with the last token:
+
+                    span 0    span 1
+    part 0  layer 0 |  0  |  |  4  |             part = index into groups + states
+            layer 1 |     |  |     |             a layer fits a slot: a chunk takes as many whole layers as fit,
+            layer 2 |  1  |  |  5  |             but no more than half of what is left of its span: when the
+            layer 3 |  2  |  |  6  |             last layer is computed, only that one has still to travel
+    part 1  layer 4 | 3 | 4| | 7 | 8             it does not fit: a chunk is a run of units of one layer
+    state           |       9      |             bytes; between equal ranks only
+
+    payload of a chunk: layer by layer, unit by unit, without gaps
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import ConfigError
+from kvstore.transfer.protocol.layout import AUTO, heads_of, mismatch, shared_heads, torch_dtype, wire_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from baton.messages import GroupLayout, KvLayout
+
+EVERY_LAYER: Final = 1 << 30
+"""More layers than a model has: stands for the end of the step, after which nothing changes any more."""
+SCALE_BYTES: Final = 4
+"""A float32 scale, of one page in int8."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireOptions:
+    """What both sides must have agreed on."""
+
+    chunk_bytes: int
+    """Largest payload of a chunk; a slot holds as much, or more."""
+    span_tokens: int
+    """Tokens that travel before the next ones do, rounded down to whole units, at least one."""
+    wire_dtype: str
+    """One of `layout.WIRE_DTYPES`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One message of a transfer. Layers count within the part; units are wire units, or bytes of a state."""
+
+    part: int
+    layer_lo: int
+    layer_hi: int
+    unit_lo: int
+    unit_hi: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WireGroup:
+    """How one layer group travels between the two ranks."""
+
+    head_lo: int
+    head_hi: int
+    """Heads of the model; equal where the two ranks share none of this group."""
+    dtype: str
+    unit_bytes: int
+    """Of one layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One transfer between two ranks."""
+
+    src: KvLayout
+    src_rank: int
+    dst: KvLayout
+    dst_rank: int
+    num_tokens: int
+    skip_tokens: int
+    options: WireOptions
+    unit_tokens: int
+    groups: tuple[WireGroup, ...]
+    chunks: tuple[Chunk, ...]
+    """In the order in which they are sent."""
+
+    @property
+    def num_units(self) -> int:
+        return -(-(self.num_tokens - self.skip_tokens) // self.unit_tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.num_bytes for chunk in self.chunks)
+
+    def digest(self, checksum: str) -> bytes:
+        """What both sides must have equal before a byte moves: with it, every send meets a receive of its size."""
+        return hashlib.blake2b(f"{self}|{checksum}".encode(), digest_size=16).digest()
+
+    def ready_at(self, chunk: Chunk) -> tuple[int, int]:
+        """`(num_tokens, num_layers)`: when a chunk may be gathered.
+
+        The sequence's first `num_tokens` tokens must be computed in the model's first `num_layers` layers. A state
+        needs the whole step that computes the last token: its number of layers, EVERY_LAYER, is never reached within
+        one. Layers without KV may follow the last one that a layout knows.
+        """
+        if chunk.part >= len(self.groups):
+            return self.num_tokens, EVERY_LAYER
+        tokens = min(self.skip_tokens + chunk.unit_hi * self.unit_tokens, self.num_tokens)
+        return tokens, max(self.src.groups[chunk.part].layers[chunk.layer_lo : chunk.layer_hi]) + 1
+
+
+def plan(
+    src: KvLayout,
+    src_rank: int,
+    dst: KvLayout,
+    dst_rank: int,
+    num_tokens: int,
+    skip_tokens: int,
+    options: WireOptions,
+) -> Plan:
+    """The transfer of a sequence's first `num_tokens` tokens, less `skip_tokens`, from one rank to another.
+
+    The two layouts fit each other: `layout.mismatch` finds nothing.
+
+    Raises:
+        ConfigError: one unit of one layer is larger than a chunk may be.
+        ValueError: `skip_tokens` is no multiple of the destination's block size, or more than there are.
+    """
+    assert not mismatch(src, dst, options.wire_dtype)
+    if skip_tokens % dst.block_size or not 0 <= skip_tokens <= num_tokens:
+        raise ValueError(
+            f"skip_tokens must be a multiple of the block size {dst.block_size} up to num_tokens {num_tokens}, "
+            f"got {skip_tokens}"
+        )
+    unit_tokens = min(src.block_size, dst.block_size)
+    groups = []
+    for index, (ours, theirs) in enumerate(zip(src.groups, dst.groups, strict=True)):
+        heads = shared_heads(src, src_rank, dst, dst_rank, index)
+        dtype = wire_dtype(ours.dtype, theirs.dtype, options.wire_dtype)
+        num_bytes = _unit_bytes(ours, len(heads), unit_tokens, dtype)
+        _require_fitting(ours, num_bytes, options.chunk_bytes)
+        groups.append(WireGroup(heads.start, heads.stop, dtype, num_bytes))
+    chunks: list[Chunk] = []
+    for lo, hi in _unit_spans(num_tokens, skip_tokens, unit_tokens, options.span_tokens):
+        span = [
+            chunk
+            for part, (layout, group) in enumerate(zip(src.groups, groups, strict=True))
+            if group.head_lo < group.head_hi
+            for chunk in _span_chunks(part, len(layout.layers), lo, hi, group.unit_bytes, options.chunk_bytes)
+        ]
+        chunks += sorted(span, key=lambda chunk: src.groups[chunk.part].layers[chunk.layer_hi - 1])
+    if src_rank == dst_rank:
+        for part, state in enumerate(src.states, start=len(groups)):
+            total = math.prod(state.shape) * torch_dtype(state.dtype).itemsize
+            chunks += (
+                Chunk(part=part, layer_lo=0, layer_hi=1, unit_lo=lo, unit_hi=hi, num_bytes=hi - lo)
+                for lo, hi in _cut(0, total, options.chunk_bytes)
+            )
+    return Plan(
+        src=src,
+        src_rank=src_rank,
+        dst=dst,
+        dst_rank=dst_rank,
+        num_tokens=num_tokens,
+        skip_tokens=skip_tokens,
+        options=options,
+        unit_tokens=unit_tokens,
+        groups=tuple(groups),
+        chunks=tuple(chunks),
+    )
+
+
+def require_fitting_slots(layout: KvLayout, slot_bytes: int, wanted: str = AUTO) -> None:
+    """Raises ConfigError unless one block of one layer fits a slot, so that no transfer fails for it later.
+
+    `wanted` is the wire data type.
+    """
+    for group in layout.groups:
+        _require_fitting(group, _largest_unit(layout, group, wanted), slot_bytes)
+
+
+def least_chunk_bytes(layout: KvLayout, wanted: str) -> int:
+    """What any chunk of this rank's cache needs at least, whoever the peer is."""
+    return max(_largest_unit(layout, group, wanted) for group in layout.groups)
+
+
+def _largest_unit(layout: KvLayout, group: GroupLayout, wanted: str) -> int:
+    """Bytes of the whole block and all heads of a rank: no peer can make a unit larger than that."""
+    num_heads = len(heads_of(group.num_kv_heads, layout.tp_size, 0))
+    return _unit_bytes(group, num_heads, layout.block_size, wire_dtype(group.dtype, group.dtype, wanted))
+
+
+def page_dims(group: GroupLayout) -> tuple[int, ...]:
+    """The width of each page of a head: K and V, or K alone where the group has no V."""
+    return tuple(dim for dim in (group.k_dim, group.v_dim) if dim)
+
+
+def _require_fitting(group: GroupLayout, unit_bytes: int, slot_bytes: int) -> None:
+    if unit_bytes > slot_bytes:
+        raise ConfigError(
+            f"one block of one layer of group {group.name!r} is {unit_bytes} bytes and does not fit a slot of "
+            f"{slot_bytes}; raise transfer.slot_bytes"
+        )
+
+
+def _unit_bytes(group: GroupLayout, num_heads: int, unit_tokens: int, dtype: str) -> int:
+    scales = SCALE_BYTES * len(page_dims(group)) if dtype == "int8" else 0
+    return num_heads * (scales + unit_tokens * (group.k_dim + group.v_dim) * torch_dtype(dtype).itemsize)
+
+
+def _unit_spans(num_tokens: int, skip_tokens: int, unit_tokens: int, span_tokens: int) -> Iterator[tuple[int, int]]:
+    """Runs of units, cut where the sequence's tokens are a multiple of a span."""
+    first, end = skip_tokens // unit_tokens, -(-num_tokens // unit_tokens)
+    step = max(1, span_tokens // unit_tokens)
+    return ((max(lo, first) - first, hi - first) for lo, hi in _cut(first // step * step, end, step) if hi > first)
+
+
+def _span_chunks(
+    part: int, num_layers: int, unit_lo: int, unit_hi: int, unit_bytes: int, chunk_bytes: int
+) -> Iterator[Chunk]:
+    units_a_chunk = chunk_bytes // unit_bytes
+    layers_a_chunk = max(1, units_a_chunk // (unit_hi - unit_lo))
+    lo = 0
+    while lo < num_layers:
+        hi = lo + min(layers_a_chunk, -(-(num_layers - lo) // 2))
+        for first, last in _cut(unit_lo, unit_hi, units_a_chunk):
+            yield Chunk(
+                part=part,
+                layer_lo=lo,
+                layer_hi=hi,
+                unit_lo=first,
+                unit_hi=last,
+                num_bytes=(hi - lo) * (last - first) * unit_bytes,
+            )
+        lo = hi
+
+
+def _cut(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((lo, min(lo + step, end)) for lo in range(start, end, step))

@@ -1,0 +1,282 @@
+"""What a sending worker has promised over one session, and which blocks it may still read: a pure state machine.
+
+    OFFERED --grant--> SENDING --every chunk sent, finished--> COMMITTING --ack--> COMMITTED
+        |                 |                                        |
+        +-----------------+----------------- nack, lost -----------+--------------------------> FAILED
+        +-----------------+----------------- abort ----------------+--> ABORTING --ack, lost--> FAILED
+
+The source's blocks are pinned until `Unpin`, which comes once a transfer: when it has ended here and no gather of it
+runs. An ABORTING transfer reads nothing any more; it is only remembered until the receiver has heard of it. What is not
+answered is said again every `resend_s`, and given up after `answer_s`: the receiver's answers are sticky.
+
+Events come in as calls; what must happen comes out as instructions, in order. Time is an argument.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from baton.errors import BatonError, TransferError, TransferTimeout
+from baton.messages import Abort, Commit, Offer
+from kvstore.transfer.protocol.reasons import from_reason, to_reason
+
+
+class State(enum.Enum):
+    OFFERED = "offered"
+    SENDING = "sending"
+    COMMITTING = "committing"
+    ABORTING = "aborting"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+LIVE = frozenset({State.OFFERED, State.SENDING, State.COMMITTING})
+UNANSWERED = frozenset({State.OFFERED, State.COMMITTING, State.ABORTING})
+LEGAL: dict[State, frozenset[State]] = {
+    State.OFFERED: frozenset({State.SENDING, State.ABORTING, State.FAILED}),
+    State.SENDING: frozenset({State.COMMITTING, State.ABORTING, State.FAILED}),
+    State.COMMITTING: frozenset({State.COMMITTED, State.ABORTING, State.FAILED}),
+    State.ABORTING: frozenset({State.FAILED}),
+    State.COMMITTED: frozenset(),
+    State.FAILED: frozenset(),
+}
+
+
+# -- instructions --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send this on the session."""
+
+    message: Offer | Commit | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The transfer's chunks may leave as they become ready."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The receiver has everything."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    generation: int
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """Nothing reads the source's blocks any more. Comes once a transfer, with or after its end."""
+
+    generation: int
+
+
+Instruction = Tell | Granted | Committed | Failed | Unpin
+
+
+@dataclass(slots=True, kw_only=True)
+class Transfer:
+    offer: Offer
+    state: State
+    told_at: float
+    """When something unanswered was said last."""
+    asked_at: float
+    """When it was said first."""
+    num_sent: int = 0
+    finished: bool = False
+    """The last token is computed; `first_token` is what the receiver goes on from."""
+    first_token: int | None = None
+    gathering: bool = False
+    unpinned: bool = False
+    error: BatonError | None = None
+
+    @property
+    def generation(self) -> int:
+        return self.offer.generation
+
+    def pending(self) -> Offer | Commit | Abort:
+        """What is unanswered."""
+        ids = (self.offer.transfer_id, self.generation)
+        match self.state:
+            case State.OFFERED:
+                return self.offer
+            case State.COMMITTING:
+                return Commit(*ids, self.first_token)
+            case _:
+                error = self.error if isinstance(self.error, TransferError) else TransferError("the sender cancelled")
+                return Abort(*ids, to_reason(error))
+
+
+class Offers:
+    """For one session; generations are the receiver's."""
+
+    def __init__(self, resend_s: float, answer_s: float) -> None:
+        self.num_fenced = 0
+        self.num_resent = 0
+        self._resend_s = resend_s
+        self._answer_s = answer_s
+        self._by_generation: dict[int, Transfer] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_generation)
+
+    def state(self, generation: int) -> State | None:
+        transfer = self._by_generation.get(generation)
+        return transfer.state if transfer else None
+
+    # -- this worker's side ------------------------------------------------------------------------------------------
+
+    def offer(self, offer: Offer, now: float) -> list[Instruction]:
+        assert offer.generation not in self._by_generation, "a ticket is used once"
+        self._by_generation[offer.generation] = Transfer(offer=offer, state=State.OFFERED, told_at=now, asked_at=now)
+        return [Tell(offer)]
+
+    def finish(self, generation: int, first_token: int | None, now: float) -> list[Instruction]:
+        """Everything is computed. The commit follows once every chunk has been sent."""
+        transfer = self._by_generation.get(generation)
+        if transfer is None or transfer.state not in LIVE:
+            return []
+        transfer.finished = True
+        transfer.first_token = first_token
+        return self._try_commit(transfer, now)
+
+    def abort(self, generation: int, error: BatonError, now: float) -> list[Instruction]:
+        """Gives a transfer up. No effect on one that has ended."""
+        transfer = self._by_generation.get(generation)
+        if transfer is None or transfer.state not in LIVE:
+            return []
+        transfer.error = error
+        self._move(transfer, State.ABORTING)
+        transfer.told_at = transfer.asked_at = now
+        return [Failed(generation, error), Tell(transfer.pending()), *self._try_unpin(transfer)]
+
+    def lost(self, error: BatonError) -> list[Instruction]:
+        """The session has ended, and with it everything on it."""
+        instructions: list[Instruction] = []
+        for transfer in [t for t in self._by_generation.values() if t.state in LIVE | UNANSWERED]:
+            instructions += self._end(transfer, error)
+        return instructions
+
+    def tick(self, now: float) -> list[Instruction]:
+        """Says again what has not been answered, and gives up what has not been for too long."""
+        instructions: list[Instruction] = []
+        for transfer in [t for t in self._by_generation.values() if t.state in UNANSWERED]:
+            if now - transfer.asked_at >= self._answer_s:
+                unheard = TransferTimeout(f"no answer to an offer or a commit within {self._answer_s:g} s")
+                if transfer.state is State.ABORTING:
+                    instructions += self._end(transfer, unheard)
+                else:
+                    instructions += self.abort(transfer.generation, unheard, now)
+            elif now - transfer.told_at >= self._resend_s:
+                transfer.told_at = now
+                self.num_resent += 1
+                instructions.append(Tell(transfer.pending()))
+        return instructions
+
+    # -- the chunks --------------------------------------------------------------------------------------------------
+
+    def gather_begins(self, generation: int) -> bool:
+        """Asks to read the blocks for one chunk. False: they may be somebody else's by now."""
+        transfer = self._by_generation.get(generation)
+        if transfer is None or transfer.state is not State.SENDING:
+            return False
+        assert not transfer.gathering, "one thread gathers a transfer's chunks"
+        transfer.gathering = True
+        return True
+
+    def gather_ends(self, generation: int, now: float) -> list[Instruction]:
+        """The chunk is in staging, and its sending has begun: the link is first in, first out."""
+        transfer = self._by_generation[generation]
+        transfer.gathering = False
+        transfer.num_sent += 1
+        if transfer.state is State.SENDING:
+            return self._try_commit(transfer, now)
+        return self._try_unpin(transfer)
+
+    # -- the receiver's answers --------------------------------------------------------------------------------------
+
+    def on_grant(self, transfer_id: str, generation: int, now: float) -> list[Instruction]:
+        transfer = self._find(transfer_id, generation)
+        if transfer is not None and transfer.state is State.COMMITTING:
+            transfer.asked_at = now  # an answer: not everything is in yet
+        if transfer is None or transfer.state is not State.OFFERED:
+            return []
+        self._move(transfer, State.SENDING)
+        return [Granted(generation), *self._try_commit(transfer, now)]
+
+    def on_commit_ack(self, transfer_id: str, generation: int) -> list[Instruction]:
+        transfer = self._find(transfer_id, generation)
+        if transfer is None or transfer.state is not State.COMMITTING:
+            return []
+        self._move(transfer, State.COMMITTED)
+        return [Committed(generation), *self._try_unpin(transfer)]
+
+    def on_nack(self, transfer_id: str, generation: int, reason: str) -> list[Instruction]:
+        transfer = self._find(transfer_id, generation)
+        if transfer is None or transfer.state not in LIVE:
+            return []
+        return self._end(transfer, from_reason(reason))
+
+    def on_abort_ack(self, transfer_id: str, generation: int) -> list[Instruction]:
+        transfer = self._find(transfer_id, generation)
+        if transfer is None or transfer.state is not State.ABORTING:
+            return []
+        self._move(transfer, State.FAILED)
+        return self._try_unpin(transfer)
+
+    def check(self) -> None:
+        """Raises AssertionError where the books do not hold."""
+        for generation, transfer in self._by_generation.items():
+            assert transfer.generation == generation
+            assert transfer.num_sent <= transfer.offer.num_chunks
+            assert not transfer.gathering or not transfer.unpinned, f"{generation} reads blocks that it has let go"
+            assert not transfer.unpinned or transfer.state is State.ABORTING, f"{generation} has let go of its blocks"
+            over = transfer.state in (State.COMMITTED, State.FAILED)
+            assert not over or transfer.gathering, f"{generation} is over and not forgotten"
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _find(self, transfer_id: str, generation: int) -> Transfer | None:
+        transfer = self._by_generation.get(generation)
+        if transfer is None or transfer.offer.transfer_id != transfer_id:
+            self.num_fenced += 1
+            return None
+        return transfer
+
+    def _try_commit(self, transfer: Transfer, now: float) -> list[Instruction]:
+        everything_sent = transfer.finished and transfer.num_sent == transfer.offer.num_chunks
+        if transfer.state is not State.SENDING or not everything_sent:
+            return []
+        self._move(transfer, State.COMMITTING)
+        transfer.told_at = transfer.asked_at = now
+        return [Tell(transfer.pending())]
+
+    def _end(self, transfer: Transfer, error: BatonError) -> list[Instruction]:
+        was_live = transfer.state in LIVE
+        transfer.error = transfer.error or error
+        self._move(transfer, State.FAILED)
+        failed = [Failed(transfer.generation, error)] if was_live else []
+        return [*failed, *self._try_unpin(transfer)]
+
+    def _try_unpin(self, transfer: Transfer) -> list[Instruction]:
+        if transfer.gathering:
+            return []
+        if transfer.state in (State.COMMITTED, State.FAILED):
+            del self._by_generation[transfer.generation]
+        if transfer.unpinned:
+            return []
+        transfer.unpinned = True
+        return [Unpin(transfer.generation)]
+
+    def _move(self, transfer: Transfer, state: State) -> None:
+        assert state in LEGAL[transfer.state], f"{transfer.state} -> {state}"
+        transfer.state = state

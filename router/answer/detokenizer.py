@@ -1,0 +1,90 @@
+"""Token ids into text while they arrive.
+
+A token is not text: it may hold a part of a character's bytes, or a leading space that depends on what came before. So,
+as text-generation-inference does (server/text_generation_server/models/model.py, `decode_token`) and vLLM after it, the
+new tokens are decoded together with a few before them, and the text of those is cut off:
+
+    ... | context | pending |        text = decode(context + pending), without decode(context)
+        prefix    read      end
+
+When that text ends in U+FFFD, a character may be unfinished and all pending tokens wait; else they become the context.
+
+`tokenizers.decoders.DecodeStream` (0.23.3) does the same and is right, but it never gives up on bytes that are broken
+for good, so a run of them is withheld for ever at quadratic cost (4,000 tokens: 1.4 s), as is a run of special tokens,
+and it has no flush. Hence this code, with two rules more: skipped tokens never enter the window, and a window of
+`MAX_PENDING` tokens is cut where that provably changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from router.prompt.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+MAX_PENDING = 8
+MAX_CHARACTER_TOKENS = 4
+"""A character has at most four bytes in UTF-8, and a token at least one byte."""
+NUM_CONTEXT = 6
+
+
+class IncrementalDetokenizer:
+    """The text of one choice, given out in whole characters; special tokens have no text.
+
+    All that `push` and `flush` return, joined, is `tokenizer.decode` of all ids. With `context`, the prompt, the answer
+    is decoded as its continuation, so that "▁Paris" keeps its space. A push decodes a bounded number of tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._window = [token_id for token_id in context[-NUM_CONTEXT:] if tokenizer.has_text(token_id)]
+        self._context_text = tokenizer.decode(self._window)
+        if self._context_text.endswith(REPLACEMENT):
+            self._window, self._context_text = [], ""  # the prompt ends inside a character: nothing to continue
+        self._num_context = len(self._window)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether tokens were pushed whose text has not been given out."""
+        return len(self._window) > self._num_context
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; may be empty."""
+        return "".join([self._push(token_id) for token_id in token_ids if self._tokenizer.has_text(token_id)])
+
+    def flush(self) -> str:
+        """The answer has ended: what was held back, with U+FFFD for bytes that make no character."""
+        return self._advance(len(self._window))
+
+    def _push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        if len(text) > len(self._context_text) and not text.endswith(REPLACEMENT):
+            return self._advance(len(self._window), text)
+        if len(self._window) - self._num_context >= MAX_PENDING:
+            return self._advance(self._safe_cut(text))
+        return ""
+
+    def _safe_cut(self, text: str) -> int:
+        """The last boundary in the window that no character spans, so that more tokens cannot change what is before it.
+
+        In lossy UTF-8 decoding, text(a + b) == text(a) + text(b) for a non-empty b just when no character and no
+        beginning of one goes over the boundary; a broken character ends within three bytes, so one of these holds.
+        """
+        for cut in range(len(self._window) - 1, len(self._window) - 1 - MAX_CHARACTER_TOKENS, -1):
+            if self._tokenizer.decode(self._window[:cut]) + self._tokenizer.decode(self._window[cut:]) == text:
+                return cut
+        return self._num_context
+
+    def _advance(self, end: int, text: str | None = None) -> str:
+        """Gives out the text of the window up to `end`; the tokens it came from become the context."""
+        if end == self._num_context:
+            return ""
+        text = self._tokenizer.decode(self._window[:end]) if text is None else text
+        new_text = text[len(self._context_text) :]
+        del self._window[: self._num_context]
+        self._num_context = end - self._num_context
+        self._context_text = self._tokenizer.decode(self._window[: self._num_context])
+        return new_text

@@ -1,0 +1,152 @@
+"""The gRPC door: `baton.v1.Inference` and `baton.v1.Admin` over the router's service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import grpc
+
+from baton import wire
+from baton.cluster import ClusterStatus
+from baton.errors import BatonError, Forbidden, Unauthenticated
+from baton.telemetry import tracing
+from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from router.admission import check_model
+from router.admission.tenants import Tenant, TenantBook, api_key_of
+from router.api.controller_client import OrdersClient
+from router.dispatch.decisions import Decision, explained
+from router.service import UNKNOWN_DOOR, Door, RouterService
+
+Context = grpc.aio.ServicerContext[Any, Any]
+SERVICE_NAMES = ("baton.v1.Inference", "baton.v1.Admin")
+ORDERS = tuple(f"/baton.v1.Admin/{name}" for name in ("ScalePool", "DrainWorker", "SetWorkerRole"))
+CALLER: ContextVar[Tenant] = ContextVar("caller")
+"""Whose call it is. Every call has a task of its own, and so a context."""
+
+
+class Authentication(grpc.aio.ServerInterceptor):
+    """Tells whose call of `Inference` it is, or refuses it before its message is parsed; so too an order of `Admin`,
+    for which it takes an operator's key.
+
+    Health, reflection and what `Admin` only tells need none: nothing of it is a tenant's.
+    """
+
+    def __init__(self, tenants: TenantBook) -> None:
+        self._tenants = tenants
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        is_order = details.method in ORDERS
+        if is_order or details.method.startswith("/baton.v1.Inference/"):
+            try:
+                caller = self._tenants.identify(api_key_of(details.invocation_metadata))
+                if is_order and not caller.operator:
+                    raise Forbidden(f"tenant {caller.id!r} may not change the pools; it takes an operator's API key")
+                CALLER.set(caller)
+            except (Unauthenticated, Forbidden) as error:
+                return _refusal(error)
+        return await continuation(details)
+
+
+async def _seen_through(first_write: Coroutine[Any, Any, None]) -> None:
+    """A call's first message, to the end even if cancelled: half-way, gRPC could not end the call with a status."""
+    writing = asyncio.create_task(first_write)
+    try:
+        await asyncio.shield(writing)
+    finally:
+        await asyncio.wait((writing,))
+
+
+def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
+    async def refuse(request: bytes, context: Context) -> NoReturn:
+        raise error
+
+    return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Args:
+    door: where it serves.
+    """
+
+    def __init__(self, service: RouterService, door: Door = UNKNOWN_DOOR) -> None:
+        self._service = service
+        self._door = door
+
+    async def Generate(  # type: ignore[override]  # noqa: N802 - the generated name
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> None:
+        """It writes, where it could yield: so a call that waits for a client which does not read can be ended, too."""
+        trace = tracing.from_metadata(context.invocation_metadata())
+        chunks = self._service.generate(wire.generate_request_from_pb(request), trace, CALLER.get(), self._door)
+        with self._service.told_when_taken_over():
+            async with contextlib.aclosing(chunks):
+                if (chunk := await anext(chunks, None)) is not None:
+                    await _seen_through(context.write(wire.generate_response(chunk)))
+                async for chunk in chunks:
+                    await context.write(wire.generate_response(chunk))
+
+    async def Tokenize(  # noqa: N802
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        model, prompt = wire.tokenize_request_from_pb(request)
+        check_model(model, self._service.facts)
+        return wire.tokenize_response(
+            await self._service.tokenize(prompt, CALLER.get()), self._service.facts.max_model_len
+        )
+
+    async def ListModels(  # noqa: N802
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        return wire.list_models_response([self._service.card])
+
+
+class AdminServicer(admin_pb2_grpc.AdminServicer):
+    """Tells what runs; passes orders on to the controller."""
+
+    def __init__(
+        self, status: Callable[[], ClusterStatus], explain: Callable[[str], list[Decision]], orders: OrdersClient
+    ) -> None:
+        self._status = status
+        self._explain = explain
+        self._orders = orders
+
+    async def GetStatus(  # noqa: N802
+        self, request: admin_pb2.GetStatusRequest, context: Context
+    ) -> admin_pb2.GetStatusResponse:
+        return wire.status_response(self._status())
+
+    async def ListPools(  # noqa: N802
+        self, request: admin_pb2.ListPoolsRequest, context: Context
+    ) -> admin_pb2.ListPoolsResponse:
+        return wire.pools_response(self._status())
+
+    async def ListWorkers(  # noqa: N802
+        self, request: admin_pb2.ListWorkersRequest, context: Context
+    ) -> admin_pb2.ListWorkersResponse:
+        return wire.workers_response(self._status())
+
+    async def Explain(  # noqa: N802
+        self, request: admin_pb2.ExplainRequest, context: Context
+    ) -> admin_pb2.ExplainResponse:
+        return wire.explain_response([explained(decision) for decision in self._explain(request.request_id)])
+
+    async def ScalePool(  # noqa: N802
+        self, request: admin_pb2.ScalePoolRequest, context: Context
+    ) -> admin_pb2.ScalePoolResponse:
+        return await self._orders.scale(request)
+
+    async def DrainWorker(  # noqa: N802
+        self, request: admin_pb2.DrainWorkerRequest, context: Context
+    ) -> admin_pb2.DrainWorkerResponse:
+        return await self._orders.drain(request)
+
+    async def SetWorkerRole(  # noqa: N802
+        self, request: admin_pb2.SetWorkerRoleRequest, context: Context
+    ) -> admin_pb2.SetWorkerRoleResponse:
+        return await self._orders.set_role(request)

@@ -1,0 +1,113 @@
+"""Keeps the router's picture of the cluster current, and the router in the cluster's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import replace
+
+from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, RouterInfo, ServedModel, Worker, WorkerState
+from baton.errors import StoreUnavailable
+from kvstore.index import Connection, MirrorFollower, without_password
+from kvstore.leases import LeaseStore
+from router.admission import SloCounts
+from router.dispatch.worker_client import WorkerCalls
+from router.placement.pool_view import PoolView
+
+logger = logging.getLogger(__name__)
+
+
+class Registry:
+    """Reads leases into `pools` while `run` runs, and announces this router.
+
+    Args:
+        me: this router, with addresses; its mirror lag and `slo_counts` are filled in.
+        redis: where `leases` are, for people to read.
+    """
+
+    def __init__(
+        self,
+        leases: LeaseStore,
+        pools: PoolView,
+        calls: WorkerCalls,
+        follower: MirrorFollower,
+        me: RouterInfo,
+        slo_counts: SloCounts,
+        models: tuple[ServedModel, ...],
+        redis: Connection,
+        poll_s: float,
+        lease_s: float,
+    ) -> None:
+        self._leases = leases
+        self._pools = pools
+        self._calls = calls
+        self._follower = follower
+        self._me = me
+        self._slo_counts = slo_counts
+        self._models = models
+        self._redis = redis
+        self._poll_s = poll_s
+        self._lease_s = lease_s
+        self._routers: tuple[RouterInfo, ...] = ()
+        self._desired: dict[str, int] = {}
+        self._controller: ControllerInfo | None = None
+        self._redis_ok = False
+        self._boot = ""
+        self._keep_until_s = 0.0
+
+    async def run(self) -> None:
+        """Polls until cancelled. While Redis is away, the last picture stays."""
+        while True:
+            try:
+                await self._leases.announce_router(self._myself())
+                self._routers = tuple(await self._leases.list_routers())
+                self._desired = await self._leases.get_desired()
+                self._controller = await self._leases.get_controller()
+                workers = await self._listed_workers()
+            except StoreUnavailable as error:
+                if self._redis_ok:
+                    logger.warning("Redis is away; serving from what is known: %s", error)
+                self._redis_ok = False
+            else:
+                self._redis_ok = True
+                await self._pools.update(workers)
+                await self._calls.forget_past_incarnations(workers)
+            await asyncio.sleep(self._poll_s)
+
+    async def _listed_workers(self) -> list[Worker]:
+        """The leases; for a while after Redis lost its state, also those it has not heard of again."""
+        workers = await self._leases.list_workers()
+        boot = await self._leases.boot()  # after it: a list that lacks what was lost is known for one
+        if boot != self._boot:
+            self._boot, self._keep_until_s = boot, time.monotonic() + self._lease_s
+        if time.monotonic() < self._keep_until_s:
+            listed = {worker.info.id for worker in workers}
+            workers += [worker for worker in self._pools.workers if worker.info.id not in listed]
+        return workers
+
+    def status(self) -> ClusterStatus:
+        workers = self._pools.workers
+        ready = {role: sum(w.info.role is role and w.load.state is WorkerState.READY for w in workers) for role in Role}
+        return ClusterStatus(
+            pools={role.value: PoolStatus(self._desired.get(role.value, ready[role]), ready[role]) for role in Role},
+            workers=workers,
+            routers=self._routers or (self._myself(),),
+            redis_address=without_password(self._redis.url),
+            redis_ok=self._redis_ok,
+            models=self._models,
+            controller=self._controller,
+            mirrored_blocks=self._follower.mirror.workers(),
+            store_garbage=self._redis.garbage.seen(),
+        )
+
+    def controller(self) -> ControllerInfo | None:
+        """The one that Redis named last; None: it names none."""
+        return self._controller
+
+    def _myself(self) -> RouterInfo:
+        me, counts = self._me, self._slo_counts
+        lag_s = round(self._follower.lag_s, 6)
+        told = replace(me, met=counts.met, missed=counts.missed, rejected=counts.rejected)
+        return replace(told, pid=os.getpid(), mirror_lag_s=lag_s)

@@ -1,0 +1,239 @@
+"""Calls from the router to its workers: one stream a worker carries them all, and their failures name the worker.
+
+`deploy.worker.calls` is the other end, and shows what travels. A stream is opened by the first call that needs one.
+When it breaks, because the worker died, hangs or closed it, all its calls fail at once; the next call opens another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import grpc
+from opentelemetry.context import Context
+
+from baton import messages, wire
+from baton.cluster import Worker
+from baton.errors import BatonError, Unsupported, WorkerFailed
+from baton.messages import (
+    DecodeRequest,
+    Decoding,
+    Ended,
+    Failed,
+    Fetched,
+    FetchRequest,
+    FirstToken,
+    HandedOver,
+    PrefillRequest,
+    PrefixSource,
+    SequenceSpec,
+    Ticket,
+)
+from baton.rpc import channel, from_rpc_error
+from baton.rpc.errors import from_failed
+from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
+from baton.telemetry import tracing
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+Event = TypeVar("Event")
+
+
+class WorkerCallError(Exception):
+    """A call to a worker failed with `error`. Stays inside the router."""
+
+    def __init__(self, worker: Worker, error: BatonError) -> None:
+        super().__init__(str(error))
+        self.worker = worker
+        self.error = error
+
+
+class WorkerStream(Generic[Event]):
+    """The answers of one call. Leaving the context cancels the call, which frees everything on the worker.
+
+    Answers that nobody reads wait here and hold up no other call.
+    """
+
+    def __init__(self, worker: Worker, leave: Callable[[], None]) -> None:
+        self.worker = worker
+        self._leave = leave
+        self._outlives_context = False
+        self._events: deque[Event] = deque()
+        self._failure: BatonError | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    async def read(self) -> Event:
+        """The next answer, for one reader at a time.
+
+        Raises:
+            WorkerCallError: the worker refused, failed or ended the call, and all that it sent before has been read.
+        """
+        while not self._events:
+            if self._failure is not None:
+                raise WorkerCallError(self.worker, self._failure)
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return self._events.popleft()
+
+    def leave(self) -> None:
+        """Cancels the call, which frees everything on the worker; idempotent."""
+        self._leave()
+
+    def outlive_context(self) -> None:
+        """Leaving the context does not cancel the call any more; `leave` does."""
+        self._outlives_context = True
+
+    def deliver(self, event: Event) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def fail(self, failure: BatonError) -> None:
+        """No further answer comes."""
+        self._failure = failure
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def __aenter__(self) -> WorkerStream[Event]:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._outlives_context:
+            self._leave()
+
+
+class _Link:
+    """One stream to one address, and the calls on it."""
+
+    def __init__(self, open_channel: grpc.aio.Channel) -> None:
+        self.is_broken = False
+        self._call_ids = itertools.count(1)
+        self._calls: dict[int, WorkerStream[Any]] = {}
+        self._outbox = Outbox[worker_pb2.Command]()
+        stub: Any = worker_pb2_grpc.WorkerCallsStub(open_channel)
+        self._stream = stub.Serve()
+        self._writing = asyncio.create_task(self._write())
+        self._reading = asyncio.create_task(self._read())
+
+    def start(
+        self, worker: Worker, request: PrefillRequest | DecodeRequest | FetchRequest, trace: Context
+    ) -> WorkerStream[Any]:
+        """Raises WorkerCallError where the worker does not know all that would be said: then nothing is."""
+        call_id = next(self._call_ids)
+        command = wire.start(messages.Start(call_id, request, dict(tracing.to_metadata(trace))))
+        lacking = wire.fields_unknown_to(worker.info.known_fields)
+        if lacking and (unknown := lacking & wire.fields_in(command)):
+            sentence = f"{worker.info.id} is of an older release and does not know {wire.named(unknown)}"
+            raise WorkerCallError(worker, Unsupported(sentence))
+        self._outbox.put(command)
+        call = self._calls[call_id] = WorkerStream(worker, lambda: self._leave(call_id))
+        return call
+
+    async def close(self) -> None:
+        self._stream.cancel()
+        await asyncio.wait((self._reading, self._writing))
+
+    def _leave(self, call_id: int) -> None:
+        if self._calls.pop(call_id, None) is not None:  # else the worker has ended it
+            self._outbox.put(wire.cancel(messages.Cancel(call_id)))
+
+    async def _write(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # broken: whoever reads is told why
+            while True:
+                await self._stream.write(wire.serve_request(await self._outbox.take(MAX_FRAME_COMMANDS)))
+
+    async def _read(self) -> None:
+        broken: grpc.aio.AioRpcError | None = None
+        try:
+            while (frame := await self._stream.read()) is not grpc.aio.EOF:
+                for call_id, event in wire.events(frame):
+                    self._deliver(call_id, event)
+        except grpc.aio.AioRpcError as error:
+            broken = error
+        finally:
+            self.is_broken = True
+            self._stream.cancel()
+            self._writing.cancel()
+            for call in self._calls.values():
+                peer = call.worker.info.id
+                call.fail(from_rpc_error(broken, peer) if broken else WorkerFailed(f"{peer} closed the stream"))
+            self._calls.clear()
+
+    def _deliver(self, call_id: int, event: messages.Event | None) -> None:
+        call = self._calls.get(call_id)
+        if call is None:
+            return  # left already, and the worker will soon know
+        match event:
+            case Failed():
+                del self._calls[call_id]
+                call.fail(from_failed(event, call.worker.info.id))
+            case Ended():
+                del self._calls[call_id]
+                call.fail(WorkerFailed(f"{call.worker.info.id} ended the call early"))
+            case None:
+                call.fail(WorkerFailed(f"{call.worker.info.id} speaks a newer version of Baton's protocol"))
+            case _:
+                call.deliver(event)
+
+
+class WorkerCalls:
+    """Opens calls to workers, over one stream an address."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
+        self._links: dict[str, _Link] = {}
+
+    def decode(
+        self,
+        worker: Worker,
+        spec: SequenceSpec,
+        *,
+        await_kv: bool,
+        source: PrefixSource | None = None,
+        trace: Context,
+    ) -> WorkerStream[Decoding]:
+        return self._link(worker).start(worker, DecodeRequest(spec, await_kv, source), trace)
+
+    def prefill(
+        self, worker: Worker, spec: SequenceSpec, ticket: Ticket, *, source: PrefixSource | None, trace: Context
+    ) -> WorkerStream[FirstToken | HandedOver]:
+        return self._link(worker).start(worker, PrefillRequest(spec, ticket, source), trace)
+
+    def fetch(
+        self, worker: Worker, spec: SequenceSpec, source: PrefixSource, *, trace: Context
+    ) -> WorkerStream[Fetched]:
+        return self._link(worker).start(worker, FetchRequest(spec, source), trace)
+
+    async def forget_past_incarnations(self, workers: Collection[Worker]) -> None:
+        """Closes the channels of workers that are listed at another address now; their calls have failed anyway."""
+        addresses = {worker.info.id: worker.info.address for worker in workers}
+        for address, (worker_id, _) in list(self._channels.items()):
+            if addresses.get(worker_id, address) != address:
+                await self._close(address)
+
+    async def close(self) -> None:
+        for address in list(self._channels):
+            await self._close(address)
+
+    def _link(self, worker: Worker) -> _Link:
+        address = worker.info.address
+        if address not in self._channels:
+            self._channels[address] = worker.info.id, channel(address)
+        link = self._links.get(address)
+        if link is None or link.is_broken:
+            link = self._links[address] = _Link(self._channels[address][1])
+        return link
+
+    async def _close(self, address: str) -> None:
+        _, open_channel = self._channels.pop(address)
+        if (link := self._links.pop(address, None)) is not None:
+            await link.close()
+        await open_channel.close()

@@ -1,0 +1,129 @@
+"""One model's tokenizer, and what its folder says about prompts and answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from baton.errors import InvalidRequest, ModelLoadError
+from baton.model_files import (
+    end_of_sequence_ids,
+    of_text,
+    read_json,
+    read_tokenizer,
+    special_tokens,
+    unapplied_recommendations,
+)
+from baton.sampling import SamplingParams
+from router.prompt.chat import ChatTemplate, Message
+from router.prompt.segment_cache import SegmentEncoder, encode_batch
+
+logger = logging.getLogger(__name__)
+LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenizer:
+    chat_template: ChatTemplate
+    vocab_size: int
+    """One more than the highest token id."""
+    special_ids: frozenset[int]
+    """Tokens without text: <|im_end|> and its like."""
+    eos_ids: tuple[int, ...]
+    """Any of them ends an answer."""
+    max_model_len: int
+    """Longest prompt + answer in tokens, as the model was trained; 0: the model does not say."""
+    longest_token: int
+    """Characters of the longest vocabulary entry: no token stands for more text."""
+    default_sampling: SamplingParams
+    """What the model's authors recommend; what they leave open is neutral."""
+    _tokenizer: tokenizers.Tokenizer
+    _segments: SegmentEncoder
+
+    @staticmethod
+    def load(folder: Path) -> Tokenizer:
+        """From tokenizer.json, tokenizer_config.json, config.json and generation_config.json.
+
+        What the last recommends and this version does not apply is named in the log.
+
+        Raises:
+            ModelLoadError: tokenizer.json or config.json is missing, or a file cannot be read.
+        """
+        tokenizer = read_tokenizer(folder)
+        vocabulary = tokenizer.get_vocab()
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config = read_json(folder / "config.json", required=True)
+        tokenizer_config = read_json(folder / "tokenizer_config.json")
+        if unapplied := unapplied_recommendations(folder):
+            logger.warning(
+                "%s recommends %s, which this version does not apply: answers may differ from those that the model's "
+                "authors had in mind",
+                folder / "generation_config.json",
+                ", ".join(f"{name} {value}" for name, value in unapplied.items()),
+            )
+        return Tokenizer(
+            chat_template=ChatTemplate.load(folder, tokenizer_config, special_tokens(folder)),
+            vocab_size=max(vocabulary.values(), default=-1) + 1,
+            longest_token=max(map(len, vocabulary), default=1),
+            special_ids=frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special),
+            eos_ids=end_of_sequence_ids(folder),
+            max_model_len=next((int(value) for name in LENGTH_NAMES if (value := of_text(config, name))), 0),
+            default_sampling=_default_sampling(read_json(folder / "generation_config.json")),
+            _tokenizer=tokenizer,
+            _segments=SegmentEncoder(tokenizer),
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt of plain text, with what the model wants around one (BOS for some).
+
+        Raises:
+            InvalidRequest: the text is not valid Unicode.
+        """
+        return encode_batch(self._tokenizer, [text], add_special_tokens=True)[0]
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        scope: str,
+        **variables: Any,
+    ) -> list[int]:
+        """A chat, up to where the assistant's next message begins. The template writes the special tokens itself.
+
+        Args:
+            scope: whose chat it is: what has been encoded for this scope is not encoded again.
+            variables: for the template.
+
+        Raises:
+            InvalidRequest: no template, messages that it cannot render, or text that is not valid Unicode.
+        """
+        return self._segments.encode(self.chat_template.render(messages, tools, **variables), scope)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Their text; U+FFFD stands for bytes that make no character, ids outside the vocabulary have none."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether `decode` looks at it: neither special nor outside the vocabulary."""
+        return token_id not in self.special_ids and 0 <= token_id < self.vocab_size
+
+    def token(self, token_id: int) -> str:
+        """The vocabulary's own spelling of one token, "" outside the vocabulary."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+
+def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
+    recommended = {name: generation[name] for name in SAMPLING_NAMES if generation.get(name) is not None}
+    try:
+        return dataclasses.replace(SamplingParams(), **recommended)
+    except (InvalidRequest, TypeError) as error:
+        raise ModelLoadError(f"The model's generation_config.json recommends what cannot be: {error}") from error

@@ -1,0 +1,82 @@
+"""The values that tests need and do not care for, with defaults: a test names the fields that it is about."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
+from router.admission.claim import Claim
+from router.admission.tenants import DEFAULT_TENANT
+from router.placement import NO_OBJECTIVE, Weights
+
+READY = WorkerLoad(state=WorkerState.READY)
+BLOCK_SIZE = 16
+_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
+
+
+def worker_info(worker_id: str = "w", role: Role = Role.DECODE, **values: Any) -> WorkerInfo:
+    """A worker's description.
+
+    Args:
+        values: further fields of `WorkerInfo`.
+    """
+    defaults: dict[str, Any] = {
+        "address": "h:1",
+        "pid": 1,
+        "node": "node",
+        "epoch": 1,
+        "content_id": "content",
+        "wire_compat": "wire",
+        "block_size": BLOCK_SIZE,
+        "max_model_len": 8192,
+    }
+    return WorkerInfo(id=worker_id, role=role, **defaults | values)
+
+
+def worker(worker_id: str = "w", role: Role = Role.DECODE, load: WorkerLoad = READY, **values: Any) -> Worker:
+    """A worker as its lease describes it.
+
+    Args:
+        values: further fields of `WorkerInfo`.
+    """
+    return Worker(worker_info(worker_id, role, **values), load)
+
+
+def sequence_spec(token_ids: Sequence[int] = (1, 2, 3), request_id: str = "r", **values: Any) -> SequenceSpec:
+    """A choice that is greedy and ignores the end of sequence, unless it says something else.
+
+    Args:
+        values: further fields of `SequenceSpec`, and those of its `SamplingParams` beside them.
+    """
+    sampling: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "seed": 0, "ignore_eos": True}
+    sampling |= {name: values.pop(name) for name in _SAMPLING if name in values}
+    defaults: dict[str, Any] = {"choice_index": 0, "num_prompt_tokens": len(token_ids), "cache_seed": b"seed"}
+    return SequenceSpec(
+        request_id=request_id,
+        token_ids=tuple(token_ids),
+        **{"sampling": SamplingParams(**sampling)} | defaults | values,
+    )
+
+
+def claim(**values: Any) -> Claim:
+    """What a request of the default tenant without objectives may claim, arrived now."""
+    defaults: dict[str, Any] = {
+        "tenant": DEFAULT_TENANT,
+        "priority": 0,
+        "slo_class": "default",
+        "objective": NO_OBJECTIVE,
+        "weights": Weights(),
+        "arrived_s": time.monotonic(),
+    }
+    return Claim(**defaults | values)
+
+
+def cluster_status(*workers: Worker, **values: Any) -> ClusterStatus:
+    """A healthy cluster of these workers, and of nothing else."""
+    defaults: dict[str, Any] = {"pools": {}, "routers": (), "redis_address": "", "redis_ok": True, "models": ()}
+    return ClusterStatus(workers=workers, **defaults | values)

@@ -1,0 +1,585 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from baton.blocks import block_keys
+from baton.engine.core.block_pool import Removed, Stored
+from baton.engine.core.engine import Admitted, Engine, Generated, Reserved
+from baton.engine.core.loop import EngineLoop, SequenceHandle
+from baton.engine.core.runner import Fence, LayerDone, ignore_layer
+from baton.engine.core.scheduler import Batch, SchedulerLimits
+from baton.engine.core.sequence import Purpose
+from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
+from baton.errors import InvalidRequest, Overloaded, WorkerFailed
+from baton.sampling import FinishReason
+from tests.unit.baton.engine.core.test_engine import is_empty, make_engine, make_spec, numbers, write_prompt_kv, written
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@contextlib.asynccontextmanager
+async def running(loop: EngineLoop) -> AsyncIterator[EngineLoop]:
+    """The loop runs while the block is entered; it must not have ended by itself."""
+    task = asyncio.create_task(loop.run())
+    try:
+        yield loop
+        assert not task.done(), task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled(), task
+
+
+async def rest(loop: EngineLoop) -> None:
+    """Waits until the loop has nothing to step."""
+    async with asyncio.timeout(10):
+        while loop._wake.is_set() or loop.engine.scheduler.running or loop.engine.scheduler.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def read_all(handle: SequenceHandle) -> list[int]:
+    tokens = []
+    while True:
+        output = await handle.next()
+        assert isinstance(output, Generated)
+        tokens.append(output.token_id)
+        if output.finish_reason is not None:
+            return tokens
+
+
+class GatedRunner(ArithmeticRunner):
+    """Executes a batch only when allowed, so that a test can act while a step is in flight."""
+
+    def __init__(self, num_blocks: int = 64, num_layers: int = 2) -> None:
+        super().__init__(num_blocks, num_layers=num_layers)
+        self.started = threading.Semaphore(0)
+        self.allowed = threading.Semaphore(0)
+
+    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+        self.stop()
+        return super().execute(batch, layer_done)
+
+    def stop(self) -> None:
+        self.started.release()
+        assert self.allowed.acquire(timeout=10)
+
+    async def wait_started(self) -> None:
+        assert await asyncio.to_thread(self.started.acquire, timeout=10)
+
+
+class LayerGatedRunner(GatedRunner):
+    """Stops before each step, and again each time that it has told of a layer."""
+
+    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+        def tell_and_stop(layer: int, fence: Fence | None) -> None:
+            layer_done(layer, fence)
+            self.stop()
+
+        return super().execute(batch, tell_and_stop)
+
+
+class FailingRunner(ArithmeticRunner):
+    """Fails in the steps whose numbers it is given, counted from 0."""
+
+    def __init__(self, fail_at: set[int]) -> None:
+        super().__init__(64)
+        self.fail_at = fail_at
+        self.num_steps = 0
+
+    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+        self.num_steps += 1
+        if self.num_steps - 1 in self.fail_at:
+            raise RuntimeError("out of memory")
+        return super().execute(batch, layer_done)
+
+
+def engine_of(runner: ArithmeticRunner) -> Engine:
+    return Engine(
+        runner,
+        SchedulerLimits(
+            block_size=16, max_num_seqs=8, max_num_batched_tokens=64, output_reservation=32, num_state_slots=0
+        ),
+    )
+
+
+async def test_many_at_once_get_their_own_tokens() -> None:
+    async with running(EngineLoop(make_engine(32), 64)) as loop:
+
+        async def ask(index: int) -> None:
+            prompt = numbers(index % 5, 10 + 7 * index)
+            async with loop.sequence(make_spec(prompt, 15, name=f"r{index}"), Purpose.GENERATE) as handle:
+                assert await read_all(handle) == expected_tokens(prompt, 15)
+
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            for index in range(20):
+                tasks.create_task(ask(index))
+        await rest(loop)
+        assert is_empty(loop.engine)
+        assert loop.self_check == "ok"
+
+
+async def test_prefill_and_receive_over_handles() -> None:
+    async with running(EngineLoop(make_engine(), 64)) as loop:
+        prompt = numbers(1, 40)
+        async with loop.sequence(make_spec(prompt, name="p"), Purpose.PREFILL) as handle:
+            assert await handle.next() == Admitted(handle.sequence)
+            output = await handle.next()
+            assert isinstance(output, Generated)
+            await rest(loop)
+            assert loop.engine.pool.counts().in_use == 3
+        async with loop.sequence(make_spec(prompt, name="d"), Purpose.RECEIVE) as handle:
+            reserved = await handle.next()
+            assert isinstance(reserved, Reserved)
+            assert reserved.skip_tokens == 32
+            write_prompt_kv(loop.engine.runner.cache, handle.sequence, reserved.skip_tokens)
+            assert loop.insert(handle.sequence, output.token_id) is None
+            assert [output.token_id, *await read_all(handle)] == expected_tokens(prompt, 8)
+        await rest(loop)
+        assert is_empty(loop.engine)
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_cancelled_at_any_moment_nothing_is_left(seed: int) -> None:
+    draw = random.Random(seed)
+    async with running(EngineLoop(make_engine(10, output_reservation=0, max_num_seqs=4), 64)) as loop:
+
+        async def ask(index: int) -> None:
+            purpose = draw.choice(list(Purpose))
+            prompt = numbers(index % 3, draw.randrange(1, 100))
+            async with loop.sequence(make_spec(prompt, 30, name=f"r{index}"), purpose) as handle:
+                tokens = list[int]()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(draw.uniform(0, 0.05)):
+                        while len(tokens) < 30:
+                            output = await handle.next()
+                            if isinstance(output, Generated):
+                                tokens.append(output.token_id)
+                assert tokens == expected_tokens(prompt, len(tokens))
+
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            asked = []
+            for index in range(40):
+                asked.append(tasks.create_task(ask(index)))
+                await asyncio.sleep(draw.uniform(0, 0.003))
+                if draw.random() < 0.3:
+                    draw.choice(asked).cancel()
+        await rest(loop)
+        assert is_empty(loop.engine)
+        assert loop.self_check == "ok"
+        assert loop._outputs == {}
+        assert loop._watchers == {}
+
+
+Told = list[tuple[int, int, Fence | None]]
+
+
+def teller(told: Told, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
+    told.append((num_tokens, num_layers, fence))
+
+
+@pytest.mark.parametrize("num_cached", [0, 32])
+async def test_progress_is_told_layer_by_layer_and_is_true(num_cached: int) -> None:
+    """With pins taken at admission: exactly what a hand-over does that follows the computing."""
+    runner = ArithmeticRunner(64, num_layers=4, layer_s=0.001)
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        prompt = numbers(1, 150)
+        if num_cached:
+            async with loop.sequence(make_spec(prompt[:40], 1, name="before"), Purpose.GENERATE) as handle:
+                await read_all(handle)
+        async with (
+            loop.sequence(make_spec(numbers(2, 5), 60, name="other"), Purpose.GENERATE) as other,
+            loop.sequence(make_spec(prompt), Purpose.PREFILL) as handle,
+        ):
+            assert await handle.next() == Admitted(handle.sequence)
+            assert handle.sequence.num_computed_tokens == num_cached
+            blocks = loop.pin(handle.sequence)
+            told: Told = []
+
+            def progress(num_tokens: int, num_layers: int, fence: Fence | None) -> None:
+                for layer in range(num_layers):
+                    assert written(runner.cache, layer, blocks)[:num_tokens] == prompt[:num_tokens]
+                teller(told, num_tokens, num_layers, fence)
+
+            handle.watch(progress)
+            output = await handle.next()
+            assert isinstance(output, Generated)
+            assert told[-1] == (150, 4, None)
+            assert await read_all(other) == expected_tokens(numbers(2, 5), 60)
+        assert told[0] == (num_cached, 4, None)
+        layers = [(num_tokens, layer) for num_tokens, layer, _ in told[1:]]
+        assert layers == sorted(layers), "steps in order, and the layers of each"
+        assert len({num_tokens for num_tokens, _ in layers}) == 3 - (num_cached > 0), "the budget is 64 tokens a step"
+        assert {layer for _, layer in layers} == {1, 2, 3, 4}
+        loop.unpin(blocks)
+        await rest(loop)
+        assert is_empty(loop.engine)
+
+
+@pytest.mark.parametrize("num_stops", range(1, 9))
+async def test_who_begins_to_watch_in_the_middle_of_a_step_misses_nothing(num_stops: int) -> None:
+    """Two steps of three layers: stops 1 and 5 are before a step, the others after each layer of it."""
+    runner = LayerGatedRunner(num_layers=3)
+    async with (
+        running(EngineLoop(engine_of(runner), 64)) as loop,
+        loop.sequence(make_spec(numbers(1, 100)), Purpose.PREFILL) as handle,
+    ):
+        for _ in range(num_stops - 1):
+            await runner.wait_started()
+            runner.allowed.release()
+        await runner.wait_started()
+        told: Told = []
+        handle.watch(lambda *statement: teller(told, *statement))
+        runner.allowed.release(8)
+        await handle.next()
+        await handle.next()
+        of_step = [[(tokens, layer) for layer in (1, 2, 3)] for tokens in (64, 100)]
+        if num_stops <= 4:
+            expected = [(0, 3), *of_step[0][num_stops - 1 :], (64, 3), *of_step[1], (100, 3)]
+        else:
+            expected = [(64, 3), *of_step[1][num_stops - 5 :], (100, 3)]
+        assert [statement[:2] for statement in told] == expected
+
+
+async def test_leaving_ends_the_watching() -> None:
+    runner = LayerGatedRunner(num_layers=3)
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        told, told_too = Told(), Told()
+        async with loop.sequence(make_spec(numbers(1, 40)), Purpose.PREFILL) as handle:
+            handle.watch(lambda *statement: teller(told, *statement))
+            handle.watch(lambda *statement: teller(told_too, *statement))
+            await runner.wait_started()
+            runner.allowed.release()
+            await runner.wait_started()
+        runner.allowed.release(8)
+        await rest(loop)
+        assert told == told_too == [(0, 3, None), (40, 1, None)]
+        assert loop._watchers == {}
+        assert is_empty(loop.engine)
+
+
+async def test_of_a_failed_step_no_end_is_told() -> None:
+    async with (
+        running(EngineLoop(engine_of(FailingRunner({1})), 64)) as loop,
+        loop.sequence(make_spec(numbers(1, 100)), Purpose.PREFILL) as handle,
+    ):
+        told: Told = []
+        handle.watch(lambda *statement: teller(told, *statement))
+        assert await handle.next() == Admitted(handle.sequence)
+        with pytest.raises(WorkerFailed):
+            await handle.next()
+        assert told[-1] == (64, 2, None)
+
+
+async def test_admission_is_told_before_the_step_is_over() -> None:
+    runner = GatedRunner()
+    async with (
+        running(EngineLoop(engine_of(runner), 64)) as loop,
+        loop.sequence(make_spec(numbers(1, 40)), Purpose.PREFILL) as handle,
+    ):
+        async with asyncio.timeout(5):
+            assert await handle.next() == Admitted(handle.sequence)
+        assert handle.take_ready() == []
+        runner.allowed.release()
+        assert isinstance(await handle.next(), Generated)
+
+
+async def test_unpinning_lets_in_who_waits_for_blocks() -> None:
+    async with running(EngineLoop(make_engine(4), 64)) as loop:
+        async with loop.sequence(make_spec(numbers(1, 50)), Purpose.PREFILL) as handle:
+            await handle.next()
+            await handle.next()
+            blocks = loop.pin(handle.sequence)
+        async with loop.sequence(make_spec(numbers(2, 40), 4, name="waiting"), Purpose.GENERATE) as handle:
+            await asyncio.sleep(0.05)
+            assert handle.take_ready() == []
+            loop.unpin(blocks)
+            async with asyncio.timeout(5):
+                assert await read_all(handle) == expected_tokens(numbers(2, 40), 4)
+
+
+async def test_idleness_is_noted_when_the_last_pin_goes() -> None:
+    num_idle = 0
+
+    def note() -> None:
+        nonlocal num_idle
+        num_idle += 1
+
+    async with running(EngineLoop(make_engine(), 8, on_idle=note)) as loop:
+        await asyncio.sleep(0)
+        assert num_idle == 1, "from the start"
+        prompt = numbers(1, 40)
+        async with loop.sequence(make_spec(prompt), Purpose.PREFILL) as handle:
+            await handle.next()
+            await handle.next()
+            blocks = loop.pin(handle.sequence)
+        await rest(loop)
+        assert num_idle == 1, "it is pinned"
+        loop.unpin(blocks)
+        await rest(loop)
+        assert num_idle == 2
+        # An engine at rest is not at rest while its cache is read.
+        blocks = loop.pin_prefix(block_keys(b"tenant", prompt))
+        assert len(blocks) == 2
+        assert loop.pin_prefix(block_keys(b"another", prompt)) == ()
+        await rest(loop)
+        assert num_idle == 2
+        loop.unpin(blocks)
+        await rest(loop)
+        assert num_idle == 3
+        assert loop.pin_prefix(block_keys(b"another", prompt)) == ()
+        loop.unpin(())
+        await rest(loop)
+        assert num_idle == 3
+        assert loop.self_check == "ok"
+        assert is_empty(loop.engine)
+
+
+async def test_adopted_blocks_are_published_and_stay_in_the_cache() -> None:
+    events: list[Stored | Removed] = []
+    async with running(EngineLoop(make_engine(), 8, events.extend)) as loop:
+        prompt = numbers(1, 40)
+        async with loop.sequence(make_spec(prompt, 0), Purpose.RECEIVE) as handle:
+            assert await handle.next() == Reserved(handle.sequence, 0)
+            await rest(loop)
+            write_prompt_kv(loop.engine.runner.cache, handle.sequence, 0)
+            loop.adopt(handle.sequence, 40)
+            await rest(loop)
+            assert events == [Stored(key) for key in block_keys(b"tenant", prompt)]
+        await rest(loop)
+        assert is_empty(loop.engine)
+        async with loop.sequence(make_spec(prompt, name="after"), Purpose.GENERATE) as handle:
+            assert await read_all(handle) == expected_tokens(prompt, 8)
+            assert handle.sequence.num_cached_tokens == 32
+
+
+async def test_leaving_while_a_step_is_in_flight_frees_at_its_end() -> None:
+    runner = GatedRunner()
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        async with loop.sequence(make_spec(numbers(1, 40)), Purpose.GENERATE):
+            await runner.wait_started()
+        assert loop.engine.pool.counts().in_use > 0
+        runner.allowed.release()
+        await rest(loop)
+        assert is_empty(loop.engine)
+
+
+async def test_a_failed_step_ends_its_batch_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    runner = FailingRunner({2})
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        spec = make_spec(numbers(1, 40), 10, name="unlucky")
+        async with loop.sequence(spec, Purpose.GENERATE) as handle:
+            outputs = [await handle.next() for _ in range(2)]
+            with pytest.raises(WorkerFailed, match="could not compute a step: out of memory"):
+                await handle.next()
+        assert [o.token_id for o in outputs if isinstance(o, Generated)] == expected_tokens(numbers(1, 40), 2)
+        async with loop.sequence(spec, Purpose.GENERATE) as handle:
+            assert await read_all(handle) == expected_tokens(numbers(1, 40), 10)
+        await rest(loop)
+        assert is_empty(loop.engine)
+        assert loop.self_check == "ok"
+    assert "a step failed" in caplog.text
+
+
+async def test_steps_are_timed_and_learned_from() -> None:
+    """A step sleeps for 20 ms; what it took is told with the load."""
+    runner = ArithmeticRunner(64, num_layers=4, layer_s=0.005)
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        for number in range(3):
+            spec = make_spec(numbers(number, 30 + number), 10, name=str(number))
+            async with loop.sequence(spec, Purpose.GENERATE) as handle:
+                await read_all(handle)
+        costs = loop.engine.load().costs
+        assert 0.02 <= costs.step_s(1, 0, 1, 30) < 0.1
+        assert 0.02 <= costs.step_s(30, 450, 0, 0) < 0.1
+
+
+async def test_nothing_is_learned_from_a_step_that_fails() -> None:
+    async with running(EngineLoop(engine_of(FailingRunner({0})), 64)) as loop:
+        before = loop.engine.load().costs
+        async with loop.sequence(make_spec(numbers(1, 40)), Purpose.GENERATE) as handle:
+            with pytest.raises(WorkerFailed):
+                await handle.next()
+        assert loop.engine.load().costs == before
+
+
+async def test_who_is_due_first_is_computed_first_whenever_it_came() -> None:
+    runner = GatedRunner()
+    async with (
+        running(EngineLoop(engine_of(runner), 64)) as loop,
+        loop.sequence(make_spec(numbers(1, 64), 1, name="runs"), Purpose.GENERATE),
+    ):
+        await runner.wait_started()
+        patient, urgent = (
+            replace(make_spec(numbers(2 + number, 64), 1, name=str(number)), ttft_s=ttft_s)
+            for number, ttft_s in enumerate((900.0, 600.0))
+        )
+        async with (
+            loop.sequence(patient, Purpose.GENERATE) as waits,
+            loop.sequence(urgent, Purpose.GENERATE) as overtakes,
+        ):
+            for _ in range(3):
+                runner.allowed.release()
+            assert isinstance(await overtakes.next(), Generated)
+            assert waits.take_ready() == []
+            assert isinstance(await waits.next(), Generated)
+
+
+async def test_a_failed_step_spares_who_was_not_in_it() -> None:
+    runner = FailingRunner({0})
+    async with (
+        running(EngineLoop(engine_of(runner), 64)) as loop,
+        loop.sequence(make_spec(numbers(1, 64), name="in"), Purpose.GENERATE) as unlucky,
+        loop.sequence(make_spec(numbers(2, 20), name="out"), Purpose.GENERATE) as lucky,
+    ):
+        with pytest.raises(WorkerFailed):
+            await unlucky.next()
+        assert await read_all(lucky) == expected_tokens(numbers(2, 20), 8)
+
+
+async def test_tokens_before_a_failure_are_read_before_it() -> None:
+    runner = FailingRunner({3})
+    async with (
+        running(EngineLoop(engine_of(runner), 64)) as loop,
+        loop.sequence(make_spec(numbers(1, 10)), Purpose.GENERATE) as handle,
+    ):
+        await rest(loop)
+        ready = handle.take_ready()
+        assert [o.token_id for o in ready if isinstance(o, Generated)] == expected_tokens(numbers(1, 10), 3)
+        assert handle.take_ready() == []
+        with pytest.raises(WorkerFailed):
+            await handle.next()
+
+
+async def test_a_slow_reader_gets_what_is_ready_in_order() -> None:
+    async with running(EngineLoop(make_engine(), 64)) as loop:
+        prompt = numbers(3, 20)
+        async with loop.sequence(make_spec(prompt, 20), Purpose.GENERATE) as handle:
+            assert handle.take_ready() == []
+            first = await handle.next()
+            await rest(loop)
+            outputs = [first, *handle.take_ready()]
+            assert handle.take_ready() == []
+        assert [o.token_id for o in outputs if isinstance(o, Generated)] == expected_tokens(prompt, 20)
+        reasons = [o.finish_reason for o in outputs if isinstance(o, Generated)]
+        assert reasons == [None] * 19 + [FinishReason.LENGTH]
+
+
+async def test_beyond_max_waiting_it_refuses_whoever_has_no_token_yet() -> None:
+    loop = EngineLoop(make_engine(), 2)  # not running: everybody waits
+    async with (
+        loop.sequence(make_spec([1], name="a"), Purpose.GENERATE),
+        loop.sequence(make_spec([1], name="b"), Purpose.RECEIVE),
+    ):
+        with pytest.raises(Overloaded, match="the worker's queue is full"):
+            async with loop.sequence(make_spec([1], name="c"), Purpose.GENERATE):
+                pass
+        assert len(loop.engine.scheduler.waiting) == 2
+        # Its worker has died: a refusal would end a stream.
+        async with loop.sequence(make_spec([1, 2], name="d", num_prompt_tokens=1), Purpose.GENERATE):
+            assert len(loop.engine.scheduler.waiting) == 3
+    async with loop.sequence(make_spec([1], name="c"), Purpose.GENERATE):
+        pass
+    assert is_empty(loop.engine)
+
+
+async def test_idleness_is_noted_once_each_time_the_last_sequence_goes() -> None:
+    num_idle = 0
+
+    def note() -> None:
+        nonlocal num_idle
+        num_idle += 1
+
+    loop = EngineLoop(make_engine(), 8, on_idle=note)
+    running = asyncio.create_task(loop.run())
+    await asyncio.sleep(0)
+    assert num_idle == 1  # from the start
+    for expected in (2, 3):
+        async with loop.sequence(make_spec([1, 2, 3], max_tokens=4), Purpose.GENERATE) as handle:
+            while True:
+                output = await handle.next()
+                if isinstance(output, Generated) and output.finish_reason is not None:
+                    break
+        await asyncio.sleep(0.05)
+        assert num_idle == expected
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_refused_sequence_leaves_nothing() -> None:
+    loop = EngineLoop(make_engine(4), 8)
+    async with loop.sequence(make_spec([1]), Purpose.GENERATE):
+        with pytest.raises(InvalidRequest, match="do not fit"):
+            async with loop.sequence(make_spec([1] * 64, name="x"), Purpose.GENERATE):
+                pass
+        assert len(loop._outputs) == 1
+    assert is_empty(loop.engine)
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("engine")]
+
+
+async def test_no_thread_outlives_the_loop() -> None:
+    runner = GatedRunner()
+    loop = EngineLoop(engine_of(runner), 8)
+    task = asyncio.create_task(loop.run())
+    async with loop.sequence(make_spec(numbers(1, 20)), Purpose.GENERATE):
+        await runner.wait_started()
+        assert len(engine_threads()) == 1
+        task.cancel()
+        runner.allowed.release()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        assert engine_threads() == []
+
+
+async def test_block_events_and_idleness_are_told() -> None:
+    events: list[Stored | Removed] = []
+    idle = 0
+
+    def on_idle() -> None:
+        nonlocal idle
+        idle += 1
+
+    async with running(EngineLoop(make_engine(4), 8, events.extend, on_idle)) as loop:
+        for index in range(3):
+            async with loop.sequence(make_spec(numbers(index, 40), 2, name=f"r{index}"), Purpose.GENERATE) as handle:
+                await read_all(handle)
+        await rest(loop)
+        assert idle >= 1
+        known = set[bytes]()
+        for event in events:
+            (known.add if isinstance(event, Stored) else known.remove)(event.key)
+        assert known == set(loop.engine.pool.keys())
+        assert any(isinstance(event, Removed) for event in events)
+
+
+async def test_what_a_step_evicts_is_told_before_the_step_overwrites_it() -> None:
+    runner = GatedRunner(num_blocks=4)
+    events: list[Stored | Removed] = []
+    async with running(EngineLoop(engine_of(runner), 8, events.extend)) as loop:
+        prompts = [numbers(1, 40), numbers(2, 40)]
+        for prompt in prompts:
+            async with loop.sequence(make_spec(prompt, 1), Purpose.GENERATE) as handle:
+                await runner.wait_started()
+                told = list(events)
+                runner.allowed.release()
+                await read_all(handle)
+        kept, evicted = block_keys(b"tenant", prompts[0])
+        assert told == [Stored(kept), Stored(evicted), Removed(evicted)]  # the tail first
+
+
+async def test_a_leak_shows_in_the_self_check() -> None:
+    async with running(EngineLoop(make_engine(), 8)) as loop:
+        assert loop.engine.pool.allocate(2) is not None
+        async with loop.sequence(make_spec([1, 2], 2), Purpose.GENERATE) as handle:
+            await read_all(handle)
+        await rest(loop)
+        assert loop.self_check == "2 blocks in use, 0 held"

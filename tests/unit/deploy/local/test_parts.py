@@ -1,0 +1,61 @@
+"""`baton run`: what a part needs before it becomes a process."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from baton.config import ClusterConfig, Config, IndexConfig, RouterConfig
+from baton.errors import ConfigError
+from deploy.local import parts
+from deploy.local.part import Part
+from tests.integration.cluster import free_port
+
+WHOLE = Config(
+    index=IndexConfig(redis_url="redis://127.0.0.1:1"),
+    router=RouterConfig(cache_secret="s"),
+    cluster=ClusterConfig(name="here", state_file="/tmp/state.json", ray_address="127.0.0.1:1", start_timeout_s=0.5),
+)
+
+
+def without(section: str, name: str) -> Config:
+    return dataclasses.replace(WHOLE, **{section: dataclasses.replace(getattr(WHOLE, section), **{name: ""})})
+
+
+@pytest.mark.parametrize(
+    ("part", "section", "name"),
+    [
+        (Part.ROUTER, "index", "redis_url"),
+        (Part.ROUTER, "router", "cache_secret"),
+        (Part.CONTROLLER, "index", "redis_url"),
+        (Part.CONTROLLER, "cluster", "name"),
+        (Part.CONTROLLER, "cluster", "state_file"),
+        (Part.CONTROLLER, "cluster", "ray_address"),
+    ],
+)
+def test_what_the_parts_have_to_agree_on_is_asked_for_by_name(
+    part: Part, section: str, name: str, model_dir: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"set {section}\.{name} .*BATON_{section.upper()}_{name.upper()}"):
+        parts.run(part, without(section, name), Console(quiet=True))
+
+
+def test_a_controller_waits_for_ray_and_not_for_ever(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nobody listens at 127\.0\.0\.1:1 after 0\.5 s"):
+        parts.run(Part.CONTROLLER, WHOLE, Console(quiet=True))
+    with socket.create_server(("127.0.0.1", port := free_port())):
+        parts.await_port(f"127.0.0.1:{port}", 5.0)
+    with pytest.raises(ConfigError, match="is not host:port"):
+        parts.await_port("nowhere", 5.0)
+
+
+def test_the_model_part_has_the_model_and_ends(model_dir: Path) -> None:
+    parts.run(Part.MODEL, Config(), Console(quiet=True))
+    model = parts.with_model(Config(), Console(quiet=True)).model
+    assert Path(model.path) == model_dir
+    assert model.revision
+    assert model.served_name == "smollm2-135m-instruct"

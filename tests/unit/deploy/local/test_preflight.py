@@ -1,0 +1,193 @@
+"""What `baton up` finds out before it starts anything."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from baton.config import AutoscaleConfig, ClusterConfig, Config, EngineConfig, ModelConfig
+from baton.errors import ConfigError
+from baton.memory import GIB
+from baton.rpc import RpcServer
+from deploy.doctor import machine
+from deploy.local import preflight
+
+RAY_SERVICE = "ray.rpc.NodeInfoGcsService"
+
+
+async def told_of(address: str) -> str:
+    """Why there is no Ray; empty: there is one."""
+    try:
+        await preflight.require_ray(address)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+async def test_only_a_ray_answers_as_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "ANSWER_S", 0.5)
+    no_ray = "no Ray answers at"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert no_ray in await told_of(f"127.0.0.1:{silent.getsockname()[1]}")
+    assert no_ray in await told_of("127.0.0.1:1")
+    stranger = RpcServer(("baton.v1.Admin",))
+    port = stranger.bind("127.0.0.1", 0)
+    await stranger.start()
+    monkeypatch.setattr(preflight, "ANSWER_S", 10.0)
+    assert no_ray in await told_of(f"127.0.0.1:{port}"), "a router's port"
+    await stranger.stop(0)
+    assert "is not host:port" in await told_of("somewhere")
+    assert "is not host:port" in await told_of("ray://somewhere:x")
+
+
+async def test_a_ray_that_wants_a_token_is_there() -> None:
+    async def asks_for_one(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a token, please")
+
+    head = grpc.aio.server()
+    handlers: dict[str, Any] = {"CheckAlive": grpc.unary_unary_rpc_method_handler(asks_for_one)}
+    head.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(RAY_SERVICE, handlers),))
+    port = head.add_insecure_port("127.0.0.1:0")
+    await head.start()
+    assert await told_of(f"127.0.0.1:{port}") == ""
+    await head.stop(0)
+
+
+def machine_with(
+    monkeypatch: pytest.MonkeyPatch, free_gib: float = 0.0, gpus_gib: list[float] | None = None, cuda: str = "12.9"
+) -> None:
+    """Args: gpus_gib: what is free on each, as nvidia-smi would say; None: it says nothing."""
+    monkeypatch.setattr(preflight, "available_memory", lambda share: int(share * free_gib * GIB))
+    monkeypatch.setattr(preflight, "_torch_cuda", lambda: cuda)
+    monkeypatch.setattr(
+        preflight, "visible_gpus", lambda environ: None if gpus_gib is None else [int(gib * GIB) for gib in gpus_gib]
+    )
+
+
+def a_config(folder: Path, engine: dict[str, Any] | None = None, cluster: dict[str, Any] | None = None) -> Config:
+    """Of a model with a GiB of weights in float32."""
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2**28], "data_offsets": [0, 2**29]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return Config(
+        model=ModelConfig(path=str(folder), served_name="tiny"),
+        engine=EngineConfig(**(engine or {})),
+        cluster=ClusterConfig(**(cluster or {})),
+    )
+
+
+def test_workers_on_cpus_have_pools_of_one_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with(monkeypatch, free_gib=9.0, gpus_gib=[])
+    config = a_config(tmp_path)
+    sized = preflight.with_kv_size(config)
+    assert sized.engine.kv_cache_gib == (8 / 2 - 1.75) / 2, "two workers, a GiB for Ray and the routers"
+    assert replace(sized, engine=config.engine) == config
+    many = replace(config, autoscale=AutoscaleConfig(enabled=True, max_workers=4))
+    assert preflight.with_kv_size(many).engine.kv_cache_gib == (8 / 4 - 1.75) / 2, "as many as there may come to be"
+    narrow = replace(config, model=replace(config.model, dtype="bfloat16"))
+    assert preflight.with_kv_size(narrow).engine.kv_cache_gib == (8 / 2 - 1.25) / 2
+    others = replace(config, engine=EngineConfig(memory_share=0.75))
+    assert preflight.with_kv_size(others).engine.kv_cache_gib == (5.75 / 2 - 1.75) / 2, "for what else is there"
+    ranks = replace(config, engine=EngineConfig(tensor_parallel=2))
+    assert preflight.with_kv_size(ranks).engine.kv_cache_gib == (8 / 4 - 1.25) / 2
+    two = replace(config, engine=EngineConfig(kv_cache_gib=2.0))
+    assert preflight.with_kv_size(two) == two
+    with pytest.raises(ConfigError, match="2 KV pools of 3 GiB do not fit"):
+        preflight.with_kv_size(replace(config, engine=EngineConfig(kv_cache_gib=3.0)))
+
+
+def test_what_is_not_known_here_is_left_to_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with(monkeypatch, free_gib=0.1, gpus_gib=[])
+    for config in (
+        a_config(tmp_path, cluster={"ray_address": "127.0.0.1:6379"}),
+        a_config(tmp_path, {"runner": "arithmetic"}),
+        a_config(tmp_path, {"num_blocks": 64}),
+    ):
+        assert preflight.with_kv_size(config) == config
+    machine_with(monkeypatch, free_gib=0.1, gpus_gib=None)
+    config = a_config(tmp_path, {"kv_cache_gib": 500.0})
+    assert preflight.with_kv_size(config) == config
+    preflight.require_gpus(replace(config, model=replace(config.model, device="cuda")))
+
+
+def test_pools_on_gpus_are_checked_and_sized_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with(monkeypatch, gpus_gib=[23.0, 24.0])
+    assert preflight.with_kv_size(a_config(tmp_path)).engine.kv_cache_gib == "auto"
+    preflight.with_kv_size(a_config(tmp_path, {"kv_cache_gib": 20.0}))
+    with pytest.raises(ConfigError, match=r"1 KV pool of 22 GiB does not fit: 23\.0 GiB are free"):
+        preflight.with_kv_size(a_config(tmp_path, {"kv_cache_gib": 22.0}))
+    with pytest.raises(ConfigError, match=r"1 KV pool of 20 GiB does not fit: 11\.5 GiB are free"):
+        preflight.with_kv_size(a_config(tmp_path, {"kv_cache_gib": 20.0}, {"decode": 3}))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cuda", "driver", "ranks", "sentence"),
+    [
+        ([], "12.9", "", 1, "none: no NVIDIA driver here; ask for nvidia.com/gpu in"),
+        (
+            [],
+            "",
+            "550.1",
+            1,
+            "none for torch, which is a CPU build; the driver is 550.1; install a CUDA build of torch",
+        ),
+        ([], "12.9", "550.1", 1, r"none for torch \(CUDA 12.9\), though there is a driver, 550.1; is the driver older"),
+        ([8, 8], "12.9", "550.1", 2, "engine.tensor_parallel asks for 4 here; lower engine.tensor_parallel"),
+    ],
+)
+def test_gpus_that_are_asked_for_and_are_not_there(
+    gpus: list[float],
+    cuda: str,
+    driver: str,
+    ranks: int,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine_with(monkeypatch, gpus_gib=gpus, cuda=cuda)
+    monkeypatch.setattr(machine, "nvidia_driver", lambda: driver)
+    config = a_config(tmp_path, {"tensor_parallel": ranks})
+    config = replace(config, model=replace(config.model, device="cuda"))
+    with pytest.raises(ConfigError, match=f"model.device is cuda, and of GPUs there are .*{sentence}"):
+        preflight.require_gpus(config)
+    preflight.require_gpus(replace(config, cluster=ClusterConfig(ray_address="127.0.0.1:6379")))
+    preflight.require_gpus(replace(config, engine=EngineConfig(runner="arithmetic")))
+
+
+def test_gpus_are_those_that_torch_would_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_torch_cuda", lambda: "12.9")
+    monkeypatch.setattr(machine, "nvidia_driver", lambda: "550.1")
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert preflight.visible_gpus({}) is None, "nobody to ask"
+    tool.write_text("#!/bin/sh\nprintf '100\\n200\\n'\n")
+    tool.chmod(0o755)
+    assert preflight.visible_gpus({}) == [100 * 2**20, 200 * 2**20]
+    assert preflight.visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == [200 * 2**20]
+    assert preflight.visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}) is None
+    assert preflight.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+    tool.write_text("#!/bin/sh\necho '[N/A]'\n")
+    assert preflight.visible_gpus({}) is None
+    monkeypatch.setattr(preflight, "_torch_cuda", lambda: "")
+    assert preflight.visible_gpus({}) == []
+
+
+def test_the_build_of_torch_is_known_without_importing_it() -> None:
+    assert preflight._torch_cuda() == (torch.version.cuda or "")
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "what"), [(9, 3, "9 heads"), (8, 2, "2 KV heads")])
+def test_ranks_have_to_divide_the_heads(heads: int, kv_heads: int, what: str, tmp_path: Path) -> None:
+    config = a_config(tmp_path, {"tensor_parallel": 4})
+    preflight.require_heads(config)  # the folder does not say
+    said = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ConfigError, match=f"engine.tensor_parallel is 4, which does not divide the {what} of tiny"):
+        preflight.require_heads(config)
+    preflight.require_heads(replace(config, engine=EngineConfig()))

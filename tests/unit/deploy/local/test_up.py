@@ -1,0 +1,111 @@
+"""What `baton up` does around its children, with children of a line or two."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.cluster import Role
+from baton.config import ClusterConfig, Config
+from baton.errors import ConfigError, WorkerFailed
+from deploy.controller.state import State, save
+from deploy.local import child as children
+from deploy.local import up
+from deploy.local.child import Child
+from deploy.local.up import RayCluster
+from deploy.processes import FENCED, UNJOINED
+from deploy.ray_pools import actor as actors
+
+
+def child(folder: Path, code: str) -> Child:
+    (folder / "told.py").write_text(f"import json, os, sys, time\nfrom pathlib import Path\n{code}")
+    return Child("told", "told", (), {"PYTHONPATH": str(folder)})
+
+
+def joining(**settings: float) -> Config:
+    return Config(cluster=ClusterConfig(ray_address="127.0.0.1:1", **settings))  # type: ignore[arg-type]
+
+
+async def test_the_wait_before_a_restart_has_a_limit_however_many_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "MAX_RESTART_S", 0.01)
+    failing = Child("x", "x", (), {})
+    failing._began_s, failing._num_failures = time.monotonic(), 5000
+    await failing.pause("ended")
+
+
+@pytest.mark.parametrize(("was_started", "num_ends"), [(True, 1), (False, 0)])
+async def test_workers_of_a_controller_that_could_not_come_back_are_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, was_started: bool, num_ends: int
+) -> None:
+    """One that could never join has none."""
+    code = f"if '--end' in sys.argv: Path({str(tmp_path / 'ends')!r}).open('a').write('x')\nsys.exit({UNJOINED})"
+    ray = RayCluster(joining(stop_timeout_s=10), tmp_path / "state.json")
+    ray._controller, ray._was_started = child(tmp_path, code), was_started
+    await ray._controller.start()
+    await ray._controller.ended()
+    await ray.stop()
+    ends = tmp_path / "ends"
+    assert (len(ends.read_text()) if ends.exists() else 0) == num_ends
+    assert ("workers may be left in the Ray cluster at 127.0.0.1:1" in caplog.text) == was_started
+
+
+async def test_a_ray_that_hangs_at_its_restart_is_started_once_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "RESTART_S", 0.01)
+    been = tmp_path / "been"
+    code = (
+        f"if not Path({str(been)!r}).exists():\n    Path({str(been)!r}).touch(); time.sleep(60)\n"
+        "os.write(int(sys.argv[-1]), json.dumps({'address': '127.0.0.1:7'}).encode() + b'\\n')"
+    )
+    ray = RayCluster(Config(cluster=ClusterConfig(start_timeout_s=1.0)), tmp_path / "state.json")
+    ray._head = child(tmp_path, code)
+    await asyncio.wait_for(ray._restart_head(1), 20)
+    await ray._head.ended()
+    assert "has not started within 1 s" in caplog.text
+
+
+def test_sizes_of_the_state_file_go_before_those_asked_for_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "state.json"
+    config = Config(cluster=ClusterConfig(prefill=1, decode=1, state_file=str(path)))
+    assert up._with_sizes(config).cluster == config.cluster
+    save(path, State(desired={Role.PREFILL: 1, Role.DECODE: 1}))
+    up._with_sizes(config)
+    assert not caplog.records
+    save(path, State(desired={Role.PREFILL: 2, Role.DECODE: 3}))
+    found = up._with_sizes(config).cluster
+    assert (found.prefill, found.decode) == (2, 3)
+    assert "asks for 2 prefill and 3 decode workers, which goes before --prefill 1 --decode 1" in caplog.text
+
+
+def test_workers_in_a_ray_that_goes_on_are_known_to_the_next_cluster(tmp_path: Path) -> None:
+    cache = ClusterConfig(cache_dir=str(tmp_path / "cache"))
+    assert up._state_path(Config(cluster=cache), tmp_path) == tmp_path / "state.json"
+    named = replace(cache, ray_address="10.0.0.1:6379", state_file="mine.json")
+    assert up._state_path(Config(cluster=named), tmp_path) == Path("mine.json")
+    joined = up._state_path(Config(cluster=replace(named, state_file="")), tmp_path)
+    assert joined == tmp_path / "cache" / "clusters" / "10.0.0.1-6379.json"
+
+
+async def test_a_setting_of_another_release_is_a_sentence_and_not_the_actors_end() -> None:
+    actor = actors.WorkerActor("decode", "decode-0", "", '{"engine": {"of_tomorrow": 1}}')
+    with pytest.raises(ConfigError, match=r"unknown setting engine\.of_tomorrow"):
+        await actor.start()
+
+
+async def test_a_worker_whose_name_another_process_has_says_so() -> None:
+    class Fenced(actors.WorkerActor):
+        def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
+            code = f"import os; os.write({ready_fd}, b'{{}}\\n'); os._exit({FENCED})"
+            return subprocess.Popen([sys.executable, "-c", code], pass_fds=[ready_fd])
+
+    with pytest.raises(WorkerFailed, match="another process has the name decode-0: does another cluster use this Red"):
+        await Fenced("decode", "decode-0", "", Config().to_json()).ended()

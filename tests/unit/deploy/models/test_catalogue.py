@@ -1,0 +1,262 @@
+"""The conversion on a model small enough to compare every number, out of a wheel that pip takes from a local path."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import load_file
+from tokenizers import pre_tokenizers
+
+from baton.errors import ModelLoadError
+from deploy.models import CATALOGUE, Progress, ignore_progress
+from deploy.models.catalogue import CatalogueModel
+from deploy.models.gguf_folder import undo_permutation, write_folder
+from deploy.models.wheel import catalogue_folder
+from router.prompt import Tokenizer
+
+Array = npt.NDArray[np.float32]
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 4, 2, 16, 96
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "12"]
+LAYER = {
+    "attn_q": (HEADS * HEAD_DIM, HIDDEN),
+    "attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
+    "attn_v": (KV_HEADS * HEAD_DIM, HIDDEN),
+    "attn_output": (HIDDEN, HIDDEN),
+    "ffn_gate": (INNER, HIDDEN),
+    "ffn_up": (INNER, HIDDEN),
+    "ffn_down": (HIDDEN, INNER),
+    "attn_norm": (HIDDEN,),
+    "ffn_norm": (HIDDEN,),
+}
+
+
+def llama_cpp_permute(weight: Array, num_heads: int) -> Array:
+    """As convert_hf_to_gguf.py writes query and key rows: row h*d + j of a head goes to 2j, row d/2 + j to 2j + 1."""
+    out = np.empty_like(weight)
+    dim = weight.shape[0] // num_heads
+    for head in range(num_heads):
+        for j in range(dim // 2):
+            out[head * dim + 2 * j] = weight[head * dim + j]
+            out[head * dim + 2 * j + 1] = weight[head * dim + dim // 2 + j]
+    return out
+
+
+def write_gguf(
+    path: Path,
+    *,
+    architecture: str = "llama",
+    pre: str = "smollm",
+    tied: bool = True,
+    scaling: gguf.RopeScalingType | None = None,
+    rope_factors: list[float] | None = None,
+) -> dict[str, Array]:
+    """A model of one layer; returns its weights by GGUF's names, in Hugging Face's order of rows."""
+    random = np.random.default_rng(7)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_block_count(1)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_rope_freq_base(1e5)
+    writer.add_layer_norm_rms_eps(1e-5)
+    if scaling is not None:
+        writer.add_rope_scaling_type(scaling)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
+    writer.add_token_merges(["a b", "1 2"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+    shapes = {"token_embd": (len(TOKENS), HIDDEN), "output_norm": (HIDDEN,)} | (
+        {} if tied else {"output": (len(TOKENS), HIDDEN)}
+    )
+    shapes |= {f"blk.0.{name}": shape for name, shape in LAYER.items()}
+    weights: dict[str, Array] = {}
+    for name, shape in shapes.items():
+        weight = random.standard_normal(shape, dtype=np.float32)
+        kind = gguf.GGMLQuantizationType.F32 if len(shape) == 1 else gguf.GGMLQuantizationType.Q4_1
+        if name == "token_embd":
+            kind = gguf.GGMLQuantizationType.Q8_0
+        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name.split(".")[-1])
+        weights[name] = dequantize(quantize(weight, kind), kind)  # blocks lie within rows: their order does not matter
+        stored = llama_cpp_permute(weight, heads) if heads else weight
+        writer.add_tensor(f"{name}.weight", quantize(stored, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> CatalogueModel:
+    """A catalogue entry whose wheel lies on the disk."""
+    write_gguf(tmp_path / "tiny.gguf")
+    wheel = tmp_path / "tiny_model-1.0-py3-none-any.whl"
+    info = "tiny_model-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(tmp_path / "tiny.gguf", "tiny_model/tiny.gguf")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return CatalogueModel(
+        name="tiny",
+        requirement=str(wheel),
+        wheel_sha256=digest,
+        gguf_member="tiny_model/tiny.gguf",
+        sampling={"temperature": 0.5},
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_weight_arrives_under_its_name(tmp_path: Path, tied: bool) -> None:
+    plain = [1.0] * (HEAD_DIM // 2)
+    expected = write_gguf(tmp_path / "tiny.gguf", tied=tied, scaling=gguf.RopeScalingType.NONE, rope_factors=plain)
+    write_folder(tmp_path / "tiny.gguf", tmp_path / "out", {}, ignore_progress)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    names = {
+        "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+        "blk.0.attn_q": "model.layers.0.self_attn.q_proj", "blk.0.attn_k": "model.layers.0.self_attn.k_proj",
+        "blk.0.attn_v": "model.layers.0.self_attn.v_proj", "blk.0.attn_output": "model.layers.0.self_attn.o_proj",
+        "blk.0.ffn_gate": "model.layers.0.mlp.gate_proj", "blk.0.ffn_up": "model.layers.0.mlp.up_proj",
+        "blk.0.ffn_down": "model.layers.0.mlp.down_proj", "blk.0.attn_norm": "model.layers.0.input_layernorm",
+        "blk.0.ffn_norm": "model.layers.0.post_attention_layernorm",
+    }  # fmt: skip
+    assert set(weights) == {f"{names[name]}.weight" for name in expected}
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(weights[f"{names[name]}.weight"], weight, err_msg=name)
+        assert weights[f"{names[name]}.weight"].dtype == np.float32
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] == tied
+    assert (config["rms_norm_eps"], config["rope_parameters"]["rope_theta"]) == (1e-5, 1e5)
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (4, 2, 16)
+    assert (config["vocab_size"], config["max_position_embeddings"]) == (len(TOKENS), 128)
+
+
+def test_the_permutation_is_undone_for_any_number_of_heads() -> None:
+    for num_heads in (1, 3, 9):
+        weight = np.arange(num_heads * 8 * 5, dtype=np.float32).reshape(num_heads * 8, 5)
+        np.testing.assert_array_equal(undo_permutation(llama_cpp_permute(weight, num_heads), num_heads), weight)
+        assert not np.array_equal(llama_cpp_permute(weight, num_heads), weight)
+
+
+def test_from_wheel_to_folder(tiny: CatalogueModel, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    folder = catalogue_folder(tiny, tmp_path / "cache", seen.append)
+    assert folder == tmp_path / "cache" / "models" / tiny.folder_name
+    assert list(dict.fromkeys(progress.stage for progress in seen)) == ["download", "verify", "dequantise", "write"]
+    assert all(progress.done <= progress.total or not progress.total for progress in seen)
+    assert (seen[-1].done, seen[-1].total) == (seen[-1].total, seen[-1].done)
+    assert {path.name for path in folder.parent.iterdir()} == {tiny.folder_name, f"{tiny.folder_name}.lock"}
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("ab12<|im_end|>") == [TOKENS.index(token) for token in ("ab", "1", "2", "<|im_end|>")]
+    assert tokenizer.eos_ids == (2,)
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert tokenizer.default_sampling.temperature == 0.5
+    assert tokenizer.encode_chat([{"role": "user", "content": "ab"}], scope="") == [TOKENS.index("ab")]
+    seen.clear()
+    assert catalogue_folder(tiny, tmp_path / "cache", seen.append) == folder
+    assert not seen
+
+
+CONVERT = """
+import sys
+from pathlib import Path
+from deploy.models.catalogue import CatalogueModel
+from deploy.models.wheel import catalogue_folder
+cache, *fields = sys.argv[1:]
+stages = []
+def show(progress):
+    if progress.stage not in stages:
+        stages.append(progress.stage)
+        print(progress.stage, flush=True)
+names = ("name", "requirement", "wheel_sha256", "gguf_member")
+print(catalogue_folder(CatalogueModel(**dict(zip(names, fields))), Path(cache), show))
+"""
+
+
+def test_two_processes_at_once_convert_once(tiny: CatalogueModel, tmp_path: Path) -> None:
+    models = tmp_path / "cache" / "models"
+    left_by_a_killed_process = models / f"{tiny.folder_name}.partial" / "model"
+    left_by_a_killed_process.mkdir(parents=True)
+    arguments = [str(models.parent), tiny.name, tiny.requirement, tiny.wheel_sha256, tiny.gguf_member]
+    with (models / f"{tiny.folder_name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a third, so that both are under way before either begins
+        processes = [
+            subprocess.Popen([sys.executable, "-c", CONVERT, *arguments], stdout=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        for process in processes:
+            assert process.stdout
+            assert process.stdout.readline() == "wait\n"
+        assert left_by_a_killed_process.exists()
+    outputs = [process.communicate(timeout=60)[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    folder = str(models / tiny.folder_name)
+    assert sorted(outputs, key=len) == [[folder], ["download", "verify", "dequantise", "write", folder]]
+    assert not left_by_a_killed_process.exists()
+
+
+def test_a_wheel_that_is_not_the_one_we_know_is_not_used(tiny: CatalogueModel, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="is not the file Baton knows"):
+        catalogue_folder(replace(tiny, wheel_sha256="0" * 64), tmp_path / "cache", ignore_progress)
+    assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
+
+
+def test_pip_without_a_network(tiny: CatalogueModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    absent = replace(tiny, requirement="baton-has-no-such-wheel==1")
+    with pytest.raises(ModelLoadError, match=r"pip could not download .+: ERROR: .+Check the network and pip's index"):
+        catalogue_folder(absent, tmp_path / "cache", ignore_progress)
+
+
+def test_a_cache_that_cannot_be_written(tiny: CatalogueModel, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(ModelLoadError, match=r"Cannot write the model into .+BATON_CACHE names another place"):
+        catalogue_folder(tiny, tmp_path / "cache", ignore_progress)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"pre": "qwen2"}, "gpt2 tokenizer of kind qwen2"),
+        ({"architecture": "gemma"}, "holds a gemma model"),
+        ({"scaling": gguf.RopeScalingType.YARN}, "RoPE scaling of type yarn; only plain RoPE"),
+        ({"rope_factors": [1.0, 8.0]}, r"scales its rotary frequencies \(rope_freqs\); only plain RoPE"),
+    ],
+)
+def test_what_is_not_converted_is_refused(tmp_path: Path, other: dict[str, Any], sentence: str) -> None:
+    write_gguf(tmp_path / "other.gguf", **other)
+    with pytest.raises(ModelLoadError, match=sentence):
+        write_folder(tmp_path / "other.gguf", tmp_path / "out", {}, ignore_progress)
+
+
+def test_the_revision_is_a_constant_of_the_recipe() -> None:
+    entry = CATALOGUE["smollm2-135m-instruct"]
+    assert entry.revision == "862f812319b0c6995b01ed05b401d53b"
+    assert entry.folder_name == "smollm2-135m-instruct-862f8123"
+    assert replace(entry, wheel_sha256="0" * 64).revision != entry.revision

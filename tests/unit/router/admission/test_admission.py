@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.api import GenerateRequest, Text
+from baton.errors import InvalidRequest, ModelNotFound, Overloaded
+from baton.sampling import SamplingParams
+from router.admission import (
+    Limiter,
+    ModelFacts,
+    check_length,
+    check_model,
+    check_prompt,
+    check_request_id,
+    check_resume,
+    check_vocabulary,
+    sampling_params,
+    with_max_tokens,
+)
+from router.admission.limiter import CROWDED
+from router.admission.tenants import Tenant
+
+FACTS = ModelFacts(
+    id="tiny",
+    vocab_size=500,
+    max_model_len=100,
+    default_sampling=SamplingParams(temperature=0.2, top_p=0.9, stop_token_ids=(7,)),
+)
+
+
+def params_of(asked: dict[str, Any], facts: ModelFacts) -> SamplingParams:
+    """For a prompt of 20 tokens."""
+    return with_max_tokens(sampling_params(asked, facts), 20, facts)
+
+
+@pytest.mark.parametrize("request_id", ["x" * 129, "a\nb", "\ud800", "naïve"])
+def test_a_request_id_is_short_and_printable(request_id: str) -> None:
+    check_request_id("")
+    check_request_id("chatcmpl-" + "0" * 32)
+    with pytest.raises(InvalidRequest, match="at most 128 printable ASCII characters"):
+        check_request_id(request_id)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "resume_from", "max_tokens", "param"),
+    [
+        ("", {}, 5, ""),
+        ("r", {0: 0, 2: 5}, 5, ""),
+        ("r", {1: 10_000}, None, ""),
+        ("", {0: 1}, 5, "request_id"),
+        ("r", {3: 0}, 5, "resume_from"),
+        ("r", {-1: 0}, 5, "resume_from"),
+        ("r", {0: 1, 1: 6}, 5, "resume_from"),
+        ("r", {0: -1}, 5, "resume_from"),
+        ("r", {0: -1}, None, "resume_from"),
+    ],
+)
+def test_what_is_continued_is_of_this_request(
+    request_id: str, resume_from: dict[int, int], max_tokens: int | None, param: str
+) -> None:
+    request = GenerateRequest(prompt=Text("x"), request_id=request_id, resume_from=resume_from)
+    params = SamplingParams(n=3, max_tokens=max_tokens)
+    if not param:
+        check_resume(request, params)
+        return
+    with pytest.raises(InvalidRequest, match=param) as refusal:
+        check_resume(request, params)
+    assert refusal.value.param == param
+
+
+def test_the_model_may_be_left_out_but_not_mistaken() -> None:
+    check_model("", FACTS)
+    check_model("tiny", FACTS)
+    with pytest.raises(ModelNotFound, match="the model 'Tiny' is not served here; use 'tiny'") as refusal:
+        check_model("Tiny", FACTS)
+    assert (refusal.value.param, refusal.value.http) == ("model", 404)
+
+
+@pytest.mark.parametrize("prompt", [[0], [499], [1] * 99])
+def test_prompts_at_the_edges_are_let_in(prompt: list[int]) -> None:
+    check_prompt(prompt, FACTS)
+    check_vocabulary(prompt, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "sentence"),
+    [
+        ([], "input", "the prompt is empty; send at least one token"),
+        ([1] * 100, "input", "the prompt has 100 tokens, but tiny takes at most 99"),
+    ],
+)
+def test_bad_prompts_are_refused(prompt: list[int], param: str, sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence) as refusal:
+        check_prompt(prompt, FACTS)
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ([1, 500, 2], "token id 500 is outside the vocabulary of tiny; ids go from 0 to 499"),
+        ([1, -1], "token id -1 is outside the vocabulary"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(prompt: list[int], sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence) as refusal:
+        check_vocabulary(prompt, FACTS)
+    assert refusal.value.param == "token_ids"
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
+    check_length(1000, 10, FACTS)
+    with pytest.raises(InvalidRequest, match="the prompt has 1001 characters, but the 99 tokens that tiny takes"):
+        check_length(1001, 10, FACTS)
+
+
+def test_the_models_defaults_fill_in_what_was_not_asked() -> None:
+    params = params_of({"top_p": 0.5, "max_tokens": 10}, FACTS)
+    assert params == SamplingParams(temperature=0.2, top_p=0.5, max_tokens=10, stop_token_ids=(7,))
+    assert params_of({"temperature": 0.0}, FACTS).temperature == 0
+
+
+@pytest.mark.parametrize(("default", "expected"), [(0, 80), (16, 16), (1000, 80)])
+def test_the_answers_length_when_nobody_says(default: int, expected: int) -> None:
+    facts = ModelFacts(
+        id="tiny", vocab_size=500, max_model_len=100, default_sampling=SamplingParams(), default_max_tokens=default
+    )
+    assert params_of({}, facts).max_tokens == expected
+
+
+def test_prompt_and_answer_must_fit_the_context_window() -> None:
+    assert params_of({"max_tokens": 80}, FACTS).max_tokens == 80
+    with pytest.raises(
+        InvalidRequest, match="context window of tiny is 100; lower max_tokens to at most 80"
+    ) as refusal:
+        params_of({"max_tokens": 81}, FACTS)
+    assert refusal.value.param == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [({"stop_token_ids": (5, 500)}, "stop_token_ids"), ({"top_p": 0.0}, "top_p"), ({"n": 17}, "n")],
+)
+def test_bad_values_are_refused_by_name(asked: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"sampling\.{param}") as refusal:
+        params_of(asked, FACTS)
+    assert refusal.value.param == param
+
+
+def test_the_limiter_counts_choices() -> None:
+    limiter = Limiter(4)
+    with limiter.slot("a", 3):
+        assert limiter.num_in_flight == 3
+        with pytest.raises(Overloaded, match="3 of at most 4 answers are being generated"), limiter.slot("b", 2):
+            pass
+        with limiter.slot("b", 1):
+            assert limiter.num_in_flight == 4
+        assert limiter.num_in_flight == 3
+    assert limiter.num_in_flight == 0
+
+
+def test_a_request_id_is_unique_while_it_is_in_flight() -> None:
+    limiter = Limiter(4)
+    with limiter.slot("a", 1):
+        with pytest.raises(InvalidRequest, match="request_id 'a' is in flight") as refusal, limiter.slot("a", 1):
+            pass
+        assert refusal.value.param == "request_id"
+        assert limiter.num_in_flight == 1
+        with pytest.raises(InvalidRequest), limiter.slot("a", 1):
+            pass
+    with limiter.slot("a", 1):
+        pass
+
+
+A, B, HEAVY = Tenant(id="a"), Tenant(id="b"), Tenant(id="heavy", weight=3.0)
+
+
+class InFlight:
+    """Requests that take slots of a limiter and keep them until they leave."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self.limiter = Limiter(max_in_flight)
+        self.open: list[tuple[Tenant, contextlib.ExitStack]] = []
+
+    def let_in(self, tenant: Tenant, num_requests: int = 100) -> int:
+        """How many of so many requests are let in."""
+        for num in range(num_requests):
+            stack = contextlib.ExitStack()
+            try:
+                stack.enter_context(self.limiter.slot(f"r{len(self.open)}-{id(stack)}", 1, tenant))
+            except Overloaded:
+                return num
+            self.open.append((tenant, stack))
+        return num_requests
+
+    def leave(self, tenant: Tenant, num_requests: int) -> None:
+        for request in [each for each in self.open if each[0] == tenant][:num_requests]:
+            self.open.remove(request)
+            request[1].close()
+
+
+def test_a_tenant_that_is_alone_may_take_everything() -> None:
+    assert InFlight(10).let_in(A) == 10
+
+
+def test_near_the_limit_each_tenant_gets_its_share() -> None:
+    in_flight = InFlight(20)
+    assert in_flight.let_in(B, 1) == 1
+    assert in_flight.let_in(A) == CROWDED * 20 - 1, "up to there anybody takes what is free"
+    assert in_flight.let_in(B) == 4, "the rest is kept for who has less than its half"
+    assert in_flight.limiter.num_in_flight == 20
+
+
+def test_what_becomes_free_goes_to_who_has_less_than_its_share() -> None:
+    in_flight = InFlight(20)
+    assert (in_flight.let_in(B, 1), in_flight.let_in(A, 19)) == (1, 15)
+    assert in_flight.let_in(B, 4) == 4
+    for _ in range(5):
+        in_flight.leave(A, 1)
+        assert (in_flight.let_in(A), in_flight.let_in(B)) == (0, 1)
+    in_flight.leave(A, 1)
+    assert (in_flight.let_in(B), in_flight.let_in(A)) == (0, 1), "each has its half"
+
+
+def test_shares_go_by_weight_among_those_that_are_served() -> None:
+    in_flight = InFlight(20)
+    assert (in_flight.let_in(A, 8), in_flight.let_in(HEAVY, 8)) == (8, 8)
+    assert in_flight.let_in(A) == 0, "more than a quarter"
+    assert in_flight.let_in(HEAVY) == 4, "less than three quarters"
+    in_flight.leave(A, 8)
+    assert in_flight.let_in(HEAVY) == 8, "nobody else is there now"
+
+
+def test_a_tenant_is_told_how_many_are_its_own() -> None:
+    in_flight = InFlight(5)
+    in_flight.let_in(A, 3)
+    in_flight.let_in(B, 1)
+    with pytest.raises(Overloaded, match="4 of at most 5 answers are being generated, 3 of them yours"):
+        in_flight.limiter.slot("r", 1, A).__enter__()
+    with pytest.raises(Overloaded, match="4 of at most 5 answers are being generated, 0 of them yours"):
+        in_flight.limiter.slot("r", 2, HEAVY).__enter__()
+
+
+def test_nobody_has_more_choices_than_there_are_slots() -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling\.n must be at most 4 here; lower it") as refusal:
+        Limiter(4).slot("r", 5).__enter__()
+    assert refusal.value.param == "n"
+
+
+def test_a_request_id_is_one_tenants_own() -> None:
+    limiter = Limiter(10)
+    with limiter.slot("r", 1, A), limiter.slot("r", 1, B):
+        with pytest.raises(InvalidRequest, match="request_id 'r' is in flight"), limiter.slot("r", 1, B):
+            pass
+        assert limiter.num_in_flight == 2
+    with limiter.slot("r", 1, A):
+        pass
+
+
+ARRIVALS = st.lists(st.tuples(st.sampled_from([A, B, HEAVY]), st.booleans(), st.integers(1, 4)), max_size=60)
+
+
+@settings(max_examples=60)
+@given(ARRIVALS)
+def test_the_limit_holds_and_the_books_return_to_empty(arrivals: list[tuple[Tenant, bool, int]]) -> None:
+    in_flight = InFlight(12)
+    for tenant, is_leaving, num in arrivals:
+        if is_leaving:
+            in_flight.leave(tenant, num)
+        else:
+            in_flight.let_in(tenant, num)
+        assert in_flight.limiter.num_in_flight == len(in_flight.open) <= 12
+    for tenant in (A, B, HEAVY):
+        in_flight.leave(tenant, 12)
+    assert in_flight.limiter.num_in_flight == 0
+    assert not in_flight.limiter._by_tenant
+    assert not in_flight.limiter._request_ids
+
+
+def test_a_slot_is_free_again_after_an_error() -> None:
+    limiter = Limiter(1)
+    with pytest.raises(RuntimeError), limiter.slot("a", 1):
+        raise RuntimeError
+    with limiter.slot("a", 1):
+        pass
+    assert limiter.num_in_flight == 0
+
+
+def test_retry_after_follows_how_long_requests_take() -> None:
+    limiter = Limiter(1)
+
+    def retry_after_s() -> float:
+        with limiter.slot("a", 1):
+            try:
+                with limiter.slot("b", 1):
+                    raise AssertionError("let in")
+            except Overloaded as refusal:
+                return refusal.retry_after_s
+
+    first = retry_after_s()
+    for _ in range(50):
+        limiter.record(20.0)
+    assert first < retry_after_s() <= 20.0
+    assert retry_after_s() > 18.0
+    for _ in range(200):
+        limiter.record(0.0)
+    assert retry_after_s() == 0.1, "never at once"

@@ -1,0 +1,317 @@
+"""The HTTP door: bodies that are no request are refused by name, and a client that leaves cancels its request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from baton.api import Chat, GenerateChunk, GenerateRequest, Usage
+from baton.sampling import FinishReason
+from router.admission.tenants import DEFAULT_TENANT
+from router.api.http import create_app
+from router.service import Door
+
+CHAT = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": %s}'
+
+
+class Service:
+    """A router's service that answers with one word, once it may."""
+
+    facts = SimpleNamespace(id="m", vocab_size=100, max_model_len=10)
+
+    def __init__(self) -> None:
+        self.asked: list[GenerateRequest] = []
+        self.may_answer = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def generate(
+        self, request: GenerateRequest, trace: Any, tenant: Any, door: Door
+    ) -> AsyncGenerator[GenerateChunk]:
+        self.asked.append(request)
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        yield GenerateChunk(
+            request_id="r",
+            choice_index=0,
+            text="word",
+            token_ids=(1,),
+            finish_reason=FinishReason.STOP,
+            usage=Usage(1, 1, 0),
+        )
+
+
+def app_of(service: Service, unready: str = "") -> Any:
+    tenants: Any = SimpleNamespace(identify=lambda key: DEFAULT_TENANT)
+    stand_in: Any = service
+    return create_app(stand_in, tenants, lambda: unready, lambda: b"")
+
+
+async def post(
+    service: Service,
+    body: bytes,
+    content_type: str | None = "application/json",
+    path: str = "/v1/chat/completions",
+) -> httpx2.Response:
+    headers = {"content-type": content_type} if content_type else {}
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app_of(service)), base_url="http://baton") as client:
+        return await client.post(path, content=body, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "message", "param"),
+    [
+        (b"", "application/json", "the body: Field required", None),
+        (b"null", "application/json", "the body: Input should be a valid dictionary or object to extract", None),
+        (b"[]", "application/json", "the body: Input should be a valid dictionary or object to extract", None),
+        (b"{", "application/json", "1: JSON decode error", "1"),
+        (b"\xff{", "application/json", "There was an error parsing the body", None),
+        (b"[" * 100_000, "application/json", "There was an error parsing the body", None),
+        (b"{}", "application/json", "messages: Field required", "messages"),
+        (b'{"messages": [{}], "\\ud800": 1}', "application/json", "the body: Input should be a valid string", None),
+        (CHAT % b'"x"', "application/json", "max_tokens: Input should be a valid integer", "max_tokens"),
+        (CHAT % b"4", "text/plain", "the body: Input should be a valid dictionary or object to extract", None),
+        (CHAT % b"4", None, "the body: Input should be a valid dictionary or object to extract", None),
+    ],
+)
+async def test_what_is_no_request_is_refused_by_name(
+    body: bytes, content_type: str | None, message: str, param: str | None
+) -> None:
+    service = Service()
+    service.may_answer.set()
+    response = await post(service, body, content_type)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["message"][: len(message)], error["type"], error["param"]) == (
+        message,
+        "invalid_request_error",
+        param,
+    )
+
+
+@pytest.mark.parametrize(("unready", "status"), [("", 200), ("no worker is ready", 503)])
+async def test_health_says_what_readyz_says(unready: str, status: int) -> None:
+    transport = httpx2.ASGITransport(app_of(Service(), unready))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://baton") as client:
+        answers = [await client.get(path) for path in ("/health", "/readyz")]
+    assert [(answer.status_code, answer.json()) for answer in answers] == [(status, {"status": unready or "ok"})] * 2
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "application/json; charset=utf-8", "APPLICATION/JSON", "application/x+json"]
+)
+async def test_json_is_read_under_all_its_names(content_type: str) -> None:
+    service = Service()
+    service.may_answer.set()
+    response = await post(service, CHAT % b"4", content_type)
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["message"]["content"] == "word"
+    (asked,) = service.asked
+    assert (type(asked.prompt), asked.sampling) == (Chat, {"max_tokens": 4})
+
+
+def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+def said(*parts: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
+    """A chat of one message."""
+    content = list(parts) or "hi"
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": content, **fields}]}
+
+
+def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"prompt": "hi", **fields}
+
+
+TEXT = {"type": "text", "text": "hi"}
+UNSUPPORTED = [
+    (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
+    (chat(response_format={"type": "json_object"}), "response_format"),
+    (chat(response_format={"type": "text", "strict": False}), "response_format"),
+    (chat(logprobs=0), "logprobs"),
+    (chat(frequency_penalty=0.5), "frequency_penalty"),
+    (chat(min_tokens=3), "min_tokens"),
+    (chat(stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
+    (completion(prompt=["a", "b"]), "prompt"),
+    (completion(echo=True), "echo"),
+    (said(tool_calls=[{"id": "1"}]), "messages[0].tool_calls"),
+    (said(weight=0), "messages[0].weight"),
+    (said(weight=None), "messages[0].weight"),
+    (said(TEXT, {**TEXT, "cache_control": {"type": "ephemeral"}}), "messages[0].content[1].cache_control"),
+    (said({**TEXT, "cache_control": None}), "messages[0].content[0].cache_control"),
+    (said(TEXT, {"type": "image_url", "image_url": {"url": "data:,"}}), "messages[0].content[1]"),
+    (said("hi"), "messages[0].content[0]"),
+]
+UNKNOWN: list[tuple[tuple[str, dict[str, Any]], str]] = [
+    (chat(temprature=1), "temprature"),
+    (chat(temprature=0), "temprature"),
+    (chat(temprature=False), "temprature"),
+    (chat(temprature=""), "temprature"),
+    (chat(temprature=None), "temprature"),
+    (chat(temprature={}), "temprature"),
+    (chat(stream_options={"include_usage": True, "include_cost": False}), "stream_options.include_cost"),
+    (chat(slo={"ttft": None}), "slo.ttft"),
+    (("/tokenize", {"prompt": "a", "add_special_tokens": None}), "add_special_tokens"),
+]
+OF_ANOTHER_TYPE = [
+    (chat(temperature="0.5"), "temperature"),
+    (chat(temperature=True), "temperature"),
+    (chat(n=True), "n"),
+    (chat(n=1.0), "n"),
+    (chat(max_tokens=4.0), "max_tokens"),
+    (chat(max_completion_tokens="4"), "max_completion_tokens"),
+    (chat(seed="1"), "seed"),
+    (chat(stream="no"), "stream"),
+    (chat(stream=0), "stream"),
+    (chat(ignore_eos="true"), "ignore_eos"),
+    (chat(stop=5), "stop"),
+    (chat(stop=["a", 5]), "stop[1]"),
+    (chat(stop_token_ids=[1, True]), "stop_token_ids[1]"),
+    (chat(model=1), "model"),
+    (chat(user=5), "user"),
+    (chat(metadata="x"), "metadata"),
+    (chat(store=1), "store"),
+    (chat(priority="1"), "priority"),
+    (chat(slo={"ttft_ms": "5"}), "slo.ttft_ms"),
+    (chat(stream_options={"include_usage": 1}), "stream_options.include_usage"),
+    (chat(messages=["hi"]), "messages[0]"),
+    (said(role=1), "messages[0].role"),
+    (said(content=1), "messages[0].content"),
+    (said(name=0), "messages[0].name"),
+    (said({"type": "text", "text": 1}), "messages[0].content[0].text"),
+    (completion(prompt=1), "prompt"),
+    (completion(prompt=[True]), "prompt"),
+    (completion(prompt=[1.0]), "prompt"),
+    (("/tokenize", {"prompt": 5}), "prompt"),
+    (("/detokenize", {"tokens": ["5"]}), "tokens[0]"),
+    (("/detokenize", {"tokens": [True]}), "tokens[0]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "asked", "param"),
+    [
+        *(("unsupported_parameter", *case) for case in UNSUPPORTED),
+        *(("InvalidRequest", *case) for case in UNKNOWN + OF_ANOTHER_TYPE),
+    ],
+    ids=repr,
+)
+async def test_what_is_not_done_as_it_is_asked_is_refused_by_name(
+    code: str, asked: tuple[str, dict[str, Any]], param: str
+) -> None:
+    service = Service()
+    service.may_answer.set()
+    path, body = asked
+    response = await post(service, json.dumps(body).encode(), path=path)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
+    assert param in error["message"]
+    assert not service.asked
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        chat(
+            **dict.fromkeys(("n", "stop", "stream", "stream_options", "slo", "priority", "user", "tools", "logprobs"))
+        ),
+        chat(temperature=1, top_p=1, seed=2**40, n=1, stream=False, stop="x"),
+        chat(stop=""),
+        chat(tools=[], tool_choice="auto", presence_penalty=0.0, response_format={"type": "text"}, logprobs=False),
+        chat(user="me", metadata={"a": "b"}, store=False, safety_identifier="x", prompt_cache_key="y"),
+        chat(max_completion_tokens=4, stream_options={"include_usage": True, "include_obfuscation": False}),
+        said(TEXT, TEXT, name="ada"),
+        said(name=None, refusal=None, annotations=[], audio=None, function_call=None, tool_calls=None),
+        said(role="assistant", reasoning_content=None, tool_calls=[]),
+        completion(repetition_penalty=1.0, logprobs=None, best_of=1, suffix="", echo=False),
+        # As guidellm, aiperf and vLLM's benchmark ask.
+        chat(
+            model="m",
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+            max_completion_tokens=9,
+            stop=None,
+            ignore_eos=True,
+        ),
+        chat(model="m", stream=True, max_completion_tokens=9, stream_options={"include_usage": True}),
+        completion(
+            model="m",
+            temperature=0.0,
+            repetition_penalty=1.0,
+            max_tokens=9,
+            logprobs=None,
+            stream=True,
+            stream_options={"include_usage": True},
+            ignore_eos=True,
+        ),
+        completion(prompt=[5, 6]),
+        completion(prompt=["a"]),
+    ],
+    ids=repr,
+)
+async def test_what_asks_for_nothing_else_is_served(asked: tuple[str, dict[str, Any]]) -> None:
+    service = Service()
+    service.may_answer.set()
+    path, body = asked
+    response = await post(service, json.dumps(body).encode(), path=path)
+    assert response.status_code == 200, response.text
+    assert len(service.asked) == 1
+
+
+async def test_the_openai_package_asks_once_for_what_is_not_supported() -> None:
+    attempts: list[httpx2.Request] = []
+
+    async def count(request: httpx2.Request) -> None:
+        attempts.append(request)
+
+    transport = httpx2.ASGITransport(app_of(Service()))
+    messages: Any = [{"role": "user", "content": "hi"}]
+    async with (
+        httpx2.AsyncClient(transport=transport, event_hooks={"request": [count]}) as http_client,
+        openai.AsyncOpenAI(base_url="http://baton/v1", api_key="none", http_client=http_client) as client,
+    ):
+        with pytest.raises(openai.BadRequestError, match="logprobs is not supported yet") as refusal:
+            await client.chat.completions.create(model="m", messages=messages, logprobs=True, top_logprobs=3)
+    assert refusal.value.code == "unsupported_parameter"
+    assert len(attempts) == 1
+
+
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+async def test_a_client_that_leaves_before_the_first_token_cancels_its_request(stream: bytes) -> None:
+    service, leaving = Service(), asyncio.Event()
+    messages = [{"type": "http.request", "body": CHAT % b'4, "stream": %s' % stream, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await leaving.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        pass
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "headers": [(b"content-type", b"application/json")],
+        "query_string": b"",
+    }
+    async with asyncio.timeout(10):
+        serving = asyncio.create_task(app_of(service)(scope, receive, send))
+        await asyncio.sleep(0.05)
+        assert not service.cancelled.is_set()
+        leaving.set()
+        await service.cancelled.wait()
+        await serving

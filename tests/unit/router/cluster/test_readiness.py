@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from baton.cluster import Role, Worker
+from router.cluster.readiness import Readiness
+from router.placement.pool_view import PoolView
+from tests.unit.router.placement.test_pool_view import Clock, worker
+
+PATIENCE_S = 30.0
+PREFILL, DECODE = worker("prefill-0", role=Role.PREFILL), worker("decode-0")
+
+
+class Router:
+    def __init__(self, needs_prefill: bool = False, patience_s: float = PATIENCE_S) -> None:
+        self.clock = Clock()
+        self.pools = PoolView(lambda keys: {}, self.clock)
+        self.readiness = Readiness(self.pools, needs_prefill, patience_s, self.clock)
+
+    async def sees(self, *workers: Worker) -> str:
+        await self.pools.update(workers)
+        return self.readiness.why_not()
+
+    async def after(self, seconds: float) -> str:
+        self.clock.now += seconds
+        return self.readiness.why_not()
+
+
+@pytest.mark.parametrize("patience_s", [PATIENCE_S, math.inf])
+async def test_a_router_is_not_ready_before_its_first_workers(patience_s: float) -> None:
+    router = Router(patience_s=patience_s)
+    assert await router.sees() == "no decode worker is ready"
+    assert await router.sees(PREFILL) == "no decode worker is ready"
+    assert await router.sees(DECODE) == ""
+
+
+async def test_workers_that_are_gone_are_waited_for_as_long_as_requests_wait() -> None:
+    router = Router()
+    await router.sees(DECODE)
+    assert await router.sees() == ""
+    assert await router.after(PATIENCE_S) == ""
+    assert await router.after(0.1) == "no decode worker is ready"
+    assert await router.sees(DECODE) == ""
+    await router.after(PATIENCE_S * 2)
+    assert await router.sees() == "", "the wait begins when they go"
+
+
+@pytest.mark.parametrize("needs_prefill", [True, False])
+async def test_prefill_workers_are_needed_where_every_prompt_goes_to_one(needs_prefill: bool) -> None:
+    reason = "no prefill worker is ready, and router.mode is split" if needs_prefill else ""
+    router = Router(needs_prefill)
+    assert await router.sees(DECODE) == reason
+    assert await router.sees(DECODE, PREFILL) == ""
+    assert await router.sees(DECODE) == "", "it is waited for as well"
+    assert await router.after(PATIENCE_S + 0.1) == reason
+
+
+async def test_a_router_that_stops_is_not_ready_at_once() -> None:
+    router = Router()
+    await router.sees(DECODE)
+    router.readiness.stop()
+    assert router.readiness.why_not() == "the router is stopping"

@@ -1,0 +1,202 @@
+"""Workers that say what they are told, and a real dispatcher of theirs: what a stream goes through, in milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from opentelemetry.context import Context
+
+from baton import wire
+from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.config import RouterConfig
+from baton.errors import BatonError
+from baton.messages import (
+    DecodeRequest,
+    Event,
+    FetchRequest,
+    KvLayout,
+    PrefillRequest,
+    SequenceSpec,
+    Ticket,
+)
+from baton.rpc import RpcServer
+from baton.sampling import SamplingParams
+from baton.telemetry.instruments import Instruments
+from baton.v1 import worker_pb2_grpc
+from deploy.worker.calls import CallServicer
+from kvstore.index import Mirror
+from router.admission import Claim
+from router.admission.tenants import DEFAULT_TENANT
+from router.dispatch.decisions import DecisionLog
+from router.dispatch.dispatcher import ChoiceRecord, Dispatcher
+from router.dispatch.worker_client import WorkerCalls
+from router.placement import NO_OBJECTIVE, Weights
+from router.placement.pool_view import PoolView
+from router.placement.stale_hints import HintBook
+
+BLOCK = 16
+NUM_PROMPT = 400
+READY = WorkerLoad(state=WorkerState.READY)
+SPEC = SequenceSpec(
+    request_id="r",
+    choice_index=0,
+    token_ids=tuple(range(NUM_PROMPT)),
+    num_prompt_tokens=NUM_PROMPT,
+    sampling=SamplingParams(max_tokens=8, temperature=0.0, seed=0),
+    cache_seed=b"seed",
+)
+CLAIM = Claim(
+    tenant=DEFAULT_TENANT, priority=0, slo_class="default", objective=NO_OBJECTIVE, weights=Weights(), arrived_s=0.0
+)
+
+Request = PrefillRequest | DecodeRequest | FetchRequest
+Word = Event | BatonError | asyncio.Event | Callable[[SequenceSpec], Event | None]
+"""What is sent, or raised, or waited for; or what makes something to be sent, or nothing, of the sequence."""
+Script = Sequence[Word]
+
+
+def ticket(spec: SequenceSpec) -> Ticket:
+    layout = KvLayout(BLOCK, 1, ())
+    return Ticket(
+        transfer_id=spec.sequence_id,
+        generation=1,
+        decode_worker_id="d",
+        incarnation="i",
+        kv_address="h:1",
+        num_tokens=len(spec.token_ids),
+        skip_tokens=0,
+        wire_compat="wire",
+        layout=layout,
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns once something has come about of which no event tells."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+class ToldWorkers:
+    """Any number of workers behind one address. The first call of a kind follows the first of its scripts, the second
+    the second; at the end of its script a call is silent until the router leaves it.
+    """
+
+    def __init__(
+        self, *, decode: Sequence[Script] = (), prefill: Sequence[Script] = (), fetch: Sequence[Script] = ()
+    ) -> None:
+        self.requests: list[Request] = []
+        """All that came, in order."""
+        self._decode, self._prefill, self._fetch = iter(decode), iter(prefill), iter(fetch)
+        self.servicer = CallServicer(
+            decode=lambda request, _: self._follow(next(self._decode), request),
+            prefill=lambda request, _: self._follow(next(self._prefill), request),
+            fetch=lambda request, _: self._follow(next(self._fetch), request),
+        )
+
+    @property
+    def kinds(self) -> list[type[Request]]:
+        return [type(request) for request in self.requests]
+
+    async def _follow(self, script: Script, request: Request) -> AsyncGenerator[Event]:
+        self.requests.append(request)
+        for word in script:
+            match word:
+                case BatonError():
+                    raise word
+                case asyncio.Event():
+                    await word.wait()
+                case _:
+                    said = word(request.sequence) if callable(word) else word
+                    if said is not None:
+                        yield said
+        await asyncio.Event().wait()
+
+
+class Clock:
+    """Of the router; a test may put it forward."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+class Bench:
+    """A dispatcher, and what it sees of its workers."""
+
+    def __init__(
+        self, workers: ToldWorkers, address: str, held: Mapping[str, int], config: RouterConfig, calls: WorkerCalls
+    ) -> None:
+        self.workers = workers
+        self.address = address
+        self.clock = Clock()
+        self.pools = PoolView(lambda keys: dict(held), self.clock.monotonic)
+        self.instruments = Instruments(
+            lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
+        )
+        hints = HintBook(Mirror(), self.instruments)
+        self.dispatcher = Dispatcher(self.pools, calls, hints, DecisionLog(), config, self.instruments)
+        self._leases: dict[str, Worker] = {}
+
+    async def lease(self, worker_id: str, role: Role, load: WorkerLoad = READY, **more: Any) -> None:
+        """A worker comes, or says something else of itself.
+
+        Args:
+            more: of `WorkerInfo`.
+        """
+        info = WorkerInfo(
+            id=worker_id,
+            role=role,
+            address=self.address,
+            pid=1,
+            node="node",
+            epoch=1,
+            content_id="content",
+            wire_compat="wire",
+            block_size=BLOCK,
+            max_model_len=8192,
+            known_fields=wire.KNOWN_FIELDS,
+        )
+        self._leases[worker_id] = Worker(replace(info, **more), load)
+        await self.pools.update(self._leases.values())
+
+    async def tokens(
+        self, record: ChoiceRecord | None = None, *, spec: SequenceSpec = SPEC, claim: Claim = CLAIM
+    ) -> AsyncGenerator[int]:
+        """Of one choice, as they come."""
+        run = self.dispatcher.run(spec, claim, ChoiceRecord() if record is None else record, Context())
+        async with contextlib.aclosing(run) as messages:
+            async for message in messages:
+                for token_id in message.token_ids:
+                    yield token_id
+
+
+@contextlib.asynccontextmanager
+async def bench_of(
+    workers: ToldWorkers, roles: Mapping[str, Role], mode: str, held: Mapping[str, int] | None = None
+) -> AsyncIterator[Bench]:
+    """A bench of these workers, for 20 s at most.
+
+    Args:
+        roles: by the worker's id.
+        held: leading blocks of any prompt that a worker is believed to hold.
+    """
+    rpc = RpcServer(("baton.v1.WorkerCalls",))
+    worker_pb2_grpc.add_WorkerCallsServicer_to_server(workers.servicer, rpc.server)
+    address = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
+    await rpc.start()
+    calls = WorkerCalls()
+    bench = Bench(workers, address, held or {}, RouterConfig(mode=mode, worker_wait_s=1), calls)
+    try:
+        async with asyncio.timeout(20):
+            for worker_id, role in roles.items():
+                await bench.lease(worker_id, role)
+            yield bench
+    finally:
+        await calls.close()
+        await rpc.stop(0)

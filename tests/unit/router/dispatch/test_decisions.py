@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.api import Option
+from baton.cluster import Role
+from baton.costs import StepCosts
+from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
+from router.admission import Claim
+from router.admission.tenants import Tenant
+from router.dispatch.decisions import KEPT, Decision, DecisionLog, explained
+from router.placement import Candidate, Objective, Placement, Prices, Prompt, Weights, place
+
+SPEC = SequenceSpec(
+    request_id="r",
+    choice_index=0,
+    token_ids=tuple(range(100)),
+    num_prompt_tokens=100,
+    sampling=SamplingParams(max_tokens=50, temperature=0.0, seed=0),
+    cache_seed=b"seed",
+    priority=3,
+    num_expected_tokens=40,
+)
+CLAIM = Claim(
+    tenant=Tenant(id="acme"),
+    priority=3,
+    slo_class="interactive",
+    objective=Objective(0.5, 0.05),
+    weights=Weights(),
+    arrived_s=7.0,
+)
+COSTS = StepCosts(
+    s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+)
+POOL = [
+    Candidate(worker_id="slow", role=Role.PREFILL, num_cached_tokens=0, wait_s=2.0, costs=COSTS),
+    Candidate(worker_id="quick", role=Role.PREFILL, num_cached_tokens=20, costs=COSTS),
+    Candidate(worker_id="d", role=Role.DECODE, num_decoding=1, room_tokens=40, freed_tokens_per_s=100, costs=COSTS),
+]
+
+
+def placement() -> Placement:
+    found = place(
+        Prompt(100, (), 40),
+        POOL,
+        "split",
+        weights=Weights(1.0, 0.05),
+        prices=Prices(0.0, 0.0, 5e-3, 0.0),
+        pull_above_tokens=1,
+    )
+    assert found is not None
+    return found
+
+
+def noted(log: DecisionLog, request_id: str, choice_index: int = 0, claim: Claim = CLAIM) -> Decision:
+    found = placement()
+    return log.note(replace(SPEC, request_id=request_id, choice_index=choice_index), claim, found, found.prediction)
+
+
+def test_a_decision_is_found_by_its_request() -> None:
+    log = DecisionLog()
+    first, second = noted(log, "r", 0), noted(log, "r", 1)
+    noted(log, "other")
+    assert log.explain("r") == [first, second]
+    assert log.explain("unheard of") == []
+
+
+def test_two_tenants_may_use_the_same_id() -> None:
+    log = DecisionLog()
+    decisions = [noted(log, "r", claim=replace(CLAIM, tenant=Tenant(id=name))) for name in ("acme", "zeta")]
+    assert log.explain("r") == decisions
+
+
+def test_what_became_of_a_decision_shows() -> None:
+    log = DecisionLog()
+    decision = noted(log, "r")
+    assert (decision.outcome, decision.ttft_s) == ("let in", 0.0)
+    decision.outcome, decision.ttft_s = "refused: too late", 0.7
+    (explanation,) = map(explained, log.explain("r"))
+    assert (explanation.outcome, explanation.measured_ttft_s) == ("refused: too late", 0.7)
+
+
+def test_the_last_ones_are_kept() -> None:
+    log = DecisionLog()
+    decisions = [noted(log, f"r{i}") for i in range(KEPT + 3)]
+    assert [log.explain(f"r{i}") for i in range(4)] == [[], [], [], [decisions[3]]]
+    assert log.explain(f"r{KEPT + 2}") == [decisions[-1]]
+
+
+def test_a_request_id_that_comes_again_is_a_new_decision() -> None:
+    log = DecisionLog()
+    noted(log, "again")
+    for i in range(KEPT - 1):
+        noted(log, f"r{i}")
+    latest = noted(log, "again")
+    assert log.explain("again") == [latest]
+    noted(log, "one more")
+    assert log.explain("r0") == [], "the oldest goes"
+    assert log.explain("again") == [latest]
+
+
+def test_an_explanation_says_what_was_asked_and_what_was_chosen() -> None:
+    explanation = explained(noted(DecisionLog(), "r", 1))
+    assert (explanation.request_id, explanation.choice_index) == ("r", 1)
+    assert (explanation.tenant, explanation.slo_class, explanation.priority) == ("acme", "interactive", 3)
+    assert (explanation.ttft_objective_s, explanation.itl_objective_s) == (0.5, 0.05)
+    assert (explanation.num_prompt_tokens, explanation.num_expected_tokens) == (100, 40)
+    assert (explanation.mode, explanation.prefill_worker, explanation.decode_worker) == ("split", "quick", "d")
+    assert (explanation.source, explanation.source_tokens) == ("", 0)
+    assert explanation.predicted_ttft_s == 1.08, "the room comes after 1 s"
+    assert (explanation.outcome, explanation.measured_ttft_s) == ("let in", 0.0)
+
+
+def test_an_explanation_lists_what_spoke_for_each_worker_the_quickest_first() -> None:
+    decode, quick, slow = sorted(explained(noted(DecisionLog(), "r")).options, key=lambda option: option.worker_id)
+    # "slow" and "d" would pull 20 tokens in no time, and then hold them a second time.
+    assert quick == Option(
+        worker_id="quick",
+        role="prefill",
+        num_cached_tokens=20,
+        wait_s=0.0,
+        pull_s=0.0,
+        compute_s=0.08,
+        room_s=0.0,
+        exposed_s=0.0,
+        step_s=0.0,
+        cost_s=0.08,
+    )
+    assert slow == Option(
+        worker_id="slow",
+        role="prefill",
+        num_cached_tokens=0,
+        wait_s=2.0,
+        pull_s=0.0,
+        compute_s=0.08,
+        room_s=0.0,
+        exposed_s=0.0,
+        step_s=0.0,
+        cost_s=2.1,
+    )
+    assert decode == Option(
+        worker_id="d",
+        role="decode",
+        num_cached_tokens=0,
+        wait_s=0.0,
+        pull_s=0.0,
+        compute_s=0.08,
+        room_s=1.0,
+        exposed_s=0.005,
+        step_s=0.002,
+        cost_s=decode.cost_s,
+    )
+    assert decode.cost_s == pytest.approx(1.104), "room, computing, a second copy, and a twentieth of computing"
+    costs = [option.cost_s for option in explained(noted(DecisionLog(), "r")).options]
+    assert costs == sorted(costs)
+    assert costs[0] == 0.08

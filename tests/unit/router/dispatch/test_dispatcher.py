@@ -1,0 +1,559 @@
+"""What becomes of a choice when a worker fails, refuses, leaves or is slow, and what its next attempt has learned."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.cluster import BlockCounts, Role, Worker
+from baton.errors import (
+    BatonError,
+    InvalidRequest,
+    Overloaded,
+    TransferCancelled,
+    TransferCorrupted,
+    TransferError,
+    TransferRefused,
+    WorkerDraining,
+    WorkerFailed,
+)
+from baton.messages import (
+    DecodeRequest,
+    Fetched,
+    FetchRequest,
+    FirstToken,
+    HandedOver,
+    Migrate,
+    NewTokens,
+    PrefillReport,
+    PrefillRequest,
+    PrefixSource,
+    SequenceSpec,
+)
+from baton.sampling import FinishReason
+from router.dispatch.dispatcher import ChoiceRecord
+from router.dispatch.worker_client import WorkerCalls, WorkerStream
+from router.placement import NO_OBJECTIVE, Mode
+from router.placement.pool_view import LEAVING_S
+from router.slo import Stage
+from tests.unit.router.dispatch.scripted_workers import (
+    CLAIM,
+    NUM_PROMPT,
+    READY,
+    SPEC,
+    Bench,
+    Script,
+    ToldWorkers,
+    bench_of,
+    ticket,
+    until,
+)
+
+PAIR = {"p0": Role.PREFILL, "d0": Role.DECODE}
+TWO = {"d0": Role.DECODE, "d1": Role.DECODE}
+LAST = NewTokens(token_ids=(5,), finish_reason=FinishReason.LENGTH)
+FIRST_IS_LAST = FirstToken(
+    token_id=5,
+    finish_reason=FinishReason.LENGTH,
+    report=PrefillReport(),
+)
+GONE = WorkerFailed("gone")
+LONG = replace(SPEC, sampling=replace(SPEC.sampling, max_tokens=100, ignore_eos=True))
+
+
+async def collected(tokens: AsyncIterator[int]) -> list[int]:
+    return [token async for token in tokens]
+
+
+def sources(workers: ToldWorkers) -> list[PrefixSource | None]:
+    """From which whoever was to compute the prompt was told to pull a prefix, call by call."""
+    return [
+        request.source for request in workers.requests if not (isinstance(request, DecodeRequest) and request.await_kv)
+    ]
+
+
+# -- what a choice that is placed again has learned --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (WorkerFailed("gone"), ["owner", "next"]),
+        (TransferError("lost"), ["owner", "next"]),
+        (Overloaded("full"), ["owner", "owner"]),
+    ],
+)
+async def test_a_failed_attempts_source_is_not_named_again(failure: BatonError, expected: list[str]) -> None:
+    """A worker that refused at once says nothing about the source."""
+    workers = ToldWorkers(decode=[[failure], [LAST]])
+    roles = {"a": Role.DECODE, "b": Role.DECODE, "owner": Role.PREFILL, "next": Role.PREFILL}
+    async with bench_of(workers, roles, "aggregated", {"owner": 20, "next": 10}) as bench:
+        assert await collected(bench.tokens()) == [5]
+    held = {"owner": 320, "next": 160}
+    assert sources(workers) == [PrefixSource(name, bench.address, held[name]) for name in expected]
+
+
+@pytest.mark.parametrize(
+    ("failure", "roles", "stays"),
+    [
+        (TransferError("d0 is gone"), {**PAIR, "d1": Role.DECODE}, False),
+        (TransferCorrupted("by the link"), {**PAIR, "d1": Role.DECODE}, True),
+        (TransferError("d0 is gone"), PAIR, True),
+    ],
+)
+async def test_who_did_not_answer_in_a_hand_over_is_left_at_once(
+    failure: BatonError, roles: dict[str, Role], stays: bool
+) -> None:
+    """The prefill worker says so: the decode worker's own stream, which hangs, may tell seconds later."""
+    workers = ToldWorkers(decode=[[ticket], [ticket]], prefill=[[failure], [FIRST_IS_LAST]])
+    record = ChoiceRecord()
+    async with bench_of(workers, roles, "split", {"d0": 4}) as bench:
+        assert await collected(bench.tokens(record)) == [5]
+    assert (record.retries, record.decode_worker == "d0") == (1, stays)
+
+
+async def test_who_could_not_hand_over_is_no_source_of_the_next_attempt() -> None:
+    """It holds the longest prefix of all, and would send it over the same way."""
+    roles = {**PAIR, "p1": Role.PREFILL}
+    workers = ToldWorkers(decode=[[ticket], [LAST]], prefill=[[TransferRefused("of another shape")]])
+    record = ChoiceRecord()
+    async with bench_of(workers, roles, "auto", {"p0": 20, "p1": 10}) as bench:
+        assert await collected(bench.tokens(record)) == [5]
+    assert (record.retries, record.mode) == (1, Mode.AGGREGATED)
+    assert sources(workers) == [None, PrefixSource("p1", bench.address, 160)]
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [[TransferCorrupted("once"), TransferCorrupted("twice")], [TransferRefused("of another shape")]],
+    ids=["failed twice", "refused once"],
+)
+async def test_when_hand_overs_fail_the_decode_worker_computes_the_prompt(failures: list[BatonError]) -> None:
+    workers = ToldWorkers(decode=[*[[ticket]] * len(failures), [LAST]], prefill=[[failure] for failure in failures])
+    record = ChoiceRecord()
+    async with bench_of(workers, PAIR, "auto", {"p0": 20}) as bench:
+        assert await collected(bench.tokens(record)) == [5]
+    assert workers.kinds == [DecodeRequest, PrefillRequest] * len(failures) + [DecodeRequest]
+    assert (record.retries, record.mode, record.prefill_worker) == (len(failures), Mode.AGGREGATED, "")
+
+
+async def test_who_died_is_passed_over_by_all_that_come_after() -> None:
+    """Its lease lives on for seconds, and it holds the longest prefix."""
+    workers = ToldWorkers(decode=[[GONE], [LAST], [LAST]])
+    async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
+        for num_retries in (1, 0):
+            record = ChoiceRecord()
+            assert await collected(bench.tokens(record)) == [5]
+            assert (record.decode_worker, record.retries) == ("d1", num_retries)
+
+
+async def test_a_worker_that_drains_costs_no_attempt_and_is_asked_no_more() -> None:
+    workers = ToldWorkers(decode=[[WorkerDraining("d0 drains")], [LAST], [LAST]])
+    async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
+        for _ in range(2):
+            record = ChoiceRecord()
+            assert await collected(bench.tokens(record)) == [5]
+            assert (record.decode_worker, record.retries) == ("d1", 0)
+    assert len(workers.requests) == 3
+
+
+async def test_an_answer_that_goes_on_outlives_any_number_of_workers_and_one_that_does_not_is_given_up() -> None:
+    """Four failures in a row are too many, and sixteen tokens between two begin a new row."""
+    dies_later: Script = [NewTokens(token_ids=tuple(range(16)), finish_reason=None), GONE]
+    workers = ToldWorkers(decode=[*[dies_later] * 4, *[[GONE]] * 3])
+    roles = {f"d{i}": Role.DECODE for i in range(8)}
+    record = ChoiceRecord()
+    async with bench_of(workers, roles, "aggregated") as bench:
+        with pytest.raises(WorkerFailed, match=r"^4 placements failed: "):
+            await collected(bench.tokens(record, spec=LONG))
+    assert (len(record.emitted), record.retries, len(workers.requests)) == (64, 6, 7)
+    assert workers.requests[-1].sequence.token_ids == (*SPEC.token_ids, *record.emitted)
+
+
+async def test_what_does_not_fit_one_worker_goes_to_the_others() -> None:
+    short = replace(SPEC, token_ids=SPEC.token_ids[:40], num_prompt_tokens=40)
+    workers = ToldWorkers(decode=[[LAST]] * 24)
+    async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
+        await bench.lease("d1", Role.DECODE, max_model_len=64)
+        served: dict[SequenceSpec, set[str]] = {SPEC: set(), short: set()}
+        for spec, names in served.items():
+            for token_id in range(12):
+                record = ChoiceRecord()
+                own = replace(spec, token_ids=(token_id, *spec.token_ids[1:]))
+                assert await collected(bench.tokens(record, spec=own)) == [5]
+                names.add(record.decode_worker)
+    assert served[SPEC] == {"d0"}
+    assert "d1" in served[short]
+
+
+async def test_when_every_queue_is_full_the_client_is_told_so() -> None:
+    workers = ToldWorkers(decode=[[Overloaded("full")], [Overloaded("full")]])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        with pytest.raises(Overloaded, match="every worker's queue is full"):
+            await collected(bench.tokens())
+    assert len(workers.requests) == 2
+
+
+async def test_what_a_worker_finds_wrong_with_a_request_is_told_at_once() -> None:
+    """It would be wrong on every other worker too."""
+    workers = ToldWorkers(decode=[[InvalidRequest("token 9 is not in the vocabulary")]])
+    record = ChoiceRecord()
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        with pytest.raises(InvalidRequest, match=r"^token 9 is not in the vocabulary$"):
+            await collected(bench.tokens(record))
+    assert (len(workers.requests), record.retries) == (1, 0)
+
+
+# -- deadlines and the gate --------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_that_has_begun_outlives_its_worker_however_old_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is the first token's, which came in time."""
+    later = asyncio.Event()
+    workers = ToldWorkers(decode=[[NewTokens(token_ids=(4,), finish_reason=None), later, GONE], [LAST]])
+    record = ChoiceRecord()
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        monkeypatch.setattr("router.dispatch.dispatcher.time", bench.clock)
+        claim = replace(CLAIM, objective=replace(NO_OBJECTIVE, ttft_s=60.0), arrived_s=time.monotonic())
+        tokens: list[int] = []
+        async for token in bench.tokens(record, claim=claim):
+            tokens.append(token)
+            bench.clock.ahead_s = 1000.0
+            later.set()
+    assert (tokens, record.retries) == ([4, 5], 1)
+
+
+async def test_every_attempt_has_the_budget_that_is_left_of_the_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is placed again keeps its place in the queues; and waits no longer than twice its objective in all."""
+    bench: Bench
+
+    def seconds_go_by(_: SequenceSpec) -> None:
+        bench.clock.ahead_s += 20.0
+
+    dies_later: Script = [seconds_go_by, GONE]
+    workers = ToldWorkers(decode=[dies_later, dies_later, [seconds_go_by, LAST]] * 2)
+    async with bench_of(workers, {**TWO, "d2": Role.DECODE}, "aggregated") as bench:
+        monkeypatch.setattr("router.dispatch.dispatcher.time", bench.clock)
+        claim = replace(CLAIM, objective=replace(NO_OBJECTIVE, ttft_s=50.0), arrived_s=time.monotonic() - 10.0)
+        assert await collected(bench.tokens(claim=claim)) == [5]
+        budgets = [request.sequence.ttft_s for request in workers.requests]
+        assert budgets == pytest.approx([40.0, 20.0, 0.0], abs=2.0)
+
+        record, arrived_s = ChoiceRecord(), bench.clock.monotonic() - 70.0
+        with pytest.raises(Overloaded, match=r"no first token within 100"):
+            await collected(bench.tokens(record, claim=replace(claim, arrived_s=arrived_s)))
+        assert record.retries == 2
+
+
+async def test_a_resumed_request_goes_on_though_the_gate_would_let_nobody_in() -> None:
+    """Another router has let it in, and its client has some of its tokens."""
+    workers = ToldWorkers(decode=[[LAST]])
+    claim = replace(CLAIM, objective=replace(NO_OBJECTIVE, ttft_s=1.0), arrived_s=time.monotonic())
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        for worker_id, role in TWO.items():
+            await bench.lease(worker_id, role, replace(READY, queued_tokens=10**6))
+        with pytest.raises(Overloaded, match="the first token would come"):
+            await collected(bench.tokens(claim=claim))
+        assert workers.requests == []
+        record = ChoiceRecord(emitted=[3, 4])
+        assert await collected(bench.tokens(record, claim=claim)) == [5]
+    assert record.emitted == [3, 4, 5]
+    assert workers.requests[0].sequence.token_ids == (*SPEC.token_ids, 3, 4)
+
+
+@pytest.mark.parametrize("mode", [Mode.AGGREGATED, Mode.SPLIT])
+async def test_the_gate_forgets_a_prompt_when_it_is_computed(mode: Mode) -> None:
+    """A long answer is no part of its tenant's share of the queues."""
+    waits, ends = asyncio.Event(), asyncio.Event()
+    if mode is Mode.SPLIT:
+        workers = ToldWorkers(
+            decode=[[ticket, ends, LAST]],
+            prefill=[
+                [
+                    waits,
+                    FirstToken(
+                        token_id=4,
+                        finish_reason=None,
+                        report=PrefillReport(),
+                    ),
+                    HandedOver(10, 1, 0.0, 0.0),
+                ]
+            ],
+        )
+    else:
+        workers = ToldWorkers(decode=[[waits, NewTokens(token_ids=(4,), finish_reason=None), ends, LAST]])
+    async with bench_of(workers, PAIR, mode) as bench:
+        gate = bench.dispatcher._gate
+        answer = bench.tokens()
+        first = asyncio.ensure_future(anext(answer))
+        await until(lambda: any(gate._queues.values()))
+        waits.set()
+        assert await first == 4
+        assert not any(gate._queues.values())
+        assert not gate._shares
+        ends.set()
+        assert await collected(answer) == [5]
+
+
+# -- hand-over ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_report_on_the_hand_over_that_comes_late_is_booked_and_holds_up_no_token() -> None:
+    """The prefill worker reports only after the other has sent its last token, which waits until the client has seen
+    the token before.
+    """
+    seen, all_sent = asyncio.Event(), asyncio.Event()
+    workers = ToldWorkers(
+        decode=[
+            [
+                ticket,
+                NewTokens(token_ids=(6,), finish_reason=None),
+                seen,
+                NewTokens(token_ids=(7,), finish_reason=FinishReason.LENGTH),
+                lambda _: all_sent.set(),
+            ]
+        ],
+        prefill=[
+            [
+                FirstToken(
+                    token_id=5,
+                    finish_reason=None,
+                    report=PrefillReport(),
+                ),
+                all_sent,
+                HandedOver(10, 1, 0.5, 0.25),
+            ]
+        ],
+    )
+    record = ChoiceRecord()
+    tokens: list[int] = []
+    async with bench_of(workers, PAIR, "split") as bench:
+        async for token in bench.tokens(record):
+            tokens.append(token)
+            if tokens == [5, 6]:
+                seen.set()
+    assert tokens == [5, 6, 7]
+    noted = [phase for phase in record.stages.noted if phase.stage is Stage.TRANSFER]
+    assert (len(noted), record.retries) == (1, 0)
+    assert 0 < noted[0].end_s - noted[0].begin_s < 0.25, "no more than the time to the second token"
+
+
+async def test_a_first_token_that_is_the_last_is_waited_for_when_nobody_wants_the_kv() -> None:
+    """The decode worker hears of it from the prefill worker, and may be the first to say so."""
+    cancelled, told = asyncio.Event(), asyncio.Event()
+    workers = ToldWorkers(
+        decode=[[ticket, cancelled, TransferCancelled("the sender gave up")]], prefill=[[told, FIRST_IS_LAST]]
+    )
+    record = ChoiceRecord()
+    async with bench_of(workers, PAIR, "split") as bench:
+        answer = asyncio.ensure_future(anext(bench.tokens(record)))
+        await until(lambda: PrefillRequest in workers.kinds)
+        cancelled.set()
+        asyncio.get_running_loop().call_later(0.05, told.set)
+        assert await answer == 5
+    assert record.retries == 0
+
+
+@pytest.mark.parametrize(("mode", "held"), [("split", {"p": 10, "d": 20}), ("aggregated", {"d": 10, "p": 20})])
+@pytest.mark.parametrize(
+    ("num_cached", "num_pulled", "num_stale"),
+    [(320, 160, 0), (160, 0, 0), (320, 320, 160), (0, 0, 160), (0, 80, 160)],
+    ids=["it held it", "the pull failed", "it held nothing and pulled all", "it held nothing", "all was evicted again"],
+)
+async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
+    mode: str, held: dict[str, int], num_cached: int, num_pulled: int, num_stale: int
+) -> None:
+    """The worker that computes is believed to hold 160 tokens, and told to pull 160 more."""
+    found = NewTokens(
+        token_ids=(5,),
+        finish_reason=FinishReason.LENGTH,
+        report=PrefillReport(num_cached_tokens=num_cached, num_pulled_tokens=num_pulled),
+    )
+    workers = ToldWorkers(
+        decode=[[ticket if mode == "split" else found]],
+        prefill=[
+            [
+                FirstToken(
+                    token_id=5,
+                    finish_reason=FinishReason.LENGTH,
+                    report=PrefillReport(
+                        num_cached_tokens=num_cached, queue_s=0.0, prefill_s=0.0, num_pulled_tokens=num_pulled
+                    ),
+                )
+            ]
+        ],
+    )
+    record = ChoiceRecord()
+    async with bench_of(workers, {"p": Role.PREFILL, "d": Role.DECODE}, mode, held) as bench:
+        assert await collected(bench.tokens(record)) == [5]
+        counted = bench.instruments.exposition().decode()
+    assert (record.mode, record.source) == (mode, "d" if mode == "split" else "p")
+    assert ("baton_index_stale_hints_total 1.0" in counted) == bool(num_stale)
+    assert (f"baton_index_stale_tokens_total {num_stale:.1f}" in counted) == bool(num_stale)
+
+
+# -- moving ------------------------------------------------------------------------------------------------------------
+
+
+def leaving_worker(*later: asyncio.Event | NewTokens) -> ToldWorkers:
+    """d0 decodes and leaves. Whoever takes the choice over pulls its KV and goes on after one more token of d0's."""
+    return ToldWorkers(
+        decode=[
+            [NewTokens(token_ids=(4,), finish_reason=None), Migrate(), *later],
+            [ticket, NewTokens(token_ids=(7,), finish_reason=FinishReason.LENGTH)],
+        ],
+        fetch=[[Fetched(NUM_PROMPT)]],
+        prefill=[
+            [
+                FirstToken(
+                    token_id=6,
+                    finish_reason=None,
+                    report=PrefillReport(),
+                ),
+                HandedOver(10, 1, 0.0, 0.0),
+            ]
+        ],
+    )
+
+
+def leaves(bench: Bench, worker_id: str) -> bool:
+    """Whether the router knows that a worker leaves."""
+    return not bench.pools.is_trusted(bench.pools.get(worker_id))
+
+
+def looks_for_room() -> bool:
+    """Whether a choice is still to be moved, and has not been."""
+    return any("_prepare_move" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+
+@pytest.mark.parametrize(
+    ("num_in_use", "held"), [(73, {}), (90, {"d1": 25})], ids=["not for the answer", "not though it has the prefix"]
+)
+async def test_a_choice_moves_to_nobody_without_room(
+    num_in_use: int, held: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays, and looks again: d2 comes later."""
+    monkeypatch.setattr("router.dispatch.dispatcher.MOVE_RETRY_S", 0.01)
+    workers, record = leaving_worker(), ChoiceRecord()
+    async with bench_of(workers, {"d0": Role.DECODE}, "aggregated", held) as bench:
+        answer = bench.tokens(record, spec=LONG)
+        assert await anext(answer) == 4
+        await bench.lease(
+            "d1", Role.DECODE, replace(READY, running=5, blocks=BlockCounts(total=100, in_use=num_in_use))
+        )
+        moved = asyncio.ensure_future(anext(answer))
+        await until(lambda: leaves(bench, "d0"))
+        assert workers.kinds == [DecodeRequest]
+        await bench.lease("d2", Role.DECODE)
+        assert await moved == 6
+        await until(lambda: workers.servicer.num_running == 2)  # d0 decodes no more; it hands over
+        assert await collected(answer) == [7]
+        await workers.servicer.wait_until_idle()
+    assert (record.decode_worker, record.retries) == ("d2", 0)
+    fetch, decode, prefill = workers.requests[1:]
+    assert isinstance(fetch, FetchRequest)
+    assert fetch.source == PrefixSource("d0", bench.address, NUM_PROMPT + 1)
+    assert isinstance(decode, DecodeRequest)
+    assert decode.await_kv
+    assert decode.sequence.token_ids == prefill.sequence.token_ids == (*SPEC.token_ids, 4)
+
+
+@pytest.mark.parametrize("unfit", [{"known_fields": "SequenceSpec:1,2"}, {"max_model_len": 64}], ids=str)
+async def test_a_choice_moves_to_nobody_who_does_not_know_or_cannot_hold_all_of_it(
+    unfit: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.dispatch.dispatcher.MOVE_RETRY_S", 0.01)
+    workers, record = leaving_worker(), ChoiceRecord()
+    asked: list[str] = []
+    fetch = WorkerCalls.fetch
+
+    def watched(self: WorkerCalls, worker: Worker, *args: Any, **more: Any) -> WorkerStream[Fetched]:
+        asked.append(worker.info.id)
+        return fetch(self, worker, *args, **more)
+
+    monkeypatch.setattr(WorkerCalls, "fetch", watched)
+    async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
+        answer = bench.tokens(record, spec=LONG)
+        assert await anext(answer) == 4
+        await bench.lease("d1", Role.DECODE, **unfit)
+        moved = asyncio.ensure_future(anext(answer))
+        await until(lambda: leaves(bench, "d0"))
+        await until(looks_for_room)
+        await asyncio.sleep(0.05)  # a few looks
+        await bench.lease("d2", Role.DECODE)
+        assert await moved == 6
+        assert await collected(answer) == [7]
+    assert (asked, record.decode_worker) == (["d2"], "d2")
+
+
+async def test_tokens_come_on_while_the_next_worker_pulls_their_kv() -> None:
+    pulled = asyncio.Event()
+    workers = ToldWorkers(
+        decode=[
+            [NewTokens(token_ids=(4,), finish_reason=None), Migrate(), NewTokens(token_ids=(8,), finish_reason=None)],
+            [ticket, NewTokens(token_ids=(7,), finish_reason=FinishReason.LENGTH)],
+        ],
+        fetch=[[pulled, Fetched(NUM_PROMPT)]],
+        prefill=[
+            [
+                FirstToken(
+                    token_id=6,
+                    finish_reason=None,
+                    report=PrefillReport(),
+                ),
+                HandedOver(10, 1, 0.0, 0.0),
+            ]
+        ],
+    )
+    async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
+        answer = bench.tokens(spec=LONG)
+        assert [await anext(answer), await anext(answer)] == [4, 8]
+        rest = asyncio.ensure_future(collected(answer))
+        await until(lambda: FetchRequest in workers.kinds)
+        assert workers.kinds == [DecodeRequest, FetchRequest]
+        pulled.set()
+        assert await rest == [6, 7]
+        assert 'baton_migrations_total{pulled="true"} 1.0' in bench.instruments.exposition().decode()
+    assert workers.requests[-1].sequence.token_ids == (*SPEC.token_ids, 4, 8)
+
+
+async def test_a_choice_does_not_move_when_its_worker_has_stayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There was no room elsewhere until its lease said for some seconds that it serves as before."""
+    monkeypatch.setattr("router.dispatch.dispatcher.MOVE_RETRY_S", 0.01)
+    ends = asyncio.Event()
+    workers, record = leaving_worker(ends, LAST), ChoiceRecord()
+    async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
+        answer = bench.tokens(record, spec=LONG)
+        assert await anext(answer) == 4
+        rest = asyncio.ensure_future(collected(answer))
+        await until(lambda: leaves(bench, "d0"))
+        bench.clock.ahead_s = LEAVING_S
+        await bench.lease("d1", Role.DECODE)
+        await until(lambda: not looks_for_room())
+        ends.set()
+        assert await rest == [5]
+    assert (workers.kinds, record.decode_worker) == ([DecodeRequest], "d0")
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_move_leaves_nothing_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The old call outlives its attempt, and the attempt that would end it never begins."""
+    workers = leaving_worker()
+    async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
+        answer = asyncio.ensure_future(collected(bench.tokens(spec=LONG)))
+
+        def outlive_context(stream: WorkerStream[object]) -> None:
+            stream._outlives_context = True
+            answer.cancel()
+
+        monkeypatch.setattr(WorkerStream, "outlive_context", outlive_context)
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+        assert workers.kinds == [DecodeRequest, FetchRequest]
+        await workers.servicer.wait_until_idle()

@@ -1,0 +1,354 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import pytest
+
+from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.costs import PRIOR, StepCosts
+from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
+from router.placement import Candidate, Job, Prompt, Turn
+from router.placement.pool_view import SUSPICION_S, PoolView
+
+COSTS = StepCosts(
+    s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
+)
+"""A token takes a millisecond."""
+BLOCKS = BlockCounts(total=100, free=100)
+NORMAL: Turn = (0, False)
+PROMPT = Prompt(100, (b"k0", b"k1", b"k2", b"k3", b"k4", b"k5"))
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def worker(
+    worker_id: str,
+    *,
+    role: Role = Role.DECODE,
+    epoch: int = 1,
+    state: WorkerState = WorkerState.READY,
+    queued_tokens: int = 0,
+    block_size: int = 16,
+    blocks: BlockCounts = BLOCKS,
+    running: int = 0,
+    max_model_len: int = 8192,
+    costs: StepCosts = COSTS,
+) -> Worker:
+    info = WorkerInfo(
+        id=worker_id,
+        role=role,
+        address="h:1",
+        pid=1,
+        node="node",
+        epoch=epoch,
+        content_id="content",
+        wire_compat="wire",
+        block_size=block_size,
+        max_model_len=max_model_len,
+    )
+    return Worker(
+        info, WorkerLoad(state=state, running=running, queued_tokens=queued_tokens, blocks=blocks, costs=costs)
+    )
+
+
+def job(num_tokens: int, turn: Turn = NORMAL) -> Job:
+    """A prompt of which each token takes a millisecond."""
+    return Job(turn=turn, compute_s=num_tokens * COSTS.s_per_token, num_prompt_tokens=num_tokens, num_expected_tokens=0)
+
+
+def sequence(num_prompt_tokens: int, max_tokens: int) -> SequenceSpec:
+    token_ids = tuple(range(num_prompt_tokens))
+    return SequenceSpec(
+        request_id="r",
+        choice_index=0,
+        token_ids=token_ids,
+        num_prompt_tokens=num_prompt_tokens,
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
+        cache_seed=b"seed",
+    )
+
+
+def view(held: dict[str, int] | None = None) -> tuple[PoolView, Clock]:
+    clock = Clock()
+    return PoolView(lambda keys: held or {}, clock), clock
+
+
+def ids(pools: PoolView, excluded: tuple[str, ...] = ()) -> list[str]:
+    return [candidate.worker_id for candidate in pools.candidates(PROMPT, NORMAL, excluded) if candidate.takes_work]
+
+
+def candidate(pools: PoolView, worker_id: str, turn: Turn = NORMAL) -> Candidate:
+    (found,) = [c for c in pools.candidates(PROMPT, turn) if c.worker_id == worker_id]
+    return found
+
+
+def load_of(pools: PoolView, worker_id: str, turn: Turn = NORMAL) -> int:
+    """Tokens that are computed before those of a newcomer."""
+    wait_s = candidate(pools, worker_id, turn).wait_s
+    assert wait_s == pools.wait_s(pools.get(worker_id), turn)
+    return round(wait_s / COSTS.s_per_token)
+
+
+def decoded_on(pools: PoolView, worker_id: str) -> int:
+    return candidate(pools, worker_id).num_kv_tokens
+
+
+async def test_only_ready_workers_that_are_not_excluded_take_work() -> None:
+    pools, _ = view()
+    states = {"a": WorkerState.READY, "b": WorkerState.STARTING, "c": WorkerState.DRAINING, "d": WorkerState.DEAD}
+    await pools.update([worker(name, state=state) for name, state in states.items()] + [worker("e")])
+    assert ids(pools) == ["a", "e"]
+    assert ids(pools, ("a",)) == ["e"]
+    assert [w.info.id for w in pools.workers] == ["a", "b", "c", "d", "e"]
+    sources = [c.worker_id for c in pools.candidates(PROMPT, NORMAL) if not c.takes_work]
+    assert sources == ["c"], "what it holds can be had until it is gone"
+
+
+async def test_whoever_has_no_lease_is_gone() -> None:
+    pools, _ = view()
+    await pools.update([worker("a"), worker("b")])
+    await pools.update([worker("b")])
+    assert ids(pools) == ["b"]
+    with pytest.raises(KeyError):
+        pools.get("a")
+
+
+async def test_is_ready_is_told_by_role() -> None:
+    pools, _ = view()
+    assert not pools.is_ready(Role.DECODE)
+    await pools.update([worker("d"), worker("p", role=Role.PREFILL, state=WorkerState.STARTING)])
+    assert pools.is_ready(Role.DECODE)
+    assert not pools.is_ready(Role.PREFILL)
+    pools.suspect(pools.get("d"))
+    assert not pools.is_ready(Role.DECODE)
+
+
+async def test_who_has_measured_nothing_costs_what_the_others_of_its_pool_do() -> None:
+    pools, _ = view()
+    new = worker("new", costs=PRIOR, queued_tokens=100)
+    await pools.update([worker("old"), new, worker("p", role=Role.PREFILL, costs=PRIOR)])
+    assert candidate(pools, "new").costs == COSTS
+    assert load_of(pools, "new") == 100
+    assert candidate(pools, "p").costs == PRIOR, "of its pool nobody knows"
+    measured = replace(COSTS, s_per_token=5e-3)
+    await pools.update([worker("old"), worker("older"), worker("new", costs=measured)])
+    assert candidate(pools, "new").costs == measured
+
+
+async def test_a_suspect_is_passed_over_for_a_while() -> None:
+    pools, clock = view()
+    await pools.update([worker("a"), worker("b")])
+    pools.suspect(pools.get("a"))
+    assert ids(pools) == ["b"]
+    clock.now += SUSPICION_S - 0.01
+    await pools.update([worker("a"), worker("b")])
+    assert ids(pools) == ["b"], "a renewed lease does not clear it"
+    clock.now += 0.01
+    assert ids(pools) == ["a", "b"]
+    await pools.update([worker("a"), worker("b")])
+    assert ids(pools) == ["a", "b"]
+
+
+async def test_a_new_incarnation_of_a_suspect_is_trusted() -> None:
+    pools, _ = view()
+    await pools.update([worker("a")])
+    pools.suspect(pools.get("a"))
+    await pools.update([worker("a", epoch=2)])
+    assert ids(pools) == ["a"]
+    pools.suspect(pools.get("a"))
+    assert ids(pools) == [], "until it fails as well"
+
+
+async def test_load_is_what_it_was_sent_or_what_it_says_whichever_is_more() -> None:
+    pools, _ = view()
+    await pools.update([worker("a", queued_tokens=50), worker("b")])
+    assert load_of(pools, "a") == 50
+    with pools.computing(pools.get("a"), job(40)):
+        await pools.update([worker("a", queued_tokens=50), worker("b")])
+        assert load_of(pools, "a") == 50
+        with pools.computing(pools.get("a"), job(30)):
+            await pools.update([worker("a", queued_tokens=10), worker("b")])
+            assert load_of(pools, "a") == 70, "the booking outlives a renewal of the lease"
+        assert load_of(pools, "a") == 40
+        assert load_of(pools, "b") == 0
+    assert load_of(pools, "a") == 0
+    await pools.update([worker("a", queued_tokens=10), worker("b")])
+    assert load_of(pools, "a") == 10
+
+
+async def test_a_wait_is_told_by_turn_and_gets_shorter_while_the_worker_computes() -> None:
+    pools, clock = view()
+    await pools.update([worker("a")])
+    with pools.computing(pools.get("a"), job(400)), pools.computing(pools.get("a"), job(100, (-1, False))):
+        assert load_of(pools, "a") == 500
+        assert load_of(pools, "a", (-1, False)) == 100
+        assert load_of(pools, "a", (-2, False)) == 0
+        clock.now += 0.15
+        assert load_of(pools, "a") == 350
+
+
+async def test_what_a_worker_decodes_is_what_it_was_sent_or_the_blocks_that_it_uses() -> None:
+    pools, _ = view()
+    blocks = BlockCounts(total=10, free=6, cached=1, in_use=3)
+    await pools.update(
+        [worker(name, role=role, blocks=blocks, running=1) for name, role in (("d", Role.DECODE), ("p", Role.PREFILL))]
+    )
+    assert (decoded_on(pools, "d"), decoded_on(pools, "p")) == (48, 0)
+    with pools.decoding(pools.get("d"), job(40)), pools.decoding(pools.get("d"), job(30)):
+        assert (decoded_on(pools, "d"), load_of(pools, "d")) == (70, 0)
+        assert candidate(pools, "d").num_decoding == 2
+        with pools.computing(pools.get("d"), job(5)):
+            assert (decoded_on(pools, "d"), load_of(pools, "d")) == (70, 5)
+    assert decoded_on(pools, "d") == 48
+    assert candidate(pools, "d").num_decoding == 1
+
+
+async def test_a_sequence_that_has_left_tells_how_long_they_stay() -> None:
+    pools, clock = view()
+    await pools.update([worker("a"), worker("b")])
+    with pools.decoding(pools.get("a"), job(40)):
+        before = candidate(pools, "a").freed_tokens_per_s
+        with pools.decoding(pools.get("b"), job(30)):
+            clock.now += 100.0
+        await pools.update([worker("a"), worker("b")])
+        assert candidate(pools, "a").freed_tokens_per_s < before, "on whichever worker it was"
+
+
+async def test_bookings_end_with_the_incarnation_they_were_made_on() -> None:
+    pools, _ = view()
+    await pools.update([worker("a")])
+    with contextlib.ExitStack() as later:
+        with pools.computing(pools.get("a"), job(40)), pools.decoding(pools.get("a"), job(40)):
+            await pools.update([worker("a", epoch=2)])
+            assert (load_of(pools, "a"), decoded_on(pools, "a")) == (0, 0)
+            later.enter_context(pools.computing(pools.get("a"), job(5)))
+            later.enter_context(pools.decoding(pools.get("a"), job(5)))
+        seen = load_of(pools, "a"), decoded_on(pools, "a")
+        assert seen == (5, 5), "the end of the old bookings takes nothing from the new incarnation"
+    assert (load_of(pools, "a"), decoded_on(pools, "a")) == (0, 0)
+
+
+async def test_a_lease_that_was_missing_once_changes_nothing() -> None:
+    pools, _ = view()
+    await pools.update([worker("a")])
+    with pools.computing(pools.get("a"), job(40)), pools.decoding(pools.get("a"), job(40)):
+        await pools.update([])
+        await pools.update([worker("a")])
+        assert (load_of(pools, "a"), decoded_on(pools, "a")) == (40, 40)
+    assert (load_of(pools, "a"), decoded_on(pools, "a")) == (0, 0)
+
+
+async def test_a_job_may_be_sent_to_a_worker_that_has_just_gone() -> None:
+    pools, _ = view()
+    await pools.update([worker("a")])
+    gone = pools.get("a")
+    await pools.update([])
+    with pools.decoding(gone, job(40)), pools.computing(gone, job(40)):
+        assert pools.candidates(PROMPT, NORMAL) == []
+
+
+async def test_the_longest_sequence_is_what_every_worker_can_hold() -> None:
+    pools, _ = view()
+    assert pools.max_model_len() is None
+    await pools.update([worker("a", max_model_len=4096), worker("b", max_model_len=2048), worker("c")])
+    assert pools.max_model_len() == 2048
+    await pools.update([worker("a", max_model_len=4096)])
+    assert pools.max_model_len() == 4096
+
+
+async def test_a_worker_that_holds_next_to_nothing_takes_what_fits_it_and_limits_nobody_else() -> None:
+    """Regression: one lease with a `max_model_len` of 2 made every request too long."""
+    pools, _ = view()
+    for short in ("a", "b", "c"):
+        lengths = {worker_id: 64 if worker_id == short else 2048 for worker_id in ("a", "b", "c")}
+        await pools.update([worker(worker_id, max_model_len=length) for worker_id, length in lengths.items()])
+        assert pools.max_model_len() == 2048
+        assert pools.too_short(sequence(40, 25)) == {short}
+        assert pools.too_short(sequence(40, 24)) == set()
+    await pools.update([worker("a", max_model_len=2048), worker("b", max_model_len=64)])
+    assert pools.max_model_len() == 2048
+    assert pools.too_short(sequence(2000, 48)) == {"b"}
+
+
+async def test_roles_may_hold_sequences_of_very_different_lengths() -> None:
+    """Every sequence has to fit both."""
+    pools, _ = view()
+    await pools.update([worker("p", role=Role.PREFILL, max_model_len=32768), worker("d", max_model_len=640)])
+    assert pools.max_model_len() == 640
+    assert pools.too_short(sequence(600, 40)) == set()
+
+
+async def test_a_prefill_worker_that_holds_next_to_nothing_is_judged_by_those_who_do_without_it() -> None:
+    pools, _ = view()
+    await pools.update([worker("p", role=Role.PREFILL, max_model_len=64), worker("d", max_model_len=8192)])
+    assert pools.max_model_len() == 8192
+    assert pools.too_short(sequence(60, 40)) == {"p"}
+
+
+async def test_nobody_is_thought_to_hold_more_than_the_model_takes() -> None:
+    pools = PoolView(lambda keys: {}, lambda: 0.0, longest=4096)
+    await pools.update([worker("a", max_model_len=2**31 - 1), worker("b", max_model_len=2048)])
+    assert pools.max_model_len() == 2048
+    assert {c.worker_id for c in pools.candidates(PROMPT, NORMAL)} == {"a", "b"}
+
+
+async def test_the_block_size_is_the_workers() -> None:
+    pools, _ = view()
+    assert pools.block_size == 16
+    await pools.update([worker("a", block_size=64)])
+    assert pools.block_size == 64
+    await pools.update([worker("a", block_size=16), worker("b", block_size=64), worker("c", block_size=64)])
+    assert pools.block_size == 64
+    await pools.update([])
+    assert pools.block_size == 16
+
+
+async def test_a_booking_ends_with_an_error_too() -> None:
+    pools, _ = view()
+    await pools.update([worker("a")])
+    a = pools.get("a")
+    with pytest.raises(RuntimeError), pools.decoding(a, job(40)), pools.computing(a, job(40)):
+        raise RuntimeError
+    assert (load_of(pools, "a"), decoded_on(pools, "a")) == (0, 0)
+
+
+async def test_cached_tokens_are_counted_in_the_workers_blocks_and_capped() -> None:
+    pools, _ = view({"a": 2, "b": 4, "gone": 6})
+    await pools.update([worker("a"), worker("b", block_size=32), worker("c")])
+    assert {c.worker_id: c.num_cached_tokens for c in pools.candidates(PROMPT, NORMAL)} == {"a": 32, "b": 100, "c": 0}
+
+
+async def test_the_lookup_is_asked_for_the_prompts_keys() -> None:
+    asked = []
+    pools = PoolView(lambda keys: asked.append(keys) or {}, Clock())  # type: ignore[func-returns-value]
+    pools.candidates(PROMPT, NORMAL)
+    assert asked == [PROMPT.block_keys]
+
+
+async def test_waiting_ends_with_the_next_update_or_in_time() -> None:
+    pools, _ = view()
+    await pools.wait_for_change(0.01)
+    waiting = asyncio.create_task(pools.wait_for_change(30))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await pools.update([])
+    async with asyncio.timeout(1):
+        await waiting
+
+
+async def test_get_gives_the_latest_lease() -> None:
+    pools, _ = view()
+    await pools.update([worker("a")])
+    newer = worker("a", queued_tokens=9)
+    await pools.update([newer])
+    assert pools.get("a") == newer
+    assert pools.is_trusted(newer)
+    assert not pools.is_trusted(replace(newer, load=WorkerLoad(state=WorkerState.DRAINING)))

@@ -1,0 +1,203 @@
+"""Chat templates against transformers, the reference for what a template means."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest, ModelLoadError
+from router.prompt import ChatTemplate, Tokenizer
+
+SYSTEM = {"role": "system", "content": "Answer in one word."}
+HELLO = {"role": "user", "content": "Hello, 世界 👩‍👩‍👧! 1234 <b>&amp;</b>\n\n  indented"}
+ANSWER = {"role": "assistant", "content": " Hi. "}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "reasoning_content": "The tool knows.",
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"ü": [1, None, "<"]}}}],
+}
+RESULT = {"role": "tool", "content": "42", "tool_call_id": "1"}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "<i>", "parameters": {"type": "object"}}}]
+
+TEMPLATES = {
+    "blocks and loop controls": """
+        {%- for m in messages %}
+            {% if m.role == 'tool' %}
+                {% continue %}
+            {% endif %}
+    [{{ loop.index0 }}:{{ m['role'] }}] {{ m.content | trim }}
+    {% if loop.index > 3 %}{% break %}{% endif %}
+        {% endfor %}
+{{ '>' if add_generation_prompt else '' }}""",
+    "tools": """{{ bos_token }}{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}
+{%- set ns = namespace(n=0) %}{% for m in messages %}{% for c in m.tool_calls or [] %}{% set ns.n = ns.n + 1 %}
+{{- ns.n }}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}{{ m.content }}{{ eos_token }}
+{%- endfor %}""",
+    "reasoning": "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.content }}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
+    "date": "{{ strftime_now('%Y') }}{{ messages[-1].content }}{{ enable_thinking }}{{ documents }}",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.load(model_dir)
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [HELLO],
+        [SYSTEM, HELLO],
+        [SYSTEM, HELLO, ANSWER, HELLO],
+        [HELLO, ANSWER],
+        [{"role": "user", "content": ""}],
+        [{"role": "user", "content": "<|im_end|>\n<|im_start|>system\nspecial tokens in the text"}],
+        [HELLO, ANSWER, RESULT] * 20,
+    ],
+)
+def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any, messages: list[dict[str, Any]]) -> None:
+    expected = reference.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert tokenizer.encode_chat(messages, scope="") == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", " leading", "½ ² 2024 x1", "a\n\n\tb", "नमस्ते 👍🏽", "<|im_start|>user", "it's I'll"]
+)
+def test_text_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any, text: str) -> None:
+    assert tokenizer.encode(text) == reference(text)["input_ids"]
+    assert tokenizer.decode(tokenizer.encode(text)) == reference.decode(reference(text)["input_ids"], True)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_templates_render_as_in_transformers(name: str, tools: list[dict[str, Any]] | None) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages: list[dict[str, Any]] = [SYSTEM, HELLO, CALL, RESULT, ANSWER]
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    (expected,), _ = render_jinja_template(
+        [messages],
+        tools=tools,
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=True,
+        enable_thinking=False,
+        **special,
+    )
+    template = ChatTemplate({"default": TEMPLATES[name]}, special)
+    assert template.render(messages, tools, enable_thinking=False) == expected
+    assert str(datetime.now().year) in expected or name != "date"
+
+
+def test_messages_of_openai_clients_become_what_templates_expect() -> None:
+    source = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
+    template = ChatTemplate({"default": source + "{{ messages[1].tool_calls[0].function.arguments.x }}"}, {})
+    call = {"function": {"name": "f", "arguments": '{"x": 7}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    assert template.render(messages) == "system=a\nb;assistant=;7"
+    assert messages[1]["content"] is None  # the caller's messages are left alone
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        ([], "messages must hold at least one message"),
+        ([{"role": "wizard", "content": "x"}], r"messages\[0\].role must be one of system, .*; got 'wizard'"),
+        ([{"content": "x"}], r"messages\[0\].role must be one of"),
+        (["x"], r"messages\[0\] must be an object"),
+        ([HELLO, {"role": "user"}], r"messages\[1\] has no content"),
+        ([{"role": "user", "content": 5}], r"messages\[0\].content must be a string"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'; this model reads text parts only"),
+        ([{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "not valid JSON"),
+    ],
+)
+def test_bad_messages_are_refused_in_a_sentence(tokenizer: Tokenizer, messages: Any, sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        tokenizer.encode_chat(messages, scope="")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('Roles must alternate') }}",
+        "{{ messages[7].content.x }}",
+        "{{ 1 + messages[0].content }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+    ],
+)
+def test_what_stops_a_template_is_an_invalid_request(source: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"chat template refuses these messages: .+"):
+        ChatTemplate({"default": source}, {}).render([HELLO])
+
+
+def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
+    def render(config: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> str:
+        return ChatTemplate.load(tmp_path, config, {}).render([HELLO], tools)
+
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    assert render({"chat_template": "one"}) == "one"
+    assert render({"chat_template": named}) == "plain"
+    assert render({"chat_template": named}, TOOLS) == "tools"
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        render({})
+    (tmp_path / "chat_template.jinja").write_text("from a file")
+    assert render({"chat_template": "one"}) == "from a file"
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ModelLoadError, match="chat template is not valid"):
+        render({})
+
+
+def test_what_the_folder_says_about_the_default_model(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == 49152
+    assert tokenizer.special_ids == frozenset(range(17))
+    assert tokenizer.eos_ids == (2,)
+    assert tokenizer.max_model_len == 8192
+    assert (tokenizer.default_sampling.temperature, tokenizer.default_sampling.top_p) == (0.2, 0.9)
+
+
+def test_a_folder_of_another_kind(tmp_path: Path, model_dir: Path) -> None:
+    """Several eos ids, a nested text model, special tokens as objects, truncation left in tokenizer.json."""
+    import tokenizers
+
+    saved = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    saved.enable_truncation(2)
+    saved.enable_padding(length=9)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        Tokenizer.load(tmp_path)
+    write = {
+        "config.json": {"text_config": {"max_position_embeddings": 77}, "eos_token_id": 1},
+        "generation_config.json": {"eos_token_id": [2, 0], "top_k": 20, "min_p": 0.1, "do_sample": True},
+        "tokenizer_config.json": {"bos_token": {"content": "<|im_start|>"}, "chat_template": "{{ bos_token }}x"},
+    }
+    for name, value in write.items():
+        (tmp_path / name).write_text(json.dumps(value))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.eos_ids, tokenizer.max_model_len) == ((2, 0), 77)
+    assert (tokenizer.default_sampling.top_k, tokenizer.default_sampling.min_p) == (20, 0.1)
+    assert tokenizer.default_sampling.temperature == 1
+    assert len(tokenizer.encode("one two three four")) == 4
+    assert tokenizer.chat_template.render([HELLO]) == "<|im_start|>x"
+    (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(ModelLoadError, match="top_p"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"Cannot read .*tokenizer\.json"):
+        Tokenizer.load(tmp_path)

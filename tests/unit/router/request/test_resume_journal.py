@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.config import RouterConfig
+from baton.errors import StoreUnavailable, WorkerFailed
+from baton.messages import SequenceSpec
+from baton.sampling import FinishReason, SamplingParams
+from kvstore.index import MemoryStore
+from kvstore.leases import Ended, Entry, MemoryRecords, Noted, RecordKey
+from router.admission.tenants import Tenant
+from router.dispatch.dispatcher import ChoiceRecord
+from router.request.resume_journal import READ_S, Journal, digest_of
+from router.service import RouterService
+
+KEY = RecordKey("acme", "r")
+DIGEST = b"d" * 16
+SPEC = SequenceSpec(
+    request_id="r",
+    choice_index=0,
+    token_ids=(1, 2, 3),
+    num_prompt_tokens=3,
+    sampling=SamplingParams(max_tokens=50, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=7, stop_token_ids=(4,)),
+    cache_seed=b"seed",
+)
+
+
+class Records(MemoryRecords):
+    """Counts what is written, and can be away or hang."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.written: list[tuple[Sequence[Entry], Sequence[Ended]]] = []
+        self.is_away = self.hangs = False
+        self.tried = asyncio.Event()
+
+    async def write(self, entries: Sequence[Entry], ended: Sequence[Ended]) -> None:
+        self.written.append((entries, ended))
+        self.tried.set()
+        if self.is_away:
+            raise StoreUnavailable("away")
+        await super().write(entries, ended)
+
+    async def read(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
+        if self.is_away:
+            raise StoreUnavailable("away")
+        if self.hangs:
+            await asyncio.Event().wait()
+        return await super().read(key, digest)
+
+
+@pytest.fixture
+def records() -> Records:
+    return Records(MemoryStore())
+
+
+@pytest.fixture
+def journal(records: Records) -> Journal:
+    return Journal(records)
+
+
+def begun(journal: Journal, record: ChoiceRecord, ends: Sequence[FinishReason | None] = (None,)) -> Any:
+    return journal.noting(KEY, DIGEST, [record], ends)
+
+
+async def test_another_router_finds_what_this_one_noted(journal: Journal, records: Records) -> None:
+    record, ends = ChoiceRecord(), [None]
+    with begun(journal, record, ends):
+        await journal.flush()
+        assert records.written == [], "nothing has come yet"
+        for tokens in ([5, 6], [7], []):
+            record.emitted += tokens
+            await journal.flush()
+        assert len(records.written) == 2, "nothing new, nothing written"
+        assert await Journal(records).recall(KEY, DIGEST) == {0: Noted((5, 6, 7))}
+        assert [list(part.token_ids) for entries, _ in records.written for part in entries[0].parts] == [[5, 6], [7]]
+
+
+async def test_the_end_is_noted_with_the_last_token(journal: Journal, records: Records) -> None:
+    record, other = ChoiceRecord(emitted=[5]), ChoiceRecord(emitted=[6])
+    ends: list[FinishReason | None] = [FinishReason.STOP, None]
+    with journal.noting(KEY, DIGEST, [record, other], ends):
+        await journal.flush()
+        assert await journal.recall(KEY, DIGEST) == {0: Noted((5,), FinishReason.STOP), 1: Noted((6,))}
+
+
+async def test_a_request_that_has_ended_is_forgotten(journal: Journal, records: Records) -> None:
+    with begun(journal, ChoiceRecord(emitted=[5])):
+        await journal.flush()
+    await journal.flush()
+    assert await journal.recall(KEY, DIGEST) == {}
+
+
+async def test_a_short_request_never_meets_the_store(journal: Journal, records: Records) -> None:
+    with begun(journal, record := ChoiceRecord()):
+        record.emitted += [5, 6]
+    await journal.flush()
+    assert records.written == []
+
+
+async def test_what_another_router_noted_is_forgotten_too(journal: Journal, records: Records) -> None:
+    with begun(Journal(records), ChoiceRecord(emitted=[5])):
+        pass
+    dead = Journal(records)
+    with begun(dead, ChoiceRecord(emitted=[5])):
+        await dead.flush()
+        with begun(journal, ChoiceRecord(emitted=[5])):
+            pass  # continued, and over before the first flush
+        await journal.flush()
+        assert await journal.recall(KEY, DIGEST) == {}
+
+
+@pytest.mark.parametrize("leaving", [WorkerFailed("gone"), GeneratorExit(), asyncio.CancelledError()])
+async def test_what_failed_or_was_left_stays(journal: Journal, leaving: BaseException) -> None:
+    with contextlib.suppress(type(leaving)), begun(journal, ChoiceRecord(emitted=[5])):
+        await journal.flush()
+        raise leaving
+    await journal.flush()
+    assert await journal.recall(KEY, DIGEST) == {0: Noted((5,))}
+    with begun(journal, ChoiceRecord(emitted=[5, 6])):
+        await journal.flush()
+    await journal.flush()
+    assert await journal.recall(KEY, DIGEST) == {}, "this one was answered to its end"
+
+
+async def test_while_the_store_is_away_nothing_piles_up_and_then_all_is_written(
+    journal: Journal, records: Records
+) -> None:
+    record = ChoiceRecord(emitted=[5])
+    with begun(journal, record):
+        await journal.flush()
+        records.is_away = True
+        for number in range(100):
+            with journal.noting(RecordKey("acme", f"r-{number}"), DIGEST, [ChoiceRecord(emitted=[1])], [None]):
+                record.emitted.append(number)
+                with pytest.raises(StoreUnavailable):
+                    await journal.flush()
+        assert await journal.recall(KEY, DIGEST) == {}
+        assert max(len(ended) for _, ended in records.written) <= 1
+        records.is_away = False
+        records._store.records.clear()
+        await journal.flush()
+        assert await journal.recall(KEY, DIGEST) == {0: Noted((5, *range(100)))}
+
+
+async def test_it_runs_by_itself_and_outlives_the_stores_absence(journal: Journal, records: Records) -> None:
+    record = ChoiceRecord(emitted=[5])
+    records.is_away = True
+    with begun(journal, record):
+        running = asyncio.create_task(journal.run())
+        async with asyncio.timeout(10):
+            await records.tried.wait()
+            records.is_away = False
+            records.tried.clear()
+            await records.tried.wait()
+        assert await journal.recall(KEY, DIGEST) == {0: Noted((5,))}
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_nobody_waits_long_for_a_store_that_hangs(journal: Journal, records: Records) -> None:
+    records.hangs = True
+    async with asyncio.timeout(READ_S + 5):
+        assert await journal.recall(KEY, DIGEST) == {}
+
+
+OTHER_SAMPLING: dict[str, Any] = {
+    "max_tokens": 51,
+    "temperature": 0.8,
+    "top_k": 6,
+    "top_p": 0.8,
+    "min_p": 0.2,
+    "seed": 8,
+    "stop": ("x",),
+    "stop_token_ids": (4, 5),
+    "n": 2,
+    "ignore_eos": True,
+}
+
+
+def test_whatever_determines_the_tokens_is_in_the_digest() -> None:
+    assert OTHER_SAMPLING.keys() == {field.name for field in fields(SamplingParams)}
+    changed = [replace(SPEC, token_ids=(1, 2, 4)), replace(SPEC, token_ids=(1, 2, 3, 3), num_prompt_tokens=4)]
+    changed += [
+        replace(SPEC, sampling=replace(SPEC.sampling, **{name: value})) for name, value in OTHER_SAMPLING.items()
+    ]
+    digests = {digest_of("content", spec) for spec in (SPEC, *changed)}
+    assert len(digests) == 1 + len(changed)
+
+
+def test_what_does_not_determine_the_tokens_is_not_in_the_digest() -> None:
+    assert digest_of("content", replace(SPEC, priority=3, attempt=2)) == digest_of("content", SPEC)
+    assert digest_of("other content", SPEC) != digest_of("content", SPEC)
+
+
+def test_a_request_without_a_seed_has_the_same_one_on_every_router() -> None:
+    unused: Any = None
+    model: Any = SimpleNamespace(content_id="content")
+    facts: Any = SimpleNamespace(vocab_size=100)
+
+    def seed(request_id: str, secret: str = "secret", tenant: str = "acme", given: int | None = None) -> int:
+        config = RouterConfig(cache_secret=secret)
+        service = RouterService(model, facts, unused, unused, unused, unused, config, unused)
+        params = SamplingParams(max_tokens=5, seed=given)
+        return service._sequence_spec(request_id, (1,), params, Tenant(id=tenant)).seed
+
+    assert seed("r") == seed("r")
+    assert len({seed("r"), seed("s"), seed("r", "other"), seed("r", tenant="zeta"), seed("")}) == 5
+    assert (seed("r", given=7), seed("s", given=-1)) == (7, -1)
+    assert abs(seed("r")) < 2**63

@@ -1,0 +1,37 @@
+"""Writes what is generated: `python -m tools.dashboards`, in the repository."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tools.dashboards import autoscaling, hand_over, overview, pools, prefix_cache, tenants
+from tools.dashboards.catalogue import catalogue
+from tools.dashboards.grafana import dashboard_json
+from tools.dashboards.model import Dashboard
+
+DASHBOARDS: tuple[Dashboard, ...] = (
+    overview.DASHBOARD,
+    pools.DASHBOARD,
+    hand_over.DASHBOARD,
+    prefix_cache.DASHBOARD,
+    autoscaling.DASHBOARD,
+    tenants.DASHBOARD,
+)
+ROOT = Path(__file__).parents[2]
+
+
+def generated() -> dict[Path, str]:
+    """Every file, from the repository's root, and what is to be in it."""
+    files = {
+        Path(f"helm/baton/dashboards/{each.name}.json"): json.dumps(dashboard_json(each), indent=2) + "\n"
+        for each in DASHBOARDS
+    }
+    return {**files, Path("docs/metrics.md"): catalogue(ROOT / "helm/baton/rules")}
+
+
+if __name__ == "__main__":
+    for path, text in generated().items():
+        target = ROOT / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)

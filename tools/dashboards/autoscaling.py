@@ -1,0 +1,123 @@
+"""What the pools need, have and get; and how work spreads over them."""
+
+from __future__ import annotations
+
+from tools.dashboards.model import Dashboard, Panel, Section
+
+SIZES = Section(
+    "Sizes",
+    (
+        *(
+            Panel(
+                title=f"Workers of {pool}",
+                description="What the autoscaler wants (absent while it is off), what is ordered, and what is "
+                "ready. wanted above "
+                "desired: it only advises (autoscale.dry_run). Ready below desired: no node has room, or workers do "
+                "not start; `baton status`.",
+                unit="short",
+                queries={
+                    "wanted": f'max(baton_autoscale_wanted_workers{{$cluster, pool="{pool}"}})',
+                    "desired": f'max(baton_pool_workers{{$cluster, pool="{pool}", state="desired"}})',
+                    "ready": f'max(baton_pool_workers{{$cluster, pool="{pool}", state="ready"}})',
+                },
+            )
+            for pool in ("prefill", "decode")
+        ),
+        Panel(
+            title="Utilisation",
+            description="What a pool needs over what it has, as the autoscaler measures it: of its time that "
+            "prompts take, or of "
+            "the sequences and the KV with which it keeps the objectives. Above autoscale.target_utilisation (0.7) "
+            "workers are moved or started; there for long: autoscale.max_workers is reached. `baton autoscale --dry- "
+            "run` tells why.",
+            unit="percentunit",
+            queries={"{{pool}}": "max by (pool) (baton_autoscale_utilisation{$cluster})"},
+        ),
+        Panel(
+            title="Goodput, the guard",
+            description="No worker is stopped while a smaller share of the requests than autoscale.goodput_target "
+            "(0.95) meets its "
+            "objectives.",
+            unit="percentunit",
+            queries={
+                "met": '(sum(rate(baton_requests_slo_total{$cluster, outcome="met"}[$__rate_interval])) or $zero) / '
+                '(sum(rate(baton_requests_slo_total{$cluster, outcome!="cancelled"}[$__rate_interval])) > 0)'
+            },
+            bad_below=0.95,
+        ),
+    ),
+)
+
+WORK = Section(
+    "Work",
+    (
+        Panel(
+            title="Placements by mode",
+            description="split: prefill and decode on different workers; aggregated: both on a decode worker, as "
+            "for short prompts "
+            "or where prefill workers are busy. Much aggregated with late tokens: more prefill workers.",
+            unit="ops",
+            queries={"{{mode}}": "sum by (mode) (rate(baton_placements_total{$cluster}[$__rate_interval]))"},
+            width=8,
+            is_stacked=True,
+        ),
+        Panel(
+            title="Placements by decode worker",
+            description="A worker that gets far more than the others holds a prefix that many ask for.",
+            unit="ops",
+            queries={"{{decode}}": "sum by (decode) (rate(baton_placements_total{$cluster}[$__rate_interval]))"},
+            width=8,
+            is_stacked=True,
+        ),
+        Panel(
+            title="Placements by prefill worker",
+            description="The same for prompts; of aggregated ones there is none.",
+            unit="ops",
+            queries={
+                "{{prefill}}": "sum by (prefill) "
+                '(rate(baton_placements_total{$cluster, prefill!=""}[$__rate_interval]))'
+            },
+            width=8,
+            is_stacked=True,
+        ),
+        Panel(
+            title="Waiting",
+            description="Sequences that wait, by role: what the autoscaler is to end.",
+            unit="short",
+            queries={
+                "{{role}}": 'sum by (role) (max by (worker, role) (baton_worker_sequences{$cluster, state="waiting"}))'
+            },
+            width=8,
+        ),
+        Panel(
+            title="Leaving workers",
+            description="Workers that hand over what they do, and end or change their role.",
+            unit="short",
+            queries={
+                "{{role}}": 'sum by (role) (max by (worker, role) (baton_worker_state{$cluster, state="draining"})) '
+                "or $zero"
+            },
+            width=8,
+        ),
+        Panel(
+            title="Migrations",
+            description="Choices that moved from a worker that leaves, with their KV; pulled=false: it had to be "
+            "computed again. "
+            "Many without an order: something drains workers, such as nodes that go; `baton status`.",
+            unit="ops",
+            queries={
+                "pulled={{pulled}}": "sum by (pulled) (rate(baton_migrations_total{$cluster}[$__rate_interval])) "
+                "or $zero"
+            },
+            width=8,
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    name="autoscaling",
+    title="Baton / Autoscaling",
+    description="What the pools need, have and get.",
+    variables=(),
+    sections=(SIZES, WORK),
+)

@@ -1,0 +1,94 @@
+"""The catalogue of everything that can be looked at: instruments, recorded series, alerts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from baton.cluster import ClusterStatus
+from baton.telemetry.instruments import DURATION_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS, Instruments
+from baton.telemetry.prometheus import Definition
+
+HEAD = f"""\
+# Metrics
+
+Every router answers on its HTTP port at `/metrics`, for Prometheus. Routers also tell of all workers, as they read it
+from Redis, so that every router tells the same of a worker: take each worker once with `max by (worker, ...)`. Counters
+of requests are each router's own: `sum`. Times are differences of one process's monotonic clock.
+
+Histograms end at {TTFT_BOUNDS[-1]:,g} s to the first token, {TOKEN_BOUNDS[-1]:,g} s between tokens and
+{DURATION_BOUNDS[-1]:,g} s for stages and requests. `histogram_quantile` is just that number for whatever lies above it;
+the page, `baton status --watch` and the dashboards show `> {TTFT_BOUNDS[-1]:,g} s` then.
+
+`python -m tools.dashboards` writes this page, from `baton/telemetry/instruments.py` and `helm/baton/rules`, and the
+dashboards in `helm/baton/dashboards`.
+"""
+ALIASES = """
+With `telemetry.vllm_aliases`, for dashboards, autoscalers and gateways that know vLLM:
+"""
+
+
+def definitions(with_aliases: bool = False) -> list[Definition]:
+    """Every instrument, as Prometheus shows it.
+
+    Args:
+        with_aliases: under vLLM's names, too.
+    """
+    nobody = ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
+    return [*Instruments(lambda: nobody, vllm_model="any" if with_aliases else "").catalogue().values()]
+
+
+def series(definition: Definition) -> tuple[str, ...]:
+    """The names that an expression may use."""
+    suffixes = ("_bucket", "_sum", "_count") if definition.kind == "histogram" else ("",)
+    return tuple(definition.name + suffix for suffix in suffixes)
+
+
+def catalogue(rules: Path) -> str:
+    """docs/metrics.md.
+
+    Args:
+        rules: the folder of Prometheus' rule files.
+    """
+    own = definitions()
+    sections = [
+        HEAD,
+        "## Instruments\n",
+        *_instruments(own),
+        ALIASES,
+        *_instruments([each for each in definitions(with_aliases=True) if each not in own]),
+        "\n## Recorded series\n",
+        *_table(
+            ("Series", "Expression"),
+            ((f"`{rule['record']}`", f"`{' '.join(rule['expr'].split())}`") for rule in rules_in(rules, "record")),
+        ),
+        "\n## Alerts\n",
+        *(_alert(rule) for rule in rules_in(rules, "alert")),
+    ]
+    return "\n".join(sections)
+
+
+def _instruments(found: Iterable[Definition]) -> Iterator[str]:
+    return _table(("Metric", "Kind", "What it is"), ((f"`{each.name}`", each.kind, each.description) for each in found))
+
+
+def rules_in(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Args:
+    kind: `record` or `alert`.
+    """
+    groups = [group for path in sorted(folder.glob("*.yaml")) for group in yaml.safe_load(path.read_text())["groups"]]
+    return [rule for group in groups for rule in group["rules"] if kind in rule]
+
+
+def _alert(rule: dict[str, Any]) -> str:
+    notes = rule["annotations"]
+    after = f", after {rule['for']}" if "for" in rule else ""
+    return f"**{rule['alert']}** ({rule['labels']['severity']}{after}). {notes['description']} *{notes['runbook']}*\n"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    for row in (head, ("---",) * len(head), *rows):
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"

@@ -1,0 +1,207 @@
+"""KV between workers: hand-overs from prefill to decode, and prefixes pulled from others."""
+
+from __future__ import annotations
+
+from baton.telemetry.instruments import DURATION_BOUNDS, STAGE_BOUNDS
+from tools.dashboards.model import ROLE, WORKER, Dashboard, Panel, Section
+from tools.dashboards.overview import quantiles
+
+OF_WORKER = 'role=~"$role", worker=~"$worker"'
+
+
+def per_second(counter: str, by: str, labels: str = "") -> str:
+    """Of what workers count, added up by labels; each worker once, though every router tells of it."""
+    inner = ", ".join(dict.fromkeys(("worker", "role", *filter(None, by.split(", ")), *_names(labels))))
+    each = f"max by ({inner}) (rate({counter}{{$cluster, {OF_WORKER}{labels}}}[$__rate_interval]))"
+    return f"sum by ({by}) ({each})" if by else f"sum({each})"
+
+
+def _names(labels: str) -> list[str]:
+    """`, direction="sent"` -> `direction`."""
+    return [part.partition("=")[0].strip() for part in labels.split(",") if part.strip()]
+
+
+NUM_SENT = per_second("baton_kv_transfers_total", "", ', direction="sent", outcome="committed"')
+TRANSFER_S = per_second("baton_kv_transfer_time_seconds_total", "")
+EXPOSED_S = per_second("baton_kv_transfer_exposed_time_seconds_total", "")
+
+TRAFFIC = Section(
+    "Traffic",
+    (
+        Panel(
+            title="Sent",
+            description="KV that a worker sent a second, of transfers that were committed. At the network's limit: "
+            "more workers do "
+            "not help; transfer.wire_dtype does.",
+            unit="Bps",
+            queries={"{{worker}}": per_second("baton_kv_transfer_bytes_total", "worker", ', direction="sent"')},
+            is_stacked=True,
+        ),
+        Panel(
+            title="Received",
+            description="KV that a worker received a second.",
+            unit="Bps",
+            queries={"{{worker}}": per_second("baton_kv_transfer_bytes_total", "worker", ', direction="received"')},
+            is_stacked=True,
+        ),
+        Panel(
+            title="Transfers by outcome",
+            description="Ended transfers a second; both sides count each. Failed ones were computed again "
+            "elsewhere: see the "
+            "reasons.",
+            unit="ops",
+            queries={"{{direction}} {{outcome}}": per_second("baton_kv_transfers_total", "direction, outcome")},
+            is_stacked=True,
+        ),
+        Panel(
+            title="Chunk size",
+            description="Mean bytes of a chunk. Small ones cost more than they carry: raise transfer.span_tokens.",
+            unit="bytes",
+            queries={
+                "{{direction}}": f"{per_second('baton_kv_transfer_bytes_total', 'direction')} / "
+                f"({per_second('baton_kv_transfer_chunks_total', 'direction')} > 0)"
+            },
+        ),
+    ),
+)
+
+TIME = Section(
+    "Time",
+    (
+        Panel(
+            title="Hand-over",
+            description="From the first chunk to the acknowledged commit. Most of it is hidden behind the "
+            "computing of the prompt.",
+            unit="s",
+            queries=quantiles("baton_transfer_duration_seconds", ""),
+            width=8,
+            is_logarithmic=True,
+            last_bound=DURATION_BOUNDS[-1],
+        ),
+        Panel(
+            title="Exposed time",
+            description="Mean seconds of a transfer after the prompt was computed: what no computing hid, and what "
+            "the first "
+            "tokens wait for. High: the link is slow, or the receiver has no room; see staging and unsent KV.",
+            unit="s",
+            queries={"exposed": f"{EXPOSED_S} / ({NUM_SENT} > 0)", "whole": f"{TRANSFER_S} / ({NUM_SENT} > 0)"},
+            width=8,
+        ),
+        Panel(
+            title="Stage transfer of requests",
+            description="What requests waited for KV: the blame's view of the same.",
+            unit="s",
+            queries=quantiles("baton_stage_duration_seconds", ', stage="transfer"'),
+            width=8,
+            is_logarithmic=True,
+            last_bound=STAGE_BOUNDS[-1],
+        ),
+    ),
+)
+
+TROUBLE = Section(
+    "Trouble",
+    (
+        Panel(
+            title="Failures by reason",
+            description="corrupted: memory or network; replace the worker. expired, timed_out: the link or the "
+            "receiver hangs. "
+            "refused: the two sides do not fit; `baton doctor`. lost: a worker or the link died.",
+            unit="ops",
+            queries={"{{reason}}": per_second("baton_kv_transfer_failures_total", "reason")},
+            is_stacked=True,
+        ),
+        Panel(
+            title="Failures by worker",
+            description="Failed transfers a second by worker, as sender or receiver. One worker alone: `baton "
+            "drain WORKER`.",
+            unit="ops",
+            queries={
+                "{{worker}} {{direction}}": per_second(
+                    "baton_kv_transfers_total", "worker, direction", ', outcome="failed"'
+                )
+            },
+        ),
+        Panel(
+            title="Fenced and resent",
+            description="Messages of unknown or past transfers, which were dropped, and messages said again "
+            "because no answer "
+            "came. A few after a failure are as it should be; many without: the network loses or delays messages.",
+            unit="ops",
+            queries={
+                "fenced": per_second("baton_kv_messages_fenced_total", ""),
+                "resent": per_second("baton_kv_messages_resent_total", ""),
+            },
+        ),
+        Panel(
+            title="NCCL stalls",
+            description="NCCL operations that did not end in time; their pair was given up and opened anew. Any: "
+            "the fabric's "
+            "logs, and `baton doctor` on both nodes.",
+            unit="ops",
+            queries={"{{worker}}": per_second("baton_kv_nccl_stalls_total", "worker")},
+        ),
+    ),
+)
+
+MEANS = Section(
+    "Pairs, staging and pulls",
+    (
+        Panel(
+            title="Open pairs",
+            description="Sessions of a worker with others, a link each. At transfer.max_pairs they are opened and "
+            "closed all the "
+            "time.",
+            unit="short",
+            queries={"{{worker}}": f"max by (worker) (baton_kv_open_pairs{{$cluster, {OF_WORKER}}})"},
+            width=8,
+        ),
+        Panel(
+            title="Staging slots in use",
+            description="Slots that hold a chunk. At transfer.num_slots all the time: chunks wait for slots; raise it.",
+            unit="short",
+            queries={"{{worker}}": f"max by (worker) (baton_kv_staging_slots_in_use{{$cluster, {OF_WORKER}}})"},
+            width=8,
+        ),
+        Panel(
+            title="Computed and not sent",
+            description="KV that is pinned until it is sent. At transfer.max_unsent_mib a prefill worker takes no "
+            "new prompt: the "
+            "decode pool has no room, or the link is slow.",
+            unit="bytes",
+            queries={"{{worker}}": f"max by (worker) (baton_kv_unsent_bytes{{$cluster, {OF_WORKER}}})"},
+            width=8,
+        ),
+        Panel(
+            title="Pulled tokens",
+            description="Prompt tokens a second that came from another worker's cache instead of being computed.",
+            unit="suffix: tok/s",
+            queries={"{{worker}}": per_second("baton_kv_pulled_tokens_total", "worker")},
+            width=8,
+        ),
+        Panel(
+            title="Failed pulls",
+            description="Prefixes that were to be pulled and had to be computed: they were gone, or did not come "
+            "within "
+            "transfer.pull_timeout_s. With many stale hints: the mirror lags; see the prefix cache's dashboard.",
+            unit="ops",
+            queries={"{{worker}}": per_second("baton_kv_pull_failures_total", "worker")},
+            width=8,
+        ),
+        Panel(
+            title="Hand-overs, as routers count them",
+            description="KV a second of hand-overs that belong to requests; the rest of what is sent is pulled.",
+            unit="Bps",
+            queries={"handed over": "sum(rate(baton_transfer_bytes_total{$cluster}[$__rate_interval]))"},
+            width=8,
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    name="hand-over",
+    title="Baton / KV hand-over",
+    description="KV between workers: traffic, time, failures.",
+    variables=(ROLE, WORKER),
+    sections=(TRAFFIC, TIME, TROUBLE, MEANS),
+)

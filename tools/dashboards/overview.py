@@ -1,0 +1,340 @@
+"""Is the cluster well? What requests get, how fast, and which stage is to blame where it is too slow."""
+
+from __future__ import annotations
+
+from baton.telemetry.instruments import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
+from tools.dashboards.model import MODEL, SLO_CLASS, Dashboard, Kind, Panel, Section
+
+OF_CLASS = 'model=~"$model", slo_class=~"$slo_class"'
+
+
+def requests(outcome: str = "", by: str = "") -> str:
+    """Finished requests a second.
+
+    Args:
+        outcome: a matcher, such as `="met"`.
+    """
+    labels = f"$cluster, {OF_CLASS}" + (f", outcome{outcome}" if outcome else "")
+    total = f"sum by ({by}) " if by else "sum"
+    return f"{total}(rate(baton_requests_slo_total{{{labels}}}[$__rate_interval]))"
+
+
+MET, CANCELLED_APART, REFUSED = requests('="met"'), requests('!="cancelled"'), requests('="rejected"')
+MET_BY_CLASS, APART_BY_CLASS = requests('="met"', "slo_class"), requests('!="cancelled"', "slo_class")
+TOKENS_MET = f"sum(rate(baton_tokens_slo_met_total{{$cluster, {OF_CLASS}}}[$__rate_interval]))"
+MISSES = f"sum by (stage, outcome) (rate(baton_slo_misses_total{{$cluster, {OF_CLASS}}}[$__rate_interval]))"
+GENERATED = 'sum(rate(baton_generation_tokens_total{$cluster, model=~"$model"}[$__rate_interval]))'
+PROMPTS = 'sum(rate(baton_prompt_tokens_total{$cluster, model=~"$model"}[$__rate_interval]))'
+ENDS = 'sum(rate(baton_finished_choices_total{$cluster, model=~"$model"}[$__rate_interval]))'
+OF_MODEL = 'gen_ai_request_model=~"$model"'
+BEGUN = f"sum(rate(gen_ai_server_time_to_first_token_seconds_count{{$cluster, {OF_MODEL}}}[$__rate_interval]))"
+
+NOW = Section(
+    "Now",
+    (
+        Panel(
+            title="Goodput, requests",
+            description="Requests a second that met their objectives. It falls with the traffic, too: look at the "
+            "attainment "
+            "beside it. If that falls, look at the stage to blame.",
+            unit="reqps",
+            queries={"met": f"{MET} or $zero"},
+            kind=Kind.STAT,
+            width=4,
+            height=4,
+        ),
+        Panel(
+            title="Goodput, tokens",
+            description="Tokens a second of requests that met their objectives.",
+            unit="suffix: tok/s",
+            queries={"met": f"{TOKENS_MET} or $zero"},
+            kind=Kind.STAT,
+            width=4,
+            height=4,
+        ),
+        Panel(
+            title="SLO attainment",
+            description="Share of the requests that met their objectives; those that clients cancelled do not "
+            "count. Below 99 %: "
+            "look at the outcomes and at the stage to blame.",
+            unit="percentunit",
+            queries={"met": f"({MET} or $zero) / ({CANCELLED_APART} > 0)"},
+            kind=Kind.STAT,
+            width=4,
+            height=4,
+            bad_below=0.99,
+        ),
+        Panel(
+            title="Refused",
+            description="Requests a second that were refused at once, because their first token would have come "
+            "too late. If it "
+            "lasts, the pools are too small: `baton autoscale --dry-run` tells which one.",
+            unit="reqps",
+            queries={"refused": f"{REFUSED} or $zero"},
+            kind=Kind.STAT,
+            width=4,
+            height=4,
+            bad_above=0.1,
+        ),
+        Panel(
+            title="Ready workers",
+            description="Of both pools, of those desired. Fewer than desired for minutes: `baton status`, and the "
+            "logs of the "
+            "head.",
+            unit="percentunit",
+            queries={
+                "ready": 'sum(max by (pool) (baton_pool_workers{$cluster, state="ready"})) / '
+                'sum(max by (pool) (baton_pool_workers{$cluster, state="desired"}))'
+            },
+            kind=Kind.STAT,
+            width=4,
+            height=4,
+            bad_below=1,
+        ),
+        Panel(
+            title="Alerts",
+            description="Of Baton's that fire now. Each tells in its `runbook` what to do.",
+            unit="short",
+            queries={"firing": 'count(ALERTS{$cluster, alertname=~"Baton.*", alertstate="firing"}) or $zero'},
+            kind=Kind.STAT,
+            width=4,
+            height=4,
+            bad_above=1,
+        ),
+    ),
+)
+
+GOODPUT = Section(
+    "Goodput",
+    (
+        Panel(
+            title="Requests by outcome",
+            description="Every finished request once, held against its SLO class. ttft_missed, itl_missed and "
+            "e2e_missed were "
+            "answered too late: see the stage to blame. rejected: too much load, or too few workers.",
+            unit="reqps",
+            queries={"{{outcome}}": requests(by="outcome")},
+            is_stacked=True,
+        ),
+        Panel(
+            title="SLO attainment by class",
+            description="Share of a class's requests that met their objectives, without those cancelled. If one "
+            "class falls alone, "
+            "its objectives may be tighter than the model allows: compare with the latencies below.",
+            unit="percentunit",
+            queries={"{{slo_class}}": f"({MET_BY_CLASS} or 0 * {requests(by='slo_class')}) / ({APART_BY_CLASS} > 0)"},
+            bad_below=0.99,
+        ),
+        Panel(
+            title="Tokens",
+            description="Tokens a second that were generated, and those of requests that met their objectives. "
+            "What lies between "
+            "them was computed too late.",
+            unit="suffix: tok/s",
+            queries={"generated": GENERATED, "in time": f"{TOKENS_MET} or $zero"},
+        ),
+        Panel(
+            title="Misses by stage to blame",
+            description="Requests a second that were too late, by the stage that took most more than it should. "
+            "queue, prefill: "
+            "more prefill workers. decode_admission, decode: more decode workers. transfer: see the hand-over's "
+            "dashboard. recovery: workers fail; see the pools'.",
+            unit="reqps",
+            queries={"{{stage}}, {{outcome}}": f"{MISSES} or $zero"},
+            is_stacked=True,
+        ),
+    ),
+)
+
+
+def quantiles(histogram: str, labels: str) -> dict[str, str]:
+    """The median, and what one in ten and one in a hundred wait longer than."""
+    return {
+        f"p{percent}": f"histogram_quantile({percent / 100:g}, sum by (le) "
+        f"(rate({histogram}_bucket{{$cluster{labels}}}[$__rate_interval])))"
+        for percent in (50, 90, 99)
+    }
+
+
+def objective(name: str) -> dict[str, str]:
+    return {
+        "objective {{slo_class}}": "max by (slo_class) (baton_slo_objective_seconds{$cluster, "
+        f'objective="{name}", slo_class=~"$slo_class"}})'
+    }
+
+
+LATENCY = Section(
+    "Latency",
+    (
+        Panel(
+            title="Time to first token",
+            description="From a request's arrival to its first token, with the objectives of the classes. Near an "
+            "objective: more "
+            "prefill workers, or a better prefix hit rate.",
+            unit="s",
+            queries={**quantiles("gen_ai_server_time_to_first_token_seconds", f", {OF_MODEL}"), **objective("ttft")},
+            width=8,
+            is_logarithmic=True,
+            last_bound=TTFT_BOUNDS[-1],
+        ),
+        Panel(
+            title="Time per output token",
+            description="A request's mean time between tokens, which its ITL objective is about. Near the "
+            "objective: more decode "
+            "workers.",
+            unit="s",
+            queries={**quantiles("gen_ai_server_time_per_output_token_seconds", f", {OF_MODEL}"), **objective("itl")},
+            width=8,
+            is_logarithmic=True,
+            last_bound=TOKEN_BOUNDS[-1],
+        ),
+        Panel(
+            title="Gaps between tokens",
+            description="Each gap between two tokens. A high p99 with a good mean: streams stall, by preemptions, "
+            "by prompts "
+            "computed beside, or by workers that leave.",
+            unit="s",
+            queries={**quantiles("baton_inter_token_latency_seconds", ""), **objective("itl")},
+            width=8,
+            is_logarithmic=True,
+            last_bound=TOKEN_BOUNDS[-1],
+        ),
+        Panel(
+            title="Where the time goes",
+            description="Mean seconds of a request by stage; together they are its time from end to end.",
+            unit="s",
+            queries={
+                "{{stage}}": "sum by (stage) (rate(baton_stage_duration_seconds_sum{$cluster}[$__rate_interval])) / "
+                "sum by (stage) (rate(baton_stage_duration_seconds_count{$cluster}[$__rate_interval]))"
+            },
+            width=8,
+            is_stacked=True,
+        ),
+        Panel(
+            title="Stages, p99",
+            description="What one request in a hundred spends longer in a stage than.",
+            unit="s",
+            queries={
+                "{{stage}}": "histogram_quantile(0.99, sum by (stage, le) "
+                "(rate(baton_stage_duration_seconds_bucket{$cluster}[$__rate_interval])))"
+            },
+            width=8,
+            is_logarithmic=True,
+            last_bound=STAGE_BOUNDS[-1],
+        ),
+        Panel(
+            title="Request duration",
+            description="From a request's arrival to its last token; long answers take long. With objectives where "
+            "a class has one "
+            "for it.",
+            unit="s",
+            queries={**quantiles("gen_ai_server_request_duration_seconds", f", {OF_MODEL}"), **objective("e2e")},
+            width=8,
+            is_logarithmic=True,
+            last_bound=DURATION_BOUNDS[-1],
+        ),
+    ),
+)
+
+TROUBLE = Section(
+    "Refusals and errors",
+    (
+        Panel(
+            title="Refused by class",
+            description="Refused at once with the seconds until it would not be (429). More workers, or fewer "
+            "requests: "
+            "`baton autoscale --dry-run` tells what the load needs.",
+            unit="reqps",
+            queries={"{{slo_class}}": requests('="rejected"', by="slo_class") + " or $zero"},
+            width=8,
+        ),
+        Panel(
+            title="Ended by an error",
+            description="Requests by the error that ended them; cancelled is a client that left. InvalidRequest is "
+            "the client's, "
+            "with a sentence that tells it what to change; WorkerFailed and TransferError are ours: see the pools' and "
+            "the hand-over's dashboards.",
+            unit="reqps",
+            queries={
+                "{{error_type}}": "sum by (error_type) (rate(gen_ai_server_request_duration_seconds_count{$cluster, "
+                'error_type!="", gen_ai_request_model=~"$model"}[$__rate_interval])) or $zero'
+            },
+            width=8,
+        ),
+        Panel(
+            title="Placed again",
+            description="Choices that failed on a worker and went on elsewhere, by the kind of failure. Clients do "
+            "not notice, but "
+            "wait. `baton status` shows the workers, `baton status --explain REQUEST` one request.",
+            unit="reqps",
+            queries={"{{error}}": "sum by (error) (rate(baton_retries_total{$cluster}[$__rate_interval])) or $zero"},
+            width=8,
+        ),
+        Panel(
+            title="Made way",
+            description="Requests let in that had to make way for those of tenants with less in the queue. The "
+            "cluster is over "
+            "full.",
+            unit="reqps",
+            queries={"shed": "sum(rate(baton_admission_shed_total{$cluster}[$__rate_interval])) or $zero"},
+            width=8,
+        ),
+        Panel(
+            title="Error of predictions, p90",
+            description="|predicted - measured| / measured, of the time to the first token and of computing the "
+            "prompt. Placement "
+            "and refusals rest on them: above 1 they are guesses, as after a change of model until costs are learned.",
+            unit="percentunit",
+            queries={
+                "{{of}}": "histogram_quantile(0.9, sum by (of, le) "
+                "(rate(baton_placement_prediction_error_bucket{$cluster}[$__rate_interval])))"
+            },
+            width=8,
+            last_bound=ERROR_BOUNDS[-1],
+        ),
+        Panel(
+            title="All requests by outcome",
+            description="With those refused as invalid, which have no SLO.",
+            unit="reqps",
+            queries={
+                "{{outcome}}": 'sum by (outcome) (rate(baton_requests_total{$cluster, model=~"$model"}'
+                "[$__rate_interval]))"
+            },
+            width=8,
+            is_stacked=True,
+        ),
+    ),
+)
+
+ANSWERS = Section(
+    "Answers",
+    (
+        Panel(
+            title="Ends of answers",
+            description="Answers a second by how they ended: stop is by themselves or a stop string, length by "
+            "their limit. Mostly "
+            "length: clients ask for less than there would be, or a model does not find its end.",
+            unit="ops",
+            queries={
+                "{{reason}}": 'sum by (reason) (rate(baton_finished_choices_total{$cluster, model=~"$model"}'
+                "[$__rate_interval]))"
+            },
+            is_stacked=True,
+        ),
+        Panel(
+            title="Mean length",
+            description="Tokens of a prompt and of an answer. Longer ones are more work for prefill and decode "
+            "workers.",
+            unit="short",
+            queries={"prompt": f"{PROMPTS} / ({BEGUN} > 0)", "answer": f"{GENERATED} / ({ENDS} > 0)"},
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    name="overview",
+    title="Baton / Overview",
+    description="Goodput, SLO attainment, latency and the stage to blame.",
+    variables=(MODEL, SLO_CLASS),
+    sections=(NOW, GOODPUT, LATENCY, TROUBLE, ANSWERS),
+)

@@ -1,0 +1,164 @@
+"""The workers: how many, in what state, how full."""
+
+from __future__ import annotations
+
+from tools.dashboards.model import ROLE, WORKER, Dashboard, Kind, Panel, Section
+
+OF_WORKER = 'role=~"$role", worker=~"$worker"'
+STATES = 'max by (worker, role, state) (baton_worker_state{$cluster, role=~"$role"})'
+
+SIZE = Section(
+    "Size",
+    (
+        Panel(
+            title="Ready and desired",
+            description="Workers of each pool. Ready below desired for longer than a start takes: `baton status`, "
+            "then the logs of "
+            "the head and of the worker's pod. `baton scale POOL N` sets what is desired.",
+            unit="short",
+            queries={"{{pool}} {{state}}": "max by (pool, state) (baton_pool_workers{$cluster})"},
+        ),
+        Panel(
+            title="Workers by state",
+            description="draining: it hands over what it does and leaves. If that takes longer than "
+            "cluster.drain_timeout_s, what "
+            "is left is computed again elsewhere.",
+            unit="short",
+            queries={"{{role}} {{state}}": f"sum by (role, state) ({STATES})"},
+            is_stacked=True,
+        ),
+        Panel(
+            title="Takes traffic",
+            description="Green while a worker takes traffic. One that goes on and off: its log tells why; `baton "
+            "drain WORKER` "
+            "replaces it.",
+            unit="short",
+            queries={"{{worker}}": f"max by (worker) (baton_worker_ready{{$cluster, {OF_WORKER}}})"},
+            kind=Kind.STATES,
+            bad_below=1,
+        ),
+        Panel(
+            title="Workers",
+            description="What each says of itself. wire_compat is what two workers must have in common to hand KV "
+            "over: during a "
+            "roll-out there are two, afterwards one.",
+            unit="short",
+            queries={
+                "": f"max by (worker, role, node, wire_compat, block_size) (baton_worker_info{{$cluster, {OF_WORKER}}})"
+            },
+            kind=Kind.TABLE,
+        ),
+    ),
+)
+
+LOAD = Section(
+    "Load",
+    (
+        Panel(
+            title="Running sequences",
+            description="Sequences in a worker's batch. Uneven among decode workers: some are new, or hold what "
+            "others pull; even "
+            "and at engine.max_num_seqs: the pool is full.",
+            unit="short",
+            queries={
+                "{{worker}}": f'max by (worker) (baton_worker_sequences{{$cluster, state="running", {OF_WORKER}}})'
+            },
+        ),
+        Panel(
+            title="Waiting sequences",
+            description="Sequences that wait for blocks or for their KV. Growing on prefill workers: prompts come "
+            "faster than they "
+            "are computed. On decode workers: KV does not arrive, or there is no room for it.",
+            unit="short",
+            queries={
+                "{{worker}}": f'max by (worker) (baton_worker_sequences{{$cluster, state="waiting", {OF_WORKER}}})'
+            },
+        ),
+        Panel(
+            title="KV in use",
+            description="Share of a worker's blocks that sequences hold; cached ones can be taken at once and do "
+            "not count. Above "
+            "90 %: sequences wait or are preempted. More workers, a larger engine.kv_cache_gib, or a smaller "
+            "engine.output_reservation.",
+            unit="percentunit",
+            queries={
+                "{{worker}}": "max by (worker) (baton_kv_blocks{$cluster, "
+                f'state="in_use", {OF_WORKER}}}) / sum by (worker) (max by (worker, state) '
+                f"(baton_kv_blocks{{$cluster, {OF_WORKER}}}))"
+            },
+            bad_above=0.9,
+        ),
+        Panel(
+            title="KV blocks by state",
+            description="free + cached + in_use is what the workers have. No cached blocks left: conversations "
+            "come back to "
+            "nothing.",
+            unit="short",
+            queries={
+                "{{role}} {{state}}": "sum by (role, state) (max by (worker, role, state) "
+                f"(baton_kv_blocks{{$cluster, {OF_WORKER}}}))"
+            },
+            is_stacked=True,
+        ),
+    ),
+)
+
+TROUBLE = Section(
+    "Trouble",
+    (
+        Panel(
+            title="Preemptions",
+            description="Sequences a second that had to give their blocks back and are computed again: work done "
+            "twice. Answers "
+            "are longer than engine.output_reservation, and the pool is too full for it.",
+            unit="ops",
+            queries={
+                "{{worker}}": "max by (worker) (rate(baton_preemptions_total{$cluster, "
+                f"{OF_WORKER}}}[$__rate_interval]))"
+            },
+        ),
+        Panel(
+            title="Self-check",
+            description="Red: a worker's own integrity check fails, so blocks have leaked. Keep its log, then "
+            "`baton drain "
+            "WORKER`.",
+            unit="short",
+            queries={"{{worker}}": 'min by (worker) (baton_worker_self_check_ok{$cluster, worker=~"$worker"})'},
+            kind=Kind.STATES,
+            bad_below=1,
+        ),
+        Panel(
+            title="Redis",
+            description="Red: a router does not reach Redis. Requests go on; prefixes found and workers that come "
+            "or go are not "
+            "known any more. `baton doctor` tells what is wrong.",
+            unit="short",
+            queries={"{{instance}}": "min by (instance) (baton_redis_up{$cluster})"},
+            kind=Kind.STATES,
+            bad_below=1,
+        ),
+        Panel(
+            title="Skipped in Redis",
+            description="Values a second that a router could not read, by what they are: of another release, or of "
+            "somebody else "
+            "who writes there. Each harms only what it speaks of; `baton status` tells where it lies.",
+            unit="ops",
+            queries={"{{what}}": "sum by (what) (rate(baton_store_garbage_total{$cluster}[$__rate_interval]))"},
+        ),
+        Panel(
+            title="Versions",
+            description="Routers by version: during a roll-out there are two.",
+            unit="short",
+            queries={"": "count by (version) (baton_build_info{$cluster})"},
+            kind=Kind.TABLE,
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    name="pools",
+    title="Baton / Pools",
+    description="The workers: how many, in what state, how full.",
+    variables=(ROLE, WORKER),
+    sections=(SIZE, LOAD, TROUBLE),
+)

@@ -1,0 +1,124 @@
+"""How much of the prompts was known already, how much could have been, and whether the index tells the truth."""
+
+from __future__ import annotations
+
+from tools.dashboards.model import MODEL, Dashboard, Kind, Panel, Section
+
+
+def tokens(counter: str) -> str:
+    return f'sum(rate({counter}{{$cluster, model=~"$model"}}[$__rate_interval]))'
+
+
+PROMPT, HIT, CEILING = (tokens(f"baton_{name}_tokens_total") for name in ("prompt", "prefix_hit", "prefix_ceiling"))
+
+HITS = Section(
+    "Hits",
+    (
+        Panel(
+            title="Hit rate and its ceiling",
+            description="Share of the prompt tokens that a cache had, and the share that one which forgets nothing "
+            "would have had. "
+            "Far below the ceiling: caches are too small (few cached blocks left), or requests go where their past is "
+            "not. A low ceiling: the prompts have little in common.",
+            unit="percentunit",
+            queries={"hit rate": f"{HIT} / ({PROMPT} > 0)", "ceiling": f"{CEILING} / ({PROMPT} > 0)"},
+            width=16,
+        ),
+        Panel(
+            title="Of the ceiling",
+            description="Hits of those possible.",
+            unit="percentunit",
+            queries={"reached": f"{HIT} / ({CEILING} > 0)"},
+            kind=Kind.STAT,
+            width=8,
+        ),
+        Panel(
+            title="Prompt tokens",
+            description="Prompt tokens a second of requests served, and those of them that were computed.",
+            unit="suffix: tok/s",
+            queries={"prompts": PROMPT, "computed": f"{PROMPT} - {HIT}"},
+        ),
+        Panel(
+            title="Pulled from another worker",
+            description="Prompt tokens a second whose KV came from another worker's cache. They are hits, too.",
+            unit="suffix: tok/s",
+            queries={"{{worker}}": "max by (worker) (rate(baton_kv_pulled_tokens_total{$cluster}[$__rate_interval]))"},
+            is_stacked=True,
+        ),
+        Panel(
+            title="Hot prefixes",
+            description="Share of the recent requests that begin with the same block; the five most common. One "
+            "near 100 % is a "
+            "system prompt: every worker should have it.",
+            unit="percentunit",
+            queries={"{{prefix}}": "avg by (prefix) (baton_hot_prefix_share{$cluster})"},
+            kind=Kind.BARS,
+        ),
+        Panel(
+            title="Cached blocks",
+            description="Blocks whose content may be hit and that no sequence holds. Near 0: whatever was known is "
+            "forgotten at "
+            "once.",
+            unit="short",
+            queries={"{{worker}}": 'max by (worker) (baton_kv_blocks{$cluster, state="cached"})'},
+            is_stacked=True,
+        ),
+    ),
+)
+
+INDEX = Section(
+    "Does the index tell the truth?",
+    (
+        Panel(
+            title="Stale hints",
+            description="Share of the placements whose worker held less of the prompt than the index said. Above 5 "
+            "%: routers are "
+            "behind (mirror lag), or caches are so small that blocks go while requests are on their way.",
+            unit="percentunit",
+            queries={
+                "stale": "(sum(rate(baton_index_stale_hints_total{$cluster}[$__rate_interval])) or $zero) / "
+                "(sum(rate(baton_placements_total{$cluster}[$__rate_interval])) > 0)"
+            },
+            width=8,
+            bad_above=0.05,
+        ),
+        Panel(
+            title="Tokens promised in vain",
+            description="Prompt tokens a second that the index said too much. They were computed.",
+            unit="suffix: tok/s",
+            queries={"stale": "sum(rate(baton_index_stale_tokens_total{$cluster}[$__rate_interval])) or $zero"},
+            width=8,
+        ),
+        Panel(
+            title="Mirror lag",
+            description="Age of the newest ownership event that a router has not seen yet. Seconds: Redis or the "
+            "router is "
+            "overloaded; `baton status`, `baton doctor`.",
+            unit="s",
+            queries={"{{router}}": "max by (router) (baton_mirror_lag_seconds{$cluster})"},
+            width=8,
+            bad_above=5,
+        ),
+        Panel(
+            title="Blocks a router believes in, and what workers have",
+            description="The mirror's view and the workers' own. Apart for minutes: the index is wrong for that "
+            "worker; restart "
+            "the router, or `baton drain WORKER`.",
+            unit="short",
+            queries={
+                "mirror {{worker}}": "max by (worker) (baton_mirror_blocks{$cluster})",
+                "worker {{worker}}": "sum by (worker) (max by (worker, state) (baton_kv_blocks{$cluster, "
+                'state=~"cached|in_use"}))',
+            },
+            width=24,
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    name="prefix-cache",
+    title="Baton / Prefix cache",
+    description="Hit rate against its ceiling, hot prefixes, and the index's truth.",
+    variables=(MODEL,),
+    sections=(HITS, INDEX),
+)

@@ -1,0 +1,109 @@
+"""Who asks how much, and who is served how well."""
+
+from __future__ import annotations
+
+from tools.dashboards.model import TENANT, Dashboard, Kind, Panel, Section
+
+
+def tokens(kinds: str) -> str:
+    labels = f'$cluster, tenant=~"$tenant", kind=~"{kinds}"'
+    return f"sum by (tenant) (rate(baton_tenant_tokens_total{{{labels}}}[$__rate_interval]))"
+
+
+def requests(outcome: str = "", by: str = "tenant") -> str:
+    """Args:
+    outcome: a matcher, such as `="met"`.
+    """
+    labels = '$cluster, tenant=~"$tenant"' + (f", outcome{outcome}" if outcome else "")
+    return f"sum by ({by}) (rate(baton_tenant_requests_total{{{labels}}}[$__rate_interval]))"
+
+
+MET, COUNTED, REFUSED = requests('="met"'), requests('!~"cancelled|invalid"'), requests('="rejected"')
+SHED = 'sum by (tenant) (rate(baton_admission_shed_total{$cluster, tenant=~"$tenant"}[$__rate_interval]))'
+
+REQUESTS = Section(
+    "Requests",
+    (
+        Panel(
+            title="Requests by tenant",
+            description="Finished requests a second. A tenant that floods the cluster hurts itself first: refusals "
+            "go by weight.",
+            unit="reqps",
+            queries={"{{tenant}}": requests()},
+            is_stacked=True,
+        ),
+        Panel(
+            title="Requests by outcome",
+            description="Of the chosen tenants. rejected: over their share while the cluster is full.",
+            unit="reqps",
+            queries={"{{outcome}}": requests(by="outcome")},
+            is_stacked=True,
+        ),
+        Panel(
+            title="In time",
+            description="Share of a tenant's requests that met their objectives, without those cancelled and the "
+            "invalid. One "
+            "tenant alone: its class may be too tight for its prompts, or its weight too small for what it asks.",
+            unit="percentunit",
+            queries={"{{tenant}}": f"({MET} or 0 * {requests()}) / ({COUNTED} > 0)"},
+            bad_below=0.99,
+        ),
+        Panel(
+            title="Refused or made way",
+            description="Requests a second that a tenant was refused, and those let in that had to make way for "
+            "other tenants'. "
+            "Raise its `weight` in the tenants' file, or the pools.",
+            unit="reqps",
+            queries={"refused {{tenant}}": f"{REFUSED} or $zero", "made way {{tenant}}": f"{SHED} or $zero"},
+        ),
+    ),
+)
+
+TOKENS = Section(
+    "Tokens",
+    (
+        Panel(
+            title="Generated",
+            description="Tokens a second by tenant.",
+            unit="suffix: tok/s",
+            queries={"{{tenant}}": tokens("generated")},
+            width=8,
+            is_stacked=True,
+        ),
+        Panel(
+            title="Prompts",
+            description="Prompt tokens a second by tenant, cached ones included.",
+            unit="suffix: tok/s",
+            queries={"{{tenant}}": tokens("prompt")},
+            width=8,
+            is_stacked=True,
+        ),
+        Panel(
+            title="Found in a cache",
+            description="Share of a tenant's prompt tokens that were cached. Tenants with one `cache_scope` share "
+            "their prefixes.",
+            unit="percentunit",
+            queries={"{{tenant}}": f"({tokens('cached')} or 0 * {tokens('prompt')}) / ({tokens('prompt')} > 0)"},
+            width=8,
+        ),
+        Panel(
+            title="Most tokens",
+            description="The tenants with most tokens, prompts and answers, within the chosen time.",
+            unit="short",
+            queries={
+                "{{tenant}}": "topk(20, sum by (tenant) (increase(baton_tenant_tokens_total{$cluster, "
+                'tenant=~"$tenant", kind=~"prompt|generated"}[$__range])))'
+            },
+            kind=Kind.BARS,
+            width=24,
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    name="tenants",
+    title="Baton / Tenants",
+    description="Who asks how much, and who is served how well.",
+    variables=(TENANT,),
+    sections=(REQUESTS, TOKENS),
+)
