@@ -9,30 +9,11 @@ TORCH := 2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # What tells that there is a driver. `make install NVIDIA=` takes the CPU build in any case.
 NVIDIA ?= $(shell command -v nvidia-smi || ls /proc/driver/nvidia/version 2>/dev/null)
+PYTEST := $(BIN)/python -m pytest
 FAST_TESTS := tests/unit tests/contract
-# What these hold against the clock, others beside them would hold up: they run by themselves, two at a time, since most
-# of them wait most of the time.
-ALONE := $(addprefix tests/integration/, test_admission.py test_overload.py test_cancel_latency.py test_goodput.py \
-	test_transfer_processes.py)
+# Among the unit tests of the hand-over some are slow. Which tests are begun first, marks say.
+OTHER_TESTS := tests/kube tests/integration tests/chaos tests/observability tests/helm tests/unit/kvstore/transfer
 SOAK := tests/chaos/test_streams.py
-# Of the chaos tests, those that are short enough for every run.
-SHORT_CHAOS := $(SOAK) tests/chaos/test_kills.py
-# In the order in which they are begun: the longest first, so that no processor waits for one of them at the end.
-LONGEST := tests/integration/test_real_model.py tests/kube $(addprefix tests/integration/test_, \
-	plumbing.py scaling.py transfer_faults.py)
-OTHERS := $(LONGEST) tests/observability $(SHORT_CHAOS) tests/integration tests/helm
-# Of the others, what takes long and has a sibling that stays: the autoscaler live (the simulator runs the same
-# function), the second story of a release (head lost, workers replaced, rolled back), what the real model answers with
-# spoiled blocks that nobody checks and pulls between its workers (with arithmetic both stay), thousands of cancels
-# (hundreds stay), `baton bench` on a cluster (its replay stays), most types of models over two ranks and a rank that
-# hangs (two types and a killed rank stay).
-LONG := tests/integration/test_autoscale.py::test_pools_follow_the_load \
-	tests/kube/test_cluster.py::test_a_release_that_lives_through_more \
-	tests/integration/test_real_model.py::test_spoiled_blocks_change_the_answer_when_nobody_checks \
-	tests/integration/test_prefix_pull.py::test_a_pulled_prefix_gives_the_tokens_of_generate \
-	tests/integration/test_bench.py tests/integration/test_cancel.py \
-	tests/integration/test_tensor_parallel.py::test_a_tiny_model_of_every_other_type_answers_as_generate \
-	'tests/integration/test_tensor_parallel.py::test_workers_of_several_ranks_serve_and_die_whole[hanging]'
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: serve test chaos check proto bench clean install
@@ -58,15 +39,23 @@ $(STAMP): pyproject.toml
 serve: $(STAMP)
 	@$(BIN)/baton up --ask "The capital of France is"
 
+# Tests that are held against the clock run with priority beside all others, which take what those leave (`aside`). What
+# they print is shown when both have ended; either may fail.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ALONE)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(OTHERS) \
-		$(addprefix --ignore=,$(ALONE)) $(addprefix --deselect=,$(LONG))
+	@trap 'kill $$! 2>/dev/null' INT TERM; \
+	$(PYTEST) -q -m 'clock and not chaos' $(OTHER_TESTS) >$(VENV)/clock.log 2>&1 & clock=$$!; \
+	$(BIN)/python -m tests.support.aside -n 3 --dist loadgroup --no-loadscope-reorder --durations 25 \
+		-m 'not fast and not clock and not chaos' $(OTHER_TESTS); others=$$?; \
+	wait $$clock; clock=$$?; echo "==> Held against the clock:"; cat $(VENV)/clock.log; \
+	test $$clock = 0 && exit $$others; exit $$clock
 
-# Ten minutes of faults under load, a minute of everything else, ten thousand cancels; `make test` has a part of it.
+# Everything that is marked `chaos`, ten minutes of faults under load, every property with twenty times its examples, and
+# the mutants: a fault a line, each of which a test must see.
 chaos: $(STAMP)
-	CHAOS_SECONDS=60 $(BIN)/python -m pytest -s tests/chaos $(LONG) $(addprefix --ignore=,$(SOAK))
-	CHAOS_SECONDS=600 $(BIN)/python -m pytest -s $(SOAK)
+	CHAOS_SECONDS=60 $(PYTEST) -s tests/chaos --ignore=$(SOAK)
+	CHAOS_SECONDS=600 $(PYTEST) -s $(SOAK)
+	NUM_TRANSFERS=10000 $(PYTEST) -m 'chaos or slow' tests --ignore=tests/chaos
+	$(PYTEST) -q -n 2 -m hypothesis --hypothesis-profile twentyfold --timeout 3600 $(FAST_TESTS)
 
 check: $(STAMP) proto-is-current
 	$(BIN)/ruff format --check .
@@ -74,7 +63,7 @@ check: $(STAMP) proto-is-current
 	PATH=$(BIN):$$PATH $(BIN)/lint-imports
 	$(BIN)/buf lint proto
 	.ci/buf-breaking $(BIN)/buf
-	@$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -q -n 2 $(FAST_TESTS); tests=$$?; wait $$types && exit $$tests
+	@$(BIN)/mypy & types=$$!; $(PYTEST) -q -n 2 -m fast $(FAST_TESTS); tests=$$?; wait $$types && exit $$tests
 
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \

@@ -15,7 +15,7 @@ from baton.errors import TransferError, TransferRefused, WorkerDraining, WorkerF
 from baton.messages import FirstToken, HandedOver, PrefillReport, PrefillRequest
 from baton.telemetry import tracing
 from kvstore.transfer.endpoint import KvEndpoint
-from kvstore.transfer.sender import Transfer
+from kvstore.transfer.sender import OutgoingTransfer
 
 
 class PrefillService:
@@ -89,7 +89,7 @@ class PrefillService:
                 yield handed_over
 
     @contextlib.asynccontextmanager
-    async def _streaming(self, transfer: Transfer, handle: SequenceHandle) -> AsyncIterator[None]:
+    async def _streaming(self, transfer: OutgoingTransfer, handle: SequenceHandle) -> AsyncIterator[None]:
         """The transfer reads the sequence's blocks as they are computed, while the block is entered."""
         sequence = handle.sequence
         blocks = self._loop.pin(sequence)
@@ -104,7 +104,7 @@ class PrefillService:
                 self._loop.unpin(blocks)
 
 
-async def _finished(transfer: Transfer, first_token: int) -> HandedOver:
+async def _finished(transfer: OutgoingTransfer, first_token: int) -> HandedOver:
     try:
         return await transfer.finish(first_token)
     except WorkerFailed as error:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
 # Before gRPC is imported: it rebuilds its pollers in the parent at each fork, and they do not always survive that. What
 # is forked here beside a running gRPC executes another program at once, and needs nothing rebuilt.
@@ -18,6 +19,37 @@ from deploy.models import cache_dir, resolve
 # By default a test fails if one of its examples takes 200 ms, which a busy machine needs for anything.
 settings.register_profile("baton", deadline=None)
 settings.load_profile("baton")
+
+MORE_EXAMPLES = 20
+settings.register_profile("twentyfold", deadline=None, max_examples=MORE_EXAMPLES * settings().max_examples)
+
+
+FAST_FOLDERS = [Path(__file__).parent / name for name in ("unit", "contract")]
+NOT_FAST = {"slow", "chaos", "clock"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is fast, puts what is marked `first` first, and keeps a file's tests in one process."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if not marks & NOT_FAST and any(folder in item.path.parents for folder in FAST_FOLDERS):
+            item.add_marker("fast")
+        if "xdist_group" not in marks:
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+    if settings.get_current_profile_name() == "twentyfold":
+        for function in {item.obj for item in items if isinstance(item, pytest.Function)}:
+            take_more_examples(function)
+
+
+def take_more_examples(function: Any) -> None:
+    """Multiplies the number of examples of a property that gives one itself, and so has not taken the profile's."""
+    if not is_hypothesis_test(function):
+        return
+    name = "_hypothesis_internal_use_settings"  # there is no public way to change a property that is made
+    found = getattr(function, name)
+    if found.max_examples != settings().max_examples:
+        setattr(function, name, settings(found, max_examples=MORE_EXAMPLES * found.max_examples))
 
 
 @pytest.fixture(scope="session")

@@ -27,17 +27,25 @@ import grpc
 from baton import wire
 from baton.errors import ConfigError, TransferError, TransferRefused
 from baton.messages import Abort, Commit, FromSender, Hello, Nack, Offer, SessionFailed, Ticket
-from kvstore.transfer.connection.incoming import Session
-from kvstore.transfer.copy.blocks import Rows
-from kvstore.transfer.pipeline.driven import Shared, seen_through
-from kvstore.transfer.pipeline.receive_loop import Inbound
+from kvstore.transfer.connection.incoming import IncomingConnection
+from kvstore.transfer.copy.blocks import BlockCopier
+from kvstore.transfer.pipeline.driven import DrivenMachine, seen_through
+from kvstore.transfer.pipeline.receive_loop import ChunkWriter
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.protocol.layout import AUTO, WIRE_DTYPES, layout_of, mismatch, source_ranks
 from kvstore.transfer.protocol.plan import Plan, WireOptions, plan, require_fitting_slots
 from kvstore.transfer.protocol.reasons import from_reason, to_reason
-from kvstore.transfer.protocol.receive_state import Committed, Failed, Free, Instruction, Ledger, State, Tell
+from kvstore.transfer.protocol.receive_state import (
+    Committed,
+    Failed,
+    Free,
+    Instruction,
+    ReceivePhase,
+    ReceiveState,
+    Tell,
+)
 from kvstore.transfer.stats import TransferStats
-from kvstore.transfer.transport.select import StagingPools, usable_links
+from kvstore.transfer.transport.select import StagingPools, usable_transports
 from kvstore.transfer.transport.shm import host_id
 
 if TYPE_CHECKING:
@@ -45,8 +53,8 @@ if TYPE_CHECKING:
 
     from baton.config import TransferConfig
     from baton.engine.model.kv_cache import KVCache
-    from kvstore.transfer.pipeline.thread import Lane
-    from kvstore.transfer.transport.base import ReceivingLink
+    from kvstore.transfer.pipeline.thread import TransportThread
+    from kvstore.transfer.transport.base import ReceivingTransport
 
 HANG_UP_S = 1.0
 """For the senders of a receiver that closes: they hear why, and end their streams."""
@@ -112,17 +120,17 @@ class KvReceiver:
         self._config = config
         self._host = host
         self._wire_compat = wire_compat
-        self._links = usable_links([cache.device for cache in caches], config.links)
+        self._links = usable_transports([cache.device for cache in caches], config.links)
         self._staging = StagingPools(config)
-        self._ledger = Ledger()
-        self._book: Shared[Ledger, Instruction] = Shared(self._ledger, self._carry_out)
+        self._ledger = ReceiveState()
+        self._book: DrivenMachine[ReceiveState, Instruction] = DrivenMachine(self._ledger, self._carry_out)
         self._reserved: dict[int, _Reserved] = {}
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, IncomingConnection] = {}
         self._num_sessions = 0
         """Ever."""
         self._handlers: set[asyncio.Task[None]] = set()
         """Tasks in which sessions are."""
-        self._lanes: set[Lane[ReceivingLink]] = set()
+        self._lanes: set[TransportThread[ReceivingTransport]] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._stats = TransferStats()
 
@@ -229,7 +237,7 @@ class KvReceiver:
         if reserved is None or reserved.release_began:
             return ()
         reserved.release_began = True
-        self._book.happen(lambda ledger: ledger.release(ticket.generation))
+        self._book.apply(lambda ledger: ledger.release(ticket.generation))
         await seen_through(reserved.freed)
         return reserved.freed.result()
 
@@ -253,7 +261,7 @@ class KvReceiver:
 
     def check(self) -> None:
         """Raises AssertionError where the books do not hold."""
-        self._book.happen(lambda ledger: [])
+        self._book.apply(lambda ledger: [])
         self._book.ask(lambda ledger: ledger.check())
         assert len(self._ledger) == len(self._reserved)
         written = {generation for generation, reserved in self._reserved.items() if not reserved.settled.is_set()}
@@ -284,10 +292,10 @@ class KvReceiver:
             del self._sessions[session.id]
             self._stats.fenced += session.num_fenced
 
-    def on_offer(self, session: Session, offer: Offer) -> None:
+    def on_offer(self, session: IncomingConnection, offer: Offer) -> None:
         reserved = self._reserved.get(offer.generation)
         state = self._book.ask(lambda ledger: ledger.state(offer.generation))
-        is_open = state in (State.RESERVED, State.RECEIVING)
+        is_open = state in (ReceivePhase.RESERVED, ReceivePhase.RECEIVING)
         num_sources = 0
         if reserved is not None and is_open and reserved.ticket.transfer_id == offer.transfer_id:
             try:
@@ -298,29 +306,29 @@ class KvReceiver:
                 return
             there, here = session.hello.layout, self.layout
             num_sources = sum(len(source_ranks(there, here, rank)) for rank in range(here.tp_size))
-        self._book.happen(
+        self._book.apply(
             lambda ledger: ledger.offer(session.id, offer.transfer_id, offer.generation, offer.num_chunks, num_sources)
         )
 
-    def on_commit(self, session: Session, commit: Commit) -> None:
+    def on_commit(self, session: IncomingConnection, commit: Commit) -> None:
         ids = (session.id, commit.transfer_id, commit.generation)
         reserved = self._reserved.get(commit.generation)
         if commit.first_token is None and reserved is not None and not reserved.partial:
             self._fail(reserved.ticket, TransferError("the sender committed without the first token"))
-        self._book.happen(lambda ledger: ledger.commit(*ids, commit.first_token))
+        self._book.apply(lambda ledger: ledger.commit(*ids, commit.first_token))
 
-    def on_abort(self, session: Session, abort: Abort) -> None:
+    def on_abort(self, session: IncomingConnection, abort: Abort) -> None:
         error = from_reason(abort.reason)
-        self._book.happen(lambda ledger: ledger.abort(session.id, abort.transfer_id, abort.generation, error))
+        self._book.apply(lambda ledger: ledger.abort(session.id, abort.transfer_id, abort.generation, error))
 
-    def on_ping(self, session: Session) -> None:
+    def on_ping(self, session: IncomingConnection) -> None:
         expires_at = asyncio.get_running_loop().time() + self._config.lease_s
         self._book.ask(lambda ledger: ledger.renew(session.id, expires_at))
 
-    def on_lost(self, session: Session, error: TransferError) -> None:
-        self._book.happen(lambda ledger: ledger.lost(session.id, error))
+    def on_lost(self, session: IncomingConnection, error: TransferError) -> None:
+        self._book.apply(lambda ledger: ledger.lost(session.id, error))
 
-    def _prepare(self, session: Session, offer: Offer, reserved: _Reserved) -> None:
+    def _prepare(self, session: IncomingConnection, offer: Offer, reserved: _Reserved) -> None:
         """Lets the lane know where the chunks belong, before they are granted. Again is harmless.
 
         Raises:
@@ -355,21 +363,23 @@ class KvReceiver:
             )
         cache = self._caches[hello.peer_rank]
         layout, rank = self.layout, hello.peer_rank
-        rows = Rows(cache, planned, layout, rank, reserved.block_ids, reserved.state_slot)
+        rows = BlockCopier(cache, planned, layout, rank, reserved.block_ids, reserved.state_slot)
         ids = (session.id, ticket.transfer_id, ticket.generation)
-        session.inbounds[offer.generation] = Inbound(*ids, planned, rows, self._book, self._config.checksum == "full")
+        session.inbounds[offer.generation] = ChunkWriter(
+            *ids, planned, rows, self._book, self._config.checksum == "full"
+        )
         reserved.num_tokens = offer.num_tokens
         reserved.plans.append(planned)
 
     # -- what the ledger decides ---------------------------------------------------------------------------------------
 
     def _fail(self, ticket: Ticket, error: TransferError) -> None:
-        self._book.happen(lambda ledger: ledger.fail(ticket.transfer_id, ticket.generation, error))
+        self._book.apply(lambda ledger: ledger.fail(ticket.transfer_id, ticket.generation, error))
 
     def _expire(self) -> None:
         """Sweeps while there is something that can expire."""
         loop = asyncio.get_running_loop()
-        self._book.happen(lambda ledger: ledger.expire(loop.time()))
+        self._book.apply(lambda ledger: ledger.expire(loop.time()))
         self._sweep = loop.call_later(self._config.lease_s / 4, self._expire) if self._reserved else None
 
     def _carry_out(self, instruction: Instruction) -> None:
@@ -401,14 +411,14 @@ class KvReceiver:
             session.inbounds.pop(generation, None)
 
     async def _turn_away(self, requests: Any, context: Any, error: TransferRefused) -> None:
-        """Says why, and lets the sender hang up, as `Session.serve` does."""
+        """Says why, and lets the sender hang up, as `IncomingConnection.serve` does."""
         with contextlib.suppress(TimeoutError, grpc.aio.InternalError):  # it may be gone, or never hang up
             async with asyncio.timeout(self._config.op_timeout_s):
                 await context.write(wire.session_response(SessionFailed(to_reason(error))))
                 async for _ in requests:
                     pass
 
-    def _welcome(self, hello: FromSender | None) -> Session:
+    def _welcome(self, hello: FromSender | None) -> IncomingConnection:
         if not isinstance(hello, Hello):
             raise TransferRefused("a session begins with Hello")
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -438,7 +448,7 @@ class KvReceiver:
         cache = self._caches[hello.peer_rank]
         place = (self._config, self._host, cache.device, self._staging.pool(link, cache.device))
         self._num_sessions += 1
-        return Session(self._num_sessions, hello, link, self.incarnation, self, *place)
+        return IncomingConnection(self._num_sessions, hello, link, self.incarnation, self, *place)
 
 
 async def _known(request_iterator: Any) -> AsyncIterator[FromSender]:

@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING
 from baton.config import FaultsConfig
 from baton.errors import BatonError, Overloaded, TransferCancelled, TransferError, TransferRefused
 from baton.messages import HandedOver, Hello, Ticket
-from kvstore.transfer.connection.outgoing import PairTransfer, Peer
-from kvstore.transfer.connection.pool import Pairs
-from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.connection.outgoing import Peer, TransferPart
+from kvstore.transfer.connection.pool import ConnectionPool
+from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.pipeline.driven import seen_through
-from kvstore.transfer.pipeline.send_loop import Outbound
+from kvstore.transfer.pipeline.send_loop import ChunkQueue
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.protocol.layout import destination_ranks, layout_of, mismatch
 from kvstore.transfer.protocol.plan import WireOptions, least_chunk_bytes, plan, require_fitting_slots
 from kvstore.transfer.stats import TransferStats
 from kvstore.transfer.transport.faults import parse_faults
-from kvstore.transfer.transport.select import chunk_bytes, usable_links
+from kvstore.transfer.transport.select import chunk_bytes, usable_transports
 from kvstore.transfer.transport.shm import host_id
 
 ROOM_POLL_S = 0.05
@@ -70,7 +70,7 @@ class KvSender:
         self.layout = layout_of(caches[0].spec, len(caches), num_kv_heads)
         require_fitting_slots(self.layout, config.slot_bytes, config.wire_dtype)
         devices = [cache.device for cache in caches]
-        links = usable_links(devices, config.links)
+        links = usable_transports(devices, config.links)
         hello = Hello(
             protocol_version=PROTOCOL_VERSION,
             worker_id=worker_id,
@@ -85,8 +85,8 @@ class KvSender:
         self._caches = tuple(caches)
         self._config = config
         self._wire_compat = wire_compat
-        self._pairs = Pairs(hello, devices, config, host, parse_faults((faults or FaultsConfig()).spec))
-        self._live: set[PairTransfer] = set()
+        self._pairs = ConnectionPool(hello, devices, config, host, parse_faults((faults or FaultsConfig()).spec))
+        self._live: set[TransferPart] = set()
         self._ended = asyncio.Event()
         self._num_waiting = 0
         self._stats = TransferStats()
@@ -134,7 +134,7 @@ class KvSender:
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def transfer(self, ticket: Ticket, num_tokens: int | None = None) -> AsyncGenerator[Transfer]:
+    async def transfer(self, ticket: Ticket, num_tokens: int | None = None) -> AsyncGenerator[OutgoingTransfer]:
         """A hand-over, for as long as the block is entered. When it is left, nothing reads the blocks any more.
 
         Args:
@@ -150,7 +150,7 @@ class KvSender:
             for (rank, peer_rank), part in parts.items()
         ]
         self._live.update(parts.values())
-        transfer = Transfer(self, ticket, parts)
+        transfer = OutgoingTransfer(self, ticket, parts)
         try:
             yield transfer
         finally:
@@ -167,9 +167,9 @@ class KvSender:
         """Ends all pairs and their threads."""
         await self._pairs.close()
 
-    def rows(self, rank: int, part: PairTransfer, block_ids: Sequence[int], state_slot: int | None) -> Rows:
+    def rows(self, rank: int, part: TransferPart, block_ids: Sequence[int], state_slot: int | None) -> BlockCopier:
         cache = self._caches[rank]
-        return Rows(cache, part.plan, self.layout, rank, block_ids, state_slot)
+        return BlockCopier(cache, part.plan, self.layout, rank, block_ids, state_slot)
 
     @property
     def is_checked(self) -> bool:
@@ -185,7 +185,7 @@ class KvSender:
     def count_failure(self, error: BatonError) -> None:
         self._stats.count_failure(error)
 
-    def _parts(self, ticket: Ticket, num_tokens: int) -> dict[tuple[int, int], PairTransfer]:
+    def _parts(self, ticket: Ticket, num_tokens: int) -> dict[tuple[int, int], TransferPart]:
         """By sending and receiving rank."""
         here, there = self.layout, ticket.layout
         if num_tokens > (most := self._caches[0].num_blocks * here.block_size):
@@ -202,7 +202,7 @@ class KvSender:
                 for peer_rank in destination_ranks(here, there, rank):
                     options = self._options(rank, Peer(*_address(ticket), peer_rank))
                     planned = plan(here, rank, there, peer_rank, num_tokens, ticket.skip_tokens, options)
-                    parts[rank, peer_rank] = PairTransfer(ticket, planned)
+                    parts[rank, peer_rank] = TransferPart(ticket, planned)
         except ValueError as error:
             raise TransferRefused(str(error)) from error
         return parts
@@ -210,11 +210,11 @@ class KvSender:
     def _options(self, rank: int, peer: Peer) -> WireOptions:
         slot_bytes, wanted = self._config.slot_bytes, self._config.wire_dtype
         at_least = least_chunk_bytes(self.layout, wanted)
-        size = chunk_bytes(self._pairs.link_kind(rank, peer), slot_bytes, at_least)
+        size = chunk_bytes(self._pairs.transport_kind(rank, peer), slot_bytes, at_least)
         return WireOptions(size, self._config.span_tokens, wanted)
 
-    async def _start(self, rank: int, part: PairTransfer, peer: Peer) -> None:
-        """Offers a part as soon as its pair is open."""
+    async def _start(self, rank: int, part: TransferPart, peer: Peer) -> None:
+        """SendState a part as soon as its pair is open."""
         try:
             async with self._pairs.open(rank, peer) as pair:
                 part.offer_on(pair)
@@ -225,14 +225,14 @@ class KvSender:
             raise
 
 
-class Transfer:
+class OutgoingTransfer:
     """One hand-over, in all its parts. Made by `KvSender.transfer`."""
 
-    def __init__(self, sender: KvSender, ticket: Ticket, parts: dict[tuple[int, int], PairTransfer]) -> None:
+    def __init__(self, sender: KvSender, ticket: Ticket, parts: dict[tuple[int, int], TransferPart]) -> None:
         self.ticket = ticket
         self._sender = sender
         self._parts = parts
-        self._outbounds: list[Outbound] = []
+        self._outbounds: list[ChunkQueue] = []
 
     def attach(self, block_ids: Sequence[int], state_slot: int | None = None) -> None:
         """The blocks may be read from now on, as far as `advance` says.
@@ -243,7 +243,7 @@ class Transfer:
         """
         for (rank, _), part in self._parts.items():
             rows = self._sender.rows(rank, part, block_ids, state_slot)
-            outbound = Outbound(self.ticket, part.plan, rows, self._sender.is_checked)
+            outbound = ChunkQueue(self.ticket, part.plan, rows, self._sender.is_checked)
             self._outbounds.append(outbound)
             part.attach(outbound)
 

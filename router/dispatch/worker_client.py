@@ -128,7 +128,7 @@ class _Link:
     ) -> WorkerStream[Any]:
         """Raises WorkerCallError where the worker does not know all that would be said: then nothing is."""
         call_id = next(self._call_ids)
-        command = wire.start(messages.Start(call_id, request, dict(tracing.to_metadata(trace))))
+        command = wire.start_command(messages.Start(call_id, request, dict(tracing.to_metadata(trace))))
         lacking = wire.fields_unknown_to(worker.info.known_fields)
         if lacking and (unknown := lacking & wire.fields_in(command)):
             sentence = f"{worker.info.id} is of an older release and does not know {wire.named(unknown)}"
@@ -143,7 +143,7 @@ class _Link:
 
     def _leave(self, call_id: int) -> None:
         if self._calls.pop(call_id, None) is not None:  # else the worker has ended it
-            self._outbox.put(wire.cancel(messages.Cancel(call_id)))
+            self._outbox.put(wire.cancel_command(messages.Cancel(call_id)))
 
     async def _write(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # broken: whoever reads is told why

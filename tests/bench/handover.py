@@ -38,7 +38,7 @@ class Moved:
         return self.cpu_s / self.num_bytes * 1e9
 
 
-class Pair:
+class HandoverPair:
     """A prefill and a decode process with everything open between them."""
 
     def __init__(self, prefill: Peer, decode: Peer) -> None:
@@ -74,11 +74,11 @@ def run(quick: bool) -> Report:
         Peer("tests.bench.handover_peer", "decode") as decode,
         Peer("tests.bench.handover_peer", "prefill") as prefill,
     ):
-        pair = Pair(prefill, decode)
+        pair = HandoverPair(prefill, decode)
         return Report("handover", [_end_to_end(pair, num_rounds, total_bytes), _tail(pair, num_rounds)])
 
 
-def _end_to_end(pair: Pair, num_rounds: int, total_bytes: int) -> Table:
+def _end_to_end(pair: HandoverPair, num_rounds: int, total_bytes: int) -> Table:
     table = Table(
         f"KV hand-over, two processes, SmolLM2-135M's KV in {BLOCK_TOKENS}-token blocks, {num_rounds} rounds",
         ("", "GB/s", "of raw TCP", "CPU-s/GB", "ms a prompt"),
@@ -106,7 +106,7 @@ def _end_to_end(pair: Pair, num_rounds: int, total_bytes: int) -> Table:
     return table
 
 
-def _tail(pair: Pair, num_rounds: int) -> Table:
+def _tail(pair: HandoverPair, num_rounds: int) -> Table:
     table = Table(
         f"After the last layer: 30 layers, one every {LAYER_S * 1e3:.0f} ms, 2,000 tokens, {num_rounds} rounds",
         ("", "streamed, ms to the commit", "all at the end, ms", "ratio"),

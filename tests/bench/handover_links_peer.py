@@ -22,8 +22,8 @@ import psutil
 import torch
 import uvloop
 
-from kvstore.transfer.transport.base import Operation, ReceivingLink, SendingLink
-from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.base import Operation, ReceivingTransport, SendingTransport
+from kvstore.transfer.transport.gloo import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import Slot, StagingPool
 from tests.bench.peer import serve
@@ -49,14 +49,14 @@ class _Rendezvous:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._stores: dict[str, SessionStore] = {}
+        self._stores: dict[str, RendezvousStore] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._deliver, daemon=True).start()
 
-    def store(self, pair: str) -> SessionStore:
+    def store(self, pair: str) -> RendezvousStore:
         with self._lock:
             if pair not in self._stores:
-                self._stores[pair] = SessionStore(lambda key, value: self._publish(pair, key, value))
+                self._stores[pair] = RendezvousStore(lambda key, value: self._publish(pair, key, value))
             return self._stores[pair]
 
     def _publish(self, pair: str, key: str, value: bytes) -> None:
@@ -72,7 +72,7 @@ class _Rendezvous:
 class _Idle:
     """A pair that does nothing but cost: its owner thread waits."""
 
-    def __init__(self, open_link: Callable[[], SendingLink | ReceivingLink]) -> None:
+    def __init__(self, open_link: Callable[[], SendingTransport | ReceivingTransport]) -> None:
         self.open_s: Future[float] = Future()
         self._open_link = open_link
         self._closing = threading.Event()
@@ -107,7 +107,7 @@ class _End:
     def views(self, chunk_bytes: int) -> list[memoryview]:
         return [memoryview(row[:chunk_bytes].numpy().data) for row in self.memory[: window(chunk_bytes)]]
 
-    def open_link(self, kind: str, pair: str, num_slots: int = MIN_WINDOW) -> SendingLink | ReceivingLink:
+    def open_link(self, kind: str, pair: str, num_slots: int = MIN_WINDOW) -> SendingTransport | ReceivingTransport:
         raise NotImplementedError
 
     async def open_many(self, kind: str, names: list[str]) -> Answer:
@@ -130,13 +130,13 @@ class Sender(_End):
     def __init__(self) -> None:
         super().__init__()
         self.memory.random_(256)
-        self._links: dict[str, SendingLink] = {}
+        self._links: dict[str, SendingTransport] = {}
 
     async def connect(self, port: int) -> Answer:
         self.connected(socket.create_connection((HOST, port)), socket.create_connection((HOST, port)))
         return {}
 
-    def open_link(self, kind: str, pair: str, num_slots: int = MIN_WINDOW) -> SendingLink:
+    def open_link(self, kind: str, pair: str, num_slots: int = MIN_WINDOW) -> SendingTransport:
         store = self.rendezvous.store(pair)
         return open_sender(kind, store, HOST, self._staging, num_slots, TIMEOUT_S, TIMEOUT_S)
 
@@ -168,7 +168,7 @@ class Sender(_End):
 class Receiver(_End):
     def __init__(self) -> None:
         super().__init__()
-        self._links: dict[str, ReceivingLink] = {}
+        self._links: dict[str, ReceivingTransport] = {}
 
     async def listen(self) -> Answer:
         self._listener = socket.create_server((HOST, 0))
@@ -178,7 +178,7 @@ class Receiver(_End):
         self.connected(*(self._listener.accept()[0] for _ in range(2)))
         return {}
 
-    def open_link(self, kind: str, pair: str, num_slots: int = MIN_WINDOW) -> ReceivingLink:
+    def open_link(self, kind: str, pair: str, num_slots: int = MIN_WINDOW) -> ReceivingTransport:
         store = self.rendezvous.store(pair)
         return open_receiver(kind, store, HOST, self._staging, num_slots, TIMEOUT_S, TIMEOUT_S)
 
@@ -209,7 +209,7 @@ class Receiver(_End):
         return {"cpu_s": time.process_time() - cpu}
 
 
-def _send(link: SendingLink, num_chunks: int, chunk_bytes: int, source: torch.Tensor | None) -> None:
+def _send(link: SendingTransport, num_chunks: int, chunk_bytes: int, source: torch.Tensor | None) -> None:
     """From `source`, or whatever lies in the slots."""
     in_flight: deque[tuple[Slot, Operation]] = deque()
     for number in range(num_chunks):
@@ -224,7 +224,7 @@ def _send(link: SendingLink, num_chunks: int, chunk_bytes: int, source: torch.Te
         _complete(link, in_flight)
 
 
-def _receive(link: ReceivingLink, num_chunks: int, chunk_bytes: int, target: torch.Tensor | None) -> None:
+def _receive(link: ReceivingTransport, num_chunks: int, chunk_bytes: int, target: torch.Tensor | None) -> None:
     posted: deque[tuple[Slot, Operation]] = deque()
     for number in range(num_chunks):
         while len(posted) < min(window(chunk_bytes), num_chunks - number):
@@ -238,7 +238,7 @@ def _receive(link: ReceivingLink, num_chunks: int, chunk_bytes: int, target: tor
         link.slots.release(slot)
 
 
-def _complete(link: SendingLink, in_flight: deque[tuple[Slot, Operation]]) -> None:
+def _complete(link: SendingTransport, in_flight: deque[tuple[Slot, Operation]]) -> None:
     slot, operation = in_flight.popleft()
     operation.wait()
     link.slots.release(slot)

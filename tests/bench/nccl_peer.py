@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from kvstore.transfer.pipeline.thread import use_own_stream
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.base import RECEIVER, SENDER
-from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.gloo import RendezvousStore
 from kvstore.transfer.transport.nccl_env import nccl_environment
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import StagingPool
@@ -74,7 +74,9 @@ class _End:
         make: Any = open_sender if self._rank == SENDER else open_receiver
         staging = StagingPool(WINDOW, MAX_CHUNK_BYTES, self._device, pinned=False)
         self._link, bare, self._told = (
-            make(kind, cast("SessionStore", PrefixStore(name, store)), "127.0.0.1", staging, WINDOW, *[TIMEOUT_S] * 2)
+            make(
+                kind, cast("RendezvousStore", PrefixStore(name, store)), "127.0.0.1", staging, WINDOW, *[TIMEOUT_S] * 2
+            )
             for name, kind in (("link", "nccl"), ("bare", "nccl"), ("told", "gloo"))
         )
         self._bare_link = bare

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deploy.processes import die_with_parent
-from tests.bench.handover import BLOCK_TOKENS, NUM_TOKENS, TOKEN_BYTES, Moved, Pair, measure
+from tests.bench.handover import BLOCK_TOKENS, NUM_TOKENS, TOKEN_BYTES, HandoverPair, Moved, measure
 from tests.bench.peer import Peer
 from tests.bench.report import Report, Table
 from tests.bench.stats import ratio, spread
@@ -127,7 +127,7 @@ def run(quick: bool) -> Report:
         decode, prefill = (
             stack.enter_context(Peer("tests.bench.handover_peer", role)) for role in ("decode", "prefill")
         )
-        ours = Pair(prefill, decode)
+        ours = HandoverPair(prefill, decode)
         engines = {
             name: _open(stack, engine, settings)
             for name, (engine, settings) in ENGINES.items()
@@ -148,7 +148,7 @@ def _open(stack: contextlib.ExitStack, engine: str, settings: dict[str, str]) ->
     return pair
 
 
-def _compare(ours: Pair, engines: dict[str, EnginePair], num_rounds: int, total_bytes: int) -> Table:
+def _compare(ours: HandoverPair, engines: dict[str, EnginePair], num_rounds: int, total_bytes: int) -> Table:
     arms = (RAW, *OURS, *engines)
     table = Table(
         f"KV hand-over and transfer engines, SmolLM2-135M's KV in {BLOCK_TOKENS}-token blocks, {num_rounds} rounds",
@@ -181,7 +181,7 @@ def _compare(ours: Pair, engines: dict[str, EnginePair], num_rounds: int, total_
 
 def _note() -> str:
     missing = sorted({name for name in INTERPRETERS.values() if not os.environ.get(name)})
-    left_out = f" Rows are left out because these are not set: {', '.join(missing)}." if missing else ""
+    left_out = f" BlockCopier are left out because these are not set: {', '.join(missing)}." if missing else ""
     return (
         "The engines check nothing and agree on nothing; ours does both, with a checksum over all bytes. "
         f"NIXL's progress thread, its default, polls a core in each process.{left_out}"

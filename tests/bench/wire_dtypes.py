@@ -22,7 +22,7 @@ from baton.engine.model.attention import begun_blocks, set_step, step_context
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.transformers_runner import TransformersRunner
 from deploy.models import cache_dir, resolve
-from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.layout import layout_of
 from kvstore.transfer.protocol.plan import WireOptions, plan
 from router.prompt import Tokenizer
@@ -76,7 +76,7 @@ class Model:
         for wire in WIRES:
             planned = plan(self._layout, 0, self._layout, 0, num_prefix, 0, WireOptions(4 * 2**20, 512, wire))
             ours, theirs = (
-                Rows(cache, planned, self._layout, 0, self._blocks, None)
+                BlockCopier(cache, planned, self._layout, 0, self._blocks, None)
                 for cache in (self._source, self._runner.cache)
             )
             start = time.perf_counter()

@@ -7,11 +7,15 @@ import random
 import signal
 import time
 
+import pytest
+
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from baton.engine.model.arithmetic import expected_tokens
 from tests.chaos.fleet import Clients, Fleet, running_fleet
 from tests.integration.cluster import is_idle, request
+
+pytestmark = pytest.mark.chaos
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "20"))
 PERIOD_S = 2.0

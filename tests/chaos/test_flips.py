@@ -7,6 +7,7 @@ import random
 import time
 
 import grpc
+import pytest
 
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
@@ -14,6 +15,8 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
 from tests.chaos.test_index import NUM_BLOCKS, Load, Tally, soon
 from tests.integration.cluster import is_idle
+
+pytestmark = pytest.mark.chaos
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "8"))
 PERIOD_S = 5.0 if "CHAOS_SECONDS" in os.environ else 2.0

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import redis
 
 from baton.cluster import Role
@@ -24,6 +25,8 @@ from baton.engine.model.arithmetic import expected_tokens
 from deploy.processes import FENCED
 from tests.chaos.fleet import Clients, Fleet, RouterProcess, running_fleet
 from tests.integration.cluster import is_idle, request
+
+pytestmark = pytest.mark.chaos
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "0"))
 """Every fault happens once, and all of them, with one more, again until so much time is up. Each takes about 10 s."""

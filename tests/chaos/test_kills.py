@@ -21,6 +21,8 @@ from tests.chaos.asks import Listening, listen
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import is_idle
 
+pytestmark = pytest.mark.first
+
 NUM_TOKENS = 24
 STEP_MS = 8.0
 """Long enough to kill within the token that is meant."""

@@ -29,6 +29,8 @@ from deploy.ray_pools.actors import ANSWER_S
 from tests.integration.cluster import Cluster, free_port, running_cluster
 from tests.integration.test_scaling import SETTINGS, has, pids, serves
 
+pytestmark = pytest.mark.chaos
+
 
 class RayNodes:
     """A Ray cluster of processes of this test, each of which is a node with room for some workers.

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from baton import wire
 from baton.api import GenerateRequest, Text
 from tests.chaos.asks import Answer, Listening, listen
 from tests.integration.cluster import Cluster, running_cluster
+
+pytestmark = pytest.mark.chaos
 
 NUM_TOKENS = 24
 PARTY = "🙂🎉🙂🎉🙂🎉🙂🎉"

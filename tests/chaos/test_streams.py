@@ -29,6 +29,8 @@ from tests.chaos.asks import Answer, listen
 from tests.chaos.fleet import Clients
 from tests.integration.cluster import Cluster, is_idle, running_cluster
 
+pytestmark = pytest.mark.first
+
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "25"))
 PERIOD_S = 2.5
 """Between two faults."""

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from kvstore.transfer.transport.base import RECEIVER, SENDER
-from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.gloo import RendezvousStore
 from kvstore.transfer.transport.nccl_env import nccl_environment
 from kvstore.transfer.transport.staging import Slot, StagingPool
 
 NUM_BYTES = 2**20
 WINDOW = 4
 MODES = ("two hosts on one GPU", "two ranks on one GPU", "two GPUs")
-Job = Callable[[int, SessionStore, StagingPool, Connection], None]
+Job = Callable[[int, RendezvousStore, StagingPool, Connection], None]
 
 
 def environment(mode: str, rank: int) -> dict[str, str]:
@@ -74,7 +74,7 @@ def _side(job: Job, rank: int, mode: str, pipe: Connection, results: Connection)
     os.environ.update(environment(mode, rank))
     device = torch.device("cuda", rank if mode == "two GPUs" else 0)
     torch.cuda.set_device(device)
-    store = SessionStore(lambda key, value: pipe.send((key, value)))
+    store = RendezvousStore(lambda key, value: pipe.send((key, value)))
 
     def deliver() -> None:
         while True:
@@ -87,7 +87,7 @@ def _side(job: Job, rank: int, mode: str, pipe: Connection, results: Connection)
     job(rank, store, StagingPool(WINDOW, NUM_BYTES, device, pinned=False), results)
 
 
-def meet(rank: int, store: SessionStore, where: str) -> None:
+def meet(rank: int, store: RendezvousStore, where: str) -> None:
     """Returns once both ends have come."""
     store.set(f"test/{where}/{rank}", b"here")
     store.wait([f"test/{where}/{1 - rank}"])

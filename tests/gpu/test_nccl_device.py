@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from kvstore.transfer.pipeline.thread import use_own_stream
 from kvstore.transfer.transport import gloo as torch_link
 from kvstore.transfer.transport.base import SENDER
-from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.gloo import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import StagingPool
 from tests.gpu.decode_step import DecodeStep
@@ -32,13 +32,13 @@ FIXED_BYTES = 16 * 2**20
 NUM_CHUNKS = 50
 
 
-def open_links(rank: int, store: SessionStore, staging: StagingPool, names: list[str]) -> list[Any]:
+def open_links(rank: int, store: RendezvousStore, staging: StagingPool, names: list[str]) -> list[Any]:
     make = open_sender if rank == SENDER else open_receiver
-    stores = [cast("SessionStore", PrefixStore(name, store)) for name in names]
+    stores = [cast("RendezvousStore", PrefixStore(name, store)) for name in names]
     return [make("nccl", prefixed, "127.0.0.1", staging, WINDOW, 60.0, 30.0) for prefixed in stores]
 
 
-def weigh(max_ctas: int, rank: int, store: SessionStore, staging: StagingPool, results: Connection) -> None:
+def weigh(max_ctas: int, rank: int, store: RendezvousStore, staging: StagingPool, results: Connection) -> None:
     """Device memory of one more link, after a first one that pays for what all of them share."""
     torch_link._MAX_CTAS = max_ctas
     free = []
@@ -58,14 +58,14 @@ def weigh(max_ctas: int, rank: int, store: SessionStore, staging: StagingPool, r
         link.close()
 
 
-def cross(rank: int, store: SessionStore, staging: StagingPool, results: Connection) -> None:
-    """Pairs both ways between the two, each with threads of its own, opened and used all at once."""
+def cross(rank: int, store: RendezvousStore, staging: StagingPool, results: Connection) -> None:
+    """ConnectionPool both ways between the two, each with threads of its own, opened and used all at once."""
     sums: dict[str, list[int]] = {}
     torch.cuda.manual_seed(rank)  # or both would send the same
 
     def work(name: str, sends: bool) -> None:
         use_own_stream(staging.device)
-        prefixed = cast("SessionStore", PrefixStore(name, store))
+        prefixed = cast("RendezvousStore", PrefixStore(name, store))
         make = open_sender if sends else open_receiver
         link: Any = make("nccl", prefixed, "127.0.0.1", staging, 1, 60.0, 30.0)
         sums[name] = []
@@ -90,7 +90,7 @@ def cross(rank: int, store: SessionStore, staging: StagingPool, results: Connect
     results.send(sums)
 
 
-def decode_beside_it(rank: int, store: SessionStore, staging: StagingPool, results: Connection) -> None:
+def decode_beside_it(rank: int, store: RendezvousStore, staging: StagingPool, results: Connection) -> None:
     """The receiver replays a graph all the while; its answers, the chunks, and its steps alone and beside them."""
     if rank == SENDER:
         results.send(_send_all(rank, store, staging))
@@ -109,7 +109,7 @@ def decode_beside_it(rank: int, store: SessionStore, staging: StagingPool, resul
     results.send((received, num_wrong, statistics.median(alone_s), statistics.median(beside_s)))
 
 
-def _send_all(rank: int, store: SessionStore, staging: StagingPool) -> list[int]:
+def _send_all(rank: int, store: RendezvousStore, staging: StagingPool) -> list[int]:
     (link,) = open_links(rank, store, staging, ["pair"])
     sums = []
     for _ in range(NUM_CHUNKS):
@@ -123,7 +123,7 @@ def _send_all(rank: int, store: SessionStore, staging: StagingPool) -> list[int]
     return sums
 
 
-def _receive_all(rank: int, store: SessionStore, staging: StagingPool) -> list[int]:
+def _receive_all(rank: int, store: RendezvousStore, staging: StagingPool) -> list[int]:
     use_own_stream(staging.device)
     (link,) = open_links(rank, store, staging, ["pair"])
     sums = []

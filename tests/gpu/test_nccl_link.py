@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 from baton.errors import TransferError
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.base import SENDER, Operation
-from kvstore.transfer.transport.gloo import SessionStore, num_nccl_stalls
+from kvstore.transfer.transport.gloo import RendezvousStore, num_nccl_stalls
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import StagingPool
 from tests.gpu.nccl_ends import MODES, NUM_BYTES, WINDOW, meet, run, taken, weighted_sum
@@ -40,11 +40,11 @@ def test_torch_still_has_the_private_names_that_the_link_uses() -> None:
     assert {"blocking", "min_ctas"} <= set(dir(options.config))
 
 
-def exchange(rank: int, store: SessionStore, staging: StagingPool, results: Connection) -> None:
+def exchange(rank: int, store: RendezvousStore, staging: StagingPool, results: Connection) -> None:
     results.send((send if rank == SENDER else receive)(rank, store, staging))
 
 
-def send(rank: int, store: SessionStore, staging: StagingPool) -> list[int]:
+def send(rank: int, store: RendezvousStore, staging: StagingPool) -> list[int]:
     link = open_sender("nccl", store, "127.0.0.1", staging, WINDOW, 60.0, 30.0)
     sums = []
     for value in range(NUM_ROUNDS):
@@ -63,7 +63,7 @@ def send(rank: int, store: SessionStore, staging: StagingPool) -> list[int]:
     return sums
 
 
-def receive(rank: int, store: SessionStore, staging: StagingPool) -> list[int]:
+def receive(rank: int, store: RendezvousStore, staging: StagingPool) -> list[int]:
     link = open_receiver("nccl", store, "127.0.0.1", staging, WINDOW, 60.0, 30.0)
     sums = []
     for value in range(NUM_ROUNDS):
@@ -82,7 +82,7 @@ def receive(rank: int, store: SessionStore, staging: StagingPool) -> list[int]:
 
 
 def lose_the_sender(
-    in_transfer: bool, rank: int, store: SessionStore, staging: StagingPool, results: Connection
+    in_transfer: bool, rank: int, store: RendezvousStore, staging: StagingPool, results: Connection
 ) -> None:
     """The sender dies before its chunk is staged, or when the receiver's half is already on the GPU."""
 
@@ -110,11 +110,11 @@ def lose_the_sender(
     results.send((gave_up - began, closed - gave_up, num_nccl_stalls(), still_computes))
 
 
-def come_and_go(rank: int, store: SessionStore, staging: StagingPool, results: Connection) -> None:
+def come_and_go(rank: int, store: RendezvousStore, staging: StagingPool, results: Connection) -> None:
     """Links made and closed again: free device memory after the first ones and after the last."""
     free: list[int] = []
     for cycle in range(NUM_CYCLES):
-        prefixed = cast("SessionStore", PrefixStore(f"cycle-{cycle}", store))
+        prefixed = cast("RendezvousStore", PrefixStore(f"cycle-{cycle}", store))
         make = open_sender if rank == SENDER else open_receiver
         link = make("nccl", prefixed, "127.0.0.1", staging, WINDOW, 60.0, 30.0)
         meet(rank, store, f"open-{cycle}")

@@ -37,6 +37,8 @@ from tests.integration.conftest import TraceReceiver
 from tests.integration.test_operator_errors import baton
 from tests.integration.test_plumbing import metric, prompt_of, sampling, soon
 
+pytestmark = pytest.mark.clock
+
 S_PER_TOKEN = 1e-3
 CHUNK = 64
 TENANTS = """

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.integration.cluster import running_cluster
 from tests.integration.test_scaling import SETTINGS, Load, baton, has, pids
+
+pytestmark = pytest.mark.chaos
 
 # All that takes minutes in earnest, in seconds. A prompt of the load takes 0.2 s of a worker.
 AUTOSCALE = SETTINGS | {

@@ -17,6 +17,8 @@ from deploy.lab.traces.files import read_trace
 from deploy.lab.traces.shape import faster, scaled
 from tests.integration.cluster import Cluster, free_port, running_cluster
 
+pytestmark = pytest.mark.chaos
+
 COMMAND = (sys.executable, "-m", "deploy.cli", "bench")
 NUM_ROOM = 8
 

@@ -23,6 +23,8 @@ from tests.chaos import asks
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import is_idle
 
+pytestmark = pytest.mark.chaos
+
 NUM_CANCELS = 10_000 if "CHAOS_SECONDS" in os.environ else 1_000
 """Over both modes together."""
 NUM_AT_ONCE = 48

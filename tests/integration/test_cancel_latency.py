@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import statistics
 
+import pytest
+
 from tests.chaos.fleet import Fleet
 from tests.chaos.phases import STEP_S, Phase, cancel_bench, cancel_fleet
+
+pytestmark = pytest.mark.clock
 
 NUM_TIMES = 12
 LIMIT_S = STEP_S + 0.05

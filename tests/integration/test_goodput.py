@@ -29,6 +29,8 @@ from tests.integration.cluster import request
 from tests.integration.conftest import TraceReceiver
 from tests.integration.test_plumbing import prompt_of, soon
 
+pytestmark = pytest.mark.clock
+
 STAGES = ("queue_s", "admission_s", "prefill_s", "transfer_s", "decode_s", "recovery_s")
 PHASES = {f"request.{stage}" for stage in Stage}
 

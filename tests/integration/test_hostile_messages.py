@@ -68,7 +68,7 @@ from deploy.worker.process import running
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.transport.shm import host_id
 from router.dispatch.worker_client import WorkerCallError, WorkerCalls, WorkerStream
-from tests.integration.transfer_peers import eventually, served
+from tests.unit.kvstore.transfer.peers import eventually, served
 
 T = TypeVar("T")
 HOST = "127.0.0.1"
@@ -228,7 +228,7 @@ class Answer:
 
 async def call(member: Member, request: Any, change: Change) -> Answer:
     """One call of a router. A decode worker that has given a ticket, or began to answer, has done its part."""
-    command = wire.start(Start(1, request, {}))
+    command = wire.start_command(Start(1, request, {}))
     change(command)
     async with channel(member.info.address) as link:
         stub: Any = worker_pb2_grpc.WorkerCallsStub(link)

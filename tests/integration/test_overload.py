@@ -6,8 +6,12 @@ The arithmetic engine sleeps as long as computing would take, so that the machin
 
 from __future__ import annotations
 
+import pytest
+
 from router.admission import PATIENCE
 from tests.bench.overload import TTFT_S, measure
+
+pytestmark = pytest.mark.clock
 
 SLOW = {"engine_runner": "arithmetic", "engine_arithmetic_token_ms": "2", "engine_arithmetic_step_ms": "10"}
 

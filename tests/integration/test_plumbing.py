@@ -34,6 +34,8 @@ from tests.chaos.fleet import running_fleet
 from tests.integration.cluster import Answer, Cluster, Served, request
 from tests.integration.conftest import TraceReceiver
 
+pytestmark = pytest.mark.first
+
 VOCABULARY = 49152
 
 

@@ -229,6 +229,7 @@ def reference(model_dir: Path) -> Reference:
     return Reference(model_dir)
 
 
+@pytest.mark.chaos
 def test_a_pulled_prefix_gives_the_tokens_of_generate(split_cluster: Cluster, reference: Reference) -> None:
     prompt = reference.tokenizer.encode("Once upon a time, in a village by the sea, there lived a fisherman who")
     with held_by(split_cluster) as num_tokens:

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.integration.cluster import Answer, Cluster, request, running_cluster
 from tests.integration.test_plumbing import metric
 
+pytestmark = pytest.mark.first
+
 NUM_AT_ONCE = 8
 NUM_NEW_TOKENS = 12
 NEAR_TIE = 5e-4
@@ -120,6 +122,7 @@ def test_tokens_equal_generate(split_cluster: Cluster, reference: Reference, pro
     assert excepted <= 2
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("fault", ["corrupt_chunk=1", "drop_chunk=1", "swap_blocks=1"])
 def test_spoiled_blocks_change_the_answer_when_nobody_checks(
     fault: str, model_dir: Path, reference: Reference, prompts: list[list[int]]

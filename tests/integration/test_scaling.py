@@ -20,6 +20,8 @@ from deploy.operator.client import Client
 from tests.integration.cluster import Answer, Cluster, running_cluster
 from tests.integration.test_plumbing import prompt_of, sampling
 
+pytestmark = pytest.mark.first
+
 NUM_CLIENTS = 8
 NUM_TOKENS = 60
 # Fewer sequences at a time than there are clients: one worker a pool is too few.

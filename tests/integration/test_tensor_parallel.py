@@ -73,6 +73,7 @@ def test_a_tiny_model_answers_as_generate(kind: str, tmp_path: Path) -> None:
     compare(kind, tmp_path)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_tiny_model_of_every_other_type_answers_as_generate(kind: str, tmp_path: Path) -> None:
     compare(kind, tmp_path)
@@ -212,7 +213,11 @@ def run_real_worker(role: Role, worker_id: str, config_json: str, parent: int) -
 
 
 @pytest.mark.parametrize(
-    ("number", "rank_timeout_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 5.0)], ids=["killed", "hanging"]
+    ("number", "rank_timeout_s"),
+    [
+        pytest.param(signal.SIGKILL, 60.0, id="killed"),
+        pytest.param(signal.SIGSTOP, 5.0, id="hanging", marks=pytest.mark.chaos),
+    ],
 )
 def test_workers_of_several_ranks_serve_and_die_whole(
     number: signal.Signals, rank_timeout_s: float, tmp_path: Path

@@ -17,8 +17,8 @@ from baton.config import TransferConfig
 from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError, TransferError, WorkerFailed
 from kvstore.transfer.receiver import Arrival
-from tests.integration.transfer_child import Child, child
-from tests.integration.transfer_peers import (
+from tests.unit.kvstore.transfer.child import Child, child
+from tests.unit.kvstore.transfer.peers import (
     CONFIG,
     Decode,
     Prefill,
@@ -33,7 +33,7 @@ from tests.integration.transfer_peers import (
     with_link,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.clock, pytest.mark.timeout(120)]
 
 OP_TIMEOUT_S = 1.5
 SOURCE, TARGET = list(range(20, 30)), list(range(30, 40))

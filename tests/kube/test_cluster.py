@@ -19,6 +19,7 @@ import pytest
 from tests.kube.release import NAME, NAMESPACE, TIMEOUT_S, Load, Release, kube_cluster
 
 pytestmark = [
+    pytest.mark.first,
     pytest.mark.integration,
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc, for pods that have the same ports"),
@@ -39,6 +40,7 @@ def test_a_release_from_its_first_to_its_last_day(tmp_path: Path, model_dir: Pat
         live_through(release, scale_with_kubectl, outlives_a_stall, keeps_its_size_in_an_upgrade, scale_with_baton)
 
 
+@pytest.mark.chaos
 def test_a_release_that_lives_through_more(tmp_path: Path, model_dir: Path) -> None:
     """With helm 3. Ray's head is lost, every worker replaced, and the upgrade rolled back."""
     with kube_cluster(3, tmp_path, model_dir.parents[1], *SETTINGS) as release:

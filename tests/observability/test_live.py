@@ -37,7 +37,7 @@ from tests.observability.shipped import JOB, RULES, dashboards, recorded, shown,
 from tools.dashboards.catalogue import definitions
 from tools.dashboards.model import ZERO
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.first, pytest.mark.timeout(400)]
 
 TENANTS = """
 flood: {{key_sha256: ['{flood}'], slo_class: chat}}

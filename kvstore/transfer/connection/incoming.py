@@ -29,11 +29,11 @@ from baton.messages import (
     Welcome,
 )
 from kvstore.transfer.pipeline.driven import post
-from kvstore.transfer.pipeline.receive_loop import Inbound, Inflow
-from kvstore.transfer.pipeline.thread import Lane, use_own_stream
+from kvstore.transfer.pipeline.receive_loop import ChunkWriter, ReceiveLoop
+from kvstore.transfer.pipeline.thread import TransportThread, use_own_stream
 from kvstore.transfer.protocol.reasons import to_reason
-from kvstore.transfer.transport.base import ReceivingLink
-from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.base import ReceivingTransport
+from kvstore.transfer.transport.gloo import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver
 
 if TYPE_CHECKING:
@@ -50,18 +50,18 @@ logger = logging.getLogger(__name__)
 class Desk(Protocol):
     """Who decides about the transfers of a session: `KvReceiver`."""
 
-    def on_offer(self, session: Session, offer: Offer) -> None: ...
+    def on_offer(self, session: IncomingConnection, offer: Offer) -> None: ...
 
-    def on_commit(self, session: Session, commit: Commit) -> None: ...
+    def on_commit(self, session: IncomingConnection, commit: Commit) -> None: ...
 
-    def on_abort(self, session: Session, abort: Abort) -> None: ...
+    def on_abort(self, session: IncomingConnection, abort: Abort) -> None: ...
 
-    def on_ping(self, session: Session) -> None: ...
+    def on_ping(self, session: IncomingConnection) -> None: ...
 
-    def on_lost(self, session: Session, error: TransferError) -> None: ...
+    def on_lost(self, session: IncomingConnection, error: TransferError) -> None: ...
 
 
-class Session:
+class IncomingConnection:
     """For one event loop.
 
     Attributes:
@@ -76,7 +76,7 @@ class Session:
         self,
         session_id: int,
         hello: Hello,
-        link_kind: str,
+        transport_kind: str,
         incarnation: str,
         desk: Desk,
         config: TransferConfig,
@@ -86,7 +86,7 @@ class Session:
     ) -> None:
         self.id = session_id
         self.hello = hello
-        self.inbounds: dict[int, Inbound] = {}
+        self.inbounds: dict[int, ChunkWriter] = {}
         self.failure: TransferError | None = None
         self._desk = desk
         self._config = config
@@ -96,12 +96,14 @@ class Session:
         self._heard_s = self._loop.time()
         self._out: asyncio.Queue[FromReceiver | None] = asyncio.Queue()
         self._ended = False
-        self._store = SessionStore(
+        self._store = RendezvousStore(
             lambda key, value: post(self._loop, self.tell, Rendezvous(key, value)), config.open_timeout_s
         )
-        self._inflow = Inflow(session_id, self.inbounds.get, config.slot_bytes, slot_wait_s=config.op_timeout_s)
-        self.tell(Welcome(incarnation, link_kind, session_id))
-        self.lane = Lane(f"kv-recv-{hello.worker_id}", partial(self._open_link, link_kind, staging), self._inflow)
+        self._inflow = ReceiveLoop(session_id, self.inbounds.get, config.slot_bytes, slot_wait_s=config.op_timeout_s)
+        self.tell(Welcome(incarnation, transport_kind, session_id))
+        self.lane = TransportThread(
+            f"kv-recv-{hello.worker_id}", partial(self._open_link, transport_kind, staging), self._inflow
+        )
         self.lane.opened.add_done_callback(self._link_opened)
         self.lane.ended.add_done_callback(self._link_ended)
 
@@ -195,7 +197,7 @@ class Session:
             case Hello():
                 self.break_off(TransferRefused("a session has one Hello"))
 
-    def _open_link(self, kind: str, staging: StagingPool) -> ReceivingLink:
+    def _open_link(self, kind: str, staging: StagingPool) -> ReceivingTransport:
         config = self._config
         use_own_stream(self._device)
         timeouts = (config.open_timeout_s, config.op_timeout_s)

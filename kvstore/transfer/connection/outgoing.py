@@ -36,15 +36,15 @@ from baton.messages import (
 )
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.connection.channel import open_channel
-from kvstore.transfer.pipeline.driven import Shared, post
-from kvstore.transfer.pipeline.send_loop import Outbound, Outflow
-from kvstore.transfer.pipeline.thread import Lane, use_own_stream
+from kvstore.transfer.pipeline.driven import DrivenMachine, post
+from kvstore.transfer.pipeline.send_loop import ChunkQueue, SendLoop
+from kvstore.transfer.pipeline.thread import TransportThread, use_own_stream
 from kvstore.transfer.protocol.reasons import from_reason
-from kvstore.transfer.protocol.send_state import Committed, Failed, Granted, Instruction, Offers, Tell, Unpin
-from kvstore.transfer.transport.base import SendingLink
+from kvstore.transfer.protocol.send_state import Committed, Failed, Granted, Instruction, SendState, Tell, Unpin
+from kvstore.transfer.transport.base import SendingTransport
 from kvstore.transfer.transport.faults import FaultInjector, Faults
-from kvstore.transfer.transport.faulty import FaultyLink
-from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.faulty import FaultyTransport
+from kvstore.transfer.transport.gloo import RendezvousStore
 from kvstore.transfer.transport.select import StagingPools, open_sender
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 SESSION_SAYS_WHY_S = 0.1
 
 
-class PairTransfer:
+class TransferPart:
     """One transfer's part on one pair.
 
     Attributes:
@@ -78,11 +78,11 @@ class PairTransfer:
         self.granted = False
         self.finished = False
         self.first_token: int | None = None
-        self.outbound: Outbound | None = None
+        self.outbound: ChunkQueue | None = None
         """Once its blocks are attached."""
-        self._pair: Pair | None = None
+        self._pair: OutgoingConnection | None = None
 
-    def offer_on(self, pair: Pair) -> None:
+    def offer_on(self, pair: OutgoingConnection) -> None:
         """`pair` is open. No effect on a transfer that was given up meanwhile."""
         if self.settled.done():
             return
@@ -92,7 +92,7 @@ class PairTransfer:
         pair.offer(self)
         self._pair = pair  # not before: of a ticket that is in use already, the other transfer's is not this one's
 
-    def attach(self, outbound: Outbound) -> None:
+    def attach(self, outbound: ChunkQueue) -> None:
         self.outbound = outbound
         if self._pair is not None:
             self._pair.attached(self)
@@ -131,14 +131,14 @@ class Peer:
     rank: int
 
 
-class Pair:
+class OutgoingConnection:
     """For one event loop.
 
     Attributes:
         opened: done once transfers can be offered; fails with TransferError where the two sides could not make the link
             or do not fit, with WorkerFailed where the peer is gone.
         failure: why the pair is over; None while it is good.
-        link_kind: what the two sides chose; "" before they have.
+        transport_kind: what the two sides chose; "" before they have.
         closed: its task; done once stream, link and thread are gone.
     """
 
@@ -155,7 +155,7 @@ class Pair:
         loop = asyncio.get_running_loop()
         self.peer = peer
         self.failure: BatonError | None = None
-        self.link_kind = ""
+        self.transport_kind = ""
         self.used_s = time.monotonic()
         """When it was last needed."""
         self.opened: asyncio.Future[None] = loop.create_future()
@@ -171,12 +171,12 @@ class Pair:
         self._link_is_gone = False
         self._heard_s = time.monotonic()
         self._out: asyncio.Queue[FromSender | None] = asyncio.Queue()
-        self._transfers: dict[int, PairTransfer] = {}
-        self._offers = Offers(config.resend_s, config.op_timeout_s)
-        self._book: Shared[Offers, Instruction] = Shared(self._offers, self._carry_out)
-        self._outflow = Outflow(lambda: self._epoch, self._book, FaultInjector(faults), config.op_timeout_s / 4)
-        self._lane: Lane[SendingLink] | None = None
-        self._store = SessionStore(
+        self._transfers: dict[int, TransferPart] = {}
+        self._offers = SendState(config.resend_s, config.op_timeout_s)
+        self._book: DrivenMachine[SendState, Instruction] = DrivenMachine(self._offers, self._carry_out)
+        self._outflow = SendLoop(lambda: self._epoch, self._book, FaultInjector(faults), config.op_timeout_s / 4)
+        self._lane: TransportThread[SendingTransport] | None = None
+        self._store = RendezvousStore(
             lambda key, value: post(loop, self._out.put_nowait, Rendezvous(key, value)), config.open_timeout_s
         )
         self._channel = open_channel(peer.address)
@@ -203,7 +203,7 @@ class Pair:
     def num_resent(self) -> int:
         return self._offers.num_resent
 
-    def offer(self, transfer: PairTransfer) -> None:
+    def offer(self, transfer: TransferPart) -> None:
         """Puts a transfer on this pair."""
         ticket, plan = transfer.ticket, transfer.plan
         digest = plan.digest(self._config.checksum)
@@ -220,23 +220,23 @@ class Pair:
         if ticket.generation in self._transfers:
             raise TransferError(f"the ticket of transfer {ticket.transfer_id} is in use already")
         self._transfers[ticket.generation] = transfer
-        self._book.happen(lambda offers: offers.offer(offer, time.monotonic()))
+        self._book.apply(lambda offers: offers.offer(offer, time.monotonic()))
         if transfer.finished:
             self.finish(transfer)
 
-    def attached(self, transfer: PairTransfer) -> None:
+    def attached(self, transfer: TransferPart) -> None:
         """Its blocks may be read now."""
         is_live = self._transfers.get(transfer.ticket.generation) is transfer and not transfer.settled.done()
         if is_live and transfer.granted and transfer.outbound is not None:
             self._outflow.add(transfer.outbound)
 
-    def finish(self, transfer: PairTransfer) -> None:
+    def finish(self, transfer: TransferPart) -> None:
         """Everything is computed: the commit follows the last chunk."""
         now = time.monotonic()
-        self._book.happen(lambda offers: offers.finish(transfer.ticket.generation, transfer.first_token, now))
+        self._book.apply(lambda offers: offers.finish(transfer.ticket.generation, transfer.first_token, now))
 
-    def abort(self, transfer: PairTransfer, error: BatonError) -> None:
-        self._book.happen(lambda offers: offers.abort(transfer.ticket.generation, error, time.monotonic()))
+    def abort(self, transfer: TransferPart, error: BatonError) -> None:
+        self._book.apply(lambda offers: offers.abort(transfer.ticket.generation, error, time.monotonic()))
 
     def lose(self, error: BatonError) -> None:
         """Ends the pair and all its transfers. Idempotent."""
@@ -248,7 +248,7 @@ class Pair:
         self._store.close()
         if self._lane is not None:
             self._lane.stop()
-        self._book.happen(lambda offers: offers.lost(error))
+        self._book.apply(lambda offers: offers.lost(error))
         self._out.put_nowait(None)
         self._call.cancel()
 
@@ -318,7 +318,7 @@ class Pair:
             if now - pinged_s >= min(config.ping_s, config.op_timeout_s / 4) - period_s / 2:
                 self._out.put_nowait(Ping())
                 pinged_s = now
-            self._book.happen(lambda offers, now=now: offers.tick(now))  # type: ignore[misc]
+            self._book.apply(lambda offers, now=now: offers.tick(now))  # type: ignore[misc]
             if now - self._heard_s > config.op_timeout_s:
                 self.lose(WorkerFailed(f"worker {self.peer.worker_id} has been silent for {config.op_timeout_s:g} s"))
 
@@ -351,20 +351,20 @@ class Pair:
                 f"{', '.join(self._hello.links)}"
             )
         self._epoch = welcome.pair_epoch
-        self.link_kind = welcome.link
+        self.transport_kind = welcome.link
         name = f"kv-send-{peer.worker_id}"
-        self._lane = Lane(
+        self._lane = TransportThread(
             name, partial(self._open_link, welcome.link, self._staging.pool(welcome.link, self._device)), self._outflow
         )
         self._lane.opened.add_done_callback(self._link_opened)
         self._lane.ended.add_done_callback(self._link_ended)
 
-    def _open_link(self, kind: str, staging: StagingPool) -> SendingLink:
+    def _open_link(self, kind: str, staging: StagingPool) -> SendingTransport:
         config = self._config
         use_own_stream(self._device)
         timeouts = (config.open_timeout_s, config.op_timeout_s)
         link = open_sender(kind, self._store, self._host, staging, config.window, *timeouts)
-        return FaultyLink(link, self._faults) if self._faults.on_link else link
+        return FaultyTransport(link, self._faults) if self._faults.on_link else link
 
     def _link_opened(self, opened: asyncio.Future[None]) -> None:
         if not opened.cancelled() and opened.exception() is None:
@@ -388,15 +388,13 @@ class Pair:
             case Rendezvous():
                 self._store.deliver(message.key, message.value)
             case Grant():
-                self._book.happen(lambda offers: offers.on_grant(message.transfer_id, message.generation, now))
+                self._book.apply(lambda offers: offers.on_grant(message.transfer_id, message.generation, now))
             case CommitAck():
-                self._book.happen(lambda offers: offers.on_commit_ack(message.transfer_id, message.generation))
+                self._book.apply(lambda offers: offers.on_commit_ack(message.transfer_id, message.generation))
             case Nack():
-                self._book.happen(
-                    lambda offers: offers.on_nack(message.transfer_id, message.generation, message.reason)
-                )
+                self._book.apply(lambda offers: offers.on_nack(message.transfer_id, message.generation, message.reason))
             case AbortAck():
-                self._book.happen(lambda offers: offers.on_abort_ack(message.transfer_id, message.generation))
+                self._book.apply(lambda offers: offers.on_abort_ack(message.transfer_id, message.generation))
             case LinkReady():
                 self._side_opened()
             case Ping():

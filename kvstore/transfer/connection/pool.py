@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.errors import TransferError, TransferRefused, WorkerFailed
-from kvstore.transfer.connection.outgoing import Pair, Peer
+from kvstore.transfer.connection.outgoing import OutgoingConnection, Peer
 from kvstore.transfer.transport.select import StagingPools
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 class _Route:
     """From one rank here to one rank of a peer."""
 
-    making: asyncio.Task[Pair]
+    making: asyncio.Task[OutgoingConnection]
     num_waiting: int = 0
     """Transfers that are about to be put on the pair."""
 
     @property
-    def pair(self) -> Pair | None:
+    def pair(self) -> OutgoingConnection | None:
         """Once it is made."""
         is_made = self.making.done() and not self.making.cancelled() and self.making.exception() is None
         return self.making.result() if is_made else None
@@ -50,7 +50,7 @@ class _Route:
         return not self.is_over and not self.num_waiting and self.pair is not None and self.pair.is_idle
 
 
-class Pairs:
+class ConnectionPool:
     """For one event loop.
 
     Args:
@@ -67,8 +67,8 @@ class Pairs:
         self._faults = faults
         self._max_pairs = config.max_pairs or (8 if "nccl" in hello.links else 64 * len(devices))
         self._routes: dict[tuple[int, Peer], _Route] = {}
-        self._alive: set[Pair] = set()
-        """Pairs whose stream, link or thread is not gone yet."""
+        self._alive: set[OutgoingConnection] = set()
+        """ConnectionPool whose stream, link or thread is not gone yet."""
         self._closing = False
         self._past_fenced = 0
         self._past_resent = 0
@@ -91,7 +91,7 @@ class Pairs:
     # -- using them --------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def open(self, rank: int, peer: Peer) -> AsyncGenerator[Pair]:
+    async def open(self, rank: int, peer: Peer) -> AsyncGenerator[OutgoingConnection]:
         """The pair with a peer, open; while the block is entered it is not closed for being idle.
 
         Raises:
@@ -110,10 +110,10 @@ class Pairs:
         finally:
             route.num_waiting -= 1
 
-    def link_kind(self, rank: int, peer: Peer) -> str:
+    def transport_kind(self, rank: int, peer: Peer) -> str:
         """Of the pair that is open; "" where there is none."""
         route = self._routes.get((rank, peer))
-        return route.pair.link_kind if route is not None and route.pair is not None else ""
+        return route.pair.transport_kind if route is not None and route.pair is not None else ""
 
     def make_room(self) -> None:
         """Closes the pairs that were idle longest, where there are too many."""
@@ -134,12 +134,14 @@ class Pairs:
         if self._alive:
             await asyncio.wait([pair.closed for pair in self._alive])
 
-    async def _make(self, rank: int, peer: Peer) -> Pair:
+    async def _make(self, rank: int, peer: Peer) -> OutgoingConnection:
         """Over the best kind of link that both sides can make."""
         links = self._hello.links
         while True:
             hello = dataclasses.replace(self._hello, links=links, rank=rank, peer_rank=peer.rank)
-            pair = Pair(peer, hello, self._config, self._host, self._devices[rank], self.staging, self._faults)
+            pair = OutgoingConnection(
+                peer, hello, self._config, self._host, self._devices[rank], self.staging, self._faults
+            )
             self._alive.add(pair)
             pair.closed.add_done_callback(partial(self._gone, pair))
             try:
@@ -148,14 +150,18 @@ class Pairs:
             except TransferRefused:
                 raise
             except TransferError as error:
-                links = tuple(kind for kind in links if kind != pair.link_kind)
-                if self._closing or not pair.link_kind or not links:
+                links = tuple(kind for kind in links if kind != pair.transport_kind)
+                if self._closing or not pair.transport_kind or not links:
                     raise
                 logger.warning(
-                    "no %s link to worker %s, trying %s: %s", pair.link_kind, peer.worker_id, ", ".join(links), error
+                    "no %s link to worker %s, trying %s: %s",
+                    pair.transport_kind,
+                    peer.worker_id,
+                    ", ".join(links),
+                    error,
                 )
 
-    def _gone(self, pair: Pair, _: asyncio.Task[None]) -> None:
+    def _gone(self, pair: OutgoingConnection, _: asyncio.Task[None]) -> None:
         self._alive.discard(pair)
         self._past_fenced += pair.num_fenced
         self._past_resent += pair.num_resent

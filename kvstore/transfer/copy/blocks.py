@@ -82,7 +82,7 @@ def _joined(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-class Rows:
+class BlockCopier:
     """One transfer's place in one rank's cache.
 
     Args:

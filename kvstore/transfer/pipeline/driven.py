@@ -16,8 +16,8 @@ Instruction = TypeVar("Instruction")
 T = TypeVar("T")
 
 
-class Shared(Generic[Machine, Instruction]):
-    """Events happen one at a time, under a lock; instructions are carried out on the event loop, in their order.
+class DrivenMachine(Generic[Machine, Instruction]):
+    """Events apply one at a time, under a lock; instructions are carried out on the event loop, in their order.
 
     Args:
         carry_out: called on the event loop that made this.
@@ -35,13 +35,13 @@ class Shared(Generic[Machine, Instruction]):
         with self._lock:
             return question(self._machine)
 
-    def happen(self, event: Callable[[Machine], list[Instruction]]) -> None:
+    def apply(self, event: Callable[[Machine], list[Instruction]]) -> None:
         """From the event loop: what it brings is carried out before this returns."""
         with self._lock:
             self._decided.extend(event(self._machine))
         self._carry_out_all()
 
-    def happen_in_thread(self, event: Callable[[Machine], list[Instruction]]) -> None:
+    def apply_in_thread(self, event: Callable[[Machine], list[Instruction]]) -> None:
         """From a data thread."""
         with self._lock:
             instructions = event(self._machine)

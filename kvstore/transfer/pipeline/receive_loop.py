@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvstore.transfer.copy.blocks import Rows
-    from kvstore.transfer.pipeline.driven import Shared
+    from kvstore.transfer.copy.blocks import BlockCopier
+    from kvstore.transfer.pipeline.driven import DrivenMachine
     from kvstore.transfer.protocol.plan import Chunk, Plan
-    from kvstore.transfer.protocol.receive_state import Instruction, Ledger
-    from kvstore.transfer.transport.base import Operation, ReceivingLink, SignalOperation
+    from kvstore.transfer.protocol.receive_state import Instruction, ReceiveState
+    from kvstore.transfer.transport.base import Operation, ReceivingTransport, SignalOperation
     from kvstore.transfer.transport.staging import Slot
 
 
-class Inbound:
+class ChunkWriter:
     """One source's part of one transfer: where its chunks belong."""
 
     def __init__(
@@ -35,8 +35,8 @@ class Inbound:
         transfer_id: str,
         generation: int,
         plan: Plan,
-        rows: Rows,
-        book: Shared[Ledger, Instruction],
+        rows: BlockCopier,
+        book: DrivenMachine[ReceiveState, Instruction],
         checked: bool,
     ) -> None:
         self.plan = plan
@@ -68,7 +68,7 @@ class Inbound:
             self._fail(TransferError(f"a chunk could not be written into the cache: {error!r}"))
             raise
         finally:
-            self._book.happen_in_thread(lambda ledger: ledger.scatter_ends(self._session, self._generation))
+            self._book.apply_in_thread(lambda ledger: ledger.scatter_ends(self._session, self._generation))
 
     def _chunk(self, header: h.Header) -> Chunk:
         if header.seq >= len(self.plan.chunks):
@@ -84,7 +84,7 @@ class Inbound:
             h.verify_checksum(header, checksum.digest())
 
     def _fail(self, error: TransferError) -> None:
-        self._book.happen_in_thread(lambda ledger: ledger.fail(self._transfer_id, self._generation, error))
+        self._book.apply_in_thread(lambda ledger: ledger.fail(self._transfer_id, self._generation, error))
 
 
 class _Posted(NamedTuple):
@@ -93,14 +93,16 @@ class _Posted(NamedTuple):
     num_bytes: int
 
 
-class Inflow:
-    """Traffic of a receiver's lane.
+class ReceiveLoop:
+    """TransportLoop of a receiver's lane.
 
     Args:
         find: the transfer of a generation that may send on this link, or None; called by the lane.
     """
 
-    def __init__(self, epoch: int, find: Callable[[int], Inbound | None], slot_bytes: int, slot_wait_s: float) -> None:
+    def __init__(
+        self, epoch: int, find: Callable[[int], ChunkWriter | None], slot_bytes: int, slot_wait_s: float
+    ) -> None:
         self.num_fenced = 0
         """Chunks of transfers that are over, dropped."""
         self._epoch = epoch
@@ -112,7 +114,7 @@ class Inflow:
     def stop(self) -> None:
         self._stopped = True
 
-    def run(self, link: ReceivingLink) -> None:
+    def run(self, link: ReceivingTransport) -> None:
         posted: deque[_Posted] = deque()
         try:
             self._run(link, posted)
@@ -121,7 +123,7 @@ class Inflow:
                 if message.slot is not None:
                     link.slots.discard(message.slot)
 
-    def _run(self, link: ReceivingLink, posted: deque[_Posted]) -> None:
+    def _run(self, link: ReceivingTransport, posted: deque[_Posted]) -> None:
         announced = deque([0] * h.LOOKAHEAD)
         place = 0
         while not self._stopped:
@@ -139,7 +141,7 @@ class Inflow:
                     link.slots.release(message.slot)
             place += 1
 
-    def _post(self, link: ReceivingLink, announced: deque[int], posted: deque[_Posted]) -> None:
+    def _post(self, link: ReceivingTransport, announced: deque[int], posted: deque[_Posted]) -> None:
         """Posts what is announced, in order, as far as there are slots. Waits for one only when holding none."""
         while announced:
             num_bytes = announced[0]

@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
     from baton.engine.core.runner import Fence
     from baton.messages import Ticket
-    from kvstore.transfer.copy.blocks import Rows
-    from kvstore.transfer.pipeline.driven import Shared
+    from kvstore.transfer.copy.blocks import BlockCopier
+    from kvstore.transfer.pipeline.driven import DrivenMachine
     from kvstore.transfer.protocol.plan import Chunk, Plan
-    from kvstore.transfer.protocol.send_state import Instruction, Offers
-    from kvstore.transfer.transport.base import Operation, SendingLink
+    from kvstore.transfer.protocol.send_state import Instruction, SendState
+    from kvstore.transfer.transport.base import Operation, SendingTransport
     from kvstore.transfer.transport.faults import FaultInjector
     from kvstore.transfer.transport.staging import Slot
 
 
-class Outbound:
+class ChunkQueue:
     """One transfer's chunks, and how far the engine has come with them. Any thread."""
 
-    def __init__(self, ticket: Ticket, plan: Plan, rows: Rows, checked: bool) -> None:
+    def __init__(self, ticket: Ticket, plan: Plan, rows: BlockCopier, checked: bool) -> None:
         self.generation = ticket.generation
         self.plan = plan
         self.wake: Callable[[], None] = _nobody
@@ -166,7 +166,7 @@ def _nobody() -> None:
 class _Due(NamedTuple):
     """A chunk that has been announced."""
 
-    outbound: Outbound
+    outbound: ChunkQueue
     seq: int
     chunk: Chunk
     slot: Slot
@@ -175,7 +175,7 @@ class _Due(NamedTuple):
 class _UnderWay:
     """Operations that have begun, in order, and the slots that they hold."""
 
-    def __init__(self, link: SendingLink) -> None:
+    def __init__(self, link: SendingTransport) -> None:
         self._link = link
         self._operations: deque[tuple[Operation, Slot | None]] = deque()
 
@@ -203,8 +203,8 @@ class _UnderWay:
                 self._link.slots.discard(slot)
 
 
-class Outflow:
-    """Traffic of a sender's lane. The event loop adds granted transfers.
+class SendLoop:
+    """TransportLoop of a sender's lane. The event loop adds granted transfers.
 
     Args:
         epoch: of the pair; known once the link is opened.
@@ -213,7 +213,7 @@ class Outflow:
     def __init__(
         self,
         epoch: Callable[[], int],
-        book: Shared[Offers, Instruction],
+        book: DrivenMachine[SendState, Instruction],
         faults: FaultInjector,
         heartbeat_s: float,
     ) -> None:
@@ -222,20 +222,20 @@ class Outflow:
         self._faults = faults
         self._heartbeat_s = heartbeat_s
         self._changed = threading.Condition()
-        self._outbounds: deque[Outbound] = deque()
-        self._next: tuple[Outbound, int, Chunk] | None = None
+        self._outbounds: deque[ChunkQueue] = deque()
+        self._next: tuple[ChunkQueue, int, Chunk] | None = None
         """Ready, and not announced for want of a slot."""
         self._stopped = False
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
-    def add(self, outbound: Outbound) -> None:
+    def add(self, outbound: ChunkQueue) -> None:
         outbound.wake = self._wake
         with self._changed:
             self._outbounds.append(outbound)
             self._changed.notify()
 
-    def drop(self, outbound: Outbound) -> None:
+    def drop(self, outbound: ChunkQueue) -> None:
         """The transfer has ended: no more of its chunks are begun."""
         with self._changed:
             if outbound in self._outbounds:
@@ -252,14 +252,14 @@ class Outflow:
 
     # -- the lane ----------------------------------------------------------------------------------------------------
 
-    def run(self, link: SendingLink) -> None:
+    def run(self, link: SendingTransport) -> None:
         under_way = _UnderWay(link)
         try:
             self._run(link, under_way)
         finally:
             under_way.give_up()
 
-    def _run(self, link: SendingLink, under_way: _UnderWay) -> None:
+    def _run(self, link: SendingTransport, under_way: _UnderWay) -> None:
         places: deque[_Due | None] = deque([None] * h.LOOKAHEAD)
         place = 0
         try:
@@ -281,7 +281,7 @@ class Outflow:
             for unsent in filter(None, places):
                 link.slots.release(unsent.slot)
 
-    def _decide(self, link: SendingLink, under_way: _UnderWay, is_idle: bool) -> _Due | None:
+    def _decide(self, link: SendingTransport, under_way: _UnderWay, is_idle: bool) -> _Due | None:
         """What is announced next; None: nothing is.
 
         Only a chunk that has its slot is announced. The receiver takes one of its own for it, which must not wait for
@@ -304,7 +304,7 @@ class Outflow:
         (outbound, seq, chunk), self._next = self._next, None
         return _Due(outbound, seq, chunk, slot)
 
-    def _send(self, link: SendingLink, under_way: _UnderWay, due: _Due, place: int, next_bytes: int) -> None:
+    def _send(self, link: SendingTransport, under_way: _UnderWay, due: _Due, place: int, next_bytes: int) -> None:
         outbound, chunk, slot = due.outbound, due.chunk, due.slot
         payload = slot.payload(chunk.num_bytes)
         checksum = self._gather(outbound, chunk, payload)
@@ -316,7 +316,7 @@ class Outflow:
         slot.write_header(header.pack())
         under_way.add(link.send_chunk(slot, chunk.num_bytes), slot)
 
-    def _gather(self, outbound: Outbound, chunk: Chunk, payload: torch.Tensor) -> int | None:
+    def _gather(self, outbound: ChunkQueue, chunk: Chunk, payload: torch.Tensor) -> int | None:
         """The checksum. None: the transfer has been given up, and its blocks are not to be read."""
         if not self._book.ask(lambda offers: offers.gather_begins(outbound.generation)):
             return None
@@ -324,16 +324,16 @@ class Outflow:
             return outbound.gather(chunk, payload)
         finally:
             now = time.monotonic()
-            self._book.happen_in_thread(lambda offers: offers.gather_ends(outbound.generation, now))
+            self._book.apply_in_thread(lambda offers: offers.gather_ends(outbound.generation, now))
 
-    def _take_ready(self) -> tuple[Outbound, int, Chunk] | None:
+    def _take_ready(self) -> tuple[ChunkQueue, int, Chunk] | None:
         """The next ready chunk; transfers take turns."""
         with self._changed:
             return self._next_ready()
 
-    def _wait_ready(self) -> tuple[Outbound, int, Chunk] | None:
+    def _wait_ready(self) -> tuple[ChunkQueue, int, Chunk] | None:
         """The same, once there is one; None when it is time for a heartbeat, or to stop."""
-        found: list[tuple[Outbound, int, Chunk]] = []
+        found: list[tuple[ChunkQueue, int, Chunk]] = []
 
         def look() -> bool:
             if not self._stopped and (ready := self._next_ready()):
@@ -344,7 +344,7 @@ class Outflow:
             self._changed.wait_for(look, self._heartbeat_s)
         return found[0] if found else None
 
-    def _next_ready(self) -> tuple[Outbound, int, Chunk] | None:
+    def _next_ready(self) -> tuple[ChunkQueue, int, Chunk] | None:
         for _ in range(len(self._outbounds)):
             outbound = self._outbounds[0]
             ready = outbound.take_ready()

@@ -10,20 +10,20 @@ import torch
 
 from baton.errors import TransferError
 from kvstore.transfer.pipeline.driven import post
-from kvstore.transfer.transport.base import Link
+from kvstore.transfer.transport.base import Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-AnyLink = TypeVar("AnyLink", bound=Link, contravariant=True)
-L = TypeVar("L", bound=Link)
+AnyTransport = TypeVar("AnyTransport", bound=Transport, contravariant=True)
+L = TypeVar("L", bound=Transport)
 
 
-class Traffic(Protocol[AnyLink]):
+class TransportLoop(Protocol[AnyTransport]):
     """What a lane does with its link."""
 
-    def run(self, link: AnyLink) -> None:
+    def run(self, link: AnyTransport) -> None:
         """Moves messages until `stop`.
 
         Raises:
@@ -34,7 +34,7 @@ class Traffic(Protocol[AnyLink]):
         """From any thread: `run` returns before its next message. Idempotent."""
 
 
-class Lane(Generic[L]):
+class TransportThread(Generic[L]):
     """A daemon thread, and what the event loop that made it may know of it.
 
     Attributes:
@@ -42,7 +42,7 @@ class Lane(Generic[L]):
         ended: done once the thread has let go of the link; the error that ended it, or None.
     """
 
-    def __init__(self, name: str, open_link: Callable[[], L], traffic: Traffic[L]) -> None:
+    def __init__(self, name: str, open_link: Callable[[], L], traffic: TransportLoop[L]) -> None:
         loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[TransferError | None] = loop.create_future()
@@ -50,7 +50,7 @@ class Lane(Generic[L]):
         self._open_link = open_link
         self._traffic = traffic
         self._lock = threading.Lock()
-        self._link: Link | None = None
+        self._link: Transport | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -96,7 +96,7 @@ class Lane(Generic[L]):
             post(self._loop, _finish, self.ended, _without_frames(error))
 
 
-def _closed(link: Link) -> TransferError | None:
+def _closed(link: Transport) -> TransferError | None:
     try:
         link.close()
     except Exception as failure:  # in its own words, and the lane must say that it has ended all the same

@@ -13,7 +13,7 @@ A reservation carries two references: the request's, dropped by `release`, and t
 state is reached. When both are gone its blocks come out of the ledger, once, as `Free`. DRAINING lasts only while
 scatters of this process run into the blocks, never on a promise of the other side.
 
-Events come in as calls; what must happen comes out as instructions, in order. Events about an unknown id or a past
+Events come in as calls; what must apply comes out as instructions, in order. Events about an unknown id or a past
 generation are counted in `num_fenced` and change nothing. Time is an argument.
 """
 
@@ -31,7 +31,7 @@ MAX_REMEMBERED = 4096
 """Outcomes kept for senders that ask again after a reservation is gone."""
 
 
-class State(enum.Enum):
+class ReceivePhase(enum.Enum):
     RESERVED = "reserved"
     RECEIVING = "receiving"
     DRAINING = "draining"
@@ -39,13 +39,13 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
-TERMINAL = frozenset({State.COMMITTED, State.FAILED})
-LEGAL: dict[State, frozenset[State]] = {
-    State.RESERVED: frozenset({State.RECEIVING, State.FAILED}),
-    State.RECEIVING: frozenset({State.COMMITTED, State.DRAINING, State.FAILED}),
-    State.DRAINING: frozenset({State.FAILED}),
-    State.COMMITTED: frozenset(),
-    State.FAILED: frozenset(),
+TERMINAL = frozenset({ReceivePhase.COMMITTED, ReceivePhase.FAILED})
+LEGAL: dict[ReceivePhase, frozenset[ReceivePhase]] = {
+    ReceivePhase.RESERVED: frozenset({ReceivePhase.RECEIVING, ReceivePhase.FAILED}),
+    ReceivePhase.RECEIVING: frozenset({ReceivePhase.COMMITTED, ReceivePhase.DRAINING, ReceivePhase.FAILED}),
+    ReceivePhase.DRAINING: frozenset({ReceivePhase.FAILED}),
+    ReceivePhase.COMMITTED: frozenset(),
+    ReceivePhase.FAILED: frozenset(),
 }
 
 
@@ -102,7 +102,7 @@ class Reservation:
     generation: int
     block_ids: tuple[int, ...]
     expires_at: float
-    state: State = State.RESERVED
+    state: ReceivePhase = ReceivePhase.RESERVED
     sources: dict[int, Source] = field(default_factory=dict)
     """By session."""
     num_sources: int = 0
@@ -123,7 +123,7 @@ class Reservation:
         )
 
 
-class Ledger:
+class ReceiveState:
     def __init__(self) -> None:
         self.num_fenced = 0
         self._last_generation = 0
@@ -145,7 +145,7 @@ class Ledger:
         )
         return generation
 
-    def state(self, generation: int) -> State | None:
+    def state(self, generation: int) -> ReceivePhase | None:
         entry = self._by_generation.get(generation)
         return entry.state if entry else None
 
@@ -165,7 +165,7 @@ class Ledger:
     ) -> list[Instruction]:
         """A source will send `num_chunks`. Idempotent."""
         entry = self._find(transfer_id, generation)
-        if entry is None or entry.state not in (State.RESERVED, State.RECEIVING):
+        if entry is None or entry.state not in (ReceivePhase.RESERVED, ReceivePhase.RECEIVING):
             return self._answer_again(session, transfer_id, generation, entry)
         source = entry.sources.get(session)
         if source is None:
@@ -173,8 +173,8 @@ class Ledger:
                 return self._not_expected(session, transfer_id, generation)
             entry.num_sources = num_sources
             entry.sources[session] = Source(num_chunks)
-            if entry.state is State.RESERVED:
-                self._move(entry, State.RECEIVING)
+            if entry.state is ReceivePhase.RESERVED:
+                self._move(entry, ReceivePhase.RECEIVING)
         elif source.num_chunks != num_chunks:
             return self._not_expected(session, transfer_id, generation)
         return [Tell(session, Grant(transfer_id, generation))]
@@ -182,7 +182,7 @@ class Ledger:
     def commit(self, session: int, transfer_id: str, generation: int, first_token: int | None) -> list[Instruction]:
         """A source has sent everything. Takes effect once all have, and every chunk is in. Idempotent."""
         entry = self._find(transfer_id, generation)
-        if entry is None or entry.state is not State.RECEIVING:
+        if entry is None or entry.state is not ReceivePhase.RECEIVING:
             return self._answer_again(session, transfer_id, generation, entry)
         source = entry.sources.get(session)
         if source is None:
@@ -218,7 +218,7 @@ class Ledger:
     def scatter_begins(self, session: int, generation: int, seq: int) -> bool:
         """Asks to write chunk `seq` of a source into the blocks. False: it must not be."""
         entry = self._by_generation.get(generation)
-        source = entry.sources.get(session) if entry and entry.state is State.RECEIVING else None
+        source = entry.sources.get(session) if entry and entry.state is ReceivePhase.RECEIVING else None
         if source is None or seq in source.chunks_in or not 0 <= seq < source.num_chunks:
             self.num_fenced += 1
             return False
@@ -233,11 +233,11 @@ class Ledger:
         assert source.scattering is not None
         source.chunks_in.add(source.scattering)
         source.scattering = None
-        if entry.state is State.RECEIVING:
+        if entry.state is ReceivePhase.RECEIVING:
             return self._try_commit(entry)
         if entry.is_scattering:
             return []
-        self._move(entry, State.FAILED)
+        self._move(entry, ReceivePhase.FAILED)
         return self._settle(entry)
 
     # -- bad news from here ------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class Ledger:
         """Fails the transfers whose lease has ended."""
         instructions: list[Instruction] = []
         for entry in list(self._by_generation.values()):
-            if entry.state in (State.RESERVED, State.RECEIVING) and entry.expires_at <= now:
+            if entry.state in (ReceivePhase.RESERVED, ReceivePhase.RECEIVING) and entry.expires_at <= now:
                 instructions += self._fail(entry, TransferExpired("the KV did not arrive within the lease"))
         return instructions
 
@@ -260,10 +260,14 @@ class Ledger:
         for generation, entry in self._by_generation.items():
             assert entry.generation == generation <= self._last_generation
             assert not (entry.released and entry.state in TERMINAL), f"{generation} is over and not forgotten"
-            assert not entry.is_scattering or entry.state in (State.RECEIVING, State.DRAINING), entry
-            assert entry.state is not State.DRAINING or entry.is_scattering, f"{generation} drains and nothing runs"
-            assert entry.state is not State.COMMITTED or entry.is_complete, f"{generation} committed without its chunks"
-            assert (entry.state in (State.DRAINING, State.FAILED)) == (entry.error is not None), entry
+            assert not entry.is_scattering or entry.state in (ReceivePhase.RECEIVING, ReceivePhase.DRAINING), entry
+            assert entry.state is not ReceivePhase.DRAINING or entry.is_scattering, (
+                f"{generation} drains and nothing runs"
+            )
+            assert entry.state is not ReceivePhase.COMMITTED or entry.is_complete, (
+                f"{generation} committed without its chunks"
+            )
+            assert (entry.state in (ReceivePhase.DRAINING, ReceivePhase.FAILED)) == (entry.error is not None), entry
         assert len(self._ended) <= MAX_REMEMBERED
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -284,7 +288,7 @@ class Ledger:
             if ended is None or ended[0] != transfer_id:
                 return self._not_expected(session, transfer_id, generation)
             reason = ended[1]
-        elif entry.state is State.RESERVED:
+        elif entry.state is ReceivePhase.RESERVED:
             return self._not_expected(session, transfer_id, generation)
         else:
             reason = to_reason(entry.error) if entry.error else ""
@@ -297,10 +301,10 @@ class Ledger:
         return [Tell(session, Nack(transfer_id, generation, to_reason(refused)))]
 
     def _fail(self, entry: Reservation, error: TransferError, but_not: int | None = None) -> list[Instruction]:
-        if entry.state not in (State.RESERVED, State.RECEIVING):
+        if entry.state not in (ReceivePhase.RESERVED, ReceivePhase.RECEIVING):
             return []
         entry.error = error
-        self._move(entry, State.DRAINING if entry.is_scattering else State.FAILED)
+        self._move(entry, ReceivePhase.DRAINING if entry.is_scattering else ReceivePhase.FAILED)
         nack = Nack(entry.transfer_id, entry.generation, to_reason(error))
         told = [Tell(session, nack) for session in entry.sources if session != but_not]
         return [Failed(entry.generation, error), *told, *self._settle(entry)]
@@ -308,7 +312,7 @@ class Ledger:
     def _try_commit(self, entry: Reservation) -> list[Instruction]:
         if not entry.is_complete or entry.is_scattering:
             return []
-        self._move(entry, State.COMMITTED)
+        self._move(entry, ReceivePhase.COMMITTED)
         told = [Tell(session, CommitAck(entry.transfer_id, entry.generation)) for session in entry.sources]
         return [Committed(entry.generation, entry.first_token), *told, *self._settle(entry)]
 
@@ -321,6 +325,6 @@ class Ledger:
             self._ended.popitem(last=False)
         return [Free(entry.generation, entry.block_ids)]
 
-    def _move(self, entry: Reservation, state: State) -> None:
+    def _move(self, entry: Reservation, state: ReceivePhase) -> None:
         assert state in LEGAL[entry.state], f"{entry.state} -> {state}"
         entry.state = state

@@ -9,7 +9,7 @@ The source's blocks are pinned until `Unpin`, which comes once a transfer: when 
 runs. An ABORTING transfer reads nothing any more; it is only remembered until the receiver has heard of it. What is not
 answered is said again every `resend_s`, and given up after `answer_s`: the receiver's answers are sticky.
 
-Events come in as calls; what must happen comes out as instructions, in order. Time is an argument.
+Events come in as calls; what must apply comes out as instructions, in order. Time is an argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.messages import Abort, Commit, Offer
 from kvstore.transfer.protocol.reasons import from_reason, to_reason
 
 
-class State(enum.Enum):
+class SendPhase(enum.Enum):
     OFFERED = "offered"
     SENDING = "sending"
     COMMITTING = "committing"
@@ -31,15 +31,15 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
-LIVE = frozenset({State.OFFERED, State.SENDING, State.COMMITTING})
-UNANSWERED = frozenset({State.OFFERED, State.COMMITTING, State.ABORTING})
-LEGAL: dict[State, frozenset[State]] = {
-    State.OFFERED: frozenset({State.SENDING, State.ABORTING, State.FAILED}),
-    State.SENDING: frozenset({State.COMMITTING, State.ABORTING, State.FAILED}),
-    State.COMMITTING: frozenset({State.COMMITTED, State.ABORTING, State.FAILED}),
-    State.ABORTING: frozenset({State.FAILED}),
-    State.COMMITTED: frozenset(),
-    State.FAILED: frozenset(),
+LIVE = frozenset({SendPhase.OFFERED, SendPhase.SENDING, SendPhase.COMMITTING})
+UNANSWERED = frozenset({SendPhase.OFFERED, SendPhase.COMMITTING, SendPhase.ABORTING})
+LEGAL: dict[SendPhase, frozenset[SendPhase]] = {
+    SendPhase.OFFERED: frozenset({SendPhase.SENDING, SendPhase.ABORTING, SendPhase.FAILED}),
+    SendPhase.SENDING: frozenset({SendPhase.COMMITTING, SendPhase.ABORTING, SendPhase.FAILED}),
+    SendPhase.COMMITTING: frozenset({SendPhase.COMMITTED, SendPhase.ABORTING, SendPhase.FAILED}),
+    SendPhase.ABORTING: frozenset({SendPhase.FAILED}),
+    SendPhase.COMMITTED: frozenset(),
+    SendPhase.FAILED: frozenset(),
 }
 
 
@@ -84,9 +84,9 @@ Instruction = Tell | Granted | Committed | Failed | Unpin
 
 
 @dataclass(slots=True, kw_only=True)
-class Transfer:
+class OfferedTransfer:
     offer: Offer
-    state: State
+    state: SendPhase
     told_at: float
     """When something unanswered was said last."""
     asked_at: float
@@ -107,16 +107,16 @@ class Transfer:
         """What is unanswered."""
         ids = (self.offer.transfer_id, self.generation)
         match self.state:
-            case State.OFFERED:
+            case SendPhase.OFFERED:
                 return self.offer
-            case State.COMMITTING:
+            case SendPhase.COMMITTING:
                 return Commit(*ids, self.first_token)
             case _:
                 error = self.error if isinstance(self.error, TransferError) else TransferError("the sender cancelled")
                 return Abort(*ids, to_reason(error))
 
 
-class Offers:
+class SendState:
     """For one session; generations are the receiver's."""
 
     def __init__(self, resend_s: float, answer_s: float) -> None:
@@ -124,12 +124,12 @@ class Offers:
         self.num_resent = 0
         self._resend_s = resend_s
         self._answer_s = answer_s
-        self._by_generation: dict[int, Transfer] = {}
+        self._by_generation: dict[int, OfferedTransfer] = {}
 
     def __len__(self) -> int:
         return len(self._by_generation)
 
-    def state(self, generation: int) -> State | None:
+    def state(self, generation: int) -> SendPhase | None:
         transfer = self._by_generation.get(generation)
         return transfer.state if transfer else None
 
@@ -137,7 +137,9 @@ class Offers:
 
     def offer(self, offer: Offer, now: float) -> list[Instruction]:
         assert offer.generation not in self._by_generation, "a ticket is used once"
-        self._by_generation[offer.generation] = Transfer(offer=offer, state=State.OFFERED, told_at=now, asked_at=now)
+        self._by_generation[offer.generation] = OfferedTransfer(
+            offer=offer, state=SendPhase.OFFERED, told_at=now, asked_at=now
+        )
         return [Tell(offer)]
 
     def finish(self, generation: int, first_token: int | None, now: float) -> list[Instruction]:
@@ -155,7 +157,7 @@ class Offers:
         if transfer is None or transfer.state not in LIVE:
             return []
         transfer.error = error
-        self._move(transfer, State.ABORTING)
+        self._move(transfer, SendPhase.ABORTING)
         transfer.told_at = transfer.asked_at = now
         return [Failed(generation, error), Tell(transfer.pending()), *self._try_unpin(transfer)]
 
@@ -172,7 +174,7 @@ class Offers:
         for transfer in [t for t in self._by_generation.values() if t.state in UNANSWERED]:
             if now - transfer.asked_at >= self._answer_s:
                 unheard = TransferTimeout(f"no answer to an offer or a commit within {self._answer_s:g} s")
-                if transfer.state is State.ABORTING:
+                if transfer.state is SendPhase.ABORTING:
                     instructions += self._end(transfer, unheard)
                 else:
                     instructions += self.abort(transfer.generation, unheard, now)
@@ -187,7 +189,7 @@ class Offers:
     def gather_begins(self, generation: int) -> bool:
         """Asks to read the blocks for one chunk. False: they may be somebody else's by now."""
         transfer = self._by_generation.get(generation)
-        if transfer is None or transfer.state is not State.SENDING:
+        if transfer is None or transfer.state is not SendPhase.SENDING:
             return False
         assert not transfer.gathering, "one thread gathers a transfer's chunks"
         transfer.gathering = True
@@ -198,7 +200,7 @@ class Offers:
         transfer = self._by_generation[generation]
         transfer.gathering = False
         transfer.num_sent += 1
-        if transfer.state is State.SENDING:
+        if transfer.state is SendPhase.SENDING:
             return self._try_commit(transfer, now)
         return self._try_unpin(transfer)
 
@@ -206,18 +208,18 @@ class Offers:
 
     def on_grant(self, transfer_id: str, generation: int, now: float) -> list[Instruction]:
         transfer = self._find(transfer_id, generation)
-        if transfer is not None and transfer.state is State.COMMITTING:
+        if transfer is not None and transfer.state is SendPhase.COMMITTING:
             transfer.asked_at = now  # an answer: not everything is in yet
-        if transfer is None or transfer.state is not State.OFFERED:
+        if transfer is None or transfer.state is not SendPhase.OFFERED:
             return []
-        self._move(transfer, State.SENDING)
+        self._move(transfer, SendPhase.SENDING)
         return [Granted(generation), *self._try_commit(transfer, now)]
 
     def on_commit_ack(self, transfer_id: str, generation: int) -> list[Instruction]:
         transfer = self._find(transfer_id, generation)
-        if transfer is None or transfer.state is not State.COMMITTING:
+        if transfer is None or transfer.state is not SendPhase.COMMITTING:
             return []
-        self._move(transfer, State.COMMITTED)
+        self._move(transfer, SendPhase.COMMITTED)
         return [Committed(generation), *self._try_unpin(transfer)]
 
     def on_nack(self, transfer_id: str, generation: int, reason: str) -> list[Instruction]:
@@ -228,9 +230,9 @@ class Offers:
 
     def on_abort_ack(self, transfer_id: str, generation: int) -> list[Instruction]:
         transfer = self._find(transfer_id, generation)
-        if transfer is None or transfer.state is not State.ABORTING:
+        if transfer is None or transfer.state is not SendPhase.ABORTING:
             return []
-        self._move(transfer, State.FAILED)
+        self._move(transfer, SendPhase.FAILED)
         return self._try_unpin(transfer)
 
     def check(self) -> None:
@@ -239,44 +241,46 @@ class Offers:
             assert transfer.generation == generation
             assert transfer.num_sent <= transfer.offer.num_chunks
             assert not transfer.gathering or not transfer.unpinned, f"{generation} reads blocks that it has let go"
-            assert not transfer.unpinned or transfer.state is State.ABORTING, f"{generation} has let go of its blocks"
-            over = transfer.state in (State.COMMITTED, State.FAILED)
+            assert not transfer.unpinned or transfer.state is SendPhase.ABORTING, (
+                f"{generation} has let go of its blocks"
+            )
+            over = transfer.state in (SendPhase.COMMITTED, SendPhase.FAILED)
             assert not over or transfer.gathering, f"{generation} is over and not forgotten"
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _find(self, transfer_id: str, generation: int) -> Transfer | None:
+    def _find(self, transfer_id: str, generation: int) -> OfferedTransfer | None:
         transfer = self._by_generation.get(generation)
         if transfer is None or transfer.offer.transfer_id != transfer_id:
             self.num_fenced += 1
             return None
         return transfer
 
-    def _try_commit(self, transfer: Transfer, now: float) -> list[Instruction]:
+    def _try_commit(self, transfer: OfferedTransfer, now: float) -> list[Instruction]:
         everything_sent = transfer.finished and transfer.num_sent == transfer.offer.num_chunks
-        if transfer.state is not State.SENDING or not everything_sent:
+        if transfer.state is not SendPhase.SENDING or not everything_sent:
             return []
-        self._move(transfer, State.COMMITTING)
+        self._move(transfer, SendPhase.COMMITTING)
         transfer.told_at = transfer.asked_at = now
         return [Tell(transfer.pending())]
 
-    def _end(self, transfer: Transfer, error: BatonError) -> list[Instruction]:
+    def _end(self, transfer: OfferedTransfer, error: BatonError) -> list[Instruction]:
         was_live = transfer.state in LIVE
         transfer.error = transfer.error or error
-        self._move(transfer, State.FAILED)
+        self._move(transfer, SendPhase.FAILED)
         failed = [Failed(transfer.generation, error)] if was_live else []
         return [*failed, *self._try_unpin(transfer)]
 
-    def _try_unpin(self, transfer: Transfer) -> list[Instruction]:
+    def _try_unpin(self, transfer: OfferedTransfer) -> list[Instruction]:
         if transfer.gathering:
             return []
-        if transfer.state in (State.COMMITTED, State.FAILED):
+        if transfer.state in (SendPhase.COMMITTED, SendPhase.FAILED):
             del self._by_generation[transfer.generation]
         if transfer.unpinned:
             return []
         transfer.unpinned = True
         return [Unpin(transfer.generation)]
 
-    def _move(self, transfer: Transfer, state: State) -> None:
+    def _move(self, transfer: OfferedTransfer, state: SendPhase) -> None:
         assert state in LEGAL[transfer.state], f"{transfer.state} -> {state}"
         transfer.state = state

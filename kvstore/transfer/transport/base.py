@@ -38,7 +38,7 @@ class SignalOperation(Operation, Protocol):
         """What arrived; for use once `wait` has returned."""
 
 
-class Link(Protocol):
+class Transport(Protocol):
     """One side. Belongs to one thread, which alone may use it, but for `abort`.
 
     An operation that raises leaves the link broken: slots of operations under way are discarded, and it is closed.
@@ -54,14 +54,14 @@ class Link(Protocol):
         """Called by any thread: ends what is under way as soon as the link can. Idempotent."""
 
 
-class SendingLink(Link, Protocol):
+class SendingTransport(Transport, Protocol):
     def send_signal(self, header: bytes) -> Operation: ...
 
     def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
         """The slot holds the header already; `num_bytes` of payload follow it."""
 
 
-class ReceivingLink(Link, Protocol):
+class ReceivingTransport(Transport, Protocol):
     def recv_signal(self) -> SignalOperation: ...
 
     def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:

@@ -47,7 +47,7 @@ class Faults:
 
     @property
     def on_link(self) -> bool:
-        """Whether there are any that a `FaultyLink` injects."""
+        """Whether there are any that a `FaultyTransport` injects."""
         return any(getattr(self, name) for name in self.__slots__ if name.startswith("link_"))
 
 

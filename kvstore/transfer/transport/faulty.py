@@ -16,19 +16,19 @@ from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.faults import every
 
 if TYPE_CHECKING:
-    from kvstore.transfer.transport.base import Operation, SendingLink
+    from kvstore.transfer.transport.base import Operation, SendingTransport
     from kvstore.transfer.transport.faults import Faults
     from kvstore.transfer.transport.staging import Slot
 
 
-class FaultyLink:
+class FaultyTransport:
     """Wraps the sending side.
 
     Attributes:
         injected: how often each fault happened, by its name.
     """
 
-    def __init__(self, link: SendingLink, faults: Faults, seed: int = 0) -> None:
+    def __init__(self, link: SendingTransport, faults: Faults, seed: int = 0) -> None:
         self.slots = link.slots
         self.injected: Counter[str] = Counter()
         self._link = link
@@ -111,7 +111,7 @@ class FaultyLink:
 class _HeldBack:
     """A chunk that is sent after the next one, or when somebody waits for it."""
 
-    def __init__(self, link: FaultyLink, slot: Slot, num_bytes: int) -> None:
+    def __init__(self, link: FaultyTransport, slot: Slot, num_bytes: int) -> None:
         self.slot = slot
         self.num_bytes = num_bytes
         self.operation: Operation | None = None

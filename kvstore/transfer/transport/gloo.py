@@ -2,7 +2,8 @@
 
 The only file with names that torch calls private or experimental (`ProcessGroupGloo._Options`, its `_devices` and
 `_threads`, backends constructed without `init_process_group`, `eager_connect_single_device`);
-`tests/unit/test_transfer_link.py` and `tests/gpu/test_nccl_link.py` guard them. Written against torch 2.13.
+`tests/unit/kvstore/transfer/transport/test_transports.py` and `tests/gpu/test_nccl_link.py` guard them. Written against
+torch 2.13.
 
 Rendezvous rides the control session: the store's `set` becomes a message to the peer, and `get` waits for the peer's.
 There is no TCPStore, no port and no world.
@@ -26,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.base import SENDER
-from kvstore.transfer.transport.nccl_turns import DeviceTraffic
+from kvstore.transfer.transport.nccl_turns import DeviceTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,10 +52,10 @@ _MAX_NAME_BYTES = 255
 _NCCL_ID_BYTES = 128
 _NCCL_LAUNCHER = threading.Lock()
 """NCCL forbids issuing operations of several communicators of one device in parallel."""
-_NCCL_TRAFFIC: dict[torch.device, DeviceTraffic] = {}
+_NCCL_TRAFFIC: dict[torch.device, DeviceTurns] = {}
 
 
-class SessionStore(Store):
+class RendezvousStore(Store):
     """One pair's rendezvous. The owner keeps it alive as long as the link: torch holds only the C++ half.
 
     Args:
@@ -95,7 +96,7 @@ class SessionStore(Store):
 
     # What gloo and NCCL call, from C++ and from threads of their own.
 
-    def clone(self) -> SessionStore:
+    def clone(self) -> RendezvousStore:
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -164,7 +165,7 @@ def is_of_nccl(peer: int, key: str, value: bytes) -> bool:
     return key != "0" or (peer == SENDER and len(value) == _NCCL_ID_BYTES)
 
 
-class GlooLink:
+class GlooTransport:
     """A gloo pair over TCP. Its send returns once the peer has posted the receive: natural back-pressure.
 
     Signals and chunks have a tag each. A chunk's receive is posted with the whole slot, because gloo ends the process
@@ -237,7 +238,7 @@ def _gloo_device(host: str) -> Any:
     return dist.ProcessGroupGloo.create_device(hostname=host)
 
 
-class NcclLink:
+class NcclTransport:
     """A communicator of two GPUs, on a stream of its own, for chunks; a gloo pair beside it for signals.
 
     Half a transfer is a kernel that spins until the other half comes, and a GPU has few turns for them (see
@@ -270,10 +271,10 @@ class NcclLink:
         self._ending = threading.Lock()
         self._group: Any = None
         self._told: Operation | None = None
-        self._turns = _NCCL_TRAFFIC.setdefault(self._device, DeviceTraffic()).join()
+        self._turns = _NCCL_TRAFFIC.setdefault(self._device, DeviceTurns()).join()
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         signals = PrefixStore("signals", store)
-        self._signals = GlooLink(signals, rank, host, slots, open_timeout_s, op_timeout_s)
+        self._signals = GlooTransport(signals, rank, host, slots, open_timeout_s, op_timeout_s)
         try:
             self._open(store, rank, open_timeout_s)
         except BaseException:
@@ -384,7 +385,7 @@ def _hear(word: bytes, operation: SignalOperation) -> None:
 
 
 class _NcclReceive:
-    def __init__(self, link: NcclLink, message: torch.Tensor, staged: SignalOperation) -> None:
+    def __init__(self, link: NcclTransport, message: torch.Tensor, staged: SignalOperation) -> None:
         self._link = link
         self._message = message
         self._staged = staged
@@ -394,7 +395,7 @@ class _NcclReceive:
 
 
 class _NcclOperation:
-    def __init__(self, link: NcclLink, done: torch.cuda.Event, timeout_s: float) -> None:
+    def __init__(self, link: NcclTransport, done: torch.cuda.Event, timeout_s: float) -> None:
         self._link = link
         self._done = done
         self._timeout_s = timeout_s

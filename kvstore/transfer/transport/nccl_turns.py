@@ -40,7 +40,7 @@ class Direction(enum.Enum):
     RECEIVE = "receiving"
 
 
-class DeviceTraffic:
+class DeviceTurns:
     """One GPU in this process. Any thread.
 
     Attributes:
@@ -52,13 +52,13 @@ class DeviceTraffic:
         self.id = uuid.uuid4().hex
         self.num_stalled = 0
         self._changed = threading.Condition()
-        self._queues: dict[Direction, deque[LinkTurns]] = {direction: deque() for direction in Direction}
+        self._queues: dict[Direction, deque[TransportTurns]] = {direction: deque() for direction in Direction}
         """The first in each has the turn."""
 
-    def join(self) -> LinkTurns:
-        return LinkTurns(self)
+    def join(self) -> TransportTurns:
+        return TransportTurns(self)
 
-    def take(self, link: LinkTurns, direction: Direction, timeout_s: float) -> None:
+    def take(self, link: TransportTurns, direction: Direction, timeout_s: float) -> None:
         queue = self._queues[direction]
         with self._changed:
             if link.is_aborted:
@@ -71,7 +71,7 @@ class DeviceTraffic:
                 queue.remove(link)
                 raise TransferTimeout(f"other transfers kept the GPU's {direction.value} turn for {timeout_s:g} s")
 
-    def leave(self, link: LinkTurns, *directions: Direction) -> None:
+    def leave(self, link: TransportTurns, *directions: Direction) -> None:
         """No effect where the link neither has the turn nor waits for it."""
         with self._changed:
             for direction in directions:
@@ -84,7 +84,7 @@ class DeviceTraffic:
             self.num_stalled += 1
 
 
-class LinkTurns:
+class TransportTurns:
     """One link's part. For its owner thread, but for `abort`.
 
     `tell` and `hear` of each method carry one word to the link's other side and back. `tell` does not wait to be heard;
@@ -92,7 +92,7 @@ class LinkTurns:
     does not come within `timeout_s`, and TransferError once the link is aborted.
     """
 
-    def __init__(self, device: DeviceTraffic) -> None:
+    def __init__(self, device: DeviceTurns) -> None:
         self.device = device
         self.is_aborted = False
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.transport.base import RECEIVER, SENDER
-from kvstore.transfer.transport.gloo import GlooLink, NcclLink, SessionStore, is_of_gloo, is_of_nccl
+from kvstore.transfer.transport.gloo import GlooTransport, NcclTransport, RendezvousStore, is_of_gloo, is_of_nccl
 from kvstore.transfer.transport.shm import ShmReceiver, ShmSender, is_of_shm
 from kvstore.transfer.transport.staging import StagingPool
 from kvstore.transfer.transport.tcp import TcpReceiver, TcpSender, is_of_tcp
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from baton.config import TransferConfig
-    from kvstore.transfer.transport.base import ReceivingLink, SendingLink
+    from kvstore.transfer.transport.base import ReceivingTransport, SendingTransport
 
 
 _IS_OF = {"nccl": is_of_nccl, "shm": is_of_shm, "tcp": is_of_tcp, "gloo": is_of_gloo}
@@ -30,7 +30,7 @@ _WARM_BYTES = 2**20
 """Half of what a core's second-level cache holds on the machines of today."""
 
 
-def usable_links(devices: Sequence[torch.device], wanted: tuple[str, ...]) -> tuple[str, ...]:
+def usable_transports(devices: Sequence[torch.device], wanted: tuple[str, ...]) -> tuple[str, ...]:
     """Of the link kinds wanted, those that a worker with caches on `devices`, one a rank, can use here, in order.
 
     Whether the peer can use them too is another question; for shm the answer is that its `host_id` is the same. NCCL
@@ -87,13 +87,13 @@ class StagingPools:
 
 def open_sender(
     kind: str,
-    store: SessionStore,
+    store: RendezvousStore,
     host: str,
     staging: StagingPool,
     max_slots: int,
     open_timeout_s: float,
     op_timeout_s: float,
-) -> SendingLink:
+) -> SendingTransport:
     """Blocks until the receiver has joined. For the thread that will own the link.
 
     Args:
@@ -116,13 +116,13 @@ def open_sender(
 
 def open_receiver(
     kind: str,
-    store: SessionStore,
+    store: RendezvousStore,
     host: str,
     staging: StagingPool,
     max_slots: int,
     open_timeout_s: float,
     op_timeout_s: float,
-) -> ReceivingLink:
+) -> ReceivingTransport:
     """As `open_sender`, on the other side; an shm link stages nothing on this one."""
     _expect(store, kind, SENDER)
     with _errors_named(kind):
@@ -135,23 +135,23 @@ def open_receiver(
 
 def _open_torch_link(
     kind: str,
-    store: SessionStore,
+    store: RendezvousStore,
     rank: int,
     host: str,
     staging: StagingPool,
     max_slots: int,
     open_timeout_s: float,
     op_timeout_s: float,
-) -> GlooLink | NcclLink:
+) -> GlooTransport | NcclTransport:
     slots = staging.share(max_slots)
     if kind == "nccl":
-        return NcclLink(store, rank, host, staging.device, slots, open_timeout_s, op_timeout_s)
-    return GlooLink(store, rank, host, slots, open_timeout_s, op_timeout_s)
+        return NcclTransport(store, rank, host, staging.device, slots, open_timeout_s, op_timeout_s)
+    return GlooTransport(store, rank, host, slots, open_timeout_s, op_timeout_s)
 
 
 def _expect(store: object, kind: str, peer: int) -> None:
     """Of the stores only a session's is filled by somebody else."""
-    if isinstance(store, SessionStore):
+    if isinstance(store, RendezvousStore):
         store.expect(partial(_IS_OF[kind], peer))
 
 

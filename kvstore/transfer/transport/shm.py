@@ -41,7 +41,7 @@ from kvstore.transfer.transport.staging import Slot
 
 if TYPE_CHECKING:
     from kvstore.transfer.transport.base import Operation, SignalOperation
-    from kvstore.transfer.transport.gloo import SessionStore
+    from kvstore.transfer.transport.gloo import RendezvousStore
     from kvstore.transfer.transport.staging import SlotSource
 
 _NAME, _JOINED = "shm", "shm/joined"
@@ -71,7 +71,7 @@ def is_of_shm(peer: int, key: str, value: bytes) -> bool:
 
 class ShmSender:
     def __init__(
-        self, store: SessionStore, num_slots: int, slot_bytes: int, open_timeout_s: float, op_timeout_s: float
+        self, store: RendezvousStore, num_slots: int, slot_bytes: int, open_timeout_s: float, op_timeout_s: float
     ) -> None:
         stride = -(-(HEADER_BYTES + slot_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = os.memfd_create("baton-kv")
@@ -105,7 +105,7 @@ class ShmSender:
 
 
 class ShmReceiver:
-    def __init__(self, store: SessionStore, open_timeout_s: float, op_timeout_s: float) -> None:
+    def __init__(self, store: RendezvousStore, open_timeout_s: float, op_timeout_s: float) -> None:
         with contextlib.ExitStack() as undo:
             connection = undo.enter_context(_connect(store, open_timeout_s))
             message, fds, _, _ = socket.recv_fds(connection, _RING.size, 1, socket.MSG_CMSG_CLOEXEC)
@@ -329,7 +329,7 @@ def _map(memory: int, num_slots: int, stride: int, shared: bool) -> torch.Tensor
     return torch.from_file(f"/proc/self/fd/{memory}", shared=shared, size=size, dtype=torch.uint8).view(num_slots, -1)
 
 
-def _accept(store: SessionStore, timeout_s: float) -> socket.socket:
+def _accept(store: RendezvousStore, timeout_s: float) -> socket.socket:
     address = "\0baton-kv-" + secrets.token_hex(16)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
@@ -341,7 +341,7 @@ def _accept(store: SessionStore, timeout_s: float) -> socket.socket:
     return _of_own_user(connection)
 
 
-def _connect(store: SessionStore, timeout_s: float) -> socket.socket:
+def _connect(store: RendezvousStore, timeout_s: float) -> socket.socket:
     store.wait([_NAME], timedelta(seconds=timeout_s))
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.ExitStack() as undo:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvstore.transfer.transport.base import Operation, SignalOperation
-    from kvstore.transfer.transport.gloo import SessionStore
+    from kvstore.transfer.transport.gloo import RendezvousStore
     from kvstore.transfer.transport.staging import Slot, SlotSource
 
 _ADDRESS, _JOINED = "tcp", "tcp/joined"
@@ -55,7 +55,7 @@ def is_of_tcp(peer: int, key: str, value: bytes) -> bool:
 
 class TcpSender:
     def __init__(
-        self, store: SessionStore, host: str, slots: SlotSource, open_timeout_s: float, op_timeout_s: float
+        self, store: RendezvousStore, host: str, slots: SlotSource, open_timeout_s: float, op_timeout_s: float
     ) -> None:
         self.slots = slots
         self._stream = _Stream(_accept(store, host, open_timeout_s), op_timeout_s)
@@ -76,7 +76,7 @@ class TcpSender:
 
 
 class TcpReceiver:
-    def __init__(self, store: SessionStore, slots: SlotSource, open_timeout_s: float, op_timeout_s: float) -> None:
+    def __init__(self, store: RendezvousStore, slots: SlotSource, open_timeout_s: float, op_timeout_s: float) -> None:
         self.slots = slots
         self._stream = _Stream(_connect(store, open_timeout_s), op_timeout_s)
 
@@ -189,7 +189,7 @@ class _Stream:
             raise TransferError(f"the tcp link is broken: {error}") from error
 
 
-def _accept(store: SessionStore, host: str, timeout_s: float) -> socket.socket:
+def _accept(store: RendezvousStore, host: str, timeout_s: float) -> socket.socket:
     token = secrets.token_bytes(_TOKEN_BYTES)
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, 0), family=family) as listener:
@@ -215,7 +215,7 @@ def _says(connection: socket.socket, token: bytes, timeout_s: float) -> bool:
         return False
 
 
-def _connect(store: SessionStore, timeout_s: float) -> socket.socket:
+def _connect(store: RendezvousStore, timeout_s: float) -> socket.socket:
     store.wait([_ADDRESS], timedelta(seconds=timeout_s))
     token, host, port = store.get(_ADDRESS).decode().split()
     connection = socket.create_connection((host, int(port)), timeout_s)

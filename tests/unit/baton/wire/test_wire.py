@@ -124,7 +124,7 @@ STARTS = st.builds(m.Start, CALL_IDS, PREFILLS | DECODES | FETCHES, st.dictionar
 
 @given(st.lists(STARTS | st.builds(m.Cancel, CALL_IDS), max_size=4))
 def test_commands_to_workers(commands: list[m.Start | m.Cancel]) -> None:
-    written = [wire.start(c) if isinstance(c, m.Start) else wire.cancel(c) for c in commands]
+    written = [wire.start_command(c) if isinstance(c, m.Start) else wire.cancel_command(c) for c in commands]
     assert wire.commands(through_bytes(wire.serve_request(written))) == commands
 
 

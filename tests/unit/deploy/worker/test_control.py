@@ -88,7 +88,9 @@ def call(call_id: int) -> worker_pb2.ServeRequest:
         sampling=SamplingParams(max_tokens=4, temperature=0.0, seed=0),
         cache_seed=b"",
     )
-    return wire.serve_request([wire.start(Start(call_id, DecodeRequest(spec, await_kv=False, source=None), {}))])
+    return wire.serve_request(
+        [wire.start_command(Start(call_id, DecodeRequest(spec, await_kv=False, source=None), {}))]
+    )
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 1e300])

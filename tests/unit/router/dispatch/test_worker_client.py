@@ -187,7 +187,9 @@ async def test_what_is_ready_together_travels_in_one_frame() -> None:
     async with serving(engine) as (_, port), channel(f"127.0.0.1:{port}") as open_channel:
         stub: Any = worker_pb2_grpc.WorkerCallsStub(open_channel)
         stream = stub.Serve()
-        starts = [wire.start(Start(call_id, DecodeRequest(spec(f"{call_id}"), False), {})) for call_id in (1, 2, 3)]
+        starts = [
+            wire.start_command(Start(call_id, DecodeRequest(spec(f"{call_id}"), False), {})) for call_id in (1, 2, 3)
+        ]
         await stream.write(wire.serve_request(starts))
         await soon(lambda: len(engine.held) == 3)
         for step in range(3):
@@ -451,7 +453,7 @@ async def raw_stream(servicer: CallServicer) -> AsyncIterator[Any]:
 
 
 async def write_starts(stream: Any, *starts: Start) -> None:
-    await stream.write(wire.serve_request([wire.start(start) for start in starts]))
+    await stream.write(wire.serve_request([wire.start_command(start) for start in starts]))
 
 
 def write_fields(sequence: worker_pb2.SequenceSpec, change: dict[str, Any]) -> None:
@@ -539,7 +541,7 @@ async def test_a_sequence_that_no_engine_could_serve_never_reaches_one(change: d
     """Such a value fails the step in which it is sampled, and every other sequence of it: again on the next worker."""
     engine = Engine()
     async with raw_stream(CallServicer(decode=engine.decode, max_model_len=8192)) as stream:
-        commands = [wire.start(decoding(number, spec(str(number)))) for number in (1, 2)]
+        commands = [wire.start_command(decoding(number, spec(str(number)))) for number in (1, 2)]
         write_fields(commands[0].decode.sequence, change)
         await stream.write(wire.serve_request(commands))
         ((call_id, refusal),) = await heard(stream)

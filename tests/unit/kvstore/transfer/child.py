@@ -20,7 +20,7 @@ from typing import Any
 from baton.config import TransferConfig
 from baton.errors import BatonError
 from baton.messages import Ticket
-from tests.integration.transfer_peers import Decode, Prefill, decode_side, prefill_side
+from tests.unit.kvstore.transfer.peers import Decode, Prefill, decode_side, prefill_side
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([__name__])

@@ -1,8 +1,8 @@
-"""Every way in which hand-overs can go, with the real `Ledger` and `Offers` in a small model of the world around them.
+"""Every way in which hand-overs can go: the real `ReceiveState` and `SendState` in a small model of the world.
 
-    request --reserve, release--> Ledger <--control messages, a queue a direction--> Offers <--offer, finish, abort--
-                                     ^                                                  |
-                                     '---- lane <---- chunks, first in first out ---- lane
+    request --reserve, release--> ReceiveState <--control messages, a queue a direction--> SendState <--offer, finish,
+                                     ^                                                        |              abort
+                                     '---- thread <---- chunks, first in first out ---- thread
 
 A world is a tuple of plain values. `explore` visits every world that can follow from the first one, depth first, and
 raises `Violation`, with the way that leads there, as soon as one of these does not hold:
@@ -36,8 +36,8 @@ from baton.messages import Abort, AbortAck, Commit, CommitAck, Grant, Nack, Offe
 from kvstore.transfer.protocol import receive_state as ledger_module
 from kvstore.transfer.protocol import send_state as offers_module
 from kvstore.transfer.protocol.reasons import to_reason
-from kvstore.transfer.protocol.receive_state import Ledger
-from kvstore.transfer.protocol.send_state import Offers
+from kvstore.transfer.protocol.receive_state import ReceiveState
+from kvstore.transfer.protocol.send_state import SendState
 
 RESEND_S, ANSWER_S, LEASE_S = 1.0, 4.0, 4.0
 ERROR = TransferError("on purpose")
@@ -66,11 +66,11 @@ DEAD = -1
 MAX_STATES = 10_000
 """Of a machine in one scenario: some thousands are met."""
 
-M = TypeVar("M", Ledger, Offers)
+M = TypeVar("M", ReceiveState, SendState)
 
 
 class Violation(AssertionError):
-    """Something that must never happen, and the steps that lead to it."""
+    """Something that must never apply, and the steps that lead to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +234,7 @@ class World:
     content: tuple[tuple[int, int, int] | None, ...]
     """By block: generation, session and seq of the chunk that it holds, if it is a chunk's."""
     faults: int
-    """Still to happen, at most."""
+    """Still to apply, at most."""
     cancels: int
     benign: bool
     """Nothing has happened that a hand-over does not survive."""
@@ -256,7 +256,7 @@ def without(values: tuple[Any, ...], index: int) -> tuple[Any, ...]:
 class Model:
     """The steps of a scenario's worlds, with machines of the classes given."""
 
-    def __init__(self, scenario: Scenario, ledger: type[Ledger], offers: type[Offers]) -> None:
+    def __init__(self, scenario: Scenario, ledger: type[ReceiveState], offers: type[SendState]) -> None:
         self.scenario = scenario
         self.ledger = Book(ledger())
         self.offers = Book(offers(RESEND_S, ANSWER_S))
@@ -296,7 +296,7 @@ class Model:
         return _key_of(world)
 
     def steps(self, key: Key) -> Iterator[tuple[Way, Key]]:
-        """All that can happen next. None where the run is over; then its end is checked."""
+        """All that can apply next. None where the run is over; then its end is checked."""
         at_rest = True
         for way in self._ordinary(World(*key)):
             at_rest = False
@@ -312,7 +312,7 @@ class Model:
         for way in self._accidents(World(*key), at_rest):
             yield self._take(key, way)
 
-    # -- what can happen ---------------------------------------------------------------------------------------------
+    # -- what can apply ---------------------------------------------------------------------------------------------
 
     def _ordinary(self, world: World) -> Iterator[Way]:
         """What happens sooner or later in any run."""
@@ -683,7 +683,7 @@ class Model:
                     world.sent = put(world.sent, t, put(world.sent[t], s, outcome))
 
     def check_end(self, world: World) -> None:
-        """Nothing can happen any more, however long one waits."""
+        """Nothing can apply any more, however long one waits."""
         assert not any(world.holder), "blocks are lost"
         assert set(world.phase) == {DONE}, "a request waits for ever"
         assert not any(any(parts) for parts in world.pinned), "pins are left"
@@ -707,7 +707,9 @@ class Model:
 # -- the search ----------------------------------------------------------------------------------------------------
 
 
-def explore(scenario: Scenario, ledger: type[Ledger] = Ledger, offers: type[Offers] = Offers) -> Explored:
+def explore(
+    scenario: Scenario, ledger: type[ReceiveState] = ReceiveState, offers: type[SendState] = SendState
+) -> Explored:
     """Visits every world of a scenario.
 
     Raises:

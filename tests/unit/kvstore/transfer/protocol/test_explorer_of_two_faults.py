@@ -1,23 +1,28 @@
 """The hand-over's two state machines against everything that can go wrong once or twice, exhaustively; a minute or two.
 
-What the worlds are, and what must hold in them: `transfer_model`. That broken machines are found is shown in
-`tests/unit/test_transfer_explorer.py`.
+What the worlds are, and what must hold in them: `explorer`. That broken machines are found is shown in
+`test_explorer.py`.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.integration.transfer_model import Scenario, explore
+from tests.unit.kvstore.transfer.protocol.explorer import Scenario, explore
 
 SCENARIOS = [
     (Scenario(name="one transfer", num_chunks=((2,),), num_blocks=2, num_faults=2, num_cancels=2), 40_000),
-    (Scenario(name="side by side", num_chunks=((1,), (1,)), num_blocks=2, num_faults=2), 400_000),
-    (
+    pytest.param(
+        Scenario(name="side by side", num_chunks=((1,), (1,)), num_blocks=2, num_faults=2),
+        400_000,
+        marks=pytest.mark.chaos,
+    ),
+    pytest.param(
         Scenario(
             name="one after the other in one block", num_chunks=((1,), (1,)), num_blocks=1, num_faults=2, num_cancels=1
         ),
         200_000,
+        marks=pytest.mark.chaos,
     ),
     (
         Scenario(

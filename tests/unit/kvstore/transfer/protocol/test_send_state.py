@@ -1,4 +1,4 @@
-"""The offers, event by event. What any order of events can lead to is `test_transfer_explorer.py`."""
+"""The offers, event by event. What any order of events can lead to is `test_explorer.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from baton.errors import TransferCorrupted, TransferError, TransferTimeout, WorkerFailed
 from baton.messages import Abort, Commit, Offer
 from kvstore.transfer.protocol.reasons import to_reason
-from kvstore.transfer.protocol.send_state import Committed, Failed, Granted, Instruction, Offers, State, Tell, Unpin
+from kvstore.transfer.protocol.send_state import (
+    Committed,
+    Failed,
+    Granted,
+    Instruction,
+    SendPhase,
+    SendState,
+    Tell,
+    Unpin,
+)
 
 ERROR = TransferCorrupted("test")
 OFFER = Offer(
@@ -28,19 +37,19 @@ ABORT = Abort("t", 1, to_reason(ERROR))
 RESEND_S, ANSWER_S = 1.0, 10.0
 
 
-def offered() -> Offers:
-    offers = Offers(RESEND_S, ANSWER_S)
+def offered() -> SendState:
+    offers = SendState(RESEND_S, ANSWER_S)
     assert offers.offer(OFFER, 0.0) == [Tell(OFFER)]
     return offers
 
 
-def granted() -> Offers:
+def granted() -> SendState:
     offers = offered()
     assert offers.on_grant("t", 1, 0.0) == [Granted(1)]
     return offers
 
 
-def committing(now: float = 0.0) -> Offers:
+def committing(now: float = 0.0) -> SendState:
     offers = granted()
     gather(offers, now)
     gather(offers, now)
@@ -48,7 +57,7 @@ def committing(now: float = 0.0) -> Offers:
     return offers
 
 
-def gather(offers: Offers, now: float = 0.0) -> list[Instruction]:
+def gather(offers: SendState, now: float = 0.0) -> list[Instruction]:
     assert offers.gather_begins(1)
     offers.check()
     return offers.gather_ends(1, now)
@@ -63,7 +72,7 @@ def test_a_transfer_is_committed_when_the_receiver_says_so() -> None:
 
 @given(st.integers(0, 3), st.integers(0, 3))
 def test_the_commit_follows_the_grant_the_last_chunk_and_the_end_of_computing(num_chunks: int, finish_at: int) -> None:
-    offers = Offers(RESEND_S, ANSWER_S)
+    offers = SendState(RESEND_S, ANSWER_S)
     offers.offer(
         Offer(
             transfer_id="t",
@@ -105,7 +114,7 @@ def test_giving_up_unpins_at_once_and_is_remembered_until_it_is_heard() -> None:
     offers = granted()
     assert offers.abort(1, ERROR, 0.0) == [Failed(1, ERROR), Tell(ABORT), Unpin(1)]
     assert offers.abort(1, ERROR, 0.0) == offers.finish(1, 9, 0.0) == []
-    assert offers.state(1) is State.ABORTING
+    assert offers.state(1) is SendPhase.ABORTING
     assert offers.on_grant("t", 1, 0.0) == offers.on_commit_ack("t", 1) == offers.on_nack("t", 1, "") == []
     assert offers.tick(RESEND_S) == [Tell(ABORT)]
     assert offers.on_abort_ack("t", 1) == []
@@ -132,7 +141,7 @@ def test_a_cancel_of_the_sender_is_told_as_a_transfer_error() -> None:
 
 
 @pytest.mark.parametrize("make", [offered, granted, committing])
-def test_a_refusal_fails_with_the_receivers_reason(make: Callable[[], Offers]) -> None:
+def test_a_refusal_fails_with_the_receivers_reason(make: Callable[[], SendState]) -> None:
     offers = make()
     failed, unpin = offers.on_nack("t", 1, to_reason(ERROR))
     assert isinstance(failed, Failed)
@@ -176,7 +185,7 @@ def test_a_lost_session_ends_everything_on_it() -> None:
 
 @pytest.mark.parametrize(("make", "pending"), [(offered, OFFER), (committing, COMMIT)])
 def test_what_is_not_answered_is_said_again_and_given_up_in_the_end(
-    make: Callable[[], Offers], pending: Offer | Commit
+    make: Callable[[], SendState], pending: Offer | Commit
 ) -> None:
     offers = make()
     assert offers.tick(0.9) == []
@@ -212,7 +221,7 @@ def test_answers_about_others_are_counted_and_change_nothing() -> None:
     assert offers.on_nack("u", 1, "") == offers.on_abort_ack("t", 7) == []
     assert offers.num_fenced == 4
     assert offers.on_grant("t", 1, 0.0) == offers.on_abort_ack("t", 1) == []
-    assert offers.state(1) is State.COMMITTING
+    assert offers.state(1) is SendPhase.COMMITTING
 
 
 def test_an_acknowledgement_of_what_was_not_committed_is_nothing() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.errors import TransferError, TransferTimeout
-from kvstore.transfer.transport.nccl_turns import DeviceTraffic, Direction, LinkTurns
+from kvstore.transfer.transport.nccl_turns import DeviceTurns, Direction, TransportTurns
 
 LONG_S = 20.0
 """Nothing here takes so long unless somebody waits in a circle."""
@@ -25,7 +25,7 @@ def nothing() -> None:
 class Holder:
     """A link in a thread of its own, with a turn until it is let go."""
 
-    def __init__(self, traffic: DeviceTraffic, direction: Direction, timeout_s: float = LONG_S) -> None:
+    def __init__(self, traffic: DeviceTurns, direction: Direction, timeout_s: float = LONG_S) -> None:
         self.link = traffic.join()
         self.got_it = threading.Event()
         self.let_go = threading.Event()
@@ -64,7 +64,7 @@ def end(*holders: Holder) -> None:
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_turns_come_in_the_order_in_which_they_were_asked_for(direction: Direction) -> None:
-    traffic = DeviceTraffic()
+    traffic = DeviceTurns()
     holders = []
     for _ in range(4):
         holders.append(Holder(traffic, direction))
@@ -76,15 +76,15 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for(direction: Directi
 
 
 def test_sending_and_receiving_and_other_gpus_do_not_wait_for_each_other() -> None:
-    traffic = DeviceTraffic()
+    traffic = DeviceTurns()
     holders = [Holder(traffic, Direction.SEND), Holder(traffic, Direction.RECEIVE)]
-    holders.append(Holder(DeviceTraffic(), Direction.SEND))
+    holders.append(Holder(DeviceTurns(), Direction.SEND))
     assert all(holder.got_it.wait(LONG_S) for holder in holders)
     end(*holders)
 
 
 def test_a_turn_that_does_not_come_in_time_is_a_timeout_and_is_not_kept() -> None:
-    traffic = DeviceTraffic()
+    traffic = DeviceTurns()
     first = Holder(traffic, Direction.SEND)
     assert first.got_it.wait(LONG_S)
     second = Holder(traffic, Direction.SEND, timeout_s=0.2)
@@ -99,7 +99,7 @@ def test_a_turn_that_does_not_come_in_time_is_a_timeout_and_is_not_kept() -> Non
 
 def test_an_aborted_link_gives_its_turn_back_once() -> None:
     """Leaving its turn afterwards must not end that of the next one."""
-    traffic = DeviceTraffic()
+    traffic = DeviceTurns()
     aborted = Holder(traffic, Direction.RECEIVE)
     assert aborted.got_it.wait(LONG_S)
     second = Holder(traffic, Direction.RECEIVE)
@@ -117,7 +117,7 @@ def test_an_aborted_link_gives_its_turn_back_once() -> None:
 
 
 def test_an_aborted_link_waits_no_longer_and_never_goes_again() -> None:
-    traffic = DeviceTraffic()
+    traffic = DeviceTurns()
     first = Holder(traffic, Direction.RECEIVE)
     assert first.got_it.wait(LONG_S)
     waiting = Holder(traffic, Direction.RECEIVE)
@@ -131,7 +131,7 @@ def test_an_aborted_link_waits_no_longer_and_never_goes_again() -> None:
 
 
 def test_a_stall_is_counted_and_ends_the_turn() -> None:
-    traffic = DeviceTraffic()
+    traffic = DeviceTurns()
     stalled = Holder(traffic, Direction.SEND)
     assert stalled.got_it.wait(LONG_S)
     next_one = Holder(traffic, Direction.SEND)
@@ -144,7 +144,7 @@ def test_a_stall_is_counted_and_ends_the_turn() -> None:
 
 def test_nobody_has_a_turn_while_waiting_for_the_other_side_to_be_ready() -> None:
     """A sender that does not come, or a receiver without a slot, costs nobody else a turn."""
-    traffic = DeviceTraffic()
+    traffic = DeviceTurns()
     never = threading.Event()
     asked = [threading.Event() for _ in range(3)]
 
@@ -171,7 +171,7 @@ def test_nobody_has_a_turn_while_waiting_for_the_other_side_to_be_ready() -> Non
 
 
 def test_an_opening_waits_for_what_is_on_the_gpu_and_lets_nothing_new_begin() -> None:
-    traffic = DeviceTraffic()
+    traffic = DeviceTurns()
     before = [Holder(traffic, direction) for direction in Direction]
     assert all(holder.got_it.wait(LONG_S) for holder in before)
     opened, let_go = threading.Event(), threading.Event()
@@ -204,7 +204,7 @@ def test_an_opening_waits_for_what_is_on_the_gpu_and_lets_nothing_new_begin() ->
 class Gpu:
     """One process with one GPU; counts what is on it."""
 
-    traffic: DeviceTraffic = field(default_factory=DeviceTraffic)
+    traffic: DeviceTurns = field(default_factory=DeviceTurns)
     lock: threading.Lock = field(default_factory=threading.Lock)
     on_it: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
 
@@ -248,7 +248,7 @@ class FakeLink:
                     self._bytes.wait(self._timeout_s)
 
     def _open(
-        self, turns: LinkTurns, gpu: Gpu, first: bool, tell: Callable[[], None], hear: Callable[[], None]
+        self, turns: TransportTurns, gpu: Gpu, first: bool, tell: Callable[[], None], hear: Callable[[], None]
     ) -> None:
         with turns.opening(first, tell, hear, self._timeout_s), gpu.busy(*Direction):
             self._bytes.wait(self._timeout_s)

@@ -14,28 +14,28 @@ import torch
 
 from baton.engine.model.kv_cache import KVCache
 from baton.errors import TransferError
-from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.plan import Chunk
-from tests.integration.transfer_peers import decode_side, eventually, filled_cache, prefill_side, send, with_link
+from tests.unit.kvstore.transfer.peers import decode_side, eventually, filled_cache, prefill_side, send, with_link
 
 COPY_S = 0.05
 SOURCE, TARGET = list(range(20, 30)), list(range(30, 40))
 CONFIG = with_link("tcp")
-gather, scatter = Rows.gather, Rows.scatter
+gather, scatter = BlockCopier.gather, BlockCopier.scatter
 
 
 class SlowRows:
-    """In the place of what `Rows` does."""
+    """In the place of what `BlockCopier` does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began = threading.Event()
         self.ended: list[bool] = []
         """For each copy, whether what it moved was there when it began."""
-        monkeypatch.setattr(Rows, "gather", lambda rows, *copy: self._gather(rows, *copy))
-        monkeypatch.setattr(Rows, "scatter", lambda rows, *copy: self._scatter(rows, *copy))
+        monkeypatch.setattr(BlockCopier, "gather", lambda rows, *copy: self._gather(rows, *copy))
+        monkeypatch.setattr(BlockCopier, "scatter", lambda rows, *copy: self._scatter(rows, *copy))
         self.slow = ""
 
-    def _gather(self, rows: Rows, chunk: Chunk, payload: torch.Tensor, *how: Any) -> None:
+    def _gather(self, rows: BlockCopier, chunk: Chunk, payload: torch.Tensor, *how: Any) -> None:
         if self.slow != "gather":
             gather(rows, chunk, payload, *how)
             return
@@ -45,7 +45,7 @@ class SlowRows:
         gather(rows, chunk, payload, *how)
         self.ended.append(torch.equal(payload, there))
 
-    def _scatter(self, rows: Rows, chunk: Chunk, payload: torch.Tensor, *how: Any) -> None:
+    def _scatter(self, rows: BlockCopier, chunk: Chunk, payload: torch.Tensor, *how: Any) -> None:
         if self.slow != "scatter":
             scatter(rows, chunk, payload, *how)
             return

@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
-from kvstore.transfer.transport.base import RECEIVER, SENDER, Operation, ReceivingLink, SendingLink
+from kvstore.transfer.transport.base import RECEIVER, SENDER, Operation, ReceivingTransport, SendingTransport
 from kvstore.transfer.transport.faults import Faults
-from kvstore.transfer.transport.faulty import FaultyLink
-from kvstore.transfer.transport.gloo import SessionStore, is_of_nccl
+from kvstore.transfer.transport.faulty import FaultyTransport
+from kvstore.transfer.transport.gloo import RendezvousStore, is_of_nccl
 from kvstore.transfer.transport.nccl_env import nccl_environment
-from kvstore.transfer.transport.select import chunk_bytes, open_receiver, open_sender, staging_device, usable_links
+from kvstore.transfer.transport.select import chunk_bytes, open_receiver, open_sender, staging_device, usable_transports
 from kvstore.transfer.transport.shm import host_id
 from kvstore.transfer.transport.staging import Slot, StagingPool
 
@@ -41,10 +41,10 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Pair:
-    sender: SendingLink
-    receiver: ReceivingLink
-    stores: list[SessionStore]
+class Ends:
+    sender: SendingTransport
+    receiver: ReceivingTransport
+    stores: list[RendezvousStore]
     """torch holds only their C++ halves."""
 
 
@@ -53,21 +53,21 @@ def pool() -> StagingPool:
 
 
 @contextlib.contextmanager
-def opened(kind: str, op_timeout_s: float = 5.0) -> Iterator[Pair]:
+def opened(kind: str, op_timeout_s: float = 5.0) -> Iterator[Ends]:
     """The faulty kinds inject nothing: what wraps a link must not change it."""
-    stores: list[SessionStore] = []
+    stores: list[RendezvousStore] = []
 
     def publish_to(other: int) -> Callable[[str, bytes], None]:
         return lambda key, value: stores[other].deliver(key, value)
 
-    stores += [SessionStore(publish_to(RECEIVER)), SessionStore(publish_to(SENDER))]
+    stores += [RendezvousStore(publish_to(RECEIVER)), RendezvousStore(publish_to(SENDER))]
     *faulty, kind = kind.split()
     with ThreadPoolExecutor(2) as threads:
         sending = threads.submit(open_sender, kind, stores[SENDER], HOST, pool(), WINDOW, 5.0, op_timeout_s)
         receiving = threads.submit(open_receiver, kind, stores[RECEIVER], HOST, pool(), WINDOW, 5.0, op_timeout_s)
         sender, receiver = sending.result(), receiving.result()
     try:
-        yield Pair(FaultyLink(sender, Faults()) if faulty else sender, receiver, stores)
+        yield Ends(FaultyTransport(sender, Faults()) if faulty else sender, receiver, stores)
     finally:
         sender.close()
         receiver.close()
@@ -79,7 +79,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def pair(kind: str) -> Iterator[Pair]:
+def pair(kind: str) -> Iterator[Ends]:
     with opened(kind) as pair:
         yield pair
 
@@ -98,12 +98,12 @@ def fill(slot: Slot, value: int, num_bytes: int) -> Slot:
     return slot
 
 
-def send(link: SendingLink, value: int, num_bytes: int) -> tuple[Slot, Operation]:
+def send(link: SendingTransport, value: int, num_bytes: int) -> tuple[Slot, Operation]:
     slot = fill(some(link.slots.acquire(1.0)), value, num_bytes)
     return slot, link.send_chunk(slot, num_bytes)
 
 
-def post(link: ReceivingLink, num_bytes: int) -> tuple[Slot, Operation]:
+def post(link: ReceivingTransport, num_bytes: int) -> tuple[Slot, Operation]:
     slot = some(link.slots.acquire(1.0))
     return slot, link.recv_chunk(slot, num_bytes)
 
@@ -112,19 +112,19 @@ def content(buffer: torch.Tensor) -> set[int]:
     return set(buffer.tolist())
 
 
-def receive(link: ReceivingLink, what: str) -> None:
+def receive(link: ReceivingTransport, what: str) -> None:
     operation = link.recv_signal() if what == "signal" else post(link, SLOT_BYTES)[1]
     operation.wait()
 
 
-def send_chunks(link: SendingLink, num_chunks: int) -> None:
+def send_chunks(link: SendingTransport, num_chunks: int) -> None:
     for value in range(num_chunks):
         slot, operation = send(link, value % 256, SLOT_BYTES)
         operation.wait()
         link.slots.release(slot)
 
 
-def send_signals(link: SendingLink, num_signals: int) -> None:
+def send_signals(link: SendingTransport, num_signals: int) -> None:
     for value in range(num_signals):
         link.send_signal(header(value)).wait()
         time.sleep(0.05)
@@ -137,7 +137,7 @@ def test_torch_still_has_the_private_names_that_links_use() -> None:
     assert callable(dist.ProcessGroupGloo.create_device)
 
 
-def test_chunks_arrive_whole_and_in_order_with_several_posted(pair: Pair) -> None:
+def test_chunks_arrive_whole_and_in_order_with_several_posted(pair: Ends) -> None:
     assert not dist.is_initialized()
     sizes = (1, SLOT_BYTES, 64, 999)
     posted = [post(pair.receiver, size) for size in sizes]
@@ -149,7 +149,7 @@ def test_chunks_arrive_whole_and_in_order_with_several_posted(pair: Pair) -> Non
         assert (len(slot.read_header()), len(slot.payload(size))) == (HEADER_BYTES, size)
 
 
-def test_signals_and_chunks_keep_their_places(pair: Pair) -> None:
+def test_signals_and_chunks_keep_their_places(pair: Ends) -> None:
     """The order of the two kinds is agreed; each operation gets the message of its place."""
     first = pair.receiver.recv_signal()
     slot, chunk = post(pair.receiver, SLOT_BYTES)
@@ -161,7 +161,7 @@ def test_signals_and_chunks_keep_their_places(pair: Pair) -> None:
     assert content(slot.message(SLOT_BYTES)) == {2}
 
 
-def test_slots_are_used_again_once_both_sides_released_them(pair: Pair) -> None:
+def test_slots_are_used_again_once_both_sides_released_them(pair: Ends) -> None:
     for value in range(1, 6 * WINDOW):
         inbox, arrival = post(pair.receiver, SLOT_BYTES)
         outbox, departure = send(pair.sender, value % 256, SLOT_BYTES)
@@ -172,7 +172,7 @@ def test_slots_are_used_again_once_both_sides_released_them(pair: Pair) -> None:
         pair.receiver.slots.release(inbox)
 
 
-def test_a_sender_holds_no_more_slots_than_its_share_and_gets_unsent_ones_back(pair: Pair) -> None:
+def test_a_sender_holds_no_more_slots_than_its_share_and_gets_unsent_ones_back(pair: Ends) -> None:
     slots = [some(pair.sender.slots.acquire(0.0)) for _ in range(WINDOW)]
     assert pair.sender.slots.acquire(0.0) is None
     assert pair.sender.slots.acquire(0.05) is None
@@ -180,7 +180,7 @@ def test_a_sender_holds_no_more_slots_than_its_share_and_gets_unsent_ones_back(p
     assert pair.sender.slots.acquire(0.0) is slots[1]
 
 
-def test_a_slot_that_only_the_receiver_released_is_still_the_senders(pair: Pair) -> None:
+def test_a_slot_that_only_the_receiver_released_is_still_the_senders(pair: Ends) -> None:
     inbox, arrival = post(pair.receiver, SLOT_BYTES)
     outbox, departure = send(pair.sender, 1, SLOT_BYTES)
     arrival.wait()
@@ -222,7 +222,7 @@ def test_a_receiver_that_takes_nothing_ends_in_a_timeout_at_the_sender(kind: str
 
 
 @pytest.mark.parametrize("awaited", ["signal", "chunk"])
-def test_a_sender_that_closes_ends_a_posted_receive_at_once(pair: Pair, awaited: str) -> None:
+def test_a_sender_that_closes_ends_a_posted_receive_at_once(pair: Ends, awaited: str) -> None:
     threading.Timer(0.1, pair.sender.close).start()
     start = time.monotonic()
     with pytest.raises(TransferError) as error:
@@ -231,14 +231,14 @@ def test_a_sender_that_closes_ends_a_posted_receive_at_once(pair: Pair, awaited:
     assert time.monotonic() - start < 2.0
 
 
-def test_a_receiver_that_closes_is_seen_by_the_sender(pair: Pair) -> None:
+def test_a_receiver_that_closes_is_seen_by_the_sender(pair: Ends) -> None:
     pair.receiver.close()
     with pytest.raises(TransferError) as error:
         send_signals(pair.sender, 3)  # the kernel may take one before it knows
     assert not isinstance(error.value, TransferTimeout)
 
 
-def test_closing_and_aborting_can_be_repeated(pair: Pair) -> None:
+def test_closing_and_aborting_can_be_repeated(pair: Ends) -> None:
     for link in (pair.sender, pair.receiver):
         link.abort()
         link.close()
@@ -283,7 +283,7 @@ def test_what_an_shm_receiver_writes_stays_its_own() -> None:
 @pytest.mark.parametrize("close", [True, False])
 def test_opening_ends_when_the_session_does_or_the_peer_does_not_join(kind: str, rank: int, close: bool) -> None:
     before = footprint()
-    store = SessionStore(lambda key, value: None)
+    store = RendezvousStore(lambda key, value: None)
     if close:
         threading.Timer(0.1, store.close).start()
     opens = open_sender if rank == SENDER else open_receiver
@@ -298,7 +298,7 @@ def test_opening_ends_when_the_session_does_or_the_peer_does_not_join(kind: str,
 def test_an_shm_sender_that_leaves_while_the_link_is_opened_leaves_nothing() -> None:
     """It publishes an address behind which nobody listens any more, or nobody answers."""
     before = footprint()
-    store = SessionStore(lambda key, value: None)
+    store = RendezvousStore(lambda key, value: None)
     store.deliver("shm", b"\0baton-kv-" + b"0" * 32)
     with pytest.raises(TransferError, match="could not be opened"):
         open_receiver("shm", store, HOST, pool(), WINDOW, 0.5, 1.0)
@@ -328,7 +328,7 @@ def test_a_tcp_sender_takes_only_the_receiver_that_its_session_knows() -> None:
     """Others may find the port: one that says something else, one that says nothing, and one that is gone at once."""
     before = footprint()
     addresses: list[str] = []
-    store = SessionStore(lambda key, value: addresses.append(value.decode()))
+    store = RendezvousStore(lambda key, value: addresses.append(value.decode()))
     with ThreadPoolExecutor(1) as thread:
         opening = thread.submit(open_sender, "tcp", store, HOST, pool(), WINDOW, 10.0, 1.0)
         assert eventually(lambda: bool(addresses))
@@ -352,7 +352,7 @@ def test_strangers_do_not_keep_a_tcp_sender_waiting(ends: str) -> None:
     """Each connects and says nothing, one after the other, for as long as it listens."""
     before = footprint()
     addresses: list[str] = []
-    store = SessionStore(lambda key, value: addresses.append(value.decode()))
+    store = RendezvousStore(lambda key, value: addresses.append(value.decode()))
     strangers: list[socket.socket] = []
     start = time.monotonic()
     with ThreadPoolExecutor(1) as thread:
@@ -379,7 +379,7 @@ def test_a_tcp_receiver_that_finds_nobody_leaves_nothing() -> None:
     before = footprint()
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
-    store = SessionStore(lambda key, value: None)
+    store = RendezvousStore(lambda key, value: None)
     store.deliver("tcp", f"{bytes(16).hex()} {HOST} {port}".encode())
     with pytest.raises(TransferError, match="could not be opened"):
         open_receiver("tcp", store, HOST, pool(), WINDOW, 0.5, 1.0)
@@ -393,7 +393,7 @@ def test_a_peer_that_says_what_no_such_link_says_ends_the_opening_at_once(kind: 
     """Before it begins or while it waits."""
     before = footprint()
     keys = {"gloo": f"0/{1 - rank}", "shm": ("shm/joined", "shm")[rank], "tcp": ("tcp/joined", "tcp")[rank]}
-    store = SessionStore(lambda key, value: None)
+    store = RendezvousStore(lambda key, value: None)
     opens = open_sender if rank == SENDER else open_receiver
     speaking = threading.Timer(0.0 if early else 0.1, store.deliver, (keys[kind], b"\x01"))
     speaking.start()
@@ -412,7 +412,7 @@ def test_what_a_peer_says_is_kept_as_far_as_any_link_would_say_it() -> None:
     for values in (
         {f"0/{number}": b"" for number in range(10_000)}, {"0/0": bytes(4096)}, {"0" * 4096: b""}
     ):  # fmt: skip
-        store = SessionStore(lambda key, value: None)
+        store = RendezvousStore(lambda key, value: None)
         for key, value in values.items():
             store.deliver(key, value)
         assert len(store._values) <= 1024
@@ -468,7 +468,7 @@ def test_pairs_cost_little_and_leave_nothing_behind(kind: str) -> None:
 
 def send_and_stay(kind: str, pipe: Connection) -> None:
     """A sender in a process of its own, until it is killed."""
-    store = SessionStore(lambda key, value: pipe.send((key, value)))
+    store = RendezvousStore(lambda key, value: pipe.send((key, value)))
 
     def deliver() -> None:
         while True:
@@ -487,7 +487,7 @@ def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
     here, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=send_and_stay, args=(kind, there), daemon=True)
     process.start()
-    store = SessionStore(lambda key, value: here.send((key, value)))
+    store = RendezvousStore(lambda key, value: here.send((key, value)))
     ready = threading.Event()
 
     def deliver() -> None:
@@ -512,12 +512,12 @@ def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
 
 
 def test_kinds_are_chosen_for_the_cache_and_the_wish() -> None:
-    assert usable_links([CPU], ("shm", "nccl", "tcp", "gloo")) == ("shm", "tcp", "gloo")
-    assert usable_links([torch.device("cuda")], ("shm", "tcp", "gloo")) == ("tcp", "gloo")
+    assert usable_transports([CPU], ("shm", "nccl", "tcp", "gloo")) == ("shm", "tcp", "gloo")
+    assert usable_transports([torch.device("cuda")], ("shm", "tcp", "gloo")) == ("tcp", "gloo")
     gpus = [torch.device("cuda", rank) for rank in range(2)]
-    assert usable_links(gpus, ("nccl", "tcp", "gloo")) == ("tcp", "gloo"), "beside the sums of two ranks"
+    assert usable_transports(gpus, ("nccl", "tcp", "gloo")) == ("tcp", "gloo"), "beside the sums of two ranks"
     with pytest.raises(ConfigError, match=r"none of transfer.links \(nccl\) works for a KV cache on cpu"):
-        usable_links([CPU], ("nccl",))
+        usable_transports([CPU], ("nccl",))
     assert staging_device("nccl", torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert staging_device("gloo", torch.device("cuda", 1)) == CPU
 

@@ -1,4 +1,4 @@
-"""How pairs are made, kept and closed, when several things happen at once. Real gRPC and real links."""
+"""How pairs are made, kept and closed, when several things apply at once. Real gRPC and real links."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.connection.channel import open_channel
 from kvstore.transfer.protocol.plan import WireOptions, plan
 from kvstore.transfer.stats import TransferStats
-from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.gloo import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
-from tests.integration.transfer_peers import (
+from tests.unit.kvstore.transfer.peers import (
     CONFIG,
     Decode,
     Prefill,
@@ -84,7 +84,7 @@ async def test_a_burst_to_more_peers_than_pairs_is_served_and_the_surplus_closed
         for number in range(3):
             outcomes = await asyncio.gather(*(hand_over(prefill, d, f"t{number}") for d in decodes))
             assert outcomes == [""] * 6
-            kinds = {pair.link_kind for pair in prefill.sender._pairs._alive}
+            kinds = {pair.transport_kind for pair in prefill.sender._pairs._alive}
             assert kinds == {"shm"}, "none is taken for a broken link"
             assert await eventually(lambda: prefill.sender.num_pairs <= 2)
 
@@ -100,7 +100,7 @@ async def test_a_link_that_only_the_receiver_cannot_open_gives_way_to_the_next_k
     monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm)
     async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
         assert await asyncio.gather(*(hand_over(prefill, decode, f"t{n}") for n in range(3))) == [""] * 3
-        assert [pair.link_kind for pair in prefill.sender._pairs._alive if not pair.failure] == ["gloo"]
+        assert [pair.transport_kind for pair in prefill.sender._pairs._alive if not pair.failure] == ["gloo"]
         assert same_blocks(prefill.cache, range(40), decode.cache, range(40))
 
 
@@ -113,7 +113,7 @@ async def test_memory_is_shared_on_one_host_only(links: tuple[str, ...], monkeyp
         failure = await hand_over(prefill, decode, "t")
         if "tcp" in links:
             assert failure == ""
-            assert {pair.link_kind for pair in prefill.sender._pairs._alive} == {"tcp"}
+            assert {pair.transport_kind for pair in prefill.sender._pairs._alive} == {"tcp"}
             assert decode.num_pairs_ever == 1, "and none was tried before"
         else:
             assert "offers the links shm, and is on another host; worker decode-0 can use shm" in failure
@@ -122,13 +122,13 @@ async def test_memory_is_shared_on_one_host_only(links: tuple[str, ...], monkeyp
 async def test_a_sender_that_is_still_talking_hears_why_its_session_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a client writes to a stream that the server has ended, gRPC tells it INTERNAL, and nothing else."""
 
-    def talk(kind: str, store: SessionStore, *args: object) -> object:
+    def talk(kind: str, store: RendezvousStore, *args: object) -> object:
         if kind == "shm":
             for number in range(5000):
                 store.set(f"shm/{number % 10}", bytes(1000))
         return open_sender(kind, store, *args)  # type: ignore[arg-type]
 
-    def refuse_shm(kind: str, store: SessionStore, *args: object) -> object:
+    def refuse_shm(kind: str, store: RendezvousStore, *args: object) -> object:
         if kind == "shm":
             store.get("shm/9")
             raise RuntimeError("not permitted here")
@@ -140,7 +140,7 @@ async def test_a_sender_that_is_still_talking_hears_why_its_session_failed(monke
         for number in range(5):
             async with prefill_side(TWO_KINDS, name=f"p{number}") as prefill:
                 assert await hand_over(prefill, decode, f"t{number}") == ""
-                assert [pair.link_kind for pair in prefill.sender._pairs._alive if not pair.failure] == ["gloo"]
+                assert [pair.transport_kind for pair in prefill.sender._pairs._alive if not pair.failure] == ["gloo"]
         assert await eventually(lambda: not decode.receiver._sessions)
 
 
@@ -184,7 +184,7 @@ async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> 
 def session_tasks() -> list[str]:
     """Of the server's streams, and of the sessions on them."""
     names = [f"{task.get_name()} {task.get_coro()}" for task in asyncio.all_tasks()]
-    return [name for name in names if name.startswith("HandleExceptions") or "Session." in name]
+    return [name for name in names if name.startswith("HandleExceptions") or "IncomingConnection." in name]
 
 
 @pytest.mark.parametrize("says_hello", [True, False])

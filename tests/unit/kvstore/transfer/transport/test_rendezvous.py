@@ -25,11 +25,11 @@ from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.connection.channel import open_channel
 from kvstore.transfer.protocol.reasons import from_reason
 from kvstore.transfer.transport.base import RECEIVER, SENDER
-from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.gloo import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import StagingPool
-from tests.integration.transfer_child import Child, child
-from tests.integration.transfer_peers import (
+from tests.unit.kvstore.transfer.child import Child, child
+from tests.unit.kvstore.transfer.peers import (
     CONFIG,
     HOST,
     decode_side,
@@ -50,7 +50,7 @@ SOON_S = 2.0
 def said(kind: str) -> dict[int, tuple[str, bytes]]:
     """What the two ranks of a link say while it is opened."""
     values: dict[int, tuple[str, bytes]] = {}
-    stores: list[SessionStore] = []
+    stores: list[RendezvousStore] = []
 
     def publish(rank: int) -> Callable[[str, bytes], None]:
         def say(key: str, value: bytes) -> None:
@@ -59,7 +59,7 @@ def said(kind: str) -> dict[int, tuple[str, bytes]]:
 
         return say
 
-    stores += [SessionStore(publish(SENDER)), SessionStore(publish(RECEIVER))]
+    stores += [RendezvousStore(publish(SENDER)), RendezvousStore(publish(RECEIVER))]
     with ThreadPoolExecutor(2) as threads:
         how = (HOST, StagingPool(2, 100, torch.device("cpu"), pinned=False), 2, 5.0, 5.0)
         opening = [
@@ -208,7 +208,7 @@ async def test_gloo_is_for_those_who_ask_for_it() -> None:
         )
         async with prefill_side(dataclasses.replace(CONFIG, links=("gloo", "tcp"))) as prefill:
             await hand_over(prefill, decode, [4, 5], [20, 21])
-            assert [pair.link_kind for pair in prefill.sender._pairs._alive] == ["tcp"], "what both have is used"
+            assert [pair.transport_kind for pair in prefill.sender._pairs._alive] == ["tcp"], "what both have is used"
 
 
 async def test_a_receiver_chooses_among_what_it_was_offered() -> None:

@@ -1,4 +1,4 @@
-"""The ledger, event by event. What any order of events can lead to is `test_transfer_explorer.py`."""
+"""The ledger, event by event. What any order of events can lead to is `test_explorer.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from baton.errors import TransferCorrupted, TransferError, TransferExpired, Tran
 from baton.messages import AbortAck, CommitAck, Grant, Nack
 from kvstore.transfer.protocol import receive_state as module
 from kvstore.transfer.protocol.reasons import from_reason, to_reason
-from kvstore.transfer.protocol.receive_state import Committed, Failed, Free, Instruction, Ledger, State, Tell
+from kvstore.transfer.protocol.receive_state import (
+    Committed,
+    Failed,
+    Free,
+    Instruction,
+    ReceivePhase,
+    ReceiveState,
+    Tell,
+)
 
 ERROR = TransferCorrupted("test")
 A, B, C = 5, 6, 7
@@ -20,21 +28,21 @@ ACK = CommitAck("t", 1)
 NACK = Nack("t", 1, to_reason(ERROR))
 
 
-def reserved() -> Ledger:
+def reserved() -> ReceiveState:
     """One reservation, generation 1, of blocks 4 and 5."""
-    ledger = Ledger()
+    ledger = ReceiveState()
     assert ledger.reserve("t", (4, 5), expires_at=30.0) == 1
     return ledger
 
 
-def receiving(num_chunks: int, *sessions: int) -> Ledger:
+def receiving(num_chunks: int, *sessions: int) -> ReceiveState:
     ledger = reserved()
     for session in sessions or (A,):
         assert ledger.offer(session, "t", 1, num_chunks, len(sessions) or 1) == [Tell(session, GRANT)]
     return ledger
 
 
-def scatter(ledger: Ledger, seq: int, session: int = A) -> list[Instruction]:
+def scatter(ledger: ReceiveState, seq: int, session: int = A) -> list[Instruction]:
     assert ledger.scatter_begins(session, 1, seq)
     return ledger.scatter_ends(session, 1)
 
@@ -89,7 +97,7 @@ def test_sources_that_were_not_announced_or_announce_otherwise_are_refused() -> 
     assert isinstance(refusal(ledger.offer(A, "t", 1, 2, 2)), TransferRefused), "the number of chunks has changed"
     assert isinstance(refusal(ledger.commit(C, "t", 1, 9)), TransferRefused)
     assert isinstance(refusal(reserved().offer(A, "t", 1, 1, 0)), TransferRefused), "no source is expected"
-    assert ledger.state(1) is State.RECEIVING, "the others go on"
+    assert ledger.state(1) is ReceivePhase.RECEIVING, "the others go on"
 
 
 @pytest.mark.parametrize("num_sources", [1, 3])
@@ -146,7 +154,7 @@ def test_a_failure_while_scatters_run_drains_first() -> None:
     assert ledger.scatter_begins(A, 1, 0)
     assert ledger.scatter_begins(B, 1, 0)
     assert ledger.fail("t", 1, ERROR) == [Failed(1, ERROR), Tell(A, NACK), Tell(B, NACK)]
-    assert ledger.state(1) is State.DRAINING
+    assert ledger.state(1) is ReceivePhase.DRAINING
     assert ledger.release(1) == [], "the scatters still write to the blocks"
     assert ledger.scatter_ends(B, 1) == []
     ledger.check()
@@ -159,7 +167,7 @@ def test_a_drained_failure_waits_for_its_request() -> None:
     assert ledger.scatter_begins(A, 1, 0)
     ledger.fail("t", 1, ERROR)
     assert ledger.scatter_ends(A, 1) == []
-    assert ledger.state(1) is State.FAILED
+    assert ledger.state(1) is ReceivePhase.FAILED
     assert ledger.release(1) == [Free(1, (4, 5))]
 
 
@@ -203,7 +211,7 @@ def test_a_lost_session_fails_its_own_transfers_only() -> None:
     assert ledger.reserve("u", (6,), 30.0) == 2
     ledger.offer(B, "u", 2, 1, 1)
     assert ledger.lost(A, ERROR) == [Failed(1, ERROR), Tell(B, NACK)]
-    assert ledger.state(2) is State.RECEIVING
+    assert ledger.state(2) is ReceivePhase.RECEIVING
 
 
 def test_leases_end_by_the_time_given_unless_the_sender_lives() -> None:
@@ -230,7 +238,7 @@ def test_unknown_ids_and_past_generations_are_counted_and_change_nothing() -> No
     assert isinstance(refusal(ledger.commit(A, "t", 3, 5)), TransferRefused)
     assert ledger.fail("t", 1, ERROR) == []
     assert ledger.num_fenced == 3
-    assert ledger.state(2) is State.RESERVED
+    assert ledger.state(2) is ReceivePhase.RESERVED
     assert isinstance(refusal(ledger.commit(A, "t", 2, 5)), TransferRefused), "nothing was offered"
 
 
@@ -244,7 +252,7 @@ def test_a_past_generation_answers_for_its_own_transfer_only() -> None:
 
 def test_old_outcomes_are_forgotten_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_REMEMBERED", 2)
-    ledger = Ledger()
+    ledger = ReceiveState()
     for generation in (1, 2, 3):
         ledger.reserve("t", (), 30.0)
         ledger.release(generation)
@@ -255,9 +263,9 @@ def test_old_outcomes_are_forgotten_in_their_order(monkeypatch: pytest.MonkeyPat
 
 def test_check_finds_books_that_do_not_hold() -> None:
     ledger = receiving(1)
-    ledger._by_generation[1].state = State.COMMITTED
+    ledger._by_generation[1].state = ReceivePhase.COMMITTED
     with pytest.raises(AssertionError, match="without its chunks"):
         ledger.check()
-    ledger._by_generation[1].state = State.DRAINING
+    ledger._by_generation[1].state = ReceivePhase.DRAINING
     with pytest.raises(AssertionError, match="nothing runs"):
         ledger.check()

@@ -30,21 +30,21 @@ from baton.messages import (
     Offer,
     Ticket,
 )
-from kvstore.transfer.copy.blocks import Rows
-from kvstore.transfer.pipeline.driven import Shared
-from kvstore.transfer.pipeline.receive_loop import Inbound, Inflow
-from kvstore.transfer.pipeline.send_loop import Outbound, Outflow
-from kvstore.transfer.pipeline.thread import Lane
+from kvstore.transfer.copy.blocks import BlockCopier
+from kvstore.transfer.pipeline.driven import DrivenMachine
+from kvstore.transfer.pipeline.receive_loop import ChunkWriter, ReceiveLoop
+from kvstore.transfer.pipeline.send_loop import ChunkQueue, SendLoop
+from kvstore.transfer.pipeline.thread import TransportThread
 from kvstore.transfer.protocol import receive_state as receiving
 from kvstore.transfer.protocol import send_state as sending
 from kvstore.transfer.protocol.chunk_header import Header
 from kvstore.transfer.protocol.layout import rank_spec
 from kvstore.transfer.protocol.plan import Chunk, WireOptions, plan
-from kvstore.transfer.protocol.receive_state import Ledger
-from kvstore.transfer.protocol.send_state import Offers
-from kvstore.transfer.transport.base import RECEIVER, SENDER, ReceivingLink, SendingLink
+from kvstore.transfer.protocol.receive_state import ReceiveState
+from kvstore.transfer.protocol.send_state import SendState
+from kvstore.transfer.transport.base import RECEIVER, SENDER, ReceivingTransport, SendingTransport
 from kvstore.transfer.transport.faults import FaultInjector, Faults
-from kvstore.transfer.transport.gloo import SessionStore
+from kvstore.transfer.transport.gloo import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import StagingPool
 
@@ -80,7 +80,7 @@ class Hook(FaultInjector):
 
 
 class Sides:
-    """A sender, a receiver and the link between them. Transfer `block` moves that block to the same place."""
+    """A sender, a receiver and the link between them. OfferedTransfer `block` moves that block to the same place."""
 
     def __init__(
         self,
@@ -98,27 +98,31 @@ class Sides:
         self.plan = plan(LAYOUT, 0, LAYOUT, 0, 16, 0, OPTIONS)
         assert len(self.plan.chunks) == NUM_CHUNKS
         self.pools = [StagingPool(window, SLOT_BYTES, torch.device("cpu"), pinned=False) for _ in range(2)]
-        self.ledger, self.offers = Ledger(), Offers(1.0, 10.0)
+        self.ledger, self.offers = ReceiveState(), SendState(1.0, 10.0)
         self.received: dict[int, asyncio.Future[BatonError | None]] = {}
         self.sent: dict[int, asyncio.Future[BatonError | None]] = {}
         self.unpinned: dict[int, asyncio.Future[None]] = {}
-        self.outbounds: dict[int, Outbound] = {}
-        self.inbounds: dict[int, Inbound] = {}
-        self.at_ledger: Shared[Ledger, receiving.Instruction] = Shared(self.ledger, self._of_ledger)
-        self.at_offers: Shared[Offers, sending.Instruction] = Shared(self.offers, self._of_offers)
-        stores: list[SessionStore] = []
-        stores += [SessionStore(lambda key, value: stores[RECEIVER].deliver(key, value))]
-        stores += [SessionStore(lambda key, value: stores[SENDER].deliver(key, value))]
+        self.outbounds: dict[int, ChunkQueue] = {}
+        self.inbounds: dict[int, ChunkWriter] = {}
+        self.at_ledger: DrivenMachine[ReceiveState, receiving.Instruction] = DrivenMachine(self.ledger, self._of_ledger)
+        self.at_offers: DrivenMachine[SendState, sending.Instruction] = DrivenMachine(self.offers, self._of_offers)
+        stores: list[RendezvousStore] = []
+        stores += [RendezvousStore(lambda key, value: stores[RECEIVER].deliver(key, value))]
+        stores += [RendezvousStore(lambda key, value: stores[SENDER].deliver(key, value))]
         self.stores = stores
         hook = Hook(faults or Faults(), at_chunk, call)
-        self.outflow = Outflow(lambda: epochs[0], self.at_offers, hook, heartbeat_s)
-        self.inflow = Inflow(epochs[1], self.inbounds.get, SLOT_BYTES, op_timeout_s)
+        self.outflow = SendLoop(lambda: epochs[0], self.at_offers, hook, heartbeat_s)
+        self.inflow = ReceiveLoop(epochs[1], self.inbounds.get, SLOT_BYTES, op_timeout_s)
 
         def ends(open_link: Any, side: int) -> Any:
             return partial(open_link, kind, stores[side], "127.0.0.1", self.pools[side], window, 5.0, op_timeout_s)
 
-        self.sender: Lane[SendingLink] = Lane("sender", ends(open_sender, SENDER), self.outflow)
-        self.receiver: Lane[ReceivingLink] = Lane("receiver", ends(open_receiver, RECEIVER), self.inflow)
+        self.sender: TransportThread[SendingTransport] = TransportThread(
+            "sender", ends(open_sender, SENDER), self.outflow
+        )
+        self.receiver: TransportThread[ReceivingTransport] = TransportThread(
+            "receiver", ends(open_receiver, RECEIVER), self.inflow
+        )
 
     def offer(self, block: int) -> int:
         """Ready to be sent in full as soon as it is granted. Its generation."""
@@ -136,9 +140,9 @@ class Sides:
             wire_compat="kind",
             layout=LAYOUT,
         )
-        outbound = Outbound(ticket, self.plan, Rows(self.source, self.plan, LAYOUT, 0, [block], None), True)
-        rows = Rows(self.target, self.plan, LAYOUT, 0, [block], None)
-        self.inbounds[generation] = Inbound(
+        outbound = ChunkQueue(ticket, self.plan, BlockCopier(self.source, self.plan, LAYOUT, 0, [block], None), True)
+        rows = BlockCopier(self.target, self.plan, LAYOUT, 0, [block], None)
+        self.inbounds[generation] = ChunkWriter(
             SESSION, transfer_id, generation, self.plan, rows, self.at_ledger, checked=True
         )
         self.outbounds[generation] = outbound
@@ -153,12 +157,12 @@ class Sides:
             num_tokens=16,
             chunk_bytes=SLOT_BYTES,
         )
-        self.at_offers.happen(lambda offers: offers.offer(offer, 0.0))
+        self.at_offers.apply(lambda offers: offers.offer(offer, 0.0))
         return generation
 
     def finish(self, generation: int) -> None:
         self.outbounds[generation].finish()
-        self.at_offers.happen(lambda offers: offers.finish(generation, 7, 0.0))
+        self.at_offers.apply(lambda offers: offers.finish(generation, 7, 0.0))
 
     async def outcome(self, generation: int) -> BatonError | None:
         """What both sides came to, which must be the same; nothing is read or written after it."""
@@ -217,25 +221,25 @@ class Sides:
         match message:
             case Offer():
                 ids = (SESSION, message.transfer_id, message.generation)
-                self.at_ledger.happen(lambda ledger: ledger.offer(*ids, message.num_chunks, 1))
+                self.at_ledger.apply(lambda ledger: ledger.offer(*ids, message.num_chunks, 1))
             case Commit():
                 ids = (SESSION, message.transfer_id, message.generation)
-                self.at_ledger.happen(lambda ledger: ledger.commit(*ids, message.first_token))
+                self.at_ledger.apply(lambda ledger: ledger.commit(*ids, message.first_token))
             case Abort():
                 ids = (SESSION, message.transfer_id, message.generation)
-                self.at_ledger.happen(lambda ledger: ledger.abort(*ids, TransferError("aborted")))
+                self.at_ledger.apply(lambda ledger: ledger.abort(*ids, TransferError("aborted")))
 
     def _to_sender(self, message: FromReceiver) -> None:
         match message:
             case Grant():
-                self.at_offers.happen(lambda offers: offers.on_grant(message.transfer_id, message.generation, 0.0))
+                self.at_offers.apply(lambda offers: offers.on_grant(message.transfer_id, message.generation, 0.0))
             case CommitAck():
-                self.at_offers.happen(lambda offers: offers.on_commit_ack(message.transfer_id, message.generation))
+                self.at_offers.apply(lambda offers: offers.on_commit_ack(message.transfer_id, message.generation))
             case Nack():
                 ids = (message.transfer_id, message.generation, message.reason)
-                self.at_offers.happen(lambda offers: offers.on_nack(*ids))
+                self.at_offers.apply(lambda offers: offers.on_nack(*ids))
             case AbortAck():
-                self.at_offers.happen(lambda offers: offers.on_abort_ack(message.transfer_id, message.generation))
+                self.at_offers.apply(lambda offers: offers.on_abort_ack(message.transfer_id, message.generation))
 
 
 @contextlib.asynccontextmanager
@@ -253,7 +257,7 @@ async def running(kind: str, **options: Any) -> AsyncIterator[Sides]:
 def wait_for_chunks(sides: Sides, generation: int, num_chunks: int) -> None:
     """Until so many are in, and a little longer: more would be too many."""
 
-    def num_in(ledger: Ledger) -> int:
+    def num_in(ledger: ReceiveState) -> int:
         return sum(len(source.chunks_in) for source in ledger._by_generation[generation].sources.values())
 
     deadline = time.monotonic() + 10
@@ -296,7 +300,7 @@ async def test_a_transfer_that_is_given_up_leaves_nothing_on_the_link(kind: str,
         generation = sides.offer(0)
         sides.outbounds[generation].finish()
         assert await asyncio.to_thread(reached.wait, 10)
-        sides.at_offers.happen(lambda offers: offers.abort(generation, TransferError("given up"), 0.0))
+        sides.at_offers.apply(lambda offers: offers.abort(generation, TransferError("given up"), 0.0))
         go_on.set()
         assert isinstance(await sides.outcome(generation), TransferError)
         assert at_chunk == NUM_CHUNKS or not sides.same(0)
@@ -318,7 +322,7 @@ async def test_chunks_of_a_transfer_that_has_failed_here_are_written_nowhere(kin
         generation = sides.offer(0)
         sides.outbounds[generation].finish()
         assert await asyncio.to_thread(reached.wait, 10)
-        sides.at_ledger.happen(lambda ledger: ledger.fail("t0", generation, TransferTimeout("too late")))
+        sides.at_ledger.apply(lambda ledger: ledger.fail("t0", generation, TransferTimeout("too late")))
         go_on.set()
         assert isinstance(await sides.outcome(generation), TransferTimeout)
         assert await sides.hand_over(1) is None
@@ -428,7 +432,7 @@ async def test_a_fence_holds_until_there_is_another() -> None:
     """What is told of a step's end without one, such as that it has no more layers, does not undo it."""
     fences: list[object] = []
 
-    class Watched(Rows):
+    class Watched(BlockCopier):
         def gather(self, chunk: Chunk, payload: torch.Tensor, fence: Any = None, checksum: Any = None) -> None:
             fences.append(fence)
 
@@ -445,7 +449,7 @@ async def test_a_fence_holds_until_there_is_another() -> None:
         wire_compat="kind",
         layout=LAYOUT,
     )
-    outbound = Outbound(ticket, planned, Watched(cache, planned, LAYOUT, 0, [0], None), checked=False)
+    outbound = ChunkQueue(ticket, planned, Watched(cache, planned, LAYOUT, 0, [0], None), checked=False)
     first, second = (cast("Fence", object()) for _ in range(2))
     for num_layers, fence in ((3, first), (4, None), (5, second), (9, None)):
         outbound.advance(16, num_layers, fence)
@@ -504,26 +508,26 @@ async def test_messages_of_another_epoch_end_the_receiving_lane(kind: str) -> No
 async def test_a_chunk_that_cannot_be_written_fails_the_transfer_and_ends_the_lane() -> None:
     async with running("shm") as sides:
         generation = sides.offer(0)
-        rows = Rows(sides.target, sides.plan, LAYOUT, 0, [0], None)
+        rows = BlockCopier(sides.target, sides.plan, LAYOUT, 0, [0], None)
         rows._blocks[0] = NUM_BLOCKS + 99
-        sides.inbounds[generation] = Inbound(SESSION, "t0", generation, sides.plan, rows, sides.at_ledger, True)
+        sides.inbounds[generation] = ChunkWriter(SESSION, "t0", generation, sides.plan, rows, sides.at_ledger, True)
         sides.finish(generation)
         error = await asyncio.wait_for(sides.received[generation], 10)
         assert "could not be written" in str(error)
         assert isinstance(await asyncio.wait_for(sides.receiver.ended, 10), TransferError)
-        assert sides.ledger.state(generation) is receiving.State.FAILED, "nothing scatters any more"
+        assert sides.ledger.state(generation) is receiving.ReceivePhase.FAILED, "nothing scatters any more"
 
 
 # -- lanes without a link ------------------------------------------------------------------------------------------
 
 
 class Nothing:
-    """Traffic that lasts until it is stopped."""
+    """TransportLoop that lasts until it is stopped."""
 
     def __init__(self) -> None:
         self.stopped = threading.Event()
 
-    def run(self, link: SendingLink) -> None:
+    def run(self, link: SendingTransport) -> None:
         assert self.stopped.wait(10)
 
     def stop(self) -> None:
@@ -532,10 +536,10 @@ class Nothing:
 
 @pytest.mark.parametrize("failure", [TransferTimeout("nobody came"), OSError("what the library says")])
 async def test_a_link_that_cannot_be_opened_fails_both_futures(failure: Exception) -> None:
-    def open_link() -> SendingLink:
+    def open_link() -> SendingTransport:
         raise failure
 
-    lane = Lane("test", open_link, Nothing())
+    lane = TransportThread("test", open_link, Nothing())
     error = await asyncio.wait_for(lane.ended, 10)
     assert type(error) is (TransferTimeout if isinstance(failure, TransferTimeout) else TransferError)
     assert str(failure) in str(error)
@@ -551,7 +555,7 @@ async def test_join_tells_whether_the_thread_has_ended_and_stop_reaches_one_that
         assert let_open.wait(10)
         return AbortableLink(aborted)
 
-    lane = Lane("late", open_link, Nothing())
+    lane = TransportThread("late", open_link, Nothing())
     assert not await lane.join(0.05)
     lane.stop()
     let_open.set()
@@ -592,14 +596,14 @@ async def test_what_threads_decide_is_carried_out_on_the_loop_in_the_order_of_de
         threads.add(threading.get_ident())
         carried_out.append(number)
 
-    shared: Shared[Counter, int] = Shared(Counter(), carry_out)
+    shared: DrivenMachine[Counter, int] = DrivenMachine(Counter(), carry_out)
 
     def decide(first: int) -> None:
         for number in range(first, first + 200, 2):
-            shared.happen_in_thread(lambda counter, n=number: counter.add(n, n + 1))  # type: ignore[misc]
+            shared.apply_in_thread(lambda counter, n=number: counter.add(n, n + 1))  # type: ignore[misc]
 
     await asyncio.gather(*(asyncio.to_thread(decide, 1000 * i) for i in range(4)))
-    shared.happen(lambda counter: counter.add(-1))
+    shared.apply(lambda counter: counter.add(-1))
     assert carried_out[-1] == -1, "what came before is carried out before this"
     assert shared.ask(lambda counter: counter.value) == len(carried_out) == 801
     assert threads == {threading.get_ident()}
@@ -613,8 +617,8 @@ async def test_an_event_that_happens_while_one_is_carried_out_comes_after_it() -
     def carry_out(number: int) -> None:
         carried_out.append(number)
         if number == 1:
-            shared.happen(lambda counter: counter.add(3))
+            shared.apply(lambda counter: counter.add(3))
 
-    shared: Shared[Counter, int] = Shared(Counter(), carry_out)
-    shared.happen(lambda counter: counter.add(1, 2))
+    shared: DrivenMachine[Counter, int] = DrivenMachine(Counter(), carry_out)
+    shared.apply(lambda counter: counter.add(1, 2))
     assert carried_out == [1, 2, 3]

@@ -1,6 +1,6 @@
 """The hand-over's two state machines against everything that can go wrong once; and broken ones, which must be found.
 
-What can go wrong twice, and two transfers at a time, is `tests/integration/test_transfer_explorer.py`.
+What can go wrong twice, and two transfers at a time, is `test_explorer_of_two_faults.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from baton.errors import BatonError, TransferError
 from baton.messages import AbortAck, Grant
 from kvstore.transfer.protocol import receive_state as receiving
 from kvstore.transfer.protocol import send_state as sending
-from kvstore.transfer.protocol.receive_state import Free, Ledger, Reservation, Tell
-from kvstore.transfer.protocol.send_state import Offers, Transfer, Unpin
-from tests.integration.transfer_model import Scenario, Violation, explore, with_budget
+from kvstore.transfer.protocol.receive_state import Free, ReceiveState, Reservation, Tell
+from kvstore.transfer.protocol.send_state import OfferedTransfer, SendState, Unpin
+from tests.unit.kvstore.transfer.protocol.explorer import Scenario, Violation, explore, with_budget
 
 ONE = Scenario(name="one transfer of two chunks", num_chunks=((2,),), num_blocks=2)
 SAME_BLOCK = Scenario(name="two transfers, one after the other in one block", num_chunks=((1,), (1,)), num_blocks=1)
@@ -40,17 +40,17 @@ def test_whatever_happens_once_no_block_is_lost_or_misread_and_every_run_ends(
 # -- broken machines: their own checks are off, so that it is the worlds that must show it ----------------------------
 
 
-class BrokenLedger(Ledger):
+class BrokenLedger(ReceiveState):
     def check(self) -> None: ...
 
 
-class BrokenOffers(Offers):
+class BrokenOffers(SendState):
     def check(self) -> None: ...
 
 
 class FreesUnderAScatter(BrokenLedger):
     def _settle(self, entry: Reservation) -> list[receiving.Instruction]:
-        if entry.state is receiving.State.DRAINING and entry.released:
+        if entry.state is receiving.ReceivePhase.DRAINING and entry.released:
             return [Free(entry.generation, entry.block_ids)]
         return super()._settle(entry)
 
@@ -95,8 +95,8 @@ class IsRevivedByALateOffer(BrokenLedger):
         self, session: int, transfer_id: str, generation: int, num_chunks: int, num_sources: int
     ) -> list[receiving.Instruction]:
         entry = self._by_generation.get(generation)
-        if entry is not None and entry.state is receiving.State.FAILED:
-            entry.state, entry.error = receiving.State.RESERVED, None
+        if entry is not None and entry.state is receiving.ReceivePhase.FAILED:
+            entry.state, entry.error = receiving.ReceivePhase.RESERVED, None
             entry.sources.clear()
         return super().offer(session, transfer_id, generation, num_chunks, num_sources)
 
@@ -114,7 +114,7 @@ class GrantsOnce(BrokenLedger):
 class CommitsWhenAskedAgain(BrokenLedger):
     def scatter_ends(self, session: int, generation: int) -> list[receiving.Instruction]:
         source = self._by_generation[generation].sources[session]
-        if self.state(generation) is not receiving.State.RECEIVING or source.scattering is None:
+        if self.state(generation) is not receiving.ReceivePhase.RECEIVING or source.scattering is None:
             return super().scatter_ends(session, generation)
         source.chunks_in.add(source.scattering)
         source.scattering = None
@@ -141,7 +141,7 @@ class AcknowledgesAnAbortOnly(BrokenLedger):
 
 
 class UnpinsUnderAGather(BrokenOffers):
-    def _try_unpin(self, transfer: Transfer) -> list[sending.Instruction]:
+    def _try_unpin(self, transfer: OfferedTransfer) -> list[sending.Instruction]:
         if transfer.gathering and not transfer.unpinned:
             transfer.unpinned = True
             return [Unpin(transfer.generation)]
@@ -159,7 +159,7 @@ class UnpinsTwice(BrokenOffers):
 class ReadsAfterAnAbort(BrokenOffers):
     def gather_begins(self, generation: int) -> bool:
         transfer = self._by_generation.get(generation)
-        if transfer is not None and transfer.state is sending.State.ABORTING:
+        if transfer is not None and transfer.state is sending.SendPhase.ABORTING:
             transfer.gathering = True
             return True
         return super().gather_begins(generation)
@@ -185,7 +185,7 @@ class NeverGivesUp(BrokenOffers):
 
 
 class BelievesItsCommit(BrokenOffers):
-    def _try_commit(self, transfer: Transfer, now: float) -> list[sending.Instruction]:
+    def _try_commit(self, transfer: OfferedTransfer, now: float) -> list[sending.Instruction]:
         told = super()._try_commit(transfer, now)
         return [*told, *super().on_commit_ack(transfer.offer.transfer_id, transfer.generation)] if told else []
 
@@ -200,7 +200,7 @@ class CommitsBeforeTheLastChunk(BrokenOffers):
 
 class TellsAFailureTwice(BrokenOffers):
     def lost(self, error: BatonError) -> list[sending.Instruction]:
-        aborting = [g for g, t in self._by_generation.items() if t.state is sending.State.ABORTING]
+        aborting = [g for g, t in self._by_generation.items() if t.state is sending.SendPhase.ABORTING]
         return [*super().lost(error), *(sending.Failed(generation, error) for generation in aborting)]
 
 
@@ -231,8 +231,8 @@ class TellsAFailureTwice(BrokenOffers):
     ],
 )
 def test_a_broken_machine_is_found(broken: type[BrokenLedger | BrokenOffers], scenario: Scenario, what: str) -> None:
-    machines: tuple[type[Ledger], type[Offers]] = (
-        (broken, Offers) if issubclass(broken, BrokenLedger) else (Ledger, broken)
+    machines: tuple[type[ReceiveState], type[SendState]] = (
+        (broken, SendState) if issubclass(broken, BrokenLedger) else (ReceiveState, broken)
     )
     with pytest.raises(Violation, match=what):
         explore(scenario, *machines)

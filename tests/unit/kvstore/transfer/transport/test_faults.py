@@ -1,4 +1,4 @@
-"""Faults on purpose happen where and as often as they are asked for."""
+"""Faults on purpose apply where and as often as they are asked for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.protocol.plan import Chunk
 from kvstore.transfer.transport.faults import FaultInjector, Faults, parse_faults
-from kvstore.transfer.transport.faulty import FaultyLink
-from tests.unit.test_transfer_link import SLOT_BYTES, Pair, header, opened, post, send
+from kvstore.transfer.transport.faulty import FaultyTransport
+from tests.unit.kvstore.transfer.transport.test_transports import SLOT_BYTES, Ends, header, opened, post, send
 
 CHUNK = Chunk(part=0, layer_lo=0, layer_hi=2, unit_lo=0, unit_hi=2, num_bytes=64)
 
@@ -80,9 +80,9 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def arrivals(pair: Pair, faults: Faults, num_sent: int, num_received: int) -> tuple[list[str], FaultyLink]:
+def arrivals(pair: Ends, faults: Faults, num_sent: int, num_received: int) -> tuple[list[str], FaultyTransport]:
     """What the receiver finds in each chunk: its number, or how many bytes are wrong."""
-    link = FaultyLink(pair.sender, faults)
+    link = FaultyTransport(pair.sender, faults)
 
     def send_all() -> None:
         for operation in [send(link, value, SLOT_BYTES)[1] for value in range(1, num_sent + 1)]:
@@ -123,7 +123,7 @@ def test_every_second_chunk_goes_wrong_on_the_link(
 
 def test_a_chunk_held_back_is_sent_before_a_signal(kind: str) -> None:
     with opened(kind) as pair:
-        link = FaultyLink(pair.sender, Faults(link_reorder=1))
+        link = FaultyTransport(pair.sender, Faults(link_reorder=1))
         slot, chunk = post(pair.receiver, SLOT_BYTES)
         signal = pair.receiver.recv_signal()
         sent = [send(link, 1, SLOT_BYTES)[1], link.send_signal(header(2))]
@@ -137,7 +137,7 @@ def test_a_chunk_held_back_is_sent_before_a_signal(kind: str) -> None:
 def test_chance_is_repeatable_and_about_as_often_as_asked() -> None:
     def flipped(seed: int) -> list[int]:
         with opened("shm") as pair:
-            link, wrong = FaultyLink(pair.sender, Faults(link_flip=0.3), seed), []
+            link, wrong = FaultyTransport(pair.sender, Faults(link_flip=0.3), seed), []
             for number in range(100):
                 inbox, arrival = post(pair.receiver, SLOT_BYTES)
                 outbox, _ = send(link, 1, SLOT_BYTES)
@@ -167,7 +167,7 @@ def test_a_delay_is_before_every_chunk_and_no_signal(kind: str) -> None:
 
 def test_a_stalled_sender_is_silent_until_it_is_aborted(kind: str) -> None:
     with opened(kind, op_timeout_s=0.3) as pair:
-        link = FaultyLink(pair.sender, Faults(link_stall=2))
+        link = FaultyTransport(pair.sender, Faults(link_stall=2))
         first, second = post(pair.receiver, SLOT_BYTES)[1], pair.receiver.recv_signal()
         send(link, 1, SLOT_BYTES)[1].wait()
         send(link, 2, SLOT_BYTES)
@@ -185,7 +185,7 @@ def test_a_stalled_sender_is_silent_until_it_is_aborted(kind: str) -> None:
 
 def test_a_killed_link_is_gone_for_both_sides(kind: str) -> None:
     with opened(kind) as pair:
-        link = FaultyLink(pair.sender, Faults(link_kill=2))
+        link = FaultyTransport(pair.sender, Faults(link_kill=2))
         first, sentinel = post(pair.receiver, SLOT_BYTES)[1], pair.receiver.recv_signal()
         send(link, 1, SLOT_BYTES)[1].wait()
         with pytest.raises(TransferError, match="killed on purpose"):

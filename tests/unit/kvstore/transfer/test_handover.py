@@ -28,16 +28,16 @@ from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.errors import BatonError, TransferCorrupted, TransferError, TransferRefused, TransferTimeout, WorkerFailed
 from baton.messages import FirstToken, HandedOver, NewTokens, PrefillRequest, Ticket
 from decode_worker.service import DecodeService
-from kvstore.transfer.connection.outgoing import PairTransfer
-from kvstore.transfer.copy.blocks import Rows
+from kvstore.transfer.connection.outgoing import TransferPart
+from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.chunk_header import VOID, Header, unpack
 from kvstore.transfer.protocol.layout import layout_of, rank_spec
 from kvstore.transfer.protocol.plan import Chunk
 from kvstore.transfer.receiver import Arrival
-from kvstore.transfer.sender import KvSender, Transfer
+from kvstore.transfer.sender import KvSender, OutgoingTransfer
 from kvstore.transfer.transport.faults import parse_faults
 from prefill_worker.service import PrefillService
-from tests.integration.transfer_peers import (
+from tests.unit.kvstore.transfer.peers import (
     CONFIG,
     HOST,
     NUM_BLOCKS,
@@ -617,7 +617,7 @@ class WatchedSender(KvSender):
 
     read_s: dict[str, float]
 
-    def rows(self, rank: int, part: PairTransfer, *where: Any) -> Rows:
+    def rows(self, rank: int, part: TransferPart, *where: Any) -> BlockCopier:
         rows = super().rows(rank, part, *where)
         gather = rows.gather
 
@@ -633,7 +633,7 @@ STAGES = ("opening", "offered", "granted", "attached", "half computed", "under w
 
 
 async def reach(
-    stage: str, transfer: Transfer, decode: Decode, source: Sequence[int], target: Sequence[int]
+    stage: str, transfer: OutgoingTransfer, decode: Decode, source: Sequence[int], target: Sequence[int]
 ) -> asyncio.Task[HandedOver] | None:
     """Brings a transfer of 160 tokens to a stage. Returns what finishes it, where that has begun."""
     place, said = STAGES.index(stage), decode.door.messages
@@ -669,7 +669,7 @@ async def test_giving_up_at_any_stage_leaves_the_link_for_the_next_transfer(
     """The blocks are back at once on the side that gives up, and on the other one as soon as it has heard."""
     read_s: dict[str, float] = {}
     monkeypatch.setattr(WatchedSender, "read_s", read_s, raising=False)
-    monkeypatch.setattr("tests.integration.transfer_peers.KvSender", WatchedSender)
+    monkeypatch.setattr("tests.unit.kvstore.transfer.peers.KvSender", WatchedSender)
     async with sides(with_link(link, slot_bytes=1024), f"link_delay_ms={5 * (stage == 'under way') or 1}") as (
         prefill,
         decode,
@@ -808,14 +808,16 @@ async def test_where_the_best_link_cannot_be_made_the_next_one_is_used(lost: str
     config = dataclasses.replace(CONFIG, links=("shm", "gloo"), open_timeout_s=0.5)
     async with sides(config) as (prefill, decode):
         await hand_over(prefill, decode, [4], [0])
-        assert [pair.link_kind for pair in prefill.sender._pairs._alive] == ["shm"]
+        assert [pair.transport_kind for pair in prefill.sender._pairs._alive] == ["shm"]
         async with decode_side(config, "decode-1") as other:
             other.door.watch = lambda kind, message: kind != lost or not message.rendezvous.key.startswith("shm")
             source = scattered(6, 3)
             await asyncio.gather(
                 *(hand_over(prefill, other, source, range(n * 6, n * 6 + 6), name=f"t{n}") for n in range(3))
             )
-            kinds = {pair.peer.worker_id: pair.link_kind for pair in prefill.sender._pairs._alive if not pair.failure}
+            kinds = {
+                pair.peer.worker_id: pair.transport_kind for pair in prefill.sender._pairs._alive if not pair.failure
+            }
             assert kinds == {"decode-0": "shm", "decode-1": "gloo"}
             await hand_over(prefill, decode, [5], [1])
 

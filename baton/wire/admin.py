@@ -1,0 +1,121 @@
+"""The contract of operators (`admin.proto`): the cluster's status, orders to its pools, explained placements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf import json_format
+
+from baton import api
+from baton.cluster import ClusterStatus, PoolStatus, Worker
+from baton.costs import StepCosts
+from baton.v1 import admin_pb2
+from baton.wire.convert import from_pb, to_pb
+
+
+def status_response(status: ClusterStatus) -> admin_pb2.GetStatusResponse:
+    """Writes what `baton status` shows."""
+    return admin_pb2.GetStatusResponse(
+        pools=_pools(status),
+        workers=[_worker(worker) for worker in status.workers],
+        routers=[to_pb(router, admin_pb2.Router) for router in status.routers],
+        redis=admin_pb2.Redis(
+            address=status.redis_address,
+            ok=status.redis_ok,
+            garbage=[to_pb(each, admin_pb2.StoreGarbage) for each in status.store_garbage],
+        ),
+        models=[to_pb(model, admin_pb2.ServedModel) for model in status.models],
+        controller=to_pb(status.controller, admin_pb2.Controller) if status.controller else None,
+    )
+
+
+def pools_response(status: ClusterStatus) -> admin_pb2.ListPoolsResponse:
+    """Writes the pools of a status."""
+    return admin_pb2.ListPoolsResponse(pools=_pools(status))
+
+
+def workers_response(status: ClusterStatus) -> admin_pb2.ListWorkersResponse:
+    """Writes the workers of a status."""
+    return admin_pb2.ListWorkersResponse(workers=[_worker(worker) for worker in status.workers])
+
+
+def scale_response(pool: PoolStatus) -> admin_pb2.ScalePoolResponse:
+    """Writes the pool that was resized."""
+    return admin_pb2.ScalePoolResponse(pool=to_pb(pool, admin_pb2.Pool))
+
+
+def drain_response(worker: Worker) -> admin_pb2.DrainWorkerResponse:
+    """Writes the worker that drains."""
+    return admin_pb2.DrainWorkerResponse(worker=_worker(worker))
+
+
+def role_response(worker: Worker) -> admin_pb2.SetWorkerRoleResponse:
+    """Writes the worker whose role changes."""
+    return admin_pb2.SetWorkerRoleResponse(worker=_worker(worker))
+
+
+def step_costs(message: admin_pb2.StepCosts) -> StepCosts:
+    """Reads the step costs of a worker in a status."""
+    return from_pb(message, StepCosts)
+
+
+def explain_response(explanations: list[api.Explanation]) -> admin_pb2.ExplainResponse:
+    """Writes why choices were placed where they were."""
+    return admin_pb2.ExplainResponse(decisions=[to_pb(each, admin_pb2.Decision) for each in explanations])
+
+
+def explanations(message: admin_pb2.ExplainResponse) -> list[api.Explanation]:
+    """Reads why choices were placed where they were."""
+    return [from_pb(decision, api.Explanation) for decision in message.decisions]
+
+
+def status_as_json(message: admin_pb2.GetStatusResponse) -> dict[str, Any]:
+    """`baton status --json`: the message's fields, with zeros and empty values shown."""
+    result = json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    for worker in result["workers"]:
+        for name in ("epoch", "preemptions", "computed_tokens", "queued_tokens"):
+            worker[name] = int(worker[name])  # protobuf's JSON writes 64-bit numbers as strings
+        worker["transfers"] = {name: int(number) for name, number in worker["transfers"].items()}
+    for garbage in result["redis"]["garbage"]:
+        garbage["times"] = int(garbage["times"])
+    for router in result["routers"]:
+        for name in ("met", "missed", "rejected"):
+            router[name] = int(router[name])
+    return result
+
+
+def _pools(status: ClusterStatus) -> dict[str, admin_pb2.Pool]:
+    return {name: to_pb(pool, admin_pb2.Pool) for name, pool in status.pools.items()}
+
+
+def _worker(worker: Worker) -> admin_pb2.Worker:
+    info, load = worker.info, worker.load
+    return admin_pb2.Worker(
+        id=info.id,
+        role=info.role,
+        state=load.state,
+        pid=info.pid,
+        node=info.node,
+        address=info.address,
+        epoch=info.epoch,
+        running=load.running,
+        waiting=load.waiting,
+        blocks=to_pb(load.blocks, admin_pb2.Blocks),
+        self_check=load.self_check,
+        transfers=admin_pb2.Transfers(
+            **{field.name: getattr(load.transfers, field.name) for field in admin_pb2.Transfers.DESCRIPTOR.fields}
+        ),
+        costs=to_pb(load.costs, admin_pb2.StepCosts),
+        block_size=info.block_size,
+        chunk_tokens=info.chunk_tokens,
+        preemptions=load.preemptions,
+        busy_s=load.busy_s,
+        computed_tokens=load.computed_tokens,
+        queued_tokens=load.queued_tokens,
+        version=info.version,
+        content_id=info.content_id,
+        wire_compat=info.wire_compat,
+        max_model_len=info.max_model_len,
+    )

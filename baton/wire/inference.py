@@ -1,0 +1,147 @@
+"""The contract of clients (`inference.proto`): requests, pieces of answers, sampling parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from baton import api
+from baton.errors import InvalidRequest, Unsupported
+from baton.sampling import FinishReason, SamplingParams
+from baton.v1 import inference_pb2
+from baton.wire.convert import from_pb, to_pb
+
+_SAMPLING_DEFAULTS = tuple((field.name, field.default) for field in dataclasses.fields(SamplingParams))
+SAMPLING_NAMES = frozenset(name for name, _ in _SAMPLING_DEFAULTS)
+"""Fields of the contract's `SamplingParams` that this release has."""
+
+
+def write_sampling(params: SamplingParams, message: inference_pb2.SamplingParams) -> None:
+    """Writes what is not at its default into an empty message: most requests set two or three of the fields."""
+    message.SetInParent()
+    for name, default in _SAMPLING_DEFAULTS:
+        value = getattr(params, name)
+        if value != default:
+            if isinstance(value, tuple):
+                getattr(message, name).extend(value)
+            else:
+                setattr(message, name, value)
+
+
+def sampling_from_pb(message: inference_pb2.SamplingParams) -> SamplingParams:
+    """Reads sampling parameters.
+
+    Raises:
+        InvalidRequest: a value is out of range.
+        Unsupported: a field is set that the contract has and this release has not.
+    """
+    return SamplingParams(**_sampling_set_in(message))
+
+
+def _sampling_set_in(message: inference_pb2.SamplingParams) -> dict[str, Any]:
+    """Raises Unsupported for a field that the contract has and this release has not."""
+    found: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.name not in SAMPLING_NAMES:
+            raise Unsupported(f"sampling.{field.name} is not supported yet; leave it unset", field.name)
+        found[field.name] = tuple(value) if field.is_repeated else value
+    return found
+
+
+def generate_request_from_pb(message: inference_pb2.GenerateRequest) -> api.GenerateRequest:
+    """Reads a client's request.
+
+    Raises:
+        InvalidRequest: it has no input.
+        Unsupported: it sets a field that is not built yet; the message names it.
+    """
+    return api.GenerateRequest(
+        prompt=_prompt_from_pb(message),
+        request_id=message.request_id,
+        model=message.model,
+        sampling=_sampling_set_in(message.sampling),
+        skip_text=message.stream_options.skip_text,
+        priority=message.priority,
+        ttft_ms=message.slo.ttft_ms if message.slo.HasField("ttft_ms") else None,
+        itl_ms=message.slo.itl_ms if message.slo.HasField("itl_ms") else None,
+        e2e_ms=message.slo.e2e_ms if message.slo.HasField("e2e_ms") else None,
+        resume_from=dict(message.resume_from),
+    )
+
+
+def tokenize_request_from_pb(message: inference_pb2.TokenizeRequest) -> tuple[str, api.Prompt]:
+    """Reads a request to tokenize: the model and the prompt. Raises as `generate_request_from_pb` does."""
+    return message.model, _prompt_from_pb(message)
+
+
+def tokenize_response(token_ids: tuple[int, ...], max_model_len: int) -> inference_pb2.TokenizeResponse:
+    """Writes a prompt's token ids."""
+    return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
+
+
+def generate_response(chunk: api.GenerateChunk) -> inference_pb2.GenerateResponse:
+    """Writes a piece of an answer."""
+    return inference_pb2.GenerateResponse(
+        request_id=chunk.request_id,
+        choice_index=chunk.choice_index,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        finish_reason=chunk.finish_reason or "",
+        usage=to_pb(chunk.usage, inference_pb2.Usage) if chunk.usage else None,
+        timing=to_pb(chunk.timing, inference_pb2.Timing) if chunk.timing else None,
+    )
+
+
+def generate_request(request: api.GenerateRequest) -> inference_pb2.GenerateRequest:
+    """Writes a client's request."""
+    message = inference_pb2.GenerateRequest(
+        request_id=request.request_id,
+        model=request.model,
+        sampling=inference_pb2.SamplingParams(**request.sampling),
+        stream_options=inference_pb2.StreamOptions(skip_text=request.skip_text),
+        priority=request.priority,
+        resume_from=request.resume_from,
+    )
+    objectives = {"ttft_ms": request.ttft_ms, "itl_ms": request.itl_ms, "e2e_ms": request.e2e_ms}
+    if any(value is not None for value in objectives.values()):
+        message.slo.MergeFrom(inference_pb2.ServiceLevelObjective(**objectives))
+    match request.prompt:
+        case api.Text(text):
+            message.text = text
+        case api.TokenIds(ids):
+            message.token_ids.ids.extend(ids)
+        case api.Chat(messages):
+            for entry in messages:
+                message.chat.messages.add(role=entry.role, content=entry.content, name=entry.name)
+    return message
+
+
+def generate_chunk(message: inference_pb2.GenerateResponse) -> api.GenerateChunk:
+    """Reads a piece of an answer."""
+    return api.GenerateChunk(
+        request_id=message.request_id,
+        choice_index=message.choice_index,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
+        usage=from_pb(message.usage, api.Usage) if message.HasField("usage") else None,
+        timing=from_pb(message.timing, api.Timing) if message.HasField("timing") else None,
+    )
+
+
+def list_models_response(cards: list[api.ModelCard]) -> inference_pb2.ListModelsResponse:
+    """Writes the served models."""
+    return inference_pb2.ListModelsResponse(models=[to_pb(card, inference_pb2.Model) for card in cards])
+
+
+def _prompt_from_pb(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> api.Prompt:
+    match message.WhichOneof("input"):
+        case "text":
+            return api.Text(message.text)
+        case "chat":
+            if message.chat.tools or any(m.tool_calls or m.tool_call_id for m in message.chat.messages):
+                raise Unsupported("tools and tool calls in a chat are not supported yet; leave them out", "tools")
+            return api.Chat(tuple(api.ChatMessage(m.role, m.content, m.name) for m in message.chat.messages))
+        case "token_ids" if isinstance(message, inference_pb2.GenerateRequest):
+            return api.TokenIds(tuple(message.token_ids.ids))
+    raise InvalidRequest("the request has no input; set one of text, chat or token_ids", "input")

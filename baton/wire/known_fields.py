@@ -1,0 +1,122 @@
+"""Fields of other releases: what is not known here is refused by its number, and never dropped in silence.
+
+Protobuf keeps what it does not know and raises nothing. A client's field that is not known is refused, and a router's
+does not go to a worker that does not know it: each worker lists in its lease the fields of a router's messages that it
+knows. A field is written "SequenceSpec.9".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from baton.errors import Unsupported
+from baton.messages import ROUTERS_SAMPLING
+from baton.v1 import inference_pb2, worker_pb2
+from baton.wire.inference import SAMPLING_NAMES
+
+_Fields = tuple[tuple[str, bool, "_Fields"], ...]
+"""Fields of a message that hold messages: name, whether the field is repeated, and the same of what it holds."""
+
+
+def check_known(message: Message) -> None:
+    """Raises Unsupported if a client has set a field, at any depth, that this release does not know."""
+    if path := unknown_field(message):
+        raise Unsupported(
+            f"{message.DESCRIPTOR.name} has a field {path} that this release does not know, or not in this form; "
+            "leave it unset, or ask a release that knows it",
+            path,
+        )
+
+
+def unknown_field(message: Message) -> str:
+    """The path of a field, at any depth, that this release does not know, as "sampling.99"; empty: there is none."""
+    return _unknown_field(message, _message_fields(message.DESCRIPTOR))
+
+
+def _unknown_field(message: Message, fields: _Fields) -> str:
+    if unknown := UnknownFieldSet(message):
+        return str(unknown[0].field_number)
+    for name, is_repeated, inner in fields:
+        if is_repeated:
+            items = getattr(message, name)
+            for index in range(len(items)):  # where there is nothing, its iterator costs more than all the rest
+                if path := _unknown_field(items[index], inner):
+                    return f"{name}[{index}].{path}"
+        elif message.HasField(name) and (path := _unknown_field(getattr(message, name), inner)):
+            return f"{name}.{path}"
+    return ""
+
+
+@functools.cache
+def _message_fields(descriptor: Descriptor) -> _Fields:
+    """No map holds messages here, and an entry of a map that has something unknown is an unknown field of the map's
+    owner.
+    """
+    return tuple(
+        (field.name, field.is_repeated, _message_fields(field.message_type))
+        for field in descriptor.fields
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry
+    )
+
+
+def fields_in(message: Message) -> set[str]:
+    """The fields that are set in a message and in the messages that it holds, each as "SequenceSpec.9"."""
+    found = {f"{message.DESCRIPTOR.name}.{field.number}" for field, _ in message.ListFields()}
+    for name, is_repeated, _ in _message_fields(message.DESCRIPTOR):
+        if is_repeated or message.HasField(name):
+            inner = getattr(message, name)
+            found.update(*(fields_in(item) for item in (inner if is_repeated else (inner,))))
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def fields_unknown_to(known_fields: str) -> frozenset[str]:
+    """The fields of a router's messages that this release knows and a worker does not.
+
+    Args:
+        known_fields: `WorkerInfo.known_fields`; an empty list, or what cannot be read of one, names no field.
+    """
+    return frozenset(_numbered(KNOWN_FIELDS) - _numbered(known_fields))
+
+
+def named(fields: Iterable[str]) -> str:
+    """Names fields of a router's messages for people: "SamplingParams.min_p (5)"."""
+    descriptors = _reachable(worker_pb2.Command.DESCRIPTOR)
+    words = []
+    for message, _, number in (field.partition(".") for field in sorted(fields)):
+        words.append(f"{message}.{descriptors[message].fields_by_number[int(number)].name} ({number})")
+    return ", ".join(words)
+
+
+def _numbered(known_fields: str) -> set[str]:
+    parts = (part.partition(":") for part in known_fields.split())
+    return {f"{message}.{number}" for message, _, numbers in parts for number in numbers.split(",") if number}
+
+
+def _reachable(descriptor: Descriptor) -> dict[str, Descriptor]:
+    found = {descriptor.name: descriptor}
+    for name, _, _ in _message_fields(descriptor):
+        inner = descriptor.fields_by_name[name].message_type
+        assert inner is not None
+        found |= _reachable(inner)
+    return found
+
+
+def _known_numbers(descriptor: Descriptor) -> str:
+    """The numbers of the fields that a worker heeds: the contract has sampling fields that this release refuses."""
+    is_sampling = descriptor.name == inference_pb2.SamplingParams.DESCRIPTOR.name
+    heeded = SAMPLING_NAMES - ROUTERS_SAMPLING
+    return ",".join(str(f.number) for f in descriptor.fields if not is_sampling or f.name in heeded)
+
+
+KNOWN_FIELDS = " ".join(
+    f"{name}:{_known_numbers(descriptor)}"
+    for name, descriptor in sorted(_reachable(worker_pb2.Command.DESCRIPTOR).items())
+)
+"""The fields of a router's messages that this release knows, as a worker lists them in its lease:
+"Command:1,2 SequenceSpec:1,2,3"."""

@@ -1,0 +1,203 @@
+"""The contract of routers and workers (`worker.proto`): the commands of one stream, and the events that answer them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from baton import messages as m
+from baton.errors import BatonError, InvalidRequest, TransferRefused, Unsupported
+from baton.sampling import FinishReason
+from baton.v1 import worker_pb2
+from baton.wire.convert import MAX_CONTROL_BYTES, Oneof, from_pb, require_short, to_pb
+from baton.wire.inference import sampling_from_pb, write_sampling
+from baton.wire.known_fields import fields_in, unknown_field
+
+MAX_COMMANDS = 1024
+"""Most commands in one frame; a router writes a few (`baton.rpc.outbox`)."""
+MAX_TOKEN_BYTES = 5
+
+
+def write_sequence(spec: m.SequenceSpec, message: worker_pb2.SequenceSpec) -> None:
+    """Writes a sequence into an empty message, in its place: a message that is passed to another one's constructor is
+    copied with all its tokens.
+    """
+    message.request_id = spec.request_id
+    message.choice_index = spec.choice_index
+    message.token_ids.extend(spec.token_ids)
+    message.num_prompt_tokens = spec.num_prompt_tokens
+    write_sampling(spec.sampling, message.sampling)
+    message.cache_seed = spec.cache_seed
+    message.attempt = spec.attempt
+    message.priority = spec.priority
+    message.ttft_s = spec.ttft_s
+    message.itl_s = spec.itl_s
+    message.num_expected_tokens = spec.num_expected_tokens
+
+
+def sequence_from_pb(message: worker_pb2.SequenceSpec) -> m.SequenceSpec:
+    """Reads a sequence.
+
+    Raises:
+        InvalidRequest, Unsupported: its sampling is out of range, or of a newer release.
+    """
+    return m.SequenceSpec(
+        request_id=message.request_id,
+        choice_index=message.choice_index,
+        token_ids=tuple(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=sampling_from_pb(message.sampling),
+        cache_seed=message.cache_seed,
+        attempt=message.attempt,
+        priority=message.priority,
+        ttft_s=message.ttft_s,
+        itl_s=message.itl_s,
+        num_expected_tokens=message.num_expected_tokens,
+    )
+
+
+def fields_of(spec: m.SequenceSpec) -> set[str]:
+    """The fields that are set in a sequence when it goes to a worker, as `fields_in` names them."""
+    message = worker_pb2.SequenceSpec()
+    write_sequence(spec, message)
+    return fields_in(message)
+
+
+def ticket_to_pb(ticket: m.Ticket) -> worker_pb2.Ticket:
+    """Writes a ticket."""
+    return to_pb(ticket, worker_pb2.Ticket)
+
+
+def ticket_from_pb(message: worker_pb2.Ticket) -> m.Ticket:
+    """Reads a ticket. Raises TransferRefused for one that is too long to be read."""
+    require_short(message, MAX_CONTROL_BYTES, TransferRefused)
+    return from_pb(message, m.Ticket)
+
+
+def start_command(start: m.Start) -> worker_pb2.Command:
+    """The command that opens a call."""
+    command = worker_pb2.Command(call_id=start.call_id, trace=start.trace)
+    request: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest | worker_pb2.FetchRequest
+    match start.request:
+        case m.PrefillRequest(sequence, ticket, source):
+            request = command.prefill
+            if ticket is not None:
+                request.ticket.CopyFrom(ticket_to_pb(ticket))
+        case m.DecodeRequest(sequence, await_kv, source):
+            request = command.decode
+            request.await_kv = await_kv
+        case m.FetchRequest(sequence, source):
+            request = command.fetch
+        case None | BatonError():
+            raise AssertionError("a router knows what it asks for")
+    write_sequence(sequence, request.sequence)
+    if source is not None:
+        request.source.CopyFrom(to_pb(source, worker_pb2.PrefixSource))
+    return command
+
+
+def cancel_command(cancel: m.Cancel) -> worker_pb2.Command:
+    """The command that cancels a call."""
+    return worker_pb2.Command(call_id=cancel.call_id, cancel=worker_pb2.Cancel())
+
+
+def serve_request(commands: Iterable[worker_pb2.Command]) -> worker_pb2.ServeRequest:
+    """A router's frame of commands."""
+    return worker_pb2.ServeRequest(commands=commands)
+
+
+def commands(message: worker_pb2.ServeRequest, max_model_len: float = math.inf) -> list[m.Start | m.Cancel]:
+    """Reads a router's frame. A start that is too long or of a newer release is not read; it holds its refusal.
+
+    Args:
+        max_model_len: most tokens that a sequence may have on this worker.
+
+    Raises:
+        InvalidRequest: the frame has more commands than a router writes at a time.
+    """
+    if len(message.commands) > MAX_COMMANDS:
+        raise InvalidRequest(f"a frame has {len(message.commands)} commands; a worker takes {MAX_COMMANDS} at a time")
+    return [_command(command, max_model_len) for command in message.commands]
+
+
+def max_start_bytes(max_model_len: float) -> float:
+    """Longest start of a call that a worker reads, in bytes."""
+    return MAX_CONTROL_BYTES + MAX_TOKEN_BYTES * max_model_len
+
+
+def _command(message: worker_pb2.Command, max_model_len: float) -> m.Start | m.Cancel:
+    if message.WhichOneof("command") == "cancel":
+        return m.Cancel(message.call_id)
+    try:
+        require_short(message, max_start_bytes(max_model_len), InvalidRequest)
+        if path := unknown_field(message):
+            raise Unsupported(f"this worker does not know the field {path} of a router's command")
+        return m.Start(message.call_id, _call_request(message), dict(message.trace))
+    except (InvalidRequest, TransferRefused, Unsupported) as refusal:
+        return m.Start(message.call_id, refusal, {})
+
+
+def _call_request(message: worker_pb2.Command) -> m.PrefillRequest | m.DecodeRequest | m.FetchRequest | None:
+    match message.WhichOneof("command"):
+        case "prefill":
+            prefill = message.prefill
+            ticket = ticket_from_pb(prefill.ticket) if prefill.HasField("ticket") else None
+            return m.PrefillRequest(sequence_from_pb(prefill.sequence), ticket, _source_from_pb(prefill))
+        case "decode":
+            decode = message.decode
+            return m.DecodeRequest(sequence_from_pb(decode.sequence), decode.await_kv, _source_from_pb(decode))
+        case "fetch":
+            fetch = message.fetch
+            return m.FetchRequest(sequence_from_pb(fetch.sequence), from_pb(fetch.source, m.PrefixSource))
+    return None
+
+
+def _source_from_pb(message: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) -> m.PrefixSource | None:
+    return from_pb(message.source, m.PrefixSource) if message.HasField("source") else None
+
+
+_EVENTS = Oneof(
+    worker_pb2.Event,
+    "event",
+    first_token=m.FirstToken,
+    handed_over=m.HandedOver,
+    ticket=m.Ticket,
+    fetched=m.Fetched,
+    migrate=m.Migrate,
+    failed=m.Failed,
+    ended=m.Ended,
+)
+"""All events but `NewTokens`, which travels with each token and is written out by hand."""
+
+
+def serve_response(events: Iterable[tuple[int, m.Event]]) -> worker_pb2.ServeResponse:
+    """A worker's frame of events, each with the id of its call."""
+    response = worker_pb2.ServeResponse()
+    for call_id, event in events:
+        if isinstance(event, m.NewTokens):
+            tokens = response.events.add(call_id=call_id).new_tokens
+            tokens.token_ids.extend(event.token_ids)
+            tokens.finish_reason = event.finish_reason or ""
+            if event.report is not None:
+                tokens.report.CopyFrom(to_pb(event.report, worker_pb2.PrefillReport))
+        else:
+            response.events.add(call_id=call_id, **_EVENTS.to_field(event))
+    return response
+
+
+def events(message: worker_pb2.ServeResponse) -> list[tuple[int, m.Event | None]]:
+    """Reads a worker's frame: events, each with the id of its call; None: a kind that this version does not know."""
+    return [(event.call_id, _event(event)) for event in message.events]
+
+
+def _event(message: worker_pb2.Event) -> m.Event | None:
+    if message.WhichOneof("event") == "new_tokens":
+        tokens = message.new_tokens
+        finish_reason = tokens.finish_reason
+        return m.NewTokens(
+            token_ids=tuple(tokens.token_ids),
+            finish_reason=FinishReason(finish_reason) if finish_reason else None,
+            report=from_pb(tokens.report, m.PrefillReport) if tokens.HasField("report") else None,
+        )
+    event: m.Event | None = _EVENTS.value_of(message)
+    return event
