@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from baton.config import FloatOrAuto
+from baton.config import GibOrAuto
 from baton.errors import ConfigError
 
 GIB = 2**30
@@ -48,7 +48,7 @@ class Room:
     """By processes that are about to start."""
     on_gpu: bool = False
 
-    def pool_gib(self, asked: FloatOrAuto) -> float:
+    def pool_gib(self, asked: GibOrAuto) -> float:
         """The size of each pool in GiB: the one asked for, or a share of the room.
 
         Raises:

@@ -1,6 +1,6 @@
 """Keeps what the chart says about its values true: `python -m tools.chart_docs` writes it anew.
 
-    baton/config.py ──fields, docstrings, checks──> section `config` of helm/baton/values.schema.json
+    baton/config ──JSON schema by pydantic────────> section `config` of helm/baton/values.schema.json
     values.schema.json ──descriptions──┐
     values.yaml ──defaults─────────────┴──────────> the tables of helm/baton/README.md
 
@@ -9,23 +9,17 @@ The rest of both files is written by hand.
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
 import json
-import math
 import re
-import types
-import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
-from baton import config as baton_config
-from baton.config import Config, FloatOrAuto
+from baton.config import Config
 
 CHART = Path("helm/baton")
 BEGIN, END = "<!-- values: written by `python -m tools.chart_docs` -->", "<!-- end of values -->"
@@ -43,71 +37,22 @@ SET_BY_CHART = {
 CHART_SECTIONS = {"kubernetes"}
 ONE_VALUE = {"resources"}
 """Definitions of the schema that get one line in the table."""
-NUMBERS = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 Schema = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What only the text of baton/config.py says."""
-
-    docs: dict[tuple[str, str], str]
-    """Of (class, field)."""
-    allowed: dict[str, list[str]]
-    """`section.field` -> the values that `_require_one_of` lets through."""
-    positive: set[str]
-    """`section.field` of whole numbers from 1 on."""
-
-    @staticmethod
-    def read() -> Source:
-        tree = ast.parse(inspect.getsource(baton_config))
-        docs = {
-            (cls.name, field.target.id): " ".join(text.split())
-            for cls in tree.body
-            if isinstance(cls, ast.ClassDef)
-            for field, text in _documented(cls)
-        }
-        constants = {
-            node.targets[0].id: node.value
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        }
-        allowed: dict[str, list[str]] = {}
-        positive: set[str] = set()
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            match call:
-                case ast.Call(ast.Name("_require_one_of"), [ast.Constant(str(name)), _, values]):
-                    allowed[name] = list(_strings(values, constants))
-                case ast.Call(ast.Name("_require_at_least_one"), [ast.Constant(str(section)), _, names]):
-                    positive |= {f"{section}.{name}" for name in _strings(names, constants)}
-        return Source(docs, allowed, positive)
-
-
-def _documented(cls: ast.ClassDef) -> Iterator[tuple[Any, str]]:
-    """Fields that a string follows."""
-    for field, after in zip(cls.body, cls.body[1:], strict=False):
-        match field, after:
-            case ast.AnnAssign(target=ast.Name()), ast.Expr(ast.Constant(str(text))):
-                yield field, text
-
-
-def _strings(node: ast.expr, constants: dict[str, ast.expr]) -> Iterator[str]:
-    if isinstance(node, ast.Name):
-        node = constants[node.id]
-    yield from ast.literal_eval(node)
-
-
 def config_schema() -> Schema:
-    """Of the value `config`: what a file for `baton up --config` may hold, without what the chart sets."""
-    source = Source.read()
-    sections = {}
-    for name, cls in typing.get_type_hints(Config).items():
-        if name not in CHART_SECTIONS:
-            skipped = SET_BY_CHART.get(name, set())
-            sections[name] = _section(cls, f"{name}.", source, skipped)
+    """Schema of the value `config`: what a file for `baton up --config` may hold, without what the chart sets."""
+    settings = TypeAdapter(Config)
+    schema = json.loads(to_json(settings.json_schema(), inf_nan_mode="null"))
+    defaults = json.loads(settings.dump_json(Config()))  # where they are made by a function, the schema has none
+    sections = {
+        name: _section(section, schema["$defs"], defaults[name], SET_BY_CHART.get(name, set()))
+        for name, section in schema["properties"].items()
+        if name not in CHART_SECTIONS
+    }
     return {
-        "description": "Settings of Baton itself, as in baton/config.py. The chart sets what only it knows.",
+        "description": "Settings of Baton itself, as in baton/config. The chart sets what only it knows.",
         "type": "object",
         "additionalProperties": False,
         "required": ["model", "router", "cluster"],
@@ -115,60 +60,28 @@ def config_schema() -> Schema:
     }
 
 
-def _section(cls: Any, prefix: str, source: Source, skipped: set[str]) -> Schema:
-    hints = typing.get_type_hints(cls)
+def _section(section: Schema, definitions: Schema, defaults: Any, skipped: set[str]) -> Schema:
+    """The section in the form of the rest of the file: no references and titles, every description in one line."""
+    section = definitions[section["$ref"].removeprefix("#/$defs/")]
     properties = {}
-    for field in dataclasses.fields(cls):
-        if field.name in skipped:
+    for name, value in section["properties"].items():
+        if name in skipped:
             continue
-        name = prefix + field.name
-        schema = _type(hints[field.name], name, source)
-        description = source.docs.get((cls.__name__, field.name)) or _from_name(field.name)
-        default = field.default_factory() if callable(field.default_factory) else field.default
-        properties[field.name] = {"description": description, "default": _plain(default), **schema}
-    own_words = inspect.cleandoc(cls.__doc__ or "")
-    description = "" if own_words.startswith(f"{cls.__name__}(") else " ".join(own_words.split())
-    name = prefix.rstrip(".")
+        own = {key: item for key, item in value.items() if key not in ("title", "description", "default")}
+        if "$ref" in (inner := own.get("additionalProperties", ())):
+            own["additionalProperties"] = _section(inner, definitions, {}, set())
+        default = value.get("default", defaults.get(name))
+        properties[name] = {"description": _one_line(value["description"]), "default": default, **own}
     return {
-        "description": description or f"Settings of the {name}.",
+        "description": _one_line(section["description"]),
         "type": "object",
         "additionalProperties": False,
         "properties": properties,
     }
 
 
-def _from_name(name: str) -> str:
-    """Of a field whose name says it all: `stop_timeout_s`."""
-    words = name.removesuffix("_s").replace("_", " ").capitalize()
-    return f"{words}, in seconds." if name.endswith("_s") else f"{words}."
-
-
-def _type(kind: Any, name: str, source: Source) -> Schema:
-    if typing.get_origin(kind) is dict:
-        _, values = typing.get_args(kind)
-        return {"type": "object", "additionalProperties": _section(values, f"{name}.", source, set())}
-    if isinstance(kind, types.GenericAlias):
-        return {"type": "array", "items": {"type": "string", **_limits(name, source)}}
-    if kind == FloatOrAuto:
-        return {"anyOf": [{"type": "number", "minimum": 0}, {"const": "auto"}]}
-    return {"type": NUMBERS[kind], **_limits(name, source)}
-
-
-def _limits(name: str, source: Source) -> Schema:
-    if name in source.allowed:
-        return {"enum": source.allowed[name]}
-    return {"minimum": 1} if name in source.positive else {}
-
-
-def _plain(value: Any) -> Any:
-    """As in JSON, which knows no infinity."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(dataclasses.asdict(value))
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, tuple):
-        return list(value)
-    return None if value == math.inf else value
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def schema_text(text: str) -> str:

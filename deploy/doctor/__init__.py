@@ -77,7 +77,12 @@ def diagnose(
 def not_configured(error: ConfigError) -> list[Check]:
     """The configuration cannot be read, so nothing else can be checked."""
     return [
-        Check("configuration", "fail", str(error), "baton/config.py tells every setting; mend the file or variable")
+        Check(
+            "configuration",
+            "fail",
+            str(error),
+            "baton/config describes every setting; correct the file or the variable",
+        )
     ]
 
 

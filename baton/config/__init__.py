@@ -1,0 +1,52 @@
+"""Every setting of every process, in one room: a documented, checked field of a section.
+
+A setting comes from, in rising order of precedence: the defaults here, one YAML file (`baton up --config FILE`), the
+environment. `section.field` in YAML is `BATON_SECTION_FIELD` in the environment, with these short forms besides:
+
+    BATON_GRPC_PORT   cluster.grpc_port        BATON_CACHE    cluster.cache_dir
+    BATON_HTTP_PORT   cluster.http_port        BATON_FAULTS   faults.spec
+
+`load` is the only code that reads the environment, except that client commands take BATON_ADDRESS for --address and
+BATON_API_KEY for --api-key.
+
+engine      model, engine
+transfer    transfer, faults
+serving     index, router and its SLO classes
+cluster     cluster, kubernetes, autoscale
+telemetry   telemetry
+section     how a field is parsed, checked and refused
+load        all sections together, from file and environment
+"""
+
+from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig
+from baton.config.engine import EngineConfig, GibOrAuto, ModelConfig
+from baton.config.load import SHORT_NAMES, Config, load, process_config
+from baton.config.section import MAX_TIMEOUT_S
+from baton.config.serving import DEFAULT_CLASS, IndexConfig, RouterConfig, SloClassConfig
+from baton.config.telemetry import TelemetryConfig
+from baton.config.transfer import FaultsConfig, TransferConfig
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+"""Router that client commands call when no address is given."""
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "DEFAULT_CLASS",
+    "MAX_TIMEOUT_S",
+    "SHORT_NAMES",
+    "AutoscaleConfig",
+    "ClusterConfig",
+    "Config",
+    "EngineConfig",
+    "FaultsConfig",
+    "GibOrAuto",
+    "IndexConfig",
+    "KubernetesConfig",
+    "ModelConfig",
+    "RouterConfig",
+    "SloClassConfig",
+    "TelemetryConfig",
+    "TransferConfig",
+    "load",
+    "process_config",
+]

@@ -1,0 +1,99 @@
+"""Settings of the model and of one worker's engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field
+
+from baton.blocks import GRANULE
+from baton.config.section import NUMBER, AtLeastOne, Float, Int, Must, OneOf, Share, Text, section
+from baton.errors import ConfigError
+
+
+def _none_is_auto(value: Any) -> Any:
+    """A pool of nothing is one of a size that suits: 0 means auto, also as the environment writes it."""
+    try:
+        return value if isinstance(value, bool) or float(value) else "auto"
+    except (TypeError, ValueError):
+        return value
+
+
+GibOrAuto: TypeAlias = Annotated[
+    Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER],
+    Field(union_mode="left_to_right"),
+    BeforeValidator(_none_is_auto),
+    Must.be("auto or more than 0 GiB"),
+]
+
+
+@section("model")
+class ModelConfig:
+    """The model that the cluster serves."""
+
+    id: Text = "smollm2-135m-instruct"
+    """A model of Baton's own catalogue, a Hugging Face hub id, or a local folder of safetensors."""
+    served_name: Text = ""
+    """The model id that clients use. Empty: the last part of `id`."""
+    path: Text = ""
+    """The resolved local folder; `baton up` fills it in."""
+    revision: Text = ""
+    """Identity of the weights; seeds the block keys. `baton up` fills it in."""
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
+    """Type of the weights. auto: float32 on a CPU, the model's own on a GPU."""
+    device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
+    """Device of the weights and of the KV cache. auto: a GPU where there is one."""
+
+
+@section("engine")
+class EngineConfig:
+    """The engine of one worker."""
+
+    runner: Annotated[str, OneOf("transformers", "arithmetic")] = "transformers"
+    """transformers, or arithmetic: a model whose answers can be worked out by hand, for tests and benchmarks."""
+    arithmetic_step_ms: Float = 0.0
+    """Minimum duration of a step of the arithmetic model, in milliseconds; it sleeps to reach it."""
+    arithmetic_token_ms: Float = 0.0
+    """Additional minimum duration for each token that a step of the arithmetic model computes, in milliseconds."""
+    block_size: Int = 16
+    """Tokens per KV block; a multiple of 16."""
+    kv_cache_gib: GibOrAuto = "auto"
+    """Memory of the KV pool, in GiB, per rank. auto, or 0: a share of the memory that is free after the weights are
+    loaded. On a GPU the share is 85 %. On a CPU it is half of the machine's, divided among its workers, and at most
+    2 GiB or the size of weights and process, whichever is more. A value above the free memory is refused."""
+    memory_share: Share = 1.0
+    """Share of the memory of its machine, or of its GPU, that a worker takes as its own where `kv_cache_gib` is auto;
+    the rest is left to other programs. Workers of one Ray node divide the node's memory evenly by themselves; on GPUs
+    each has the part of a GPU that Ray assigns to it (`cluster.gpus_per_worker`)."""
+    num_blocks: Int = 0
+    """Blocks of the KV pool; 0: as many as fit into `kv_cache_gib`."""
+    max_num_seqs: AtLeastOne = 64
+    """Sequences that may hold blocks at a time: those in the running batch, and those reserved for incoming KV."""
+    max_num_batched_tokens: AtLeastOne = 512
+    """Tokens per step; longer prompts are prefilled in chunks."""
+    max_model_len: Int = 0
+    """Longest prompt plus answer, in tokens; 0: the model's own limit, or what the KV pool can hold if that is less."""
+    max_waiting: AtLeastOne = 1024
+    """Sequences that may wait for blocks before a worker refuses more."""
+    output_reservation: Int = 512
+    """Answer tokens for which a decode worker reserves blocks up front; longer answers grow block by block."""
+    num_threads: AtLeastOne = 1
+    """Compute threads per rank. Two contended threads can be 40 times slower than one."""
+    tensor_parallel: AtLeastOne = 1
+    """Ranks per worker: processes on one machine that share the model's weights and KV heads and compute every step
+    together, each with its own GPU where there are GPUs. Must divide the number of KV heads."""
+    rank_timeout_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 60.0
+    """Longest step of a worker with several ranks. A longer one means that a rank hangs, and the worker ends."""
+
+    def __post_init__(self) -> None:
+        if self.runner == "arithmetic" and self.tensor_parallel > 1:
+            raise ConfigError("engine.runner arithmetic has one rank; set engine.tensor_parallel to 1")
+        if self.max_model_len and self.max_model_len < GRANULE:
+            raise ConfigError(f"engine.max_model_len must be 0 or at least {GRANULE} tokens, got {self.max_model_len}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"engine.max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least engine.max_num_seqs "
+                f"({self.max_num_seqs}), or some sequences would never get a turn"
+            )
+        if self.block_size < GRANULE or self.block_size % GRANULE:
+            raise ConfigError(f"engine.block_size must be a multiple of {GRANULE}, got {self.block_size}")

@@ -1,0 +1,117 @@
+"""The whole configuration, and where it comes from. No other file reads the environment for settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig
+from baton.config.engine import EngineConfig, ModelConfig
+from baton.config.section import build, section
+from baton.config.serving import IndexConfig, RouterConfig
+from baton.config.telemetry import TelemetryConfig
+from baton.config.transfer import FaultsConfig, TransferConfig
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SHORT_NAMES = {
+    "BATON_GRPC_PORT": ("cluster", "grpc_port"),
+    "BATON_HTTP_PORT": ("cluster", "http_port"),
+    "BATON_CACHE": ("cluster", "cache_dir"),
+    "BATON_FAULTS": ("faults", "spec"),
+}
+NOT_SETTINGS = {"BATON_ADDRESS", "BATON_API_KEY", "BATON_CONFIG_JSON"}
+
+
+@section()
+class Config:
+    """All settings of all processes."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    index: IndexConfig = field(default_factory=IndexConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+
+    def __post_init__(self) -> None:
+        ranks, gpus = self.engine.tensor_parallel, self.cluster.gpus_per_worker
+        if ranks > 1 and gpus and gpus != ranks:
+            raise ConfigError(
+                f"cluster.gpus_per_worker is {gpus:g} and engine.tensor_parallel {ranks}: each rank has one GPU; "
+                "leave cluster.gpus_per_worker at 0"
+            )
+
+    def to_json(self) -> str:
+        """The settings that differ from their defaults: a process of the previous release refuses names it does not
+        know."""
+        return json.dumps(_changed(self, dataclasses.asdict(self)))
+
+    @staticmethod
+    def from_json(text: str) -> Config:
+        return build(Config, json.loads(text))
+
+
+def _changed(settings: Any, as_dict: dict[str, Any]) -> dict[str, Any]:
+    """The values of a section, or of all sections, that differ from the defaults."""
+    found = {}
+    for each in dataclasses.fields(settings):
+        value = getattr(settings, each.name)
+        if dataclasses.is_dataclass(value):
+            if inner := _changed(value, as_dict[each.name]):
+                found[each.name] = inner
+        elif value != (each.default if each.default_factory is dataclasses.MISSING else each.default_factory()):
+            found[each.name] = as_dict[each.name]
+    return found
+
+
+def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Config:
+    """The configuration from file and environment.
+
+    Raises:
+        ConfigError: an unknown name, or a value that is not allowed; the message names it.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        values: dict[str, Any] = (yaml.safe_load(path.read_text()) or {}) if path else {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold sections such as 'engine:' and 'cluster:'")
+    values = {name: {} if section is None else section for name, section in values.items()}
+    for name, value in environ.items():
+        if not name.startswith("BATON_") or name in NOT_SETTINGS:
+            continue
+        section, key = SHORT_NAMES.get(name) or _split(name)
+        if isinstance(values.setdefault(section, {}), dict):  # else `build` refuses it by name
+            values[section][key] = value
+    return build(Config, values)
+
+
+def process_config() -> Config:
+    """The configuration that a parent process passed to this one, whole, in BATON_CONFIG_JSON."""
+    text = os.environ.get("BATON_CONFIG_JSON")
+    return Config.from_json(text) if text else load()
+
+
+def _split(variable: str) -> tuple[str, str]:
+    """The section and the name of the setting that the environment variable stands for."""
+    name, _, key = variable.removeprefix("BATON_").lower().partition("_")
+    sections = {each.name: each.default_factory for each in dataclasses.fields(Config)}
+    if name not in sections or key not in sections[name].__dataclass_fields__:  # type: ignore[union-attr]
+        raise ConfigError(
+            f"the environment variable {variable} is not a setting of Baton; see baton/config for the names"
+        )
+    return name, key

@@ -1,0 +1,217 @@
+"""Sections of settings: frozen pydantic dataclasses whose errors are sentences that name the setting.
+
+A field's annotation is its parser and its check: the kinds below where they suit, else `Annotated` with pydantic's
+constraints and a `Must`, which words the refusal. The docstring after a field is its description, in the chart too.
+Checks that need more than one field stand in `__post_init__` and raise ConfigError themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from types import UnionType
+from typing import Annotated, Any, TypeAlias, TypeVar, dataclass_transform
+
+from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+
+from baton.errors import ConfigError
+
+T = TypeVar("T")
+MAX_PORT = 65_535
+MAX_TIMEOUT_S = 7 * 86_400
+"""The longest that an operator may have to wait for anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Must:
+    """Wording of a refusal; in `text`, {name} is `section.field`, {field} the field alone and {value} the value."""
+
+    text: str
+
+    @staticmethod
+    def be(rule: str) -> Must:
+        return Must(f"{{name}} must be {rule}, got {{value}}")
+
+
+class OneOf:
+    """Annotates a string that must be one of a few words. Unlike with `Literal`, callers may pass any `str`."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.literal_schema(list(self.words))
+
+
+def _switch(value: Any) -> Any:
+    if str(value).lower() not in ("true", "false", "1", "0"):
+        raise PydanticCustomError("switch", "must be true or false")
+    return str(value).lower() in ("true", "1")
+
+
+def _no_switch(value: Any) -> Any:
+    """Python counts True as 1; a setting does not."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_type", "must be a number")
+    return value
+
+
+def _on_off(value: Any) -> Any:
+    """YAML reads a bare on or off as a bool."""
+    return value if not isinstance(value, bool) else "on" if value else "off"
+
+
+def _listed(value: Any) -> Any:
+    """The environment separates items by commas."""
+    if not isinstance(value, str):
+        return value
+    return tuple(item for item in (part.strip() for part in value.split(",")) if item)
+
+
+def _from_json(value: Any) -> Any:
+    """The environment holds mappings as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise PydanticCustomError("json", "{error}", {"error": str(error)}) from error
+
+
+NUMBER = BeforeValidator(_no_switch)
+COMMA_SEPARATED = BeforeValidator(_listed)
+JSON = BeforeValidator(_from_json)
+ON_OFF = BeforeValidator(_on_off)
+"""These come after a field's constraints, or pydantic's schema does not name those."""
+Switch: TypeAlias = Annotated[bool, BeforeValidator(_switch)]
+Int: TypeAlias = Annotated[int, NUMBER]
+Float: TypeAlias = Annotated[float, NUMBER]
+Text: TypeAlias = Annotated[str, ON_OFF]
+
+AtLeastOne: TypeAlias = Annotated[int, Field(ge=1), NUMBER, Must.be("at least 1")]
+NotNegative: TypeAlias = Annotated[int, Field(ge=0), NUMBER, Must.be("at least 0")]
+Port: TypeAlias = Annotated[int, Field(ge=0, le=MAX_PORT), NUMBER, Must.be(f"a port, 0 to {MAX_PORT}")]
+Share: TypeAlias = Annotated[float, Field(gt=0, le=1), NUMBER, Must.be("more than 0 and at most 1")]
+Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0 seconds")]
+Wait: TypeAlias = Annotated[
+    float, Field(gt=0, le=MAX_TIMEOUT_S), NUMBER, Must.be(f"more than 0 seconds, and at most {MAX_TIMEOUT_S}")
+]
+"""A time that an operator may have to wait for."""
+
+_RULES = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
+_UNKNOWN = {"unexpected_keyword_argument", "invalid_key"}
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def section(name: str = "") -> Callable[[type[T]], type[T]]:
+    """The decorator of a section. Constructing one, or replacing a field, validates it.
+
+    Args:
+        name: what the section's settings are called before the dot; empty: for all sections together.
+    """
+    config = ConfigDict(extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True)
+
+    def made(cls: type[T]) -> type[T]:
+        found: Any = pydantic_dataclass(frozen=True, slots=True, kw_only=True, config=config)(cls)
+        construct = found.__init__
+
+        def __init__(self: Any, **values: Any) -> None:  # noqa: N807 - it takes the place of the generated one
+            try:
+                construct(self, **values)
+            except ValidationError as error:
+                raise ConfigError(_sentence(found, error, name)) from None
+
+        found.__init__ = __init__
+        return typing.cast("type[T]", found)
+
+    return made
+
+
+def build(cls: type[T], values: Mapping[Any, Any]) -> T:
+    """A value of `cls` from nested mappings, as they come from YAML, JSON and the environment.
+
+    Raises:
+        ConfigError: an unknown name, or a value that is not allowed; the message names the setting.
+    """
+    try:
+        found: T = cls.__pydantic_validator__.validate_python(values)  # type: ignore[attr-defined]
+    except ValidationError as error:
+        raise ConfigError(_sentence(cls, error, "")) from None
+    return found
+
+
+def _sentence(cls: type[Any], error: ValidationError, prefix: str) -> str:
+    """The first thing that is wrong, in words; unknown names before wrong values."""
+    details = error.errors(include_url=False)
+    first = next((each for each in details if each["type"] in _UNKNOWN), details[0])
+    owner, field, path = _place(cls, first["loc"])
+    name = ".".join((*((prefix,) if prefix else ()), *path))
+    if first["type"] in _UNKNOWN:
+        return f"unknown setting {name}; known here: {', '.join(sorted(owner.__pydantic_fields__))}"
+    if field is None or first["type"] == "dataclass_type":
+        return f"{name} must be a section of settings"
+    # A value that may be several things failed as each of them; the last of them is not a word such as `auto`.
+    last = [each for each in details if _place(cls, each["loc"])[2] == path][-1]
+    return _refusal(last, field, name, path[-1], field.annotation)
+
+
+def _place(cls: type[Any], loc: tuple[int | str, ...]) -> tuple[Any, Any, tuple[str, ...]]:
+    """The section with the setting at that place, the setting's field, and its names from `cls` on.
+
+    The field is None where the section has no such setting.
+    """
+    owner: Any = cls
+    field: Any = None
+    path: list[str] = []
+    parts = list(loc)
+    while parts and is_dataclass(owner):
+        path.append(str(parts.pop(0)))
+        field = typing.cast("Any", owner).__pydantic_fields__.get(path[-1])
+        if field is None:
+            return owner, None, tuple(path)
+        kind = field.annotation
+        if typing.get_origin(kind) is dict and parts:
+            path.append(str(parts.pop(0)))
+            kind = typing.get_args(kind)[1]
+        if not parts:
+            break
+        if is_dataclass(kind):
+            owner = kind
+        else:
+            break
+    return owner, field, tuple(path)
+
+
+def _refusal(detail: ErrorDetails, field: Any, name: str, key: str, kind: Any) -> str:
+    value = detail["input"]
+    if detail["type"] == "json":
+        return f"{name} must be JSON in the environment: {detail['msg']}"
+    if detail["type"] == "literal_error":
+        return f"{name} must be one of {', '.join(_choices(Annotated[kind, *field.metadata]))}; got {value!r}"
+    must = next((each for each in field.metadata if isinstance(each, Must)), None)
+    if must is not None and detail["type"] in _RULES:
+        return must.text.format(name=name, field=key, value=int(value) if kind is int else float(value))
+    return f"{name} must be {_kind_in_words(kind)}, got {value!r}"
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    """The words that a setting, or an item of a list, may be; none where it is no choice of words."""
+    if isinstance(kind, OneOf):
+        return kind.words
+    return next(filter(None, map(_choices, typing.get_args(kind))), ())
+
+
+def _kind_in_words(kind: Any) -> str:
+    if kind is bool:
+        return "true or false"
+    if typing.get_origin(kind) is dict:
+        return "a mapping"
+    if typing.get_origin(kind) is tuple:
+        return "a list"
+    if typing.get_origin(kind) in (typing.Union, UnionType):  # the only one
+        return "auto or of type float"
+    return f"of type {kind.__name__}"

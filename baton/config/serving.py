@@ -1,0 +1,110 @@
+"""Settings of the routers, of the objectives that requests are held to, and of the index in Redis."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import field
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
+
+from baton.config.section import JSON, NUMBER, AtLeastOne, Float, Int, Must, OneOf, Text, section
+from baton.errors import ConfigError
+
+POSITIVE = Must("an objective must be more than 0, got {field} {value}")
+NOT_NEGATIVE = Must("{field} must be at least 0, got {value}")
+Objective: TypeAlias = Annotated[float, Field(gt=0), NUMBER, POSITIVE]
+Weight: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER, NOT_NEGATIVE]
+DEFAULT_CLASS = "default"
+
+
+@section("index")
+class IndexConfig:
+    """The index of cached prefixes and the leases of the processes, both kept in Redis."""
+
+    redis_url: Text = ""
+    """redis://HOST:PORT/DB or unix://PATH. Empty: `baton up` starts an embedded one."""
+    lease_s: Float = 10.0
+    """Duration of a lease. A process that has not renewed its lease for this long counts as gone."""
+    renew_s: Float = 1.0
+    """Interval at which leases are renewed."""
+    blocks_ttl_s: Float = 60.0
+    """Time after which the block set of a dead worker is deleted."""
+    stream_max_events: Int = 100_000
+    """Events in the stream of index changes that Redis keeps; a router that falls behind catches up from them."""
+    poll_s: Float = 1.0
+    """Interval at which a router reads the leases."""
+
+
+@section()
+class SloClassConfig:
+    """Objectives of the requests of one class, and the weights of their placement."""
+
+    ttft_ms: Objective = 60_000.0
+    """Objective for the time to first token, in milliseconds. A request is refused if it is predicted to miss it
+    because of the requests ahead of it."""
+    itl_ms: Objective = 1_000.0
+    """Objective for the mean time between tokens, in milliseconds. It limits how much of other prompts a worker
+    computes in one step."""
+    e2e_ms: Objective = math.inf
+    """Objective for the time to the last token, in milliseconds; .inf: none. It counts for goodput and refuses no
+    request."""
+    affinity_weight: Weight = 1.0
+    """Penalty for leaving a cached prefix: per token cached on another worker but not on the chosen one, as a multiple
+    of the time to compute that token. It keeps conversations together, so that the pool's caches hold fewer copies."""
+    interference_weight: Weight = 0.02
+    """Penalty for computing a prompt where others decode: per sequence that the worker decodes, as a multiple of the
+    time to compute the prompt."""
+
+
+@section("router")
+class RouterConfig:
+    """A router: admission, placement and retries."""
+
+    id: Text = "router-0"
+    """Name of the router in Redis and in traces."""
+    mode: Annotated[str, OneOf("auto", "split", "aggregated")] = "auto"
+    """auto, split (always prefill on a prefill worker) or aggregated (always on the decode worker)."""
+    max_in_flight: AtLeastOne = 512
+    """Choices served at a time; further requests are refused."""
+    max_attempts: AtLeastOne = 4
+    """Consecutive failed attempts, with almost no progress in between, before the client gets the error."""
+    drain_timeout_s: Float = 5.0
+    """Time that requests in flight have to finish when the router ends."""
+    max_connection_age_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = math.inf
+    """Age at which a gRPC client is asked to reconnect; calls in progress continue. Behind a load balancer of
+    connections, clients reach all routers this way, and leave one that is about to end; .inf: never."""
+    worker_wait_s: Float = 30.0
+    """Longest wait of an accepted request for a worker to become ready. A router that has lost all workers reports
+    itself ready for as long."""
+    pull_above_tokens: AtLeastOne = 64
+    """Tokens by which another worker's cached prefix must exceed the own one before the worker that computes the
+    prompt pulls it. A number above the context window: never."""
+    slo_classes: Annotated[dict[str, SloClassConfig], JSON] = field(
+        default_factory=lambda: {DEFAULT_CLASS: SloClassConfig()}
+    )
+    """SLO classes by name; JSON in the environment. A tenant names its class (`router.admission.tenants`), and has
+    `default` without one. A request's own `slo` wins over its class."""
+    expected_output_floor: AtLeastOne = 64
+    """Fewest answer tokens for which a decode worker must have room before a prompt is computed. The estimate itself
+    is the 90th percentile of the tenant's answers so far, and never more than the request allows."""
+    expected_output_default: AtLeastOne = 256
+    """The same estimate before the tenant's first answer."""
+    default_max_tokens: Int = 0
+    """Answer length when a client gives none; 0: up to the context window."""
+    cache_secret: Text = ""
+    """Secret that keys the tenants' cache scopes; equal on all routers. `baton up` draws one."""
+    tenants_file: Text = ""
+    """YAML file of the tenants and the SHA-256 of their API keys (`printf %s KEY | sha256sum`);
+    `router.admission.tenants` lists the fields. Read once at start. Empty: every request is accepted, whatever key it
+    carries."""
+
+    def __post_init__(self) -> None:
+        if DEFAULT_CLASS not in self.slo_classes:
+            raise ConfigError(f"router.slo_classes must have a class {DEFAULT_CLASS!r}")
+
+    def slo_class(self, name: str) -> SloClassConfig:
+        """Raises ConfigError for a name that is not among `slo_classes`; "" is the default one."""
+        if (found := self.slo_classes.get(name or DEFAULT_CLASS)) is None:
+            raise ConfigError(f"no SLO class is called {name!r}; router.slo_classes has {', '.join(self.slo_classes)}")
+        return found

@@ -1,0 +1,23 @@
+"""Settings of traces, logs and metrics."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from baton.config.section import Float, OneOf, Switch, Text, section
+
+
+@section("telemetry")
+class TelemetryConfig:
+    """Traces, logs and metrics of every process."""
+
+    otlp_endpoint: Text = ""
+    """host:port of an OTLP gRPC receiver for traces; empty: spans are not exported."""
+    sample_ratio: Float = 1.0
+    """Share of the traces begun by Baton that are exported."""
+    log_level: Annotated[str, OneOf("debug", "info", "warning", "error", "critical")] = "info"
+    """debug, info, warning, error or critical."""
+    log_format: Annotated[str, OneOf("text", "json")] = "text"
+    """text, or json: one object per line, with the trace of the request that the line belongs to."""
+    vllm_aliases: Switch = False
+    """Also show metrics under vLLM's names where they exist, for dashboards and gateways that know those."""

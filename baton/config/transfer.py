@@ -1,0 +1,74 @@
+"""Settings of the KV hand-over and of faults that tests inject into it."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
+
+from baton.config.section import COMMA_SEPARATED, NUMBER, ON_OFF, AtLeastOne, Must, OneOf, Seconds, Text, section
+from baton.errors import ConfigError
+
+LINK_KINDS = ("nccl", "shm", "tcp", "gloo")
+LinkKind: TypeAlias = Annotated[str, OneOf(*LINK_KINDS)]
+
+
+@section("transfer")
+class TransferConfig:
+    """The hand-over of KV between workers."""
+
+    slot_bytes: AtLeastOne = 4 * 2**20
+    """Largest payload of one chunk, in bytes. A sender's must not exceed its receivers'."""
+    span_tokens: AtLeastOne = 512
+    """Tokens whose KV travels together: a finished prefill chunk is sent while the next is computed. Must be equal on
+    all workers; best equal to engine.max_num_batched_tokens."""
+    num_slots: AtLeastOne = 16
+    """Staging slots of a worker, per direction, shared by all its connections. Those over shared memory have their
+    own."""
+    window: AtLeastOne = 4
+    """Staging slots that one connection may hold at a time."""
+    max_pairs: Annotated[int, Field(ge=0), NUMBER, Must.be("0 (automatic) or more")] = 0
+    """Connections that a sender keeps open, one per pair of ranks; the least recently used one is closed to make room.
+    0: 8 where nccl is used, since each takes about 30 MB of GPU memory, else 64 per rank."""
+    open_timeout_s: Seconds = 10.0
+    """Longest wait for a connection to another worker, and its transport, to be open."""
+    op_timeout_s: Seconds = 10.0
+    """Longest wait for one message of a transport, or for the peer's answer to a control message."""
+    pull_timeout_s: Seconds = 2.0
+    """Longest wait for a prefix pulled from another worker's cache; after it, the prefix is computed."""
+    ping_s: Seconds = 2.0
+    """Interval at which each side of a connection sends a ping; the sender's ping renews its leases."""
+    resend_s: Seconds = 1.0
+    """Time after which a control message that the peer has not answered is sent again."""
+    lease_s: Seconds = 30.0
+    """A reservation is released when its sender has been silent for this long. A sender makes itself known as soon as
+    it has the request, however long its queue is."""
+    max_unsent_mib: AtLeastOne = 1024
+    """Limit, in MiB, on computed KV that waits to be sent. Above it a prefill worker accepts no new prompt; prompts in
+    its queue continue while the KV pool has room."""
+    checksum: Annotated[str, OneOf("full", "off"), ON_OFF] = "full"
+    """full: every chunk carries a checksum that the receiver verifies. off: none does."""
+    wire_dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16", "int8")] = "auto"
+    """Type in which KV travels. auto: the narrower of the two caches'. int8 has one scale per head and page. A type
+    narrower than both caches' is lossy: split and aggregated answers may then differ."""
+    links: Annotated[tuple[LinkKind, ...], COMMA_SEPARATED] = ("nccl", "shm", "tcp")
+    """Transports to offer and to accept, best first. nccl needs CUDA and a single rank on both sides; shm needs two CPU
+    caches on one host; tcp always works. gloo always works too, but takes a third more processor time than tcp, and
+    listens for the worker's whole life to anyone who connects: use it only where tcp fails. An nccl transport signals
+    over gloo."""
+
+    def __post_init__(self) -> None:
+        if not self.links:
+            raise ConfigError(f"transfer.links must name at least one of {', '.join(LINK_KINDS)}")
+        for limit, value in (("op_timeout_s", self.op_timeout_s), ("lease_s", self.lease_s)):
+            if self.ping_s > value:
+                raise ConfigError(f"transfer.ping_s ({self.ping_s}) must not exceed transfer.{limit} ({value})")
+
+
+@section("faults")
+class FaultsConfig:
+    """Faults injected on purpose, for tests. Off by default."""
+
+    spec: Text = ""
+    """Comma-separated NAME=N: inject the fault in every Nth chunk of a KV transfer. The names are the fields of
+    `kvstore.transfer.transport.faults.Faults`."""
