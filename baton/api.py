@@ -9,15 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.chat import ChatMessage
 from baton.sampling import FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    role: str
-    content: str
-    name: str = ""
-    """For templates that tell several users apart."""
 
 
 @dataclass(frozen=True, slots=True)

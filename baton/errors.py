@@ -24,6 +24,10 @@
     └── ConfigError                FAILED_PRECONDITION  500
 
 `status` is the name of a gRPC status code and `http` an HTTP code; `baton.rpc.errors` and `router.api.http` read them.
+
+Between two of our processes an error travels as its `kind` (the class's name) and its `message`; `kind_of` and
+`error_of` are the codec. gRPC trailers and the workers' streams have a field for each, the control streams of the
+hand-over have one text for both (`text_of`, `transfer_error_of`).
 """
 
 from __future__ import annotations
@@ -153,3 +157,42 @@ class ModelLoadError(BatonError):
 
 class ConfigError(BatonError):
     status = "FAILED_PRECONDITION"
+
+
+# -- the codec -------------------------------------------------------------------------------------------------------
+
+
+def _tree(cls: type[BatonError]) -> dict[str, type[BatonError]]:
+    return {cls.__name__: cls, **{name: c for sub in cls.__subclasses__() for name, c in _tree(sub).items()}}
+
+
+_CLASSES = _tree(BatonError)
+
+
+def kind_of(error: BatonError) -> str:
+    """Returns the name under which the error's class travels; its message is `str(error)`."""
+    return type(error).__name__
+
+
+def error_of(kind: str, message: str, retry_after_s: float = 1.0) -> BatonError | None:
+    """Decodes an error.
+
+    Returns:
+        None for a kind that is unknown here, and for a defect, which travels as a plain `BatonError`.
+    """
+    cls = _CLASSES.get(kind, BatonError)
+    if cls is BatonError:
+        return None
+    return Overloaded(message, retry_after_s) if cls is Overloaded else cls(message)
+
+
+def text_of(error: BatonError) -> str:
+    """Encodes an error as one text, `kind: message`."""
+    return f"{kind_of(error)}: {error}"
+
+
+def transfer_error_of(text: str) -> TransferError:
+    """Decodes a text of `text_of`; a text of another form, or of another kind of error, becomes the message."""
+    kind, _, message = text.partition(": ")
+    error = error_of(kind, message)
+    return error if isinstance(error, TransferError) else TransferError(text)

@@ -64,7 +64,7 @@ class DecodeService:
     async def fetch(self, request: FetchRequest, trace: Context) -> AsyncGenerator[Fetched]:
         """Pulls a prefix of a sequence that will come here, so that little is missing when it does."""
         self._require_staying()
-        num_tokens = await self._kv.fetch_prefix(request.sequence, request.source, time.monotonic(), trace)
+        num_tokens = await self._kv.prefixes.fetch(request.sequence, request.source, time.monotonic(), trace)
         self._require_staying()
         yield Fetched(num_tokens)
 
@@ -78,7 +78,7 @@ class DecodeService:
         """Prefills here, from a prefix pulled from `source` if there is one, and decodes here."""
         arrived_s = time.monotonic()
         began_s = time.monotonic()
-        num_pulled = await self._kv.fetch_prefix(spec, source, arrived_s, trace) if source else 0
+        num_pulled = await self._kv.prefixes.fetch(spec, source, arrived_s, trace) if source else 0
         pull_s = time.monotonic() - began_s if num_pulled else 0.0
         async with (
             self._loop.sequence(spec, Purpose.GENERATE, arrived_s) as handle,

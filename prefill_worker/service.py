@@ -49,7 +49,7 @@ class PrefillService:
             transfer = await stack.enter_async_context(self._kv.sender.transfer(ticket)) if ticket else None
             await self._kv.sender.wait_for_room(self._loop.max_waiting(spec))
             began_s = time.monotonic()
-            num_pulled = await self._kv.fetch_prefix(spec, source, arrived_s, trace) if source else 0
+            num_pulled = await self._kv.prefixes.fetch(spec, source, arrived_s, trace) if source else 0
             pull_s = time.monotonic() - began_s if num_pulled else 0.0
             handle = await stack.enter_async_context(self._loop.sequence(spec, Purpose.PREFILL, arrived_s))
             admitted = await handle.next()

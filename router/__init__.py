@@ -1,0 +1,12 @@
+"""The router: text in, text out, over pools of workers. It never imports torch.
+
+api         gRPC, HTTP, OpenAI's bodies, the page
+service.py  the life of a request, in order
+request     one request as a whole: sequence, books, resuming
+admission   who is let in: tenants, validation, limits, deadlines
+prompt      chat template and tokenizer
+placement   which workers: a pure policy over a view of the pools
+dispatch    the calls to workers, and what happens when one fails
+answer      detokenization and stop strings
+cluster     the picture of the other processes
+"""

@@ -1,4 +1,4 @@
-"""Puts the router's parts together and runs them until told to stop."""
+"""Puts the router's parts together and runs them until the process is asked to stop."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import os
 import socket
 import time
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from opentelemetry.sdk.trace import TracerProvider
 
 from baton.api import ModelCard
 from baton.blocks import content_id
 from baton.cluster import VERSION, RouterInfo, ServedModel
-from baton.config import Config
+from baton.config import Config, IndexConfig
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
 from baton.rpc.server import CLIENTS_PING_TIMEOUT_S
@@ -28,19 +30,20 @@ from kvstore.index import Connection, GarbageBook, Mirror, MirrorFollower, Redis
 from kvstore.leases import RedisLeases, RedisRecords
 from router.admission import Limiter, ModelFacts, SloCounts
 from router.admission.tenants import TenantBook
-from router.api.controller_client import OrdersClient
+from router.api.controller_client import ControllerClient
 from router.api.grpc_api import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
 from router.api.http import create_app
 from router.cluster.readiness import Readiness
 from router.cluster.registry import Registry
 from router.dispatch.decisions import DecisionLog
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.worker_client import WorkerCalls
+from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import UNKNOWN_LENGTH, PoolView
 from router.placement.stale_hints import HintBook
 from router.prompt import Tokenizer
+from router.request.model import Door, LoadedModel
 from router.request.resume_journal import Journal
-from router.service import Door, LoadedModel, RouterService
+from router.service import RouterService
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +56,102 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Store:
+    """What the router reads from Redis and writes to it."""
+
+    redis: Connection
+    leases: RedisLeases
+    index: RedisIndex
+    mirror: Mirror
+    follower: MirrorFollower
+    journal: Journal
+
+    @staticmethod
+    def connect(config: IndexConfig, content: str) -> _Store:
+        garbage, mirror = GarbageBook(), Mirror()
+        redis = Connection(config.redis_url, garbage)
+        index = RedisIndex(Connection(config.redis_url, garbage), content)
+        follower = MirrorFollower(
+            index,
+            mirror,
+            poll_s=config.poll_s,
+            lease_s=config.lease_s,
+            blocks_ttl_s=config.blocks_ttl_s,
+        )
+        return _Store(
+            redis=redis,
+            leases=RedisLeases(redis, content, lease_s=config.lease_s),
+            index=index,
+            mirror=mirror,
+            follower=follower,
+            journal=Journal(RedisRecords(Connection(config.redis_url, garbage), content)),
+        )
+
+    async def close(self) -> None:
+        await self.journal.close()
+        await self.index.close()
+        await self.leases.close()
+
+
 async def serve(config: Config, stop: asyncio.Event) -> None:
     """Runs a router until `stop` is set, and requests in flight for `router.drain_timeout_s` more.
+
+    Raises:
+        ConfigError: a port is taken, no Redis is configured, or the tenants' file is wrong.
+        ModelLoadError: the model's folder has no tokenizer.
+    """
+    await build(config).run(stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """The parts of a router that have to be run or closed."""
+
+    config: Config
+    tracer: TracerProvider | None
+    store: _Store
+    client: WorkerClient
+    registry: Registry
+    readiness: Readiness
+    rpc: RpcServer
+    http: _HttpServer
+    http_sockets: list[socket.socket]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves until `stop` is set, then lets requests in flight end, for `router.drain_timeout_s` at most."""
+        try:
+            await self.rpc.start()
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(self.store.follower.run(), name="mirror"),
+                    tasks.create_task(self.registry.run(), name="registry"),
+                    tasks.create_task(self.store.journal.run(), name="journal"),
+                    tasks.create_task(self._report_health(), name="health"),
+                ]
+                serving = tasks.create_task(self.http.serve(self.http_sockets), name="http")
+                await stop.wait()
+                logger.info("router %s stops", self.config.router.id)
+                self.readiness.stop()
+                self.http.should_exit = True  # both doors close at once, and both give running requests the same time
+                await asyncio.gather(self.rpc.stop(self.config.router.drain_timeout_s), serving)
+                for task in background:
+                    task.cancel()
+        finally:
+            await self.rpc.stop(0)
+            await self.client.close()
+            await self.store.close()
+            if self.tracer is not None:
+                self.tracer.shutdown()
+
+    async def _report_health(self) -> None:
+        while True:
+            await self.rpc.set_serving(not self.readiness.why_not())
+            await asyncio.sleep(min(self.config.index.poll_s, 0.2))
+
+
+def build(config: Config) -> Router:
+    """Puts a router's parts together, and binds its ports.
 
     Raises:
         ConfigError: a port is taken, no Redis is configured, or the tenants' file is wrong.
@@ -66,27 +163,105 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     for slo_class in tenants.slo_classes:
         config.router.slo_class(slo_class)
     tracer = tracing.configure("baton-router", config.router.id, config.telemetry)
+    model = _load_model(config)
+    store = _Store.connect(config.index, model.content_id)
+    pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len)
+    client, slo_counts, decisions = WorkerClient(), SloCounts(), DecisionLog()
+
+    rpc, grpc_port, http_sockets = _bind(config, tenants)
+    registry = Registry(
+        leases=store.leases,
+        pools=pools,
+        client=client,
+        follower=store.follower,
+        me=_announcement(config, grpc_port),
+        slo_counts=slo_counts,
+        models=(ServedModel(model.facts.id, config.model.path),),
+        redis=store.redis,
+        poll_s=config.index.poll_s,
+        lease_s=config.index.lease_s,
+    )
+    readiness = Readiness(pools, config.router.mode == "split", config.router.worker_wait_s, time.monotonic)
+    aliases = model.facts.id if config.telemetry.vllm_aliases else ""
+    instruments = Instruments(registry.status, config.router.slo_classes, aliases)
+    service = _service(
+        config, model, store, pools, client=client, decisions=decisions, instruments=instruments, slo_counts=slo_counts
+    )
+    door = Door(config.cluster.host, grpc_port)
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service, door), rpc.server)
+    admin = AdminServicer(registry.status, decisions.explain, ControllerClient(registry.controller))
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
+    http = _HttpServer(
+        uvicorn.Config(
+            app=create_app(service, tenants, readiness.why_not, instruments.exposition),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s),
+        )
+    )
+    return Router(
+        config=config,
+        tracer=tracer,
+        store=store,
+        client=client,
+        registry=registry,
+        readiness=readiness,
+        rpc=rpc,
+        http=http,
+        http_sockets=http_sockets,
+    )
+
+
+def _load_model(config: Config) -> LoadedModel:
     tokenizer = Tokenizer.load(Path(config.model.path))
     name = config.model.served_name or Path(config.model.path).name
     max_model_len = min(tokenizer.max_model_len or UNKNOWN_LENGTH, config.engine.max_model_len or UNKNOWN_LENGTH)
-
-    content = content_id(config.model.revision)
-    mirror = Mirror()
-    pools = PoolView(mirror.lookup, time.monotonic, max_model_len)
-    garbage = GarbageBook()
-    redis = Connection(config.index.redis_url, garbage)
-    index = RedisIndex(Connection(config.index.redis_url, garbage), content)
-    leases = RedisLeases(redis, content, lease_s=config.index.lease_s)
-    follower = MirrorFollower(
-        index,
-        mirror,
-        poll_s=config.index.poll_s,
-        lease_s=config.index.lease_s,
-        blocks_ttl_s=config.index.blocks_ttl_s,
+    return LoadedModel(
+        card=ModelCard(name, config.model.path, max_model_len, int(time.time())),
+        tokenizer=tokenizer,
+        content_id=content_id(config.model.revision),
+        facts=ModelFacts(
+            id=name,
+            vocab_size=tokenizer.vocab_size,
+            max_model_len=max_model_len,
+            default_sampling=tokenizer.default_sampling,
+            default_max_tokens=config.router.default_max_tokens,
+        ),
     )
-    calls = WorkerCalls()
-    journal = Journal(RedisRecords(Connection(config.index.redis_url, garbage), content))
 
+
+def _service(
+    config: Config,
+    model: LoadedModel,
+    store: _Store,
+    pools: PoolView,
+    *,
+    client: WorkerClient,
+    decisions: DecisionLog,
+    instruments: Instruments,
+    slo_counts: SloCounts,
+) -> RouterService:
+    return RouterService(
+        model,
+        dispatcher=Dispatcher(
+            pools=pools,
+            client=client,
+            hints=HintBook(store.mirror, instruments),
+            decisions=decisions,
+            config=config.router,
+            instruments=instruments,
+        ),
+        limiter=Limiter(config.router.max_in_flight),
+        journal=store.journal,
+        instruments=instruments,
+        config=config.router,
+        slo_counts=slo_counts,
+        worker_limit=pools.max_model_len,
+    )
+
+
+def _bind(config: Config, tenants: TenantBook) -> tuple[RpcServer, int, list[socket.socket]]:
+    """The gRPC server and its port, and the sockets of the HTTP server."""
     shares_ports = config.cluster.routers > 1
     rpc = RpcServer(
         SERVICE_NAMES,
@@ -96,90 +271,20 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
         ping_timeout_s=CLIENTS_PING_TIMEOUT_S,
     )
     grpc_port = rpc.bind(config.cluster.host, config.cluster.grpc_port)
-    http_sockets = bound(config.cluster.host, config.cluster.http_port, shares_ports)
-    http = _HttpServer(
-        uvicorn.Config(
-            app=None,  # type: ignore[arg-type]  # set below: the app needs what comes in between
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s),
-        )
-    )
-    found_at = config.cluster.advertise_host or config.cluster.host
-    me = RouterInfo(
+    return rpc, grpc_port, bound(config.cluster.host, config.cluster.http_port, shares_ports)
+
+
+def _announcement(config: Config, grpc_port: int) -> RouterInfo:
+    """What this router announces of itself."""
+    host = config.cluster.advertise_host or config.cluster.host
+    return RouterInfo(
         id=config.router.id,
         pid=os.getpid(),
-        grpc=f"{found_at}:{grpc_port}",
-        http=f"{found_at}:{config.cluster.http_port}",
+        grpc=f"{host}:{grpc_port}",
+        http=f"{host}:{config.cluster.http_port}",
         mirror_lag_s=0.0,
         version=VERSION,
     )
-    slo_counts = SloCounts()
-    models = (ServedModel(name, config.model.path),)
-    registry = Registry(
-        leases,
-        pools,
-        calls,
-        follower,
-        me,
-        slo_counts,
-        models,
-        redis,
-        config.index.poll_s,
-        config.index.lease_s,
-    )
-    readiness = Readiness(pools, config.router.mode == "split", config.router.worker_wait_s, time.monotonic)
-    decisions = DecisionLog()
-    instruments = Instruments(registry.status, config.router.slo_classes, name if config.telemetry.vllm_aliases else "")
-    facts = ModelFacts(
-        id=name,
-        vocab_size=tokenizer.vocab_size,
-        max_model_len=max_model_len,
-        default_sampling=tokenizer.default_sampling,
-        default_max_tokens=config.router.default_max_tokens,
-    )
-    service = RouterService(
-        LoadedModel(ModelCard(name, config.model.path, max_model_len, int(time.time())), tokenizer, content),
-        facts,
-        Dispatcher(pools, calls, HintBook(mirror, instruments), decisions, config.router, instruments),
-        Limiter(config.router.max_in_flight),
-        journal,
-        instruments,
-        config.router,
-        slo_counts,
-        pools.max_model_len,
-    )
-    door = Door(config.cluster.host, grpc_port)
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service, door), rpc.server)
-    admin = AdminServicer(registry.status, decisions.explain, OrdersClient(registry.controller))
-    admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
-    http.config.app = create_app(service, tenants, readiness.why_not, instruments.exposition)
-
-    try:
-        await rpc.start()
-        async with asyncio.TaskGroup() as tasks:
-            background = [
-                tasks.create_task(follower.run(), name="mirror"),
-                tasks.create_task(registry.run(), name="registry"),
-                tasks.create_task(journal.run(), name="journal"),
-                tasks.create_task(_report_health(rpc, readiness, config.index.poll_s), name="health"),
-            ]
-            serving = tasks.create_task(http.serve(http_sockets), name="http")
-            await stop.wait()
-            logger.info("router %s stops", config.router.id)
-            readiness.stop()
-            http.should_exit = True  # both doors close at once, and both give running requests the same time
-            await asyncio.gather(rpc.stop(config.router.drain_timeout_s), serving)
-            for task in background:
-                task.cancel()
-    finally:
-        await rpc.stop(0)
-        await calls.close()
-        await journal.close()
-        await index.close()
-        await leases.close()
-        if tracer is not None:
-            tracer.shutdown()
 
 
 def bound(host: str, port: int, shares_port: bool) -> list[socket.socket]:
@@ -205,9 +310,3 @@ def bound(host: str, port: int, shares_port: bool) -> list[socket.socket]:
             opened.close()
         raise ConfigError(f"cannot listen on {host}:{port}; is another program using the port?") from error
     return sockets
-
-
-async def _report_health(rpc: RpcServer, readiness: Readiness, poll_s: float) -> None:
-    while True:
-        await rpc.set_serving(not readiness.why_not())
-        await asyncio.sleep(min(poll_s, 0.2))

@@ -38,7 +38,7 @@ class Stage(StrEnum):
     RECOVERY = "recovery"
 
 
-class Outcome(StrEnum):
+class SloOutcome(StrEnum):
     """Of a request that was answered to its end."""
 
     MET = "met"
@@ -53,7 +53,7 @@ LATE = frozenset((Stage.RECOVERY, Stage.TRANSFER))
 """What comes after it, besides decoding."""
 
 
-class Phase(NamedTuple):
+class StagePhase(NamedTuple):
     """A stretch of one stage, on the router's monotonic clock."""
 
     stage: Stage
@@ -67,7 +67,7 @@ class StageLog:
 
     last_token_s: float = 0.0
     """When the client was given its last token so far; 0: it has none."""
-    noted: list[Phase] = field(default_factory=list)
+    noted: list[StagePhase] = field(default_factory=list)
     _began_s: float = 0.0
     """The first attempt."""
     _asked_s: float = 0.0
@@ -83,7 +83,7 @@ class StageLog:
         if self.last_token_s:
             self._lost_s = self._lost_s or self.last_token_s
         elif self._began_s:
-            self.noted = [Phase(Stage.RECOVERY, self._began_s, now_s)]
+            self.noted = [StagePhase(Stage.RECOVERY, self._began_s, now_s)]
         self._began_s = self._began_s or now_s
         self._asked_s = 0.0
 
@@ -91,7 +91,7 @@ class StageLog:
         self._asked_s = now_s
 
     def has_room(self, now_s: float) -> None:
-        self.noted.append(Phase(Stage.DECODE_ADMISSION, self._asked_s, now_s))
+        self.noted.append(StagePhase(Stage.DECODE_ADMISSION, self._asked_s, now_s))
         self._asked_s = 0.0
 
     def computed(self, now_s: float, prefill_s: float, room_s: float = 0.0) -> None:
@@ -101,13 +101,13 @@ class StageLog:
             room_s: before that, for want of room there.
         """
         if self._lost_s:
-            self.noted.append(Phase(Stage.RECOVERY, self._lost_s, now_s))
+            self.noted.append(StagePhase(Stage.RECOVERY, self._lost_s, now_s))
             self._lost_s = 0.0
         else:
             began_s = now_s - prefill_s
             if room_s > 0:
-                self.noted.append(Phase(Stage.DECODE_ADMISSION, began_s - room_s, began_s))
-            self.noted.append(Phase(Stage.PREFILL, began_s, now_s))
+                self.noted.append(StagePhase(Stage.DECODE_ADMISSION, began_s - room_s, began_s))
+            self.noted.append(StagePhase(Stage.PREFILL, began_s, now_s))
         self._first_token_s, self._second_token_s = now_s, 0.0
 
     def decodes(self, now_s: float) -> None:
@@ -118,19 +118,19 @@ class StageLog:
         """The hand-over is reported, before or after that."""
         latest_s = self._second_token_s or now_s
         self.noted.append(
-            Phase(Stage.TRANSFER, self._first_token_s, min(self._first_token_s + exposed_s, latest_s)),
+            StagePhase(Stage.TRANSFER, self._first_token_s, min(self._first_token_s + exposed_s, latest_s)),
         )
 
-    def until(self, now_s: float) -> list[Phase]:
+    def until(self, now_s: float) -> list[StagePhase]:
         """All that is noted; what has not ended, ends now."""
         if self._lost_s:
-            return [*self.noted, Phase(Stage.RECOVERY, self._lost_s, now_s)]
+            return [*self.noted, StagePhase(Stage.RECOVERY, self._lost_s, now_s)]
         if self._asked_s:
-            return [*self.noted, Phase(Stage.DECODE_ADMISSION, self._asked_s, now_s)]
+            return [*self.noted, StagePhase(Stage.DECODE_ADMISSION, self._asked_s, now_s)]
         return self.noted
 
 
-def phases(arrived_s: float, first_token_s: float, ended_s: float, noted: Iterable[Phase]) -> list[Phase]:
+def phases(arrived_s: float, first_token_s: float, ended_s: float, noted: Iterable[StagePhase]) -> list[StagePhase]:
     """A request's life in phases that follow one another, from its arrival to its end.
 
     Args:
@@ -144,17 +144,17 @@ def phases(arrived_s: float, first_token_s: float, ended_s: float, noted: Iterab
     return _laid(arrived_s, first_s, before, EARLY, Stage.QUEUE) + _laid(first_s, ended_s, noted, LATE, Stage.DECODE)
 
 
-def _ended_at(first_s: float, prefill: Phase) -> Phase:
+def _ended_at(first_s: float, prefill: StagePhase) -> StagePhase:
     """The way of the first token to the client is no stage of its own."""
     took_s = prefill.end_s - prefill.begin_s
-    return Phase(Stage.PREFILL, first_s - took_s, first_s) if prefill.end_s < first_s else prefill
+    return StagePhase(Stage.PREFILL, first_s - took_s, first_s) if prefill.end_s < first_s else prefill
 
 
 def _laid(
-    begin_s: float, end_s: float, noted: Iterable[Phase], stages: frozenset[Stage], otherwise: Stage
-) -> list[Phase]:
+    begin_s: float, end_s: float, noted: Iterable[StagePhase], stages: frozenset[Stage], otherwise: Stage
+) -> list[StagePhase]:
     """The phases of `stages` between two times, and `otherwise` in the gaps."""
-    laid: list[Phase] = []
+    laid: list[StagePhase] = []
     at_s = begin_s
     for phase in noted:
         if phase.stage not in stages:
@@ -163,11 +163,11 @@ def _laid(
         to_s = min(phase.end_s, end_s)
         if to_s > from_s:
             if from_s > at_s:
-                laid.append(Phase(otherwise, at_s, from_s))
-            laid.append(Phase(phase.stage, from_s, to_s))
+                laid.append(StagePhase(otherwise, at_s, from_s))
+            laid.append(StagePhase(phase.stage, from_s, to_s))
             at_s = to_s
     if end_s > at_s:
-        laid.append(Phase(otherwise, at_s, end_s))
+        laid.append(StagePhase(otherwise, at_s, end_s))
     return laid
 
 
@@ -185,7 +185,7 @@ class Stages:
     late_recovery_s: float = 0.0
 
     @staticmethod
-    def of(life: Iterable[Phase], first_token_s: float) -> Stages:
+    def of(life: Iterable[StagePhase], first_token_s: float) -> Stages:
         """The sums of what `phases` returns.
 
         Args:
@@ -227,16 +227,16 @@ class Stages:
         }
 
 
-def classify(ttft_s: float, itl_s: float, e2e_s: float, objective: Objective) -> Outcome:
+def classify(ttft_s: float, itl_s: float, e2e_s: float, objective: Objective) -> SloOutcome:
     """The first objective that was missed, if one was."""
     if ttft_s > objective.ttft_s:
-        return Outcome.TTFT_MISSED
+        return SloOutcome.TTFT_MISSED
     if itl_s > objective.itl_s:
-        return Outcome.ITL_MISSED
-    return Outcome.E2E_MISSED if e2e_s > objective.e2e_s else Outcome.MET
+        return SloOutcome.ITL_MISSED
+    return SloOutcome.E2E_MISSED if e2e_s > objective.e2e_s else SloOutcome.MET
 
 
-def blame(outcome: Outcome, stages: Stages, objective: Objective, num_gaps: int) -> Stage:
+def blame(outcome: SloOutcome, stages: Stages, objective: Objective, num_gaps: int) -> Stage:
     """The stage to blame for a missed objective: the longest of those that count.
 
     Computing that fits its objective by itself is never to blame: an idle cluster would have met it. So, of what
@@ -254,18 +254,18 @@ def blame(outcome: Outcome, stages: Stages, objective: Objective, num_gaps: int)
         num_gaps: between those tokens.
     """
     computing: dict[Stage, float]
-    if outcome is Outcome.TTFT_MISSED:
+    if outcome is SloOutcome.TTFT_MISSED:
         counting = {
             Stage.QUEUE: stages.queue_s,
             Stage.DECODE_ADMISSION: stages.decode_admission_s,
             Stage.RECOVERY: stages.early_recovery_s,
         }
         computing, allowed_s = {Stage.PREFILL: stages.prefill_s}, objective.ttft_s
-    elif outcome is Outcome.ITL_MISSED:
+    elif outcome is SloOutcome.ITL_MISSED:
         counting = {Stage.TRANSFER: stages.transfer_s, Stage.RECOVERY: stages.late_recovery_s}
         computing, allowed_s = {Stage.DECODE: stages.decode_s}, objective.itl_s * num_gaps
     else:
-        assert outcome is Outcome.E2E_MISSED
+        assert outcome is SloOutcome.E2E_MISSED
         counting = stages.by_stage()
         computing = {stage: counting.pop(stage) for stage in (Stage.PREFILL, Stage.DECODE)}
         allowed_s = objective.e2e_s

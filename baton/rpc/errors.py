@@ -1,7 +1,7 @@
 """Typed errors across gRPC: one interceptor on the way out, one function on the way in.
 
-The class name travels in the trailing metadata `baton-error`, so that an error arrives at one of ours as what it was;
-strangers see the status code and the sentence. A worker's calls share a stream, so their errors travel in it.
+The error's kind travels in the trailing metadata `baton-error`, so that our own processes raise the same error again;
+other clients see the status code and the message. A worker's calls share a stream, so their errors travel in it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import grpc
 
-from baton import errors, wire
-from baton.errors import BatonError, Overloaded, WorkerFailed
+from baton import wire
+from baton.errors import BatonError, Overloaded, WorkerFailed, error_of, kind_of
 from baton.messages import Failed
 
 ERROR_KEY = "baton-error"
@@ -27,17 +27,10 @@ Check = Callable[[Any], None]
 logger = logging.getLogger(__name__)
 
 
-def _tree(cls: type[BatonError]) -> dict[str, type[BatonError]]:
-    return {cls.__name__: cls, **{name: c for sub in cls.__subclasses__() for name, c in _tree(sub).items()}}
-
-
-_CLASSES = _tree(errors.BatonError)
-
-
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps every `BatonError` raised by a handler of `baton.v1` to its status code.
 
-    A client's message that has a field which this release does not know is refused before its handler.
+    A client's message with a field that this release does not know is refused before its handler runs.
     """
 
     async def intercept_service(
@@ -46,7 +39,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or not details.method.startswith("/baton.v1."):
             return handler
-        # One that reads no message refuses whatever is said.
+        # A handler without a deserializer refuses every message.
         is_clients = details.method.startswith(CLIENTS_METHODS) and handler.request_deserializer is not None
         check = wire.check_known if is_clients else None
         if handler.response_streaming:
@@ -96,7 +89,7 @@ def _guard_stream(method: Callable[..., Any], check: Check | None) -> Callable[.
 
 
 async def _abort_unexpected(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    """A defect of ours: the log gets the traceback, the client a sentence."""
+    """Ends the call after a defect of ours: the log gets the traceback, the client one sentence."""
     if isinstance(error, (grpc.aio.AbortError, grpc.RpcError)):
         raise error
     logger.exception("a call failed unexpectedly")
@@ -105,7 +98,7 @@ async def _abort_unexpected(context: grpc.aio.ServicerContext[Any, Any], error: 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
     """Ends the call with the error's status."""
-    metadata = [(ERROR_KEY, type(error).__name__)]
+    metadata = [(ERROR_KEY, kind_of(error))]
     if isinstance(error, Overloaded):
         metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
     # Longer texts break grpc's limit on trailers, and the client would see that instead.
@@ -114,7 +107,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
 
 
 def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
-    """What a failed call to `peer` means: the typed error it raised, or `WorkerFailed` when the call itself broke."""
+    """Returns the typed error that `peer` raised, or `WorkerFailed` when the call itself broke."""
     trailers: Any = error.trailing_metadata() or ()
     metadata = dict(trailers)
     details = error.details() or error.code().name
@@ -125,15 +118,12 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
 
 
 def to_failed(error: BatonError) -> Failed:
+    """Encodes an error as a message; long texts are cut, as `abort` cuts them."""
     retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
-    return Failed(type(error).__name__, str(error)[:MAX_MESSAGE_CHARACTERS], retry_after_s)
+    return Failed(kind_of(error), str(error)[:MAX_MESSAGE_CHARACTERS], retry_after_s)
 
 
 def from_failed(failed: Failed, peer: str) -> BatonError:
-    """The typed error that `peer` raised; `WorkerFailed` when it was a defect, or of a kind unknown here."""
-    cls = _CLASSES.get(failed.kind, BatonError)
-    if cls is BatonError:
-        return WorkerFailed(f"{peer} failed: {failed.message}")
-    if cls is Overloaded:
-        return Overloaded(failed.message, failed.retry_after_s)
-    return cls(failed.message)
+    """Returns the typed error that `peer` raised; `WorkerFailed` for a defect or a kind that is unknown here."""
+    error = error_of(failed.kind, failed.message, failed.retry_after_s)
+    return error or WorkerFailed(f"{peer} failed: {failed.message}")

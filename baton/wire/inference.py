@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from baton import api
+from baton.chat import ChatMessage
 from baton.errors import InvalidRequest, Unsupported
 from baton.sampling import FinishReason, SamplingParams
 from baton.v1 import inference_pb2
@@ -141,7 +142,9 @@ def _prompt_from_pb(message: inference_pb2.GenerateRequest | inference_pb2.Token
         case "chat":
             if message.chat.tools or any(m.tool_calls or m.tool_call_id for m in message.chat.messages):
                 raise Unsupported("tools and tool calls in a chat are not supported yet; leave them out", "tools")
-            return api.Chat(tuple(api.ChatMessage(m.role, m.content, m.name) for m in message.chat.messages))
+            return api.Chat(
+                tuple(ChatMessage(role=m.role, content=m.content, name=m.name) for m in message.chat.messages)
+            )
         case "token_ids" if isinstance(message, inference_pb2.GenerateRequest):
             return api.TokenIds(tuple(message.token_ids.ids))
     raise InvalidRequest("the request has no input; set one of text, chat or token_ids", "input")

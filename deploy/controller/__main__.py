@@ -17,7 +17,6 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 from baton.blocks import content_id
@@ -31,7 +30,7 @@ from deploy.controller.controller import Controller
 from deploy.controller.kubernetes_side import Kubernetes, connected
 from deploy.controller.orders import Orders
 from deploy.controller.service import add_orders
-from deploy.controller.state import State, load, locked, why_not
+from deploy.controller.state import ControllerState, load, locked, sizes_problem
 from deploy.processes import UNJOINED, tell_parent
 from deploy.ray_pools import actors as ray_actors
 from deploy.ray_pools.actor import RESOURCE
@@ -114,7 +113,16 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             lease_s=config.index.lease_s,
             blocks_ttl_s=config.index.blocks_ttl_s,
         )
-        controller = Controller(config, me, actors, leases, mirror, arguments.state_file, state, ready.is_awaited)
+        controller = Controller(
+            config,
+            me=me,
+            actors=actors,
+            leases=leases,
+            mirror=mirror,
+            path=arguments.state_file,
+            state=state,
+            is_first=ready.is_awaited,
+        )
         await controller.adopt()
         if not arguments.end:
             await _serve(controller, follower, kubernetes, rpc, stop, ready)
@@ -132,7 +140,7 @@ async def _serve(
     stop: Stop,
     ready: Ready,
 ) -> None:
-    orders = Orders(controller, partial(kubernetes.set_sizes, controller) if kubernetes else None)
+    orders = Orders(controller, kubernetes)
     add_orders(rpc.server, orders)
     orders.resume()
     async with contextlib.AsyncExitStack() as stack:
@@ -148,7 +156,9 @@ async def _serve(
             if kubernetes:
                 background.append(tasks.create_task(kubernetes.run(controller), name="kubernetes"))
             if controller.config.autoscale.enabled:
-                autoscaler = Autoscaler(controller.config, controller.observe, orders, decided=controller.tell_scaling)
+                autoscaler = Autoscaler(
+                    controller.config, controller.observe, orders, decided=controller.announce_scaling
+                )
                 background.append(tasks.create_task(autoscaler.run(), name="autoscaler"))
             await rpc.set_serving(True)
             await stop.asked.wait()
@@ -161,7 +171,7 @@ async def _tell_when_whole(controller: Controller, ready: Ready) -> None:
     ready.tell(pid=os.getpid())
 
 
-async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | None, wait_s: float) -> State:
+async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | None, wait_s: float) -> ControllerState:
     """What the controller before this one left, or the state of a new cluster.
 
     Workers of a cluster whose processes were all killed still run in a Ray that was joined: they are ended first.
@@ -179,9 +189,9 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
         logger.warning("ended %s, which a cluster before this one had left in Ray", ", ".join(ended))
     if kubernetes:  # whose nodes may be still to come
         sizes = await kubernetes.sizes()
-        if reason := why_not(sizes, config):
+        if reason := sizes_problem(sizes, config):
             raise ConfigError(f"the ServingPools ask for what cannot be: {reason}")
-        return State(desired=sizes, cluster=arguments.cluster, gpus_per_worker=config.cluster.gpus_per_worker)
+        return ControllerState(desired=sizes, cluster=arguments.cluster, gpus_per_worker=config.cluster.gpus_per_worker)
     deadline_s = time.monotonic() + wait_s
     while not (resources := await ray_actors.resources()).get(RESOURCE) and time.monotonic() < deadline_s:  # noqa: ASYNC110
         await asyncio.sleep(NODES_POLL_S)
@@ -193,7 +203,7 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
     desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}  # as `up` found them
     num_gpus = resources.get("GPU", 0.0) if config.model.device != "cpu" else 0.0
     gpus_per_worker = ray_actors.gpus_per_worker(config, num_gpus, sum(desired.values()))
-    return State(desired=desired, cluster=arguments.cluster, gpus_per_worker=gpus_per_worker)
+    return ControllerState(desired=desired, cluster=arguments.cluster, gpus_per_worker=gpus_per_worker)
 
 
 async def _until_stopped(config: Config, arguments: Arguments, ready: Ready) -> None:

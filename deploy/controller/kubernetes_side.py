@@ -1,4 +1,4 @@
-"""The controller's side of Kubernetes, as one thing."""
+"""The controller's side of Kubernetes: sizes come from ServingPools, statuses and worker nodes go back."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
+import httpx2
 from lightkube import AsyncClient, KubeConfig
+from lightkube.core.exceptions import ApiError
 from lightkube.core.exceptions import ConfigError as NoAccess
 
 from baton.cluster import Role
 from baton.config import KubernetesConfig
 from baton.errors import ConfigError, StoreUnavailable
+from deploy.controller.controller import Controller
 from deploy.kubernetes.nodes import WorkerNodes
 from deploy.kubernetes.pools import ServingPools
-
-if TYPE_CHECKING:
-    from deploy.controller.controller import Controller
 
 logger = logging.getLogger(__name__)
 FIELD_MANAGER = "baton-controller"
 REPORT_S = 1.0
+NODES_TICK_S = 1.0
 
 
 class Kubernetes:
+    """The ServingPools and, where the workers' nodes are plain Deployments, the nodes."""
+
     def __init__(self, client: AsyncClient, config: KubernetesConfig) -> None:
         self._client = client
         self._config = config
@@ -33,28 +35,23 @@ class Kubernetes:
         self._pools = ServingPools(client, config.namespace, names)
 
     async def sizes(self) -> dict[Role, int]:
-        """That the ServingPools ask for. Raises StoreUnavailable."""
+        """The sizes that the ServingPools ask for. Raises StoreUnavailable."""
         return {role: spec.size for role, spec in (await self._pools.read()).items()}
 
     async def set_sizes(self, controller: Controller, sizes: Mapping[Role, int]) -> None:
-        """Raises StoreUnavailable: Kubernetes has not taken one of them."""
+        """Writes sizes into the ServingPools. Raises StoreUnavailable: Kubernetes has not accepted one of them."""
         for role, spec in (await self._pools.set_sizes(sizes)).items():
             controller.follow(role, spec)
 
     async def run(self, controller: Controller) -> None:
-        """Until cancelled."""
+        """Follows and reports until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._pools.run(controller.follow), name="pools")
             tasks.create_task(self._report(controller), name="status")
             deployments = {Role.PREFILL: self._config.prefill_deployment, Role.DECODE: self._config.decode_deployment}
             if all(deployments.values()):
-                nodes = WorkerNodes(
-                    self._client,
-                    self._config.namespace,
-                    deployments,
-                    lambda: (controller.state.desired, controller.placed_workers()),
-                )
-                tasks.create_task(nodes.run(), name="nodes")
+                nodes = WorkerNodes(self._client, self._config.namespace, deployments)
+                tasks.create_task(_keep_nodes(nodes, controller), name="nodes")
 
     async def _report(self, controller: Controller) -> None:
         while True:
@@ -65,9 +62,20 @@ class Kubernetes:
             await asyncio.sleep(REPORT_S)
 
 
+async def _keep_nodes(nodes: WorkerNodes, controller: Controller) -> None:
+    """While Kubernetes does not answer, the nodes stay as they are."""
+    while True:
+        try:
+            found = await nodes.read()
+            await nodes.keep(found, controller.state.desired, controller.placed_workers())
+        except (ApiError, httpx2.HTTPError, OSError) as error:
+            logger.warning("the worker nodes cannot be kept: %s; trying again", error)
+        await asyncio.sleep(NODES_TICK_S)
+
+
 @asynccontextmanager
 async def connected(config: KubernetesConfig) -> AsyncGenerator[Kubernetes]:
-    """As the pod's service account, or as $KUBECONFIG says.
+    """Connects with the pod's service account, or as $KUBECONFIG says.
 
     Raises:
         ConfigError: there is neither, or only one Deployment is named.

@@ -1,78 +1,76 @@
 """Orders to the controller: each is checked, written down, and carried out.
 
-Every method raises typed errors with sentences for operators: InvalidRequest for what cannot be, Conflict for what
-cannot be now.
+Every method raises typed errors with sentences for operators: InvalidRequest for what is impossible, Conflict for what
+is impossible now.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from baton.cluster import PoolStatus, Role, Worker
 from baton.errors import BatonError, Conflict, InvalidRequest
 from baton.tasks import cancel_and_wait
 from deploy.controller.controller import Controller
-from deploy.controller.reconcile import Phase, Seen, is_serving
-from deploy.controller.state import Flip, least
+from deploy.controller.kubernetes_side import Kubernetes
+from deploy.controller.reconcile import ObservedWorker, WorkerPhase, is_serving
+from deploy.controller.state import RoleChange, min_workers
 
 logger = logging.getLogger(__name__)
 
 
 class Orders:
-    """`resume` comes first. They outlive whoever gave them: a change of role goes on when its caller has left.
+    """`resume` comes first. An order outlives its caller: a change of role continues when the caller has left.
 
     Args:
-        keep_sizes: has those sizes written down where they are kept, if that is not here: in Kubernetes.
+        kubernetes: keeps the sizes in ServingPools; None: the controller's own state has them.
     """
 
-    def __init__(
-        self, controller: Controller, keep_sizes: Callable[[Mapping[Role, int]], Awaitable[None]] | None = None
-    ) -> None:
+    def __init__(self, controller: Controller, kubernetes: Kubernetes | None = None) -> None:
         self._controller = controller
-        self._keep_sizes = keep_sizes
-        self._flipping: asyncio.Task[None] | None = None
+        self._kubernetes = kubernetes
+        self._changing: asyncio.Task[None] | None = None
 
     def resume(self) -> None:
-        """A change of role that the controller before this one began: the worker's answer tells what became of it."""
+        """Continues a change of role that the previous controller began: the worker's answer shows how it ended."""
         controller = self._controller
-        if (flip := controller.state.flip) is None:
+        if (change := controller.state.role_change) is None:
             return
-        worker = controller.seen().get(flip.worker_id)
-        if worker is not None and worker.phase is Phase.READY:
-            self._begin_flip(flip)
+        worker = controller.observed().get(change.worker_id)
+        if worker is not None and worker.phase is WorkerPhase.READY:
+            self._begin_change(change)
         else:
-            controller.record(replace(controller.state, flip=None))
+            controller.record(replace(controller.state, role_change=None))
 
     async def close(self) -> None:
-        """A change of role under way stays in the state, for the next controller."""
-        if self._flipping:
-            await cancel_and_wait([self._flipping])
+        """Stops following a change of role under way; it stays in the state, for the next controller."""
+        if self._changing:
+            await cancel_and_wait([self._changing])
 
     async def scale(self, pool: str, num_workers: int) -> PoolStatus:
-        """Sets how many workers a pool should have. Answers at once."""
+        """Sets how many workers a pool should have. Returns at once."""
         controller = self._controller
         role = _role(pool, "pool")
-        if reason := controller.why_not({role: num_workers}):
+        if reason := controller.sizes_problem({role: num_workers}):
             raise InvalidRequest(f"{pool} cannot have {num_workers} workers: {reason}", "desired")
         self._refuse_during_the_start()
-        self._refuse_during_a_flip()
-        if self._keep_sizes:
-            await self._keep_sizes({role: num_workers})
+        self._refuse_during_a_change_of_role()
+        if self._kubernetes:
+            await self._kubernetes.set_sizes(controller, {role: num_workers})
         controller.record(replace(controller.state, desired={**controller.state.desired, role: num_workers}))
         logger.info("%s: %d workers are wanted", pool, num_workers)
         controller.step()
         return controller.pool(role)
 
     async def drain(self, worker_id: str) -> Worker:
-        """Has a worker leave, and another one take its place. Answers as it begins, or has to wait for the other."""
+        """Has a worker leave and another one take its place. Returns once it has begun, or waits for the other one."""
         controller = self._controller
-        self._known(worker_id)
+        self._required(worker_id)
         self._refuse_during_the_start()
-        if controller.state.flip and controller.state.flip.worker_id == worker_id:
-            self._refuse_during_a_flip()
+        if controller.state.role_change and controller.state.role_change.worker_id == worker_id:
+            self._refuse_during_a_change_of_role()
         controller.record(replace(controller.state, retiring=controller.state.retiring | {worker_id}))
         logger.info("%s is to leave", worker_id)
         before = controller.worker(worker_id)
@@ -80,16 +78,16 @@ class Orders:
         return controller.worker(worker_id) if worker_id in controller.ids else before
 
     async def set_role(self, worker_id: str, role: str) -> Worker:
-        """Moves a worker to the other pool, with its cache. Answers once it is done.
+        """Moves a worker to the other pool, with its cache. Returns once it is done.
 
         Raises:
-            BatonError: also what the worker says when it cannot; it keeps its role.
+            BatonError: also the worker's own error when it cannot; it keeps its role.
         """
         controller = self._controller
         target = _role(role, "role")
-        worker = self._known(worker_id)
+        worker = self._required(worker_id)
         self._refuse_during_the_start()
-        self._refuse_during_a_flip()
+        self._refuse_during_a_change_of_role()
         if worker.role is target:
             return controller.worker(worker_id)
         if not is_serving(worker):
@@ -98,61 +96,60 @@ class Orders:
             state = "leaving" if worker.is_retiring else state
             raise Conflict(f"{worker_id} is {state}; only a worker that is ready can change its role")
         pool = controller.pool(worker.role)
-        if min(pool.ready, pool.desired) <= least(worker.role, controller.config):
+        if min(pool.ready, pool.desired) <= min_workers(worker.role, controller.config):
             raise Conflict(
                 f"{worker_id} is the last ready worker of the {worker.role} pool; add one first with "
                 f"`baton scale {worker.role} {pool.desired + 1}`"
             )
-        flip = Flip(worker_id, target)
-        if reason := controller.why_not(controller.sizes_after(flip)):
+        change = RoleChange(worker_id, target)
+        if reason := controller.sizes_problem(controller.sizes_after(change)):
             raise Conflict(f"{worker_id} cannot become a {target} worker: {reason}")
-        controller.record(replace(controller.state, flip=flip))
+        controller.record(replace(controller.state, role_change=change))
         logger.info("%s is to become a %s worker", worker_id, target)
-        await asyncio.shield(self._begin_flip(flip))
+        await asyncio.shield(self._begin_change(change))
         return controller.worker(worker_id)
 
-    def _begin_flip(self, flip: Flip) -> asyncio.Task[None]:
-        """Goes on when nobody waits for it any more."""
-        self._flipping = asyncio.create_task(self._flip(flip), name="change of role")
-        self._flipping.add_done_callback(_log_failure)
-        return self._flipping
+    def _begin_change(self, change: RoleChange) -> asyncio.Task[None]:
+        """The change as a task, which continues when no caller waits for it any more."""
+        self._changing = asyncio.create_task(self._change_role(change), name="change of role")
+        self._changing.add_done_callback(_log_failure)
+        return self._changing
 
-    async def _flip(self, flip: Flip) -> None:
-        """Asking again is no harm: a worker that has the role says so at once."""
+    async def _change_role(self, change: RoleChange) -> None:
+        """Asks the worker, once more after a restart: one that already has the role answers at once."""
         controller = self._controller
         try:
-            await controller.ask_for_role(flip)
+            await controller.ask_for_role(change)
         except BatonError:
-            controller.record(replace(controller.state, flip=None))
+            controller.record(replace(controller.state, role_change=None))
             raise
-        if self._keep_sizes:
-            await self._keep_flipped_sizes(flip)
-        controller.set_role(flip.worker_id, flip.role)
-        logger.info("%s is a %s worker now", flip.worker_id, flip.role)
+        if self._kubernetes:
+            await self._keep_changed_sizes(self._kubernetes, change)
+        controller.set_role(change.worker_id, change.role)
+        logger.info("%s is a %s worker now", change.worker_id, change.role)
 
-    async def _keep_flipped_sizes(self, flip: Flip) -> None:
-        """Where that fails, the sizes are as they were before, and a worker of each pool starts and leaves for it."""
-        assert self._keep_sizes is not None
+    async def _keep_changed_sizes(self, kubernetes: Kubernetes, change: RoleChange) -> None:
+        """If this fails, the sizes stay as before, so that one pool stops a worker and the other starts one."""
         try:
-            await self._keep_sizes(self._controller.sizes_after(flip))
+            await kubernetes.set_sizes(self._controller, self._controller.sizes_after(change))
         except BatonError as error:
-            logger.warning("%s is a %s worker, and the sizes stay: %s", flip.worker_id, flip.role, error)
+            logger.warning("%s is a %s worker, and the sizes stay: %s", change.worker_id, change.role, error)
 
-    def _known(self, worker_id: str) -> Seen:
-        seen = self._controller.seen()
-        if worker_id not in seen:
+    def _required(self, worker_id: str) -> ObservedWorker:
+        observed = self._controller.observed()
+        if worker_id not in observed:
             raise InvalidRequest(
                 f"no worker is called {worker_id!r}; there are {', '.join(self._controller.ids)}", "worker_id"
             )
-        return seen[worker_id]
+        return observed[worker_id]
 
     def _refuse_during_the_start(self) -> None:
         if self._controller.is_starting:
             raise Conflict("the cluster is still starting; try again when it is ready")
 
-    def _refuse_during_a_flip(self) -> None:
-        if flip := self._controller.state.flip:
-            raise Conflict(f"{flip.worker_id} is becoming a {flip.role} worker; try again when it is done")
+    def _refuse_during_a_change_of_role(self) -> None:
+        if change := self._controller.state.role_change:
+            raise Conflict(f"{change.worker_id} is becoming a {change.role} worker; try again when it is done")
 
 
 def _role(name: str, param: str) -> Role:
@@ -163,6 +160,6 @@ def _role(name: str, param: str) -> Role:
         raise InvalidRequest(f"no {param} is called {name!r}; there are {known}", param) from None
 
 
-def _log_failure(flipping: asyncio.Task[None]) -> None:
-    if not flipping.cancelled() and (error := flipping.exception()):
+def _log_failure(changing: asyncio.Task[None]) -> None:
+    if not changing.cancelled() and (error := changing.exception()):
         logger.warning("a change of role was given up: %s", error)

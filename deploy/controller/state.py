@@ -1,4 +1,4 @@
-"""What the controller has to know when it comes back: a file of JSON, replaced whole."""
+"""What the controller must know when it comes back: a JSON file, always replaced as a whole."""
 
 from __future__ import annotations
 
@@ -16,34 +16,52 @@ from baton.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Flip:
-    """A change of role that has begun. It counts for neither pool's size until it is done."""
+class RoleChange:
+    """A change of role that has begun. It changes neither pool's size until it is done."""
 
     worker_id: str
     role: Role
-    """The one that the worker is to have."""
+    """The new role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class ControllerState:
+    """Everything that outlives the controller's process."""
+
     desired: Mapping[Role, int]
     cluster: str = ""
-    """The Ray namespace of the workers that the rest is about. The sizes are good for any cluster."""
+    """The Ray namespace of the workers below. The sizes hold for any cluster."""
     roles: Mapping[str, Role] = field(default_factory=dict)
-    """Of every worker that was started and has not left."""
+    """The role of every worker that was started and has not left."""
     retiring: frozenset[str] = frozenset()
-    """Workers that have to leave."""
-    flip: Flip | None = None
+    """Workers that must leave."""
+    role_change: RoleChange | None = None
     gpus_per_worker: float = 0.0
-    """The same for the life of a cluster: what a worker leaves has to suit the one that takes its place."""
+    """GPUs per worker, constant for the life of a cluster: a new worker needs what the one it replaces has freed."""
+
+    def is_changing_role(self, worker_id: str) -> bool:
+        return self.role_change is not None and self.role_change.worker_id == worker_id
+
+
+class StateFile:
+    """The state in force, and the file that holds it."""
+
+    def __init__(self, path: Path, current: ControllerState) -> None:
+        self.current = current
+        self._path = path
+
+    def write(self, state: ControllerState) -> None:
+        """Raises ConfigError: the file cannot be written; `current` is unchanged."""
+        save(self._path, state)
+        self.current = state
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Generator[None]:
-    """No other controller has this state file while the block is entered, or this process lives.
+    """Keeps other controllers from this state file while the block is entered.
 
     Raises:
-        ConfigError: another one has it.
+        ConfigError: another controller has it.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -60,21 +78,21 @@ def locked(path: Path) -> Generator[None]:
         yield
 
 
-def load(path: Path) -> State | None:
-    """None: there is no such file yet.
+def load(path: Path) -> ControllerState | None:
+    """The state in the file; None: there is no such file yet.
 
     Raises:
-        ConfigError: it cannot be read, or is not a controller's.
+        ConfigError: the file cannot be read, or is not a controller's.
     """
     try:
         values = json.loads(path.read_text())
         flip = values["flip"]
-        return State(
+        return ControllerState(
             desired={role: int(values["desired"][role.value]) for role in Role},
             cluster=str(values["cluster"]),
             roles={str(worker_id): Role(role) for worker_id, role in values["workers"].items()},
             retiring=frozenset(values["retiring"]),
-            flip=Flip(flip["worker"], Role(flip["role"])) if flip else None,
+            role_change=RoleChange(flip["worker"], Role(flip["role"])) if flip else None,
             gpus_per_worker=float(values["gpus_per_worker"]),
         )
     except FileNotFoundError:
@@ -83,8 +101,8 @@ def load(path: Path) -> State | None:
         raise ConfigError(f"cluster.state_file: cannot use {path}: {error!r}; move it away to start afresh") from error
 
 
-def save(path: Path, state: State) -> None:
-    """Whoever reads the file sees the old state or the new one, whole.
+def save(path: Path, state: ControllerState) -> None:
+    """Replaces the file: a reader sees the old state or the new one, never a mixture.
 
     Raises:
         ConfigError: it cannot be written.
@@ -94,7 +112,9 @@ def save(path: Path, state: State) -> None:
         "cluster": state.cluster,
         "workers": {worker_id: role.value for worker_id, role in state.roles.items()},
         "retiring": sorted(state.retiring),
-        "flip": {"worker": state.flip.worker_id, "role": state.flip.role.value} if state.flip else None,
+        "flip": {"worker": state.role_change.worker_id, "role": state.role_change.role.value}
+        if state.role_change
+        else None,
         "gpus_per_worker": state.gpus_per_worker,
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -106,16 +126,16 @@ def save(path: Path, state: State) -> None:
         raise ConfigError(f"cluster.state_file: cannot write {path}: {error}") from error
 
 
-def why_not(desired: Mapping[Role, int], config: Config) -> str:
+def sizes_problem(desired: Mapping[Role, int], config: Config) -> str:
     """The reason why pools of these sizes cannot serve; empty when they can."""
     prefill, decode = desired[Role.PREFILL], desired[Role.DECODE]
     if decode < 1 or prefill < 0 or prefill + decode > MAX_WORKERS:
         return f"there must be at least 1 decode worker, and at most {MAX_WORKERS} workers in all"
-    if prefill < least(Role.PREFILL, config):
+    if prefill < min_workers(Role.PREFILL, config):
         return "router.mode is split, which needs at least one prefill worker; use --prefill 1"
     return ""
 
 
-def least(role: Role, config: Config) -> int:
+def min_workers(role: Role, config: Config) -> int:
     """Workers that a pool needs for requests to be served."""
     return int(role is Role.DECODE or config.router.mode == "split")

@@ -1,11 +1,11 @@
-"""What the controller does where the cluster runs in Kubernetes. Nothing else talks to its API.
+"""The controller's access to Kubernetes, where the cluster runs in it. No other code calls its API.
 
     kubectl scale, HPA, KEDA ──> ServingPool.spec.replicas ──> pools ──> controller: desired sizes
     baton scale, autoscaler ───> orders ─> pools ─────┘          └────── ServingPool.status
     controller: workers and their pods ──> nodes ──> Deployment.spec.replicas, and which pod is missed least
 
-serving_pool  what a ServingPool says
-pools         reads, follows and writes both of them
-node_plan     how many pods there should be that are Ray nodes, where plain Deployments make them
-nodes         has Kubernetes keep as many
+serving_pool  the specification and the status of a ServingPool
+pools         reads, follows and writes the ServingPools of both roles
+node_plan     how many pods should be Ray nodes, where plain Deployments make them
+nodes         reads and changes those Deployments
 """

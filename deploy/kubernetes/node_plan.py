@@ -1,8 +1,8 @@
-"""The pods that are Ray nodes, where Deployments make them: as many as workers need, and never the wrong one less.
+"""The pods that are Ray nodes, where Deployments make them: as many as the workers need, and no used one is removed.
 
-A worker needs a node of the pool in which it began, and keeps it when its role changes. No node has room for two. So a
-pool's Deployment grows by the workers that lack a node, and shrinks by the pods that have no worker; a pod that has one
-is dearer to delete (controller.kubernetes.io/pod-deletion-cost). Pure.
+A worker needs a node of the pool in which it was started, and keeps it when its role changes. No node has room for two.
+A pool's Deployment therefore grows by the workers that lack a node, and shrinks by the pods without a worker; a pod
+with one is more expensive to delete (controller.kubernetes.io/pod-deletion-cost). Pure.
 """
 
 from __future__ import annotations
@@ -17,31 +17,38 @@ COST_OF_A_WORKER = 100
 
 @dataclass(frozen=True, slots=True)
 class NodePod:
+    """A pod that is a Ray node."""
+
     name: str
     deployment: Role
-    """The pool that it was made for."""
+    """The pool whose Deployment made it."""
     cost: int = 0
-    """Of deleting it, as Kubernetes knows it."""
+    """Its deletion cost, as Kubernetes has it."""
     is_leaving: bool = False
-    """It is being deleted: its Deployment counts it no more."""
+    """Whether it is being deleted, so that its Deployment no longer counts it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedWorker:
+    """A worker, and the node that it has."""
+
     pool: Role
-    """In which it began."""
+    """The pool in which it was started."""
     role: Role
     pod: str
-    """Empty: it waits for a node."""
+    """Its node's pod; empty: it waits for a node."""
     is_staying: bool
+    """Whether it does not have to leave."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class NodePlan:
+    """What to change."""
+
     sizes: Mapping[Role, int]
-    """Of the Deployments."""
+    """The number of pods that each Deployment should have."""
     costs: Mapping[str, int]
-    """Of the pods whose cost is to change."""
+    """The new deletion costs of the pods whose cost changes, by name."""
 
 
 def plan(
@@ -49,12 +56,12 @@ def plan(
     sizes: Mapping[Role, int],
     pods: Sequence[NodePod],
     workers: Sequence[PlacedWorker],
-) -> Plan:
-    """What the Deployments should be like. With the pods that result, it asks for nothing twice.
+) -> NodePlan:
+    """The plan for the Deployments. With the pods that result from it, it asks for nothing twice.
 
     Args:
         desired: workers of each pool.
-        sizes: of the Deployments now.
+        sizes: the Deployments' sizes now.
     """
     by_name = {pod.name: pod for pod in pods if not pod.is_leaving}
     used = {worker.pod for worker in workers} & by_name.keys()
@@ -69,4 +76,4 @@ def plan(
         num_lacking = num_waiting + num_to_come
         # While a worker looks for a node, none goes: it may be about to run there.
         wanted[pool] = max(sizes[pool], num_used + num_lacking) if num_lacking else min(sizes[pool], num_used)
-    return Plan(wanted, changed)
+    return NodePlan(wanted, changed)

@@ -1,14 +1,12 @@
-"""Keeps the Deployments whose pods are Ray nodes as `node_plan` says."""
+"""Reads the Deployments whose pods are Ray nodes, and changes them as `node_plan` says."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import httpx2
 from lightkube import AsyncClient
-from lightkube.core.exceptions import ApiError
 from lightkube.resources.apps_v1 import Deployment
 from lightkube.resources.core_v1 import Pod
 from lightkube.types import PatchType
@@ -18,38 +16,30 @@ from deploy.kubernetes.node_plan import NodePod, PlacedWorker, plan
 
 logger = logging.getLogger(__name__)
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
-TICK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The worker nodes as Kubernetes has them."""
+
+    sizes: Mapping[Role, int]
+    """The number of pods that each Deployment should have."""
+    pods: Sequence[NodePod]
 
 
 class WorkerNodes:
-    """
+    """The Deployments of the worker nodes. Both methods raise lightkube's and httpx's errors.
+
     Args:
-        deployments: names, by the pool that they are for.
-        look: the desired sizes, and the workers as they are.
+        deployments: their names, by the pool that they are for.
     """
 
-    def __init__(
-        self,
-        client: AsyncClient,
-        namespace: str,
-        deployments: Mapping[Role, str],
-        look: Callable[[], tuple[Mapping[Role, int], list[PlacedWorker]]],
-    ) -> None:
+    def __init__(self, client: AsyncClient, namespace: str, deployments: Mapping[Role, str]) -> None:
         self._client = client
         self._namespace = namespace
         self._deployments = deployments
-        self._look = look
 
-    async def run(self) -> None:
-        """Until cancelled. While Kubernetes does not answer, the nodes stay as they are."""
-        while True:
-            try:
-                await self.step()
-            except (ApiError, httpx2.HTTPError, OSError) as error:
-                logger.warning("the worker nodes cannot be kept: %s; trying again", error)
-            await asyncio.sleep(TICK_S)
-
-    async def step(self) -> None:
+    async def read(self) -> Nodes:
         sizes: dict[Role, int] = {}
         pods: list[NodePod] = []
         for role, name in self._deployments.items():
@@ -59,15 +49,18 @@ class WorkerNodes:
             labels = deployment.spec.selector.matchLabels or {}
             found = self._client.list(Pod, namespace=self._namespace, labels={**labels})
             pods += [_node_pod(pod, role) async for pod in found]
-        desired, workers = self._look()
-        wanted = plan(desired, sizes, pods, workers)
+        return Nodes(sizes, pods)
+
+    async def keep(self, nodes: Nodes, desired: Mapping[Role, int], workers: Sequence[PlacedWorker]) -> None:
+        """Changes what was read into what the workers need. They must have been observed after `read`."""
+        wanted = plan(desired, nodes.sizes, nodes.pods, workers)
         for name, cost in wanted.costs.items():
             change = {"metadata": {"annotations": {DELETION_COST: str(cost)}}}
             await self._client.patch(Pod, name, change, namespace=self._namespace, patch_type=PatchType.MERGE)
         for role, size in wanted.sizes.items():
-            if size != sizes[role]:
+            if size != nodes.sizes[role]:
                 name = self._deployments[role]
-                logger.info("%s: %d nodes, after %d", name, size, sizes[role])
+                logger.info("%s: %d nodes, after %d", name, size, nodes.sizes[role])
                 await self._client.patch(
                     Deployment.Scale,
                     name,

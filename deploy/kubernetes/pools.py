@@ -1,4 +1,4 @@
-"""ServingPools: the pools' sizes as Kubernetes keeps them. Whoever changes a size, changes it there."""
+"""ServingPools: the sizes of the pools as Kubernetes keeps them. Every change of a size is made there."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from deploy.kubernetes.serving_pool import PoolReport, PoolSpec, spec_of, status
 logger = logging.getLogger(__name__)
 ServingPool = create_namespaced_resource("baton.dev", "v1alpha1", "ServingPool", "servingpools")
 WATCH_S = 240
-"""A watch is begun anew after so long, which tells everything again."""
+"""Duration of a watch. The next one lists everything again."""
 RETRY_S = 1.0
 
 
 class ServingPools:
-    """
+    """Reads, follows and writes the ServingPools.
+
     Args:
-        names: of the ServingPools.
+        names: the ServingPools' names, by role.
     """
 
     def __init__(self, client: AsyncClient, namespace: str, names: Mapping[Role, str]) -> None:
@@ -39,17 +40,17 @@ class ServingPools:
         self._reported: dict[Role, dict[str, Any]] = {}
 
     async def read(self) -> dict[Role, PoolSpec]:
-        """What they ask for now. Raises StoreUnavailable."""
+        """The specifications now. Raises StoreUnavailable."""
         for role, name in self._names.items():
             async with _api(f"the question for ServingPool {name}"):
                 await self._learn(role, await self._client.get(ServingPool, name, namespace=self._namespace))
         return dict(self._known)
 
-    async def run(self, told: Callable[[Role, PoolSpec], None]) -> None:
+    async def run(self, on_spec: Callable[[Role, PoolSpec], None]) -> None:
         """Follows them until cancelled. While Kubernetes does not answer, the sizes stay as they are.
 
         Args:
-            told: called with what one asks for: at first, whenever that changes, and again now and then.
+            on_spec: called with each specification: at first, whenever it changes, and again with every new watch.
         """
         roles = {name: role for role, name in self._names.items()}
         while True:
@@ -59,20 +60,20 @@ class ServingPools:
                 ):
                     role = roles.get(_name(pool))
                     if role is not None and kind != "DELETED" and (spec := await self._learn(role, pool)):
-                        told(role, spec)
+                        on_spec(role, spec)
             except (ApiError, httpx2.HTTPError, OSError) as error:
                 logger.warning("the ServingPools cannot be watched: %s; trying again", error)
                 await asyncio.sleep(RETRY_S)
 
     async def set_sizes(self, sizes: Mapping[Role, int]) -> dict[Role, PoolSpec]:
-        """Returns what they ask for then. Raises StoreUnavailable: Kubernetes has not taken one of them."""
+        """Writes sizes, and returns the specifications then. Raises StoreUnavailable: one of them was not accepted."""
         for role, size in sizes.items():
             async with _api(f"the size of ServingPool {self._names[role]}"):
                 await self._learn(role, await self._patch(role, {"spec": {"replicas": size}}))
         return {role: self._known[role] for role in sizes}
 
     async def report(self, reports: Mapping[Role, PoolReport]) -> None:
-        """Writes what has changed. Raises StoreUnavailable."""
+        """Writes the statuses that have changed. Raises StoreUnavailable."""
         for role, report in reports.items():
             spec = self._known.get(role)
             if spec is None:
@@ -91,7 +92,7 @@ class ServingPools:
             self._reported[role] = status
 
     async def _learn(self, role: Role, pool: Any) -> PoolSpec | None:
-        """A pool that has no size yet gets the one that it is to begin with. None: it is no news."""
+        """The pool's specification, after giving it its initial size if it has none. None: it is an old version."""
         if "replicas" not in pool.spec:
             logger.info("%s begins with %d workers", self._names[role], size := int(pool.spec["initialReplicas"]))
             pool = await self._patch(role, {"spec": {"replicas": size}})
@@ -114,7 +115,7 @@ def _name(pool: Any) -> str:
 
 @asynccontextmanager
 async def _api(what: str) -> AsyncGenerator[None]:
-    """Raises StoreUnavailable where Kubernetes refuses, or does not answer."""
+    """Raises StoreUnavailable where Kubernetes refuses or does not answer."""
     try:
         yield
     except (ApiError, httpx2.HTTPError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What a ServingPool says, and what is said of it. Pure."""
+"""The specification and the status of a ServingPool. Pure."""
 
 from __future__ import annotations
 
@@ -13,55 +13,56 @@ from baton.config import MAX_TIMEOUT_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """What a ServingPool asks for."""
+    """The specification of a ServingPool."""
 
     size: int
-    """Within the bounds."""
+    """The size to have: `asked`, within the bounds."""
     asked: int
-    """As it stands there."""
-    least: int = 0
-    most: int | None = None
+    """The size as written in `spec.replicas`."""
+    min_size: int = 0
+    max_size: int | None = None
     drain_timeout_s: float | None = None
     """None: `cluster.drain_timeout_s`."""
     is_paused: bool = False
-    """The size is not followed."""
+    """Whether the size is ignored."""
     selector: str = ""
-    """Label selector of the pool's pods, for whoever scales by their metrics."""
+    """Label selector of the pool's pods, for autoscalers that read their metrics."""
     generation: int = 0
 
-    def why_not(self, size: int) -> str:
-        """Why it must not have that size; empty: it may."""
+    def size_problem(self, size: int) -> str:
+        """Why the pool must not have that size; empty: it may."""
         if self.is_paused:
             return "its ServingPool is paused"
-        if not self.least <= size <= (size if self.most is None else self.most):
-            return f"its ServingPool allows {self.least} to {'any number' if self.most is None else self.most}"
+        if not self.min_size <= size <= (size if self.max_size is None else self.max_size):
+            limit = "any number" if self.max_size is None else self.max_size
+            return f"its ServingPool allows {self.min_size} to {limit}"
         return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolReport:
-    """What becomes of it: the status."""
+    """What is reported in the status of a ServingPool."""
 
     desired: int
     num_workers: int
-    """Of the pool that there are, whatever they do."""
+    """Workers of the pool in any phase but DOWN."""
     num_ready: int
     num_draining: int
     refusal: str = ""
-    """Why the size that is asked for is not the desired one; empty: it is."""
+    """The reason why the size that is asked for is not the desired one; empty: it is."""
 
 
 def spec_of(role: Role, pool: Any) -> PoolSpec:
-    """Of a ServingPool that has a size."""
+    """The specification of a ServingPool that has a size."""
     spec, instance = pool.spec, (pool.metadata.labels or {}).get("app.kubernetes.io/instance", "")
-    least, most = int(spec.get("minReplicas", 0)), spec.get("maxReplicas")
+    min_size, max_size = int(spec.get("minReplicas", 0)), spec.get("maxReplicas")
     asked = int(spec["replicas"])
     drain_timeout_s = spec.get("drainTimeoutSeconds")
     return PoolSpec(
-        size=max(least, asked if most is None else min(asked, int(most))),
+        size=max(min_size, asked if max_size is None else min(asked, int(max_size))),
         asked=asked,
-        least=least,
-        most=None if most is None else int(most),
+        min_size=min_size,
+        max_size=None if max_size is None else int(max_size),
         drain_timeout_s=None if drain_timeout_s is None else min(float(drain_timeout_s), MAX_TIMEOUT_S),
         is_paused=bool(spec.get("paused", False)),
         selector=f"app.kubernetes.io/instance={instance},baton.dev/pool={role.value}",
@@ -70,8 +71,10 @@ def spec_of(role: Role, pool: Any) -> PoolSpec:
 
 
 def status_of(spec: PoolSpec, report: PoolReport, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Args:
-    before: the same as it was written last.
+    """The status to write.
+
+    Args:
+        before: the status as written last, whose transition times stay.
     """
     limit = report.refusal
     if not limit and spec.size != spec.asked:

@@ -32,7 +32,7 @@ from baton.errors import ConfigError
 from baton.rpc import channel
 from baton.tasks import cancel_and_wait
 from baton.v1 import admin_pb2, admin_pb2_grpc
-from deploy.controller.state import load, why_not
+from deploy.controller.state import load, sizes_problem
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.local import preflight
 from deploy.local.child import Child
@@ -243,7 +243,7 @@ def _with_sizes(config: Config) -> Config:
         source = (
             f"{cluster.state_file} asks for {desired[Role.PREFILL]} prefill and {desired[Role.DECODE]} decode workers"
         )
-    if reason := why_not(desired, config):
+    if reason := sizes_problem(desired, config):
         raise ConfigError(f"{source}: {reason}")
     if desired != asked:
         logger.warning("%s, which goes before %s", source, given)

@@ -29,6 +29,7 @@ from baton.tasks import cancel_and_wait
 from kvstore.index import Connection, IndexPublisher, RedisIndex
 from kvstore.leases import LeaseKeeper, RedisLeases
 from kvstore.transfer.endpoint import KvEndpoint
+from kvstore.transfer.local_worker import LocalWorker
 
 logger = logging.getLogger(__name__)
 WIRE_VERSION = 2
@@ -56,8 +57,14 @@ class Member:
         )
         self.engine = Engine(runner, limits)
         self.loop = EngineLoop(self.engine, config.engine.max_waiting, self._on_block_events, self._on_idle)
-        compat, transfer, faults = self.wire_compat, config.transfer, config.faults
-        self.kv = KvEndpoint(worker_id, self.incarnation, self.loop, compat, transfer, host, faults)
+        local = LocalWorker(
+            worker_id=worker_id,
+            incarnation=self.incarnation,
+            caches=runner.caches,
+            wire_compat=self.wire_compat,
+            host=host,
+        )
+        self.kv = KvEndpoint(local, self.loop, config.transfer, config.faults)
         self._keeper: LeaseKeeper | None = None
         self._publisher: IndexPublisher | None = None
         self._role = role

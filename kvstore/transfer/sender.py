@@ -1,16 +1,16 @@
 """The sending side of the hand-over.
 
-The life of a transfer, as the sender sees it:
+The life of a transfer at the sender:
 
-1. `transfer` takes a ticket and offers as soon as there is a pair, while the prompt still waits: opening it and the
-   round trip to the receiver hide in the queue, and the session's pings renew the ticket's lease from the offer on.
-2. `attach` gives the blocks. The caller pins them until the block of `transfer` is left.
-3. `advance`, from the engine's thread: what is computed, in all layers or in some; not needed where all is. The pair's
-   lane gathers, seals and sends chunk by chunk.
-4. `finish`, with the first token where there is one: Commit follows the last chunk, CommitAck ends it.
+1. `transfer` takes a ticket and offers as soon as there is a connection, while the prompt still waits: opening the
+   connection and the round trip to the receiver hide in the queue, and pings renew the lease from the offer on.
+2. `attach` passes the blocks. The caller pins them until the block of `transfer` is left.
+3. `advance`, on the engine's thread, reports what is computed, in all layers or in some; a prefix that is computed
+   already needs none. The connection's transport thread gathers, checksums and sends chunk by chunk.
+4. `finish` passes the first token, if there is one: Commit follows the last chunk, CommitAck ends the transfer.
 
-Leaving the block early gives the transfer up: its blocks are not read any more once it is left, and the receiver is
-told in the background. Each pair of ranks that exchange bytes carries its part over a pair of its own.
+Leaving the block early gives the transfer up: its blocks are not read any more once it is left, and the Abort is sent
+in the background. Each pair of ranks that exchange bytes has a connection of its own, which carries its part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.pipeline.driven import seen_through
 from kvstore.transfer.pipeline.send_loop import ChunkQueue
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
-from kvstore.transfer.protocol.layout import destination_ranks, layout_of, mismatch
+from kvstore.transfer.protocol.layout import destination_ranks, mismatch
 from kvstore.transfer.protocol.plan import WireOptions, least_chunk_bytes, plan, require_fitting_slots
 from kvstore.transfer.stats import TransferStats
 from kvstore.transfer.transport.faults import parse_faults
@@ -38,54 +38,36 @@ from kvstore.transfer.transport.select import chunk_bytes, usable_transports
 from kvstore.transfer.transport.shm import host_id
 
 ROOM_POLL_S = 0.05
+"""How often `wait_for_room` looks again: transport threads send between two ends of transfers."""
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from baton.config import TransferConfig
     from baton.engine.core.runner import Fence
-    from baton.engine.model.kv_cache import KVCache
+    from kvstore.transfer.local_worker import LocalWorker
 
 
 class KvSender:
-    """Sends KV out of one worker's cache. For one event loop.
+    """Sends KV out of one worker's cache. For one event loop."""
 
-    Args:
-        caches: one a rank; block ids mean the same on all of them.
-        num_kv_heads: of the whole model, one number a layer group, where ranks outnumber the heads.
-        host: the address on which receivers can reach this one's links.
-    """
-
-    def __init__(
-        self,
-        worker_id: str,
-        incarnation: str,
-        caches: Sequence[KVCache],
-        wire_compat: str,
-        config: TransferConfig,
-        host: str,
-        faults: FaultsConfig | None = None,
-        num_kv_heads: Sequence[int] = (),
-    ) -> None:
-        self.layout = layout_of(caches[0].spec, len(caches), num_kv_heads)
+    def __init__(self, worker: LocalWorker, config: TransferConfig, faults: FaultsConfig | None = None) -> None:
+        self.layout = worker.layout()
         require_fitting_slots(self.layout, config.slot_bytes, config.wire_dtype)
-        devices = [cache.device for cache in caches]
-        links = usable_transports(devices, config.links)
         hello = Hello(
             protocol_version=PROTOCOL_VERSION,
-            worker_id=worker_id,
-            incarnation=incarnation,
-            wire_compat=wire_compat,
-            links=links,
+            worker_id=worker.worker_id,
+            incarnation=worker.incarnation,
+            wire_compat=worker.wire_compat,
+            links=usable_transports(worker.devices, config.links),
             layout=self.layout,
             rank=0,
             peer_rank=0,
             host_id=host_id(),
         )
-        self._caches = tuple(caches)
+        self._worker = worker
         self._config = config
-        self._wire_compat = wire_compat
-        self._pairs = ConnectionPool(hello, devices, config, host, parse_faults((faults or FaultsConfig()).spec))
+        self._connections = ConnectionPool(worker, hello, config, parse_faults((faults or FaultsConfig()).spec))
         self._live: set[TransferPart] = set()
         self._ended = asyncio.Event()
         self._num_waiting = 0
@@ -95,26 +77,30 @@ class KvSender:
 
     @property
     def stats(self) -> TransferStats:
-        return dataclasses.replace(self._stats, fenced=self._pairs.num_fenced, resent=self._pairs.num_resent)
+        """Counts of sent transfers."""
+        pool = self._connections
+        return dataclasses.replace(self._stats, fenced=pool.num_fenced, resent=pool.num_resent)
 
     @property
-    def num_pairs(self) -> int:
-        return self._pairs.num_open
+    def num_connections(self) -> int:
+        """Number of connections that are good."""
+        return self._connections.num_open
 
     @property
     def slots_in_use(self) -> int:
-        return self._pairs.staging.slots_in_use
+        """Number of staging slots that transports hold."""
+        return self._connections.staging.slots_in_use
 
     @property
     def unsent_bytes(self) -> int:
-        """Computed, and not gathered yet."""
-        return sum(part.outbound.unsent_bytes for part in self._live if part.outbound)
+        """Payload of all chunks that are computed and not gathered."""
+        return sum(part.queue.unsent_bytes for part in self._live if part.queue)
 
     async def wait_for_room(self, max_waiting: float) -> None:
-        """Returns once less KV than `max_unsent_mib` is computed and not sent: blocks that wait fill the cache.
+        """Waits until less than `max_unsent_mib` of KV is computed and not sent: blocks that wait fill the cache.
 
         Raises:
-            Overloaded: `max_waiting` others wait already.
+            Overloaded: `max_waiting` callers wait already.
         """
         limit = self._config.max_unsent_mib * 2**20
         if self.unsent_bytes <= limit:
@@ -125,7 +111,7 @@ class KvSender:
         try:
             while self.unsent_bytes > limit:
                 self._ended.clear()
-                with contextlib.suppress(TimeoutError):  # lanes drain what is unsent between two ends of transfers
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ROOM_POLL_S):
                         await self._ended.wait()
         finally:
@@ -135,10 +121,10 @@ class KvSender:
 
     @contextlib.asynccontextmanager
     async def transfer(self, ticket: Ticket, num_tokens: int | None = None) -> AsyncGenerator[OutgoingTransfer]:
-        """A hand-over, for as long as the block is entered. When it is left, nothing reads the blocks any more.
+        """Begins a hand-over, which lasts until the block is left; then nothing reads the KV blocks any more.
 
         Args:
-            num_tokens: leading tokens to send, where it is not all that the ticket asks for.
+            num_tokens: leading tokens to send; by default all that the ticket asks for.
 
         Raises:
             TransferRefused: the two sides do not fit.
@@ -161,21 +147,24 @@ class KvSender:
             finally:
                 self._live.difference_update(parts.values())
                 self._ended.set()
-                self._pairs.make_room()
+                self._connections.make_room()
 
     async def close(self) -> None:
-        """Ends all pairs and their threads."""
-        await self._pairs.close()
+        """Ends all connections and their threads."""
+        await self._connections.close()
 
-    def rows(self, rank: int, part: TransferPart, block_ids: Sequence[int], state_slot: int | None) -> BlockCopier:
-        cache = self._caches[rank]
-        return BlockCopier(cache, part.plan, self.layout, rank, block_ids, state_slot)
+    def copier(self, rank: int, part: TransferPart, block_ids: Sequence[int], state_slot: int | None) -> BlockCopier:
+        """Returns what gathers the chunks of a part out of a rank's cache."""
+        cache = self._worker.caches[rank]
+        return BlockCopier(cache, part.plan, self.layout, rank, block_ids, state_slot=state_slot)
 
     @property
     def is_checked(self) -> bool:
+        """Whether chunks carry checksums."""
         return self._config.checksum == "full"
 
     def count(self, handed_over: HandedOver) -> None:
+        """Counts a committed transfer."""
         self._stats.committed += 1
         self._stats.num_bytes += handed_over.num_bytes
         self._stats.num_chunks += handed_over.num_chunks
@@ -183,16 +172,18 @@ class KvSender:
         self._stats.exposed_s += handed_over.exposed_s
 
     def count_failure(self, error: BatonError) -> None:
+        """Counts a failed transfer."""
         self._stats.count_failure(error)
 
     def _parts(self, ticket: Ticket, num_tokens: int) -> dict[tuple[int, int], TransferPart]:
-        """By sending and receiving rank."""
+        """Plans the parts of a transfer, by sending and receiving rank."""
         here, there = self.layout, ticket.layout
-        if num_tokens > (most := self._caches[0].num_blocks * here.block_size):
+        if num_tokens > (most := self._worker.caches[0].num_blocks * here.block_size):
             raise TransferRefused(f"{num_tokens} tokens are to be sent; this worker's cache holds at most {most}")
-        if ticket.wire_compat != self._wire_compat:
+        if ticket.wire_compat != self._worker.wire_compat:
             raise TransferRefused(
-                f"worker {ticket.decode_worker_id} has KV of kind {ticket.wire_compat}, this worker {self._wire_compat}"
+                f"worker {ticket.decode_worker_id} has KV of kind {ticket.wire_compat}, "
+                f"this worker {self._worker.wire_compat}"
             )
         if difference := mismatch(here, there, self._config.wire_dtype):
             raise TransferRefused(difference)
@@ -210,14 +201,14 @@ class KvSender:
     def _options(self, rank: int, peer: Peer) -> WireOptions:
         slot_bytes, wanted = self._config.slot_bytes, self._config.wire_dtype
         at_least = least_chunk_bytes(self.layout, wanted)
-        size = chunk_bytes(self._pairs.transport_kind(rank, peer), slot_bytes, at_least)
+        size = chunk_bytes(self._connections.transport_kind(rank, peer), slot_bytes, at_least)
         return WireOptions(size, self._config.span_tokens, wanted)
 
     async def _start(self, rank: int, part: TransferPart, peer: Peer) -> None:
-        """SendState a part as soon as its pair is open."""
+        """Offers a part as soon as its connection is open."""
         try:
-            async with self._pairs.open(rank, peer) as pair:
-                part.offer_on(pair)
+            async with self._connections.open(rank, peer) as connection:
+                part.offer_on(connection)
         except BatonError as error:
             part.fail(error)
         except BaseException as error:
@@ -226,45 +217,46 @@ class KvSender:
 
 
 class OutgoingTransfer:
-    """One hand-over, in all its parts. Made by `KvSender.transfer`."""
+    """One hand-over, in all its parts; made by `KvSender.transfer`."""
 
     def __init__(self, sender: KvSender, ticket: Ticket, parts: dict[tuple[int, int], TransferPart]) -> None:
         self.ticket = ticket
         self._sender = sender
         self._parts = parts
-        self._outbounds: list[ChunkQueue] = []
+        self._queues: list[ChunkQueue] = []
 
     def attach(self, block_ids: Sequence[int], state_slot: int | None = None) -> None:
-        """The blocks may be read from now on, as far as `advance` says.
+        """Makes the blocks readable, as far as `advance` reports them computed.
 
         Args:
-            block_ids: all blocks of the sequence, in order; those of `ticket.skip_tokens` stay here.
-            state_slot: of the sequence, where the model has states.
+            block_ids: all blocks of the sequence, in order; those of `ticket.skip_tokens` are not sent.
+            state_slot: the slot of the sequence's states, if the model has states.
         """
         for (rank, _), part in self._parts.items():
-            rows = self._sender.rows(rank, part, block_ids, state_slot)
-            outbound = ChunkQueue(self.ticket, part.plan, rows, self._sender.is_checked)
-            self._outbounds.append(outbound)
-            part.attach(outbound)
+            copier = self._sender.copier(rank, part, block_ids, state_slot)
+            queue = ChunkQueue(self.ticket, copier, self._sender.is_checked)
+            self._queues.append(queue)
+            part.attach(queue)
 
     def advance(self, num_tokens: int, num_layers: int, fence: Fence | None = None) -> None:
-        """From any thread, after `attach`: the KV of the first `num_tokens` tokens is in the model's first `num_layers`
-        layers.
+        """Reports that the first `num_tokens` tokens are computed in the model's first `num_layers` layers.
+
+        Called by any thread, after `attach`.
 
         Args:
-            fence: on a GPU, what must have happened before the blocks are read.
+            fence: on a GPU, the event that must have passed before the blocks are read.
         """
-        for outbound in self._outbounds:
-            outbound.advance(num_tokens, num_layers, fence)
+        for queue in self._queues:
+            queue.advance(num_tokens, num_layers, fence)
 
     async def finish(self, first_token: int | None) -> HandedOver:
-        """Everything is computed. Returns once the receiver has it.
+        """Reports that everything is computed, and waits until the receiver has it.
 
         Args:
-            first_token: what a sequence goes on from there; None for a prefix.
+            first_token: the token from which the receiver continues; None for a prefix.
 
         Raises:
-            TransferError: the transfer failed; the receiver may be well.
+            TransferError: the transfer failed; the receiver may be alive.
             WorkerFailed: the receiver is gone.
         """
         finished_s = time.monotonic()
@@ -276,7 +268,7 @@ class OutgoingTransfer:
             self._sender.count_failure(error)
             raise
         now = time.monotonic()
-        began_s = min([finished_s, *(outbound.began_s for outbound in self._outbounds if outbound.began_s)])
+        began_s = min([finished_s, *(queue.began_s for queue in self._queues if queue.began_s)])
         plans = [part.plan for part in self._parts.values()]
         handed_over = HandedOver(
             num_bytes=sum(plan.num_bytes for plan in plans),
@@ -288,7 +280,7 @@ class OutgoingTransfer:
         return handed_over
 
     async def close(self) -> None:
-        """Gives up what is not settled, and returns once the blocks are not read any more, even when cancelled."""
+        """Gives up unsettled parts, and waits until nothing reads the blocks any more, even if cancelled meanwhile."""
         for part in self._parts.values():
             part.give_up(TransferCancelled("the sender gave the transfer up"))
         waiting = asyncio.gather(*(part.unpinned for part in self._parts.values()))

@@ -1,7 +1,7 @@
 """What is let in: validation of a request, a bound on how many are served at once, and who is in time."""
 
 from router.admission.claim import Claim, SloCounts, claim_of
-from router.admission.gate import PATIENCE, Entry, Gate
+from router.admission.gate import PATIENCE, Gate, QueueEntry
 from router.admission.history import AnswerHistory
 from router.admission.limiter import Limiter
 from router.admission.validate import (
@@ -20,10 +20,10 @@ __all__ = [
     "PATIENCE",
     "AnswerHistory",
     "Claim",
-    "Entry",
     "Gate",
     "Limiter",
     "ModelFacts",
+    "QueueEntry",
     "SloCounts",
     "check_length",
     "check_model",

@@ -28,7 +28,7 @@ that is a fifth shorter keeps the workers just as busy."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Entry:
+class QueueEntry:
     """A choice that asks to be let in."""
 
     tenant: Tenant
@@ -57,12 +57,12 @@ class Gate:
 
     def __init__(self, caution: float = CAUTION) -> None:
         self._caution = caution
-        self._queues: dict[str, dict[Entry, None]] = {}
+        self._queues: dict[str, dict[QueueEntry, None]] = {}
         self._shares: defaultdict[str, float] = defaultdict(float)
         """Seconds of computing that each tenant has queued, by its weight."""
         self._num_entries: Counter[str] = Counter()
 
-    def admit(self, entry: Entry, prediction: Prediction) -> list[Entry]:
+    def admit(self, entry: QueueEntry, prediction: Prediction) -> list[QueueEntry]:
         """Lets an entry in that is placed.
 
         Returns:
@@ -88,7 +88,7 @@ class Gate:
         self._num_entries[entry.tenant.id] += 1
         return victims
 
-    def left(self, entry: Entry) -> None:
+    def left(self, entry: QueueEntry) -> None:
         """Its prompt is computed, or it has gone; idempotent."""
         queue = self._queues.get(entry.worker_id, {})
         if entry in queue:
@@ -98,7 +98,7 @@ class Gate:
             if not self._num_entries[entry.tenant.id]:
                 del self._shares[entry.tenant.id], self._num_entries[entry.tenant.id]
 
-    def _late_s(self, entry: Entry, prediction: Prediction) -> float:
+    def _late_s(self, entry: QueueEntry, prediction: Prediction) -> float:
         """By how much waiting makes it late; 0 or less: it does not."""
         if math.isinf(entry.ttft_s):
             return 0.0
@@ -106,9 +106,9 @@ class Gate:
         spare_s = entry.ttft_s - entry.compute_s
         return wait_s - (self._caution * spare_s if spare_s >= 0 else PATIENCE * entry.ttft_s)
 
-    def _outranked(self, entry: Entry, late_s: float) -> list[Entry]:
+    def _outranked(self, entry: QueueEntry, late_s: float) -> list[QueueEntry]:
         """The entries whose going makes `entry` come in time; none if that cannot be."""
-        victims: list[Entry] = []
+        victims: list[QueueEntry] = []
         shares = self._shares.copy()
         mine = shares[entry.tenant.id] + entry.compute_s / entry.tenant.weight
         for other in reversed(self._queues.get(entry.worker_id, {})):

@@ -6,6 +6,6 @@ out the same text.
 
 from router.answer.detokenizer import IncrementalDetokenizer
 from router.answer.stop_strings import StopChecker
-from router.answer.writer import AnswerWriter, Piece
+from router.answer.writer import AnswerChunks, AnswerWriter, Piece
 
-__all__ = ["AnswerWriter", "IncrementalDetokenizer", "Piece", "StopChecker"]
+__all__ = ["AnswerChunks", "AnswerWriter", "IncrementalDetokenizer", "Piece", "StopChecker"]

@@ -1,14 +1,19 @@
-"""One choice's answer: tokens in, text that may be shown out."""
+"""One choice's answer: tokens in, text that may be shown and chunks for the client out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from baton.api import GenerateChunk
+from baton.errors import InvalidRequest
 from baton.sampling import FinishReason
 from router.answer.detokenizer import IncrementalDetokenizer
 from router.answer.stop_strings import StopChecker
 from router.prompt.tokenizer import Tokenizer
+
+REPLAY_TOKENS = 64
+"""Tokens of a continued answer that are written to text before others have their turn on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +67,62 @@ class AnswerWriter:
                     text += new_text
                 finish_reason = FinishReason.STOP if stopped else finish_reason
         return Piece(text, tuple(token_ids[begin:]), finish_reason)
+
+
+class AnswerChunks:
+    """Writes the chunks of one choice for its client.
+
+    Args:
+        skip_text: the client wants the tokens alone.
+    """
+
+    def __init__(self, writer: AnswerWriter, *, request_id: str, choice_index: int, skip_text: bool = False) -> None:
+        self._writer = writer
+        self._request_id = request_id
+        self._choice_index = choice_index
+        self._skip_text = skip_text
+        self.num_tokens = 0
+        """Tokens taken so far, those after a stop string included."""
+        self.has_ended = False
+
+    def replay(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Iterator[GenerateChunk | None]:
+        """The chunks of what had been generated before this call, one for every REPLAY_TOKENS tokens.
+
+        Raises:
+            InvalidRequest: see `chunk`.
+        """
+        for begin in range(0, len(token_ids), REPLAY_TOKENS):
+            end = begin + REPLAY_TOKENS
+            piece = self.push(token_ids[begin:end], finish_reason if end >= len(token_ids) else None)
+            yield self.chunk(piece)
+            if self.has_ended:
+                return
+
+    def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Piece:
+        """Takes new tokens and the engine's word on the end."""
+        self.num_tokens += len(token_ids)
+        piece = self._writer.push(token_ids, finish_reason)
+        self.has_ended = piece.finish_reason is not None
+        return piece
+
+    def chunk(self, piece: Piece) -> GenerateChunk | None:
+        """What the client gets of a piece; None: it has all of it.
+
+        Raises:
+            InvalidRequest: the answer has ended, and the client claims to have more of it.
+        """
+        if piece.finish_reason is not None and self._writer.num_awaited:
+            raise InvalidRequest(
+                f"resume_from names {self._writer.num_awaited} tokens more of choice {self._choice_index} than its "
+                "answer has; send the request as it was, and the number of tokens that came",
+                "resume_from",
+            )
+        if not piece.token_ids and piece.finish_reason is None:
+            return None
+        return GenerateChunk(
+            request_id=self._request_id,
+            choice_index=self._choice_index,
+            text="" if self._skip_text else piece.text,
+            token_ids=piece.token_ids,
+            finish_reason=piece.finish_reason,
+        )

@@ -1,0 +1,1 @@
+"""The doors of the router: gRPC and HTTP over one service, the page, and orders passed on to the controller."""

@@ -14,7 +14,7 @@ from baton.rpc.errors import ERROR_KEY
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 
-class OrdersClient:
+class ControllerClient:
     """The controller that is known at the moment. Every method raises the controller's own typed errors.
 
     Raises:

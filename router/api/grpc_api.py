@@ -17,9 +17,10 @@ from baton.telemetry import tracing
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import check_model
 from router.admission.tenants import Tenant, TenantBook, api_key_of
-from router.api.controller_client import OrdersClient
-from router.dispatch.decisions import Decision, explained
-from router.service import UNKNOWN_DOOR, Door, RouterService
+from router.api.controller_client import ControllerClient
+from router.dispatch.decisions import PlacementDecision, explained
+from router.request.model import UNKNOWN_DOOR, Door
+from router.service import RouterService
 
 Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE_NAMES = ("baton.v1.Inference", "baton.v1.Admin")
@@ -84,7 +85,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """It writes, where it could yield: so a call that waits for a client which does not read can be ended, too."""
         trace = tracing.from_metadata(context.invocation_metadata())
         chunks = self._service.generate(wire.generate_request_from_pb(request), trace, CALLER.get(), self._door)
-        with self._service.told_when_taken_over():
+        with self._service.calls.conflict_when_taken_over():
             async with contextlib.aclosing(chunks):
                 if (chunk := await anext(chunks, None)) is not None:
                     await _seen_through(context.write(wire.generate_response(chunk)))
@@ -110,7 +111,10 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     """Tells what runs; passes orders on to the controller."""
 
     def __init__(
-        self, status: Callable[[], ClusterStatus], explain: Callable[[str], list[Decision]], orders: OrdersClient
+        self,
+        status: Callable[[], ClusterStatus],
+        explain: Callable[[str], list[PlacementDecision]],
+        orders: ControllerClient,
     ) -> None:
         self._status = status
         self._explain = explain

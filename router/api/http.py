@@ -24,25 +24,26 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.api import Chat, GenerateChunk, GenerateRequest, Prompt, Text, Timing, Usage
+from baton.api import GenerateChunk, GenerateRequest, Prompt, Text, Timing, Usage
 from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated, Unsupported
 from baton.tasks import cancel_and_wait
 from baton.telemetry import tracing
 from router.admission import check_model
 from router.admission.tenants import TenantBook, api_key_of
 from router.api.openai import (
-    Answer,
     ChatBody,
+    ChoiceAnswer,
     CompletionBody,
     DetokenizeBody,
     Shape,
     SloBody,
     TokenizeBody,
-    chat_message,
+    chat_of,
     error_body,
 )
 from router.api.page import HEADERS, PAGE
-from router.service import Door, RouterService
+from router.request.model import Door
+from router.service import RouterService
 
 Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
@@ -72,6 +73,13 @@ def create_app(
     app.add_middleware(_BodyLimit)
     app.add_middleware(_Authentication, tenants=tenants)  # the last is the first that a request meets
 
+    _add_openai(app, service)
+    _add_vllm(app, service)
+    _add_page_and_probes(app, is_ready, metrics)
+    return app
+
+
+def _add_openai(app: FastAPI, service: RouterService) -> None:
     async def chat_completions(request: Request) -> Response:
         body = await _body(request, ChatBody)
         return await _answer(service, request, body, [body.prompt()], is_chat=True)
@@ -93,6 +101,8 @@ def create_app(
         check_model(model, service.facts)
         return _model_card(service)
 
+
+def _add_vllm(app: FastAPI, service: RouterService) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
         check_model(body.model or "", service.facts)
@@ -100,7 +110,7 @@ def create_app(
             raise InvalidRequest("set either prompt or messages", "prompt")
         prompt: Prompt = Text(body.prompt or "")
         if body.messages is not None:
-            prompt = Chat(tuple(chat_message(message, index) for index, message in enumerate(body.messages)))
+            prompt = chat_of(body.messages)
         tokens = await service.tokenize(prompt, request.state.tenant)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.facts.max_model_len}
 
@@ -111,6 +121,8 @@ def create_app(
             raise InvalidRequest(f"tokens must be ids from 0 to {service.facts.vocab_size - 1}", "tokens")
         return {"prompt": service.model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
+
+def _add_page_and_probes(app: FastAPI, is_ready: Callable[[], str], metrics: Callable[[], bytes]) -> None:
     @app.get("/")
     async def page() -> Response:
         return Response(PAGE, media_type="text/html; charset=utf-8", headers=HEADERS)
@@ -128,8 +140,6 @@ def create_app(
     @app.get("/metrics")
     async def prometheus() -> Response:
         return Response(metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return app
 
 
 async def _body(request: Request, kind: type[Body]) -> Body:
@@ -202,11 +212,11 @@ async def _answer(
 
 
 async def _whole(chunks: AsyncGenerator[GenerateChunk], shape: Shape) -> dict[str, Any]:
-    answers: dict[int, Answer] = {}
+    answers: dict[int, ChoiceAnswer] = {}
     usage, timing = Usage(0, 0, 0), Timing()
     async with contextlib.aclosing(chunks):
         async for chunk in chunks:
-            answer = answers.setdefault(chunk.choice_index, Answer())
+            answer = answers.setdefault(chunk.choice_index, ChoiceAnswer())
             answer.text += chunk.text
             answer.finish_reason = chunk.finish_reason or answer.finish_reason
             usage, timing = chunk.usage or usage, chunk.timing or timing

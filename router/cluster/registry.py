@@ -13,7 +13,7 @@ from baton.errors import StoreUnavailable
 from kvstore.index import Connection, MirrorFollower, without_password
 from kvstore.leases import LeaseStore
 from router.admission import SloCounts
-from router.dispatch.worker_client import WorkerCalls
+from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import PoolView
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,10 @@ class Registry:
 
     def __init__(
         self,
+        *,
         leases: LeaseStore,
         pools: PoolView,
-        calls: WorkerCalls,
+        client: WorkerClient,
         follower: MirrorFollower,
         me: RouterInfo,
         slo_counts: SloCounts,
@@ -42,7 +43,7 @@ class Registry:
     ) -> None:
         self._leases = leases
         self._pools = pools
-        self._calls = calls
+        self._client = client
         self._follower = follower
         self._me = me
         self._slo_counts = slo_counts
@@ -73,7 +74,7 @@ class Registry:
             else:
                 self._redis_ok = True
                 await self._pools.update(workers)
-                await self._calls.forget_past_incarnations(workers)
+                await self._client.forget_past_incarnations(workers)
             await asyncio.sleep(self._poll_s)
 
     async def _listed_workers(self) -> list[Worker]:

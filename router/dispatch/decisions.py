@@ -15,7 +15,7 @@ KEPT = 256
 
 
 @dataclass(slots=True, kw_only=True)
-class Decision:
+class PlacementDecision:
     """About one choice, when it was first placed."""
 
     request_id: str
@@ -35,10 +35,10 @@ class DecisionLog:
     """The last KEPT decisions, by request."""
 
     def __init__(self) -> None:
-        self._decisions: OrderedDict[tuple[str, str, int], Decision] = OrderedDict()
+        self._decisions: OrderedDict[tuple[str, str, int], PlacementDecision] = OrderedDict()
 
-    def note(self, spec: SequenceSpec, claim: Claim, placement: Placement, prediction: Prediction) -> Decision:
-        decision = Decision(
+    def note(self, spec: SequenceSpec, claim: Claim, placement: Placement, prediction: Prediction) -> PlacementDecision:
+        decision = PlacementDecision(
             request_id=spec.request_id,
             choice_index=spec.choice_index,
             num_prompt_tokens=spec.num_prompt_tokens,
@@ -54,12 +54,12 @@ class DecisionLog:
             self._decisions.popitem(last=False)
         return decision
 
-    def explain(self, request_id: str) -> list[Decision]:
+    def explain(self, request_id: str) -> list[PlacementDecision]:
         """One for each choice, as far as they are still known, whatever the tenant."""
         return [decision for (_, known, _), decision in self._decisions.items() if known == request_id]
 
 
-def explained(decision: Decision) -> Explanation:
+def explained(decision: PlacementDecision) -> Explanation:
     """In plain values, the quickest worker first."""
     claim, placement = decision.claim, decision.placement
     options = [

@@ -184,7 +184,7 @@ class _Link:
                 call.deliver(event)
 
 
-class WorkerCalls:
+class WorkerClient:
     """Opens calls to workers, over one stream an address."""
 
     def __init__(self) -> None:

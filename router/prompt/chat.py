@@ -18,12 +18,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from baton.chat import ChatMessage
 from baton.errors import InvalidRequest, ModelLoadError
-
-Message = Mapping[str, Any]
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
@@ -59,13 +55,15 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
         """The prompt, up to where the assistant's next message begins.
 
-        `messages` are OpenAI's, as plain JSON values; `variables` are further names that the template may read.
+        Args:
+            tools: OpenAI's, as plain JSON values.
+            variables: further names that the template may read.
 
         Raises:
             InvalidRequest: no template, or messages that it cannot render; `param` is messages or tools.
@@ -79,7 +77,7 @@ class ChatTemplate:
         if not messages:
             raise InvalidRequest("messages must hold at least one message; it is empty.", "messages")
         knows_developer = "developer" in self._sources[name]
-        chat = [_plain(message, i, knows_developer=knows_developer) for i, message in enumerate(messages)]
+        chat = [_for_template(message, i, knows_developer=knows_developer) for i, message in enumerate(messages)]
         context = {
             **self._special_tokens, "documents": None, **variables,
             "messages": chat, "tools": list(tools) if tools else None, "add_generation_prompt": True,
@@ -91,42 +89,21 @@ class ChatTemplate:
             raise InvalidRequest(f"The model's chat template refuses these messages: {error}.", "messages") from error
 
 
-def _plain(message: Message, index: int, *, knows_developer: bool) -> dict[str, Any]:
-    """One message in the form that templates expect, or InvalidRequest naming what is wrong with it."""
-    param = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{param} must be an object with role and content.", param)
-    role = message.get("role")
-    if role not in ROLES:
-        raise InvalidRequest(f"{param}.role must be one of {', '.join(ROLES)}; got {role!r}.", param)
-    plain = dict(message)
-    if role == "developer" and not knows_developer:
-        plain["role"] = "system"  # OpenAI's newer name for it, which most templates do not know
-    plain["content"] = _text(message.get("content"), param, optional=bool(message.get("tool_calls")))
-    if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
-    reasoning = next((plain[name] for name in REASONING_FIELDS if plain.get(name) is not None), None)
-    if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+def _for_template(message: ChatMessage, index: int, *, knows_developer: bool) -> dict[str, Any]:
+    """A message in the form that templates expect. Raises InvalidRequest naming what is wrong with it."""
+    message.check_role(index)
+    # `developer` is OpenAI's newer name for `system`, which most templates do not know.
+    role = "system" if message.role == "developer" and not knows_developer else message.role
+    plain: dict[str, Any] = {"role": role, "content": message.content}
+    if message.name:
+        plain["name"] = message.name
+    if message.tool_calls:
+        plain["tool_calls"] = [_with_parsed_arguments(call) for call in message.tool_calls]
+    if message.tool_call_id:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.reasoning is not None:
+        plain |= {"thinking": message.reasoning, "reasoning_content": message.reasoning}
     return plain
-
-
-def _text(content: Any, param: str, *, optional: bool) -> str:
-    """A string, or a list of text parts joined by newlines as vLLM joins them."""
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if optional:
-            return ""
-        raise InvalidRequest(f"{param} has no content.", param)
-    if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
-        raise InvalidRequest(f"{param}.content must be a string or a list of text parts.", param)
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(
-                f"{param}.content holds a part of type {part.get('type')!r}; this model reads text parts only.", param
-            )
-    return "\n".join(part["text"] for part in content)
 
 
 def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import tokenizers
 
+from baton.chat import ChatMessage
 from baton.errors import InvalidRequest, ModelLoadError
 from baton.model_files import (
     end_of_sequence_ids,
@@ -21,7 +22,7 @@ from baton.model_files import (
     unapplied_recommendations,
 )
 from baton.sampling import SamplingParams
-from router.prompt.chat import ChatTemplate, Message
+from router.prompt.chat import ChatTemplate
 from router.prompt.segment_cache import SegmentEncoder, encode_batch
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Tokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         scope: str,

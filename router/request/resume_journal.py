@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 
 from baton.errors import StoreUnavailable
 from baton.messages import SequenceSpec
-from baton.sampling import FinishReason
 from kvstore.index.backoff import backoff_s
 from kvstore.leases import Ended, Entry, Noted, Part, RecordKey, RecordStore, field_of
 from kvstore.leases.journal import DIGEST_BYTES, WRITER_BYTES
-from router.dispatch.dispatcher import ChoiceRecord
+from router.dispatch.choice import Choice
 
 logger = logging.getLogger(__name__)
 FLUSH_S = 0.2
@@ -36,8 +35,7 @@ class _Noting:
 
     digest: bytes
     """Of everything that determines the tokens."""
-    records: Sequence[ChoiceRecord]
-    finish_reasons: Sequence[FinishReason | None]
+    choices: Sequence[Choice]
     num_written: list[int]
     fields: list[bytes] = field(default_factory=list)
     """Of its record, those that were written."""
@@ -54,21 +52,15 @@ class Journal:
         """To be forgotten in the store."""
 
     @contextlib.contextmanager
-    def noting(
-        self,
-        key: RecordKey,
-        digest: bytes,
-        records: Sequence[ChoiceRecord],
-        finish_reasons: Sequence[FinishReason | None],
-    ) -> Iterator[None]:
+    def noting(self, key: RecordKey, digest: bytes, choices: Sequence[Choice]) -> Iterator[None]:
         """Notes a request while the block is entered. What stays for a while is of one that did not come to its end:
         another router may go on with it, or do so already.
 
         Args:
-            records, finish_reasons: by choice, filled by their owner as the answer comes.
+            choices: the request's, whose owner fills them as the answer comes.
         """
-        noting = _Noting(digest=digest, records=records, finish_reasons=finish_reasons, num_written=[0] * len(records))
-        is_continued = any(record.emitted for record in records)
+        noting = _Noting(digest=digest, choices=choices, num_written=[0] * len(choices))
+        is_continued = any(choice.emitted for choice in choices)
         self._notings[key] = noting
         try:
             yield
@@ -111,7 +103,7 @@ class Journal:
             await self._store.write(entries, ended)
         except StoreUnavailable:
             for noting in self._notings.values():
-                noting.num_written = [0] * len(noting.records)
+                noting.num_written = [0] * len(noting.choices)
             raise
 
     async def close(self) -> None:
@@ -122,10 +114,10 @@ class Journal:
     def _entry(self, key: RecordKey, noting: _Noting) -> Entry | None:
         """What is new; taken for written from here on."""
         parts = []
-        for index, record in enumerate(noting.records):
-            start, end = noting.num_written[index], len(record.emitted)
+        for index, choice in enumerate(noting.choices):
+            start, end = noting.num_written[index], len(choice.emitted)
             if end > start:
-                parts.append(Part(index, start, record.emitted[start:], noting.finish_reasons[index]))
+                parts.append(Part(index, start, choice.emitted[start:], choice.finish_reason))
                 noting.num_written[index] = end
         if not parts:
             return None

@@ -18,24 +18,20 @@ BENCHMARKS = (
     "autoscale",
     "engine",
     "handover",
-    "handover_links",
     "overload",
     "placement",
     "recovery",
     "router",
     "routing",
-    "wire_dtypes",
 )
-ON_REQUEST = ("simulator", "transfer_engines")
-"""Need a machine that nobody else uses, or other environments; run with --only."""
-ON_A_GPU = ("nccl",)
-"""Left out where there is none."""
+ON_REQUEST = ("simulator",)
+"""Needs a machine that nobody else uses; run with --only."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Ratios in one run on this machine.")
     parser.add_argument(
-        "--only", action="append", choices=BENCHMARKS + ON_REQUEST + ON_A_GPU, help="run this one; may be repeated"
+        "--only", action="append", choices=BENCHMARKS + ON_REQUEST, help="run this one; may be repeated"
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and shorter ones: to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
@@ -44,11 +40,7 @@ def main() -> None:
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # as in tests/conftest.py
 
-    on_a_gpu = ON_A_GPU if _has_gpu() else ()
-    names = options.only or BENCHMARKS + on_a_gpu
-    for name in set(names) & set(ON_A_GPU) - set(on_a_gpu):
-        parser.exit(1, f"{name} needs a CUDA GPU and a CUDA build of torch, and here is none.\n")
-
+    names = options.only or BENCHMARKS
     console = Console(width=None if os.isatty(1) else 160)
     started = time.strftime("%Y-%m-%d %H:%M")
     console.print(f"{started}  {machine()}  load average {os.getloadavg()[0]:.2f}", highlight=False)
@@ -57,13 +49,6 @@ def main() -> None:
     if options.json:
         result = {"started": started, "machine": machine(), "quick": options.quick}
         options.json.write_text(json.dumps({**result, "benchmarks": [as_json(r) for r in reports]}, indent=1) + "\n")
-
-
-def _has_gpu() -> bool:
-    import torch
-    import torch.distributed as dist
-
-    return torch.cuda.is_available() and dist.is_nccl_available()
 
 
 def _run(name: str, quick: bool, console: Console) -> Report:

@@ -24,6 +24,7 @@ from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.messages import Ticket
 from baton.rpc.server import SERVER_OPTIONS
 from baton.v1 import kv_pb2_grpc, worker_pb2
+from kvstore.transfer.local_worker import LocalWorker
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
 from tests.bench.peer import serve
@@ -56,6 +57,9 @@ class _End:
         self.cache = KVCache(SPEC, NUM_BLOCKS, max_num_seqs=1)
         self.raw: socket.socket | None = None
 
+    def local(self, worker_id: str) -> LocalWorker:
+        return LocalWorker(worker_id=worker_id, incarnation="1", caches=(self.cache,), wire_compat="bench", host=HOST)
+
     def block_ids(self, num_tokens: int) -> list[int]:
         """Scattered over the cache, as a pool that has been in use gives them out."""
         return random.Random(5).sample(range(NUM_BLOCKS), -(-num_tokens // SPEC.block_size))
@@ -65,10 +69,7 @@ class Prefill(_End):
     def __init__(self) -> None:
         super().__init__()
         self.cache.groups[0].uniform_(-1.0, 1.0)
-        self._senders = {
-            mode: KvSender(f"prefill-{mode}", "1", (self.cache,), "bench", config, HOST)
-            for mode, config in MODES.items()
-        }
+        self._senders = {mode: KvSender(self.local(f"prefill-{mode}"), config) for mode, config in MODES.items()}
 
     async def hand_over(self, mode: str, num_tokens: int, ticket: str) -> Answer:
         """Everything is computed already, and the receiver has said yes meanwhile."""
@@ -127,7 +128,7 @@ class Decode(_End):
 
     async def start(self) -> None:
         for mode, config in MODES.items():
-            door = _Door(KvReceiver(f"decode-{mode}", "1", (self.cache,), "bench", config, HOST))
+            door = _Door(KvReceiver(self.local(f"decode-{mode}"), config))
             server = grpc.aio.server(options=SERVER_OPTIONS)
             kv_pb2_grpc.add_KvControlServicer_to_server(door, server)
             door.receiver.kv_address = f"{HOST}:{server.add_insecure_port(f'{HOST}:0')}"

@@ -19,7 +19,7 @@ from baton.blocks import block_keys
 from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from kvstore.index import Mirror
 from kvstore.index.events import BlockEvent, Op
-from router.admission import Entry, Gate
+from router.admission import Gate, QueueEntry
 from router.admission.tenants import DEFAULT_TENANT
 from router.placement import Job, Objective, Prompt, place
 from router.placement.pool_view import PoolView
@@ -63,7 +63,7 @@ async def _decisions(
     gate = Gate()
 
     def decide() -> None:
-        entry = Entry(tenant=DEFAULT_TENANT, priority=0, ttft_s=OBJECTIVE.ttft_s)
+        entry = QueueEntry(tenant=DEFAULT_TENANT, priority=0, ttft_s=OBJECTIVE.ttft_s)
         placement = place(prompt, pools.candidates(prompt, (0, False)), objective=OBJECTIVE)
         assert placement is not None
         entry.is_placed(placement)

@@ -20,7 +20,7 @@ from baton.messages import FirstToken, NewTokens, SequenceSpec, Ticket
 from baton.rpc.server import CHANNEL_OPTIONS
 from baton.sampling import SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.dispatch.worker_client import WorkerCalls
+from router.dispatch.worker_client import WorkerClient
 
 OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
@@ -65,7 +65,7 @@ class Direct:
             known_fields=wire.KNOWN_FIELDS,
         )
         self._worker = Worker(info, WorkerLoad(state=WorkerState.READY))
-        self._calls = WorkerCalls()
+        self._calls = WorkerClient()
         self._split = split
 
     async def ask(self, prompt: Prompt, num_tokens: int, gap_us: int) -> int:

@@ -21,7 +21,8 @@ import torch
 import uvloop
 from rich.console import Console
 
-from deploy.lab.bench.command import Benched, Options, bench
+from deploy.lab.bench.command import Benched, bench
+from deploy.lab.bench.options import BenchOptions
 from deploy.lab.simulate.command import measured_scenario
 from deploy.lab.simulate.costs import CostModel
 from deploy.lab.simulate.report import Figures, Result
@@ -100,7 +101,7 @@ def _measure(trace: Trace, prefill: int, decode: int, num_rounds: int) -> dict[f
 
 
 def _replayed(trace: Trace, address: str, seed: int) -> Benched:
-    options = Options(
+    options = BenchOptions(
         trace=TraceOptions(path=None, seed=seed),
         address=address,
         api_key="",

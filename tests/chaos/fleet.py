@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -47,6 +46,7 @@ from deploy.models import cache_dir, resolve
 from deploy.processes import FENCED, die_with_parent
 from deploy.worker.process import serve
 from tests.integration.cluster import Served, free_port
+from tests.support.waiting import wait_until
 
 START_TIMEOUT_S = 60.0
 NUM_LAYERS = 2
@@ -194,15 +194,18 @@ class Fleet:
     def log(self) -> str:
         return "\n".join(router.log for router in self.routers)
 
-    def add(self, role: Role, worker_id: str = "") -> str:
+    def add(self, role: Role, worker_id: str = "", config: Config | None = None) -> str:
         """Starts a worker; it takes traffic as soon as it is registered. Returns its id: a new one, if none is given.
 
         One that has the id already is left to the caller.
+
+        Args:
+            config: of this worker alone; by default the fleet's.
         """
         worker_id = worker_id or f"{role}-{next(self._numbers[role])}"
         process = _PROCESSES.Process(
             target=run_worker,
-            args=(role, worker_id, self.config.to_json()),
+            args=(role, worker_id, (config or self.config).to_json()),
             name=worker_id,
             daemon=True,
         )
@@ -228,22 +231,28 @@ class Fleet:
         process.join(30)
         assert not process.is_alive(), f"{worker_id} did not end"
 
+    def clear(self) -> None:
+        """Ends all workers, so that the next test finds none."""
+        for worker_id in list(self.workers):
+            self.remove(worker_id, signal.SIGTERM)
+
     def wait_for(self, *worker_ids: str) -> None:
         """Until every router knows that they are ready: these processes, and not others of the same id before them."""
         expected = {(worker_id, self.workers[worker_id].pid) for worker_id in worker_ids}
-        deadline = time.monotonic() + START_TIMEOUT_S
+
+        def ready(router: RouterProcess) -> set[tuple[str, int | None]]:
+            return {(w["id"], w["pid"]) for w in router.client.status()["workers"] if w["state"] == "ready"}
+
         for router in self.routers:
-            while True:
-                with contextlib.suppress(Exception):
-                    ready = {(w["id"], w["pid"]) for w in router.client.status()["workers"] if w["state"] == "ready"}
-                    if ready >= expected:
-                        break
-                assert time.monotonic() < deadline, f"{worker_ids} did not become ready:\n{self.log}"
-                time.sleep(0.02)
+            wait_until(
+                lambda router=router: ready(router) >= expected,  # type: ignore[misc]
+                START_TIMEOUT_S,
+                seen=lambda: f"{worker_ids} did not become ready:\n{self.log}",
+                not_yet=(Exception,),
+            )
 
     def stop(self) -> None:
-        for worker_id in list(self.workers):
-            self.remove(worker_id, signal.SIGTERM)
+        self.clear()
         for router in self.routers:
             router.stop()
 

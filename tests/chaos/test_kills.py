@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,12 @@ import pytest
 from baton import wire
 from baton.api import Explanation, GenerateRequest
 from baton.cluster import Role
-from baton.config import RouterConfig, TransferConfig
+from baton.config import Config, FaultsConfig, RouterConfig, TransferConfig
 from tests.chaos import asks
 from tests.chaos.asks import Listening, listen
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import is_idle
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
 
@@ -34,13 +36,20 @@ NUM_LONG_PROMPT_TOKENS = 1500
 """Three steps, so three parts of it leave for the decode worker one after the other."""
 
 
+_NUMBERS = itertools.count()
+"""Of requests: their ids are new to the router, which the tests share."""
+
+
 class Killer:
     """Asks, and kills the worker that serves."""
 
-    def __init__(self, fleet: Fleet, role: Role) -> None:
+    def __init__(self, fleet: Fleet, role: Role, config: Config) -> None:
         self.fleet = fleet
         self._role = role
-        self._numbers = itertools.count()
+        self._config = config
+
+    def add(self, role: Role) -> str:
+        return self.fleet.add(role, config=self._config)
 
     def ask(self, request: GenerateRequest) -> Listening:
         """Undisturbed."""
@@ -48,7 +57,7 @@ class Killer:
 
     def ask_and_kill(self, request: GenerateRequest, after_tokens: int, delay_s: float = 0.0) -> Listening:
         """The worker dies once the client has so many tokens, and that long; with 0, once the request is placed."""
-        request = replace(request, request_id=f"killed-{next(self._numbers)}")
+        request = replace(request, request_id=f"killed-{next(_NUMBERS)}")
         victims: list[str] = []
 
         def kill(num_tokens: int) -> None:
@@ -66,13 +75,11 @@ class Killer:
         (victim,) = victims
         if victim in self.fleet.workers:
             self.fleet.remove(victim, signal.SIGKILL)
-            self.fleet.add(self._role)
+            self.add(self._role)
         return heard
 
     def _served_by(self, request_id: str) -> str:
-        deadline = time.monotonic() + 30
-        while not (placed := self.fleet.client.explain(request_id)):
-            assert time.monotonic() < deadline, "not placed"
+        placed = wait_until(lambda: self.fleet.client.explain(request_id), every_s=0.0)
         return _worker(placed[0], self._role)
 
 
@@ -80,20 +87,37 @@ def _worker(placed: Explanation, role: Role) -> str:
     return placed.prefill_worker if role is Role.PREFILL else placed.decode_worker
 
 
+Fleets = Callable[[str], Fleet]
+
+
+@pytest.fixture(scope="module")
+def fleets() -> Iterator[Fleets]:
+    """A router of each mode, started when it is first asked for; each test brings workers of its own."""
+    with ExitStack() as stack:
+
+        @functools.cache
+        def fleet_of(mode: str) -> Fleet:
+            router = RouterConfig(mode=mode, max_attempts=4, cache_secret="kills")
+            return stack.enter_context(running_fleet(TRANSFER, router, step_ms=STEP_MS))
+
+        yield fleet_of
+
+
 @contextmanager
-def killing(mode: str, role: Role, faults: str = "") -> Iterator[Killer]:
+def killing(fleet: Fleet, role: Role, faults: str = "") -> Iterator[Killer]:
     """Afterwards, whoever is left holds nothing and has found nothing amiss."""
-    router = RouterConfig(mode=mode, max_attempts=4, cache_secret="kills")
-    with running_fleet(TRANSFER, router, step_ms=STEP_MS, faults=faults) as fleet:
-        other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-        fleet.wait_for(*(fleet.add(role) for _ in range(NUM_VICTIMS)), fleet.add(other))
-        killer = Killer(fleet, role)
+    killer = Killer(fleet, role, replace(fleet.config, faults=FaultsConfig(spec=faults)))
+    other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    try:
+        fleet.wait_for(*(killer.add(role) for _ in range(NUM_VICTIMS)), killer.add(other))
         yield killer
         fleet.wait_for(*fleet.workers)
-        deadline = time.monotonic() + 30
-        while {w["id"] for w in fleet.client.status()["workers"] if is_idle(w)} < set(fleet.workers):
-            assert time.monotonic() < deadline, fleet.client.status()
-            time.sleep(0.05)
+        wait_until(
+            lambda: {w["id"] for w in fleet.client.status()["workers"] if is_idle(w)} >= set(fleet.workers),
+            seen=lambda: fleet.client.status(),
+        )
+    finally:
+        fleet.clear()
 
 
 REQUESTS: dict[str, Callable[[], GenerateRequest]] = {
@@ -104,8 +128,8 @@ REQUESTS: dict[str, Callable[[], GenerateRequest]] = {
 
 
 @pytest.mark.parametrize("mode", ["split", "aggregated"])
-def test_the_decode_worker_dies_at_every_token(mode: str) -> None:
-    with killing(mode, Role.DECODE) as killer:
+def test_the_decode_worker_dies_at_every_token(fleets: Fleets, mode: str) -> None:
+    with killing(fleets(mode), Role.DECODE) as killer:
         for kind, make in REQUESTS.items():
             if mode == "aggregated" and kind == "greedy" and not IS_LONG:
                 continue
@@ -134,9 +158,9 @@ def test_the_decode_worker_dies_at_every_token(mode: str) -> None:
 
 
 @pytest.mark.parametrize(("after_tokens", "faults"), [(0, ""), (1, "link_delay_ms=100")])
-def test_the_prefill_worker_dies(after_tokens: int, faults: str) -> None:
+def test_the_prefill_worker_dies(fleets: Fleets, after_tokens: int, faults: str) -> None:
     """Before the first token, at every stage of the prompt; and after it, while the last of its KV is on the way."""
-    with killing("split", Role.PREFILL, faults) as killer:
+    with killing(fleets("split"), Role.PREFILL, faults) as killer:
         num_retried = 0
         for number in range(20):
             request = asks.seeded(asks.prompt_of(100 + number, NUM_LONG_PROMPT_TOKENS), 8, seed=number)
@@ -149,9 +173,9 @@ def test_the_prefill_worker_dies(after_tokens: int, faults: str) -> None:
         assert num_retried >= 15
 
 
-def test_a_long_answer_outlives_more_workers_than_may_fail_in_a_row() -> None:
+def test_a_long_answer_outlives_more_workers_than_may_fail_in_a_row(fleets: Fleets) -> None:
     num_deaths, num_between = 6, 70
-    with killing("split", Role.DECODE) as killer:
+    with killing(fleets("split"), Role.DECODE) as killer:
         fleet = killer.fleet
         request = asks.seeded(asks.prompt_of(4, 50), (num_deaths + 1) * num_between, seed=13)
         num_killed = 0
@@ -164,7 +188,7 @@ def test_a_long_answer_outlives_more_workers_than_may_fail_in_a_row() -> None:
             for worker in fleet.client.status()["workers"]:
                 if worker["role"] == "decode" and worker["running"] and worker["id"] in fleet.workers:
                     fleet.remove(worker["id"], signal.SIGKILL)
-                    fleet.add(Role.DECODE)
+                    killer.add(Role.DECODE)
                     num_killed += 1
                     return
 

@@ -15,13 +15,13 @@ from baton.blocks import KEY_BYTES
 from baton.cluster import ControllerInfo, Role, RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import Config, IndexConfig
 from deploy.controller.controller import Controller
-from deploy.controller.state import State
+from deploy.controller.state import ControllerState
 from kvstore.index import Connection, GarbageBook, IndexPublisher, Mirror, MirrorFollower, RedisIndex
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper, RedisLeases
 from router.admission import SloCounts
 from router.cluster.registry import Registry
-from router.dispatch.worker_client import WorkerCalls
+from router.dispatch.worker_client import WorkerClient
 from router.placement import Prompt
 from router.placement.pool_view import PoolView
 from tests.contract.garbage import Garbage, index_of, leases_of, shared
@@ -74,12 +74,28 @@ class Plane:
         self.pools = PoolView(self.mirror.lookup, time.monotonic)
         me = RouterInfo(id="router-0", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0)
         self.registry = Registry(
-            self.leases, self.pools, WorkerCalls(), self.follower, me, SloCounts(), (), self.redis, POLL_S, 5 * POLL_S
+            leases=self.leases,
+            pools=self.pools,
+            client=WorkerClient(),
+            follower=self.follower,
+            me=me,
+            slo_counts=SloCounts(),
+            models=(),
+            redis=self.redis,
+            poll_s=POLL_S,
+            lease_s=5 * POLL_S,
         )
         config = Config(index=IndexConfig(renew_s=POLL_S))
-        state = State(desired={Role.PREFILL: 0, Role.DECODE: 0}, cluster="baton-x")
+        state = ControllerState(desired={Role.PREFILL: 0, Role.DECODE: 0}, cluster="baton-x")
         self.controller = Controller(
-            config, ControllerInfo(1, "h:1"), LocalActors(), self.leases, Mirror(), folder / "state.json", state, False
+            config,
+            me=ControllerInfo(1, "h:1"),
+            actors=LocalActors(),
+            leases=self.leases,
+            mirror=Mirror(),
+            path=folder / "state.json",
+            state=state,
+            is_first=False,
         )
         self.keeper = LeaseKeeper(self.leases, "good", renew_s=POLL_S)
         self._index = index
@@ -97,7 +113,7 @@ class Plane:
             self._publisher.run(),
             self.follower.run(),
             self.registry.run(),
-            self.controller._tell_redis(),
+            self.controller._watch.run(),
         ]
         return [tasks.create_task(each) for each in running]
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from kvstore.transfer.transport.base import RECEIVER, SENDER
-from kvstore.transfer.transport.gloo import RendezvousStore
 from kvstore.transfer.transport.nccl_env import nccl_environment
+from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.staging import Slot, StagingPool
 
 NUM_BYTES = 2**20
@@ -87,9 +88,9 @@ def _side(job: Job, rank: int, mode: str, pipe: Connection, results: Connection)
     job(rank, store, StagingPool(WINDOW, NUM_BYTES, device, pinned=False), results)
 
 
-def meet(rank: int, store: RendezvousStore, where: str) -> None:
+def meet(rank: int, store: Store, where: str) -> None:
     """Returns once both ends have come."""
-    store.set(f"test/{where}/{rank}", b"here")
+    store.set(f"test/{where}/{rank}", "here")
     store.wait([f"test/{where}/{1 - rank}"])
 
 

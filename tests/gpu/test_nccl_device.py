@@ -7,20 +7,21 @@ import statistics
 import threading
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from kvstore.transfer.pipeline.thread import use_own_stream
-from kvstore.transfer.transport import gloo as torch_link
+from kvstore.transfer.transport import nccl
 from kvstore.transfer.transport.base import SENDER
-from kvstore.transfer.transport.gloo import RendezvousStore
+from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import StagingPool
 from tests.gpu.decode_step import DecodeStep
 from tests.gpu.nccl_ends import MODES, NUM_BYTES, WINDOW, meet, run, taken, weighted_sum
+from tests.unit.kvstore.transfer.transport.ends import transport_end
 
 pytestmark = pytest.mark.gpu
 
@@ -34,13 +35,13 @@ NUM_CHUNKS = 50
 
 def open_links(rank: int, store: RendezvousStore, staging: StagingPool, names: list[str]) -> list[Any]:
     make = open_sender if rank == SENDER else open_receiver
-    stores = [cast("RendezvousStore", PrefixStore(name, store)) for name in names]
-    return [make("nccl", prefixed, "127.0.0.1", staging, WINDOW, 60.0, 30.0) for prefixed in stores]
+    stores = [PrefixStore(name, store) for name in names]
+    return [make("nccl", transport_end(prefixed, staging, WINDOW, 60.0, 30.0)) for prefixed in stores]
 
 
 def weigh(max_ctas: int, rank: int, store: RendezvousStore, staging: StagingPool, results: Connection) -> None:
     """Device memory of one more link, after a first one that pays for what all of them share."""
-    torch_link._MAX_CTAS = max_ctas
+    nccl._MAX_CTAS = max_ctas
     free = []
     links = []
     for number, names in enumerate((["first"], [f"link-{n}" for n in range(NUM_LINKS)])):
@@ -59,15 +60,15 @@ def weigh(max_ctas: int, rank: int, store: RendezvousStore, staging: StagingPool
 
 
 def cross(rank: int, store: RendezvousStore, staging: StagingPool, results: Connection) -> None:
-    """ConnectionPool both ways between the two, each with threads of its own, opened and used all at once."""
+    """Pairs both ways between the two, each with threads of its own, opened and used all at once."""
     sums: dict[str, list[int]] = {}
     torch.cuda.manual_seed(rank)  # or both would send the same
 
     def work(name: str, sends: bool) -> None:
         use_own_stream(staging.device)
-        prefixed = cast("RendezvousStore", PrefixStore(name, store))
+        prefixed = PrefixStore(name, store)
         make = open_sender if sends else open_receiver
-        link: Any = make("nccl", prefixed, "127.0.0.1", staging, 1, 60.0, 30.0)
+        link: Any = make("nccl", transport_end(prefixed, staging, 1, 60.0, 30.0))
         sums[name] = []
         for _ in range(NUM_CHUNKS):
             slot = taken(link.slots.acquire(30.0))

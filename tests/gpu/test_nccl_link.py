@@ -7,7 +7,7 @@ import signal
 import time
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,12 @@ from torch._C._distributed_c10d import PrefixStore
 from baton.errors import TransferError
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.base import SENDER, Operation
-from kvstore.transfer.transport.gloo import RendezvousStore, num_nccl_stalls
+from kvstore.transfer.transport.nccl import num_nccl_stalls
+from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import StagingPool
 from tests.gpu.nccl_ends import MODES, NUM_BYTES, WINDOW, meet, run, taken, weighted_sum
+from tests.unit.kvstore.transfer.transport.ends import transport_end
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +47,7 @@ def exchange(rank: int, store: RendezvousStore, staging: StagingPool, results: C
 
 
 def send(rank: int, store: RendezvousStore, staging: StagingPool) -> list[int]:
-    link = open_sender("nccl", store, "127.0.0.1", staging, WINDOW, 60.0, 30.0)
+    link = open_sender("nccl", transport_end(store, staging, WINDOW, 60.0, 30.0))
     sums = []
     for value in range(NUM_ROUNDS):
         operations: list[Operation] = [link.send_signal(bytes([value]) * HEADER_BYTES)]
@@ -64,7 +66,7 @@ def send(rank: int, store: RendezvousStore, staging: StagingPool) -> list[int]:
 
 
 def receive(rank: int, store: RendezvousStore, staging: StagingPool) -> list[int]:
-    link = open_receiver("nccl", store, "127.0.0.1", staging, WINDOW, 60.0, 30.0)
+    link = open_receiver("nccl", transport_end(store, staging, WINDOW, 60.0, 30.0))
     sums = []
     for value in range(NUM_ROUNDS):
         signal = link.recv_signal()
@@ -90,14 +92,14 @@ def lose_the_sender(
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == SENDER:
-        sender: Any = open_sender("nccl", store, "127.0.0.1", staging, WINDOW, 60.0, OP_TIMEOUT_S)
+        sender: Any = open_sender("nccl", transport_end(store, staging, WINDOW, 60.0, OP_TIMEOUT_S))
         meet(rank, store, "opened")
         results.send("about to die")
         if in_transfer:
             sender._launch = die
             sender.send_chunk(taken(sender.slots.acquire(0.0)), NUM_BYTES)
         die()
-    link = open_receiver("nccl", store, "127.0.0.1", staging, WINDOW, 60.0, OP_TIMEOUT_S)
+    link = open_receiver("nccl", transport_end(store, staging, WINDOW, 60.0, OP_TIMEOUT_S))
     meet(rank, store, "opened")
     operation = link.recv_chunk(taken(link.slots.acquire(0.0)), NUM_BYTES)
     began = time.monotonic()
@@ -114,9 +116,9 @@ def come_and_go(rank: int, store: RendezvousStore, staging: StagingPool, results
     """Links made and closed again: free device memory after the first ones and after the last."""
     free: list[int] = []
     for cycle in range(NUM_CYCLES):
-        prefixed = cast("RendezvousStore", PrefixStore(f"cycle-{cycle}", store))
+        prefixed = PrefixStore(f"cycle-{cycle}", store)
         make = open_sender if rank == SENDER else open_receiver
-        link = make("nccl", prefixed, "127.0.0.1", staging, WINDOW, 60.0, 30.0)
+        link = make("nccl", transport_end(prefixed, staging, WINDOW, 60.0, 30.0))
         meet(rank, store, f"open-{cycle}")
         link.close()
         meet(rank, store, f"closed-{cycle}")

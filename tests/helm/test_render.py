@@ -89,7 +89,7 @@ def test_every_field_of_serving_pools_that_the_controller_writes_is_defined() ->
     from deploy.kubernetes.serving_pool import PoolReport, PoolSpec, status_of
 
     status = status_of(
-        PoolSpec(size=2, asked=9, most=2, selector="a=b", generation=3),
+        PoolSpec(size=2, asked=9, max_size=2, selector="a=b", generation=3),
         PoolReport(desired=2, num_workers=1, num_ready=1, num_draining=0),
         {},
     )

@@ -52,9 +52,12 @@ def split_cluster(model_dir: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def arithmetic_cluster(model_dir: Path, trace_receiver: tuple[TraceReceiver, str]) -> Iterator[Cluster]:
-    """Two workers a pool with the model that can be worked out by hand: plumbing only."""
+    """Two workers a pool with the model that can be worked out by hand: plumbing only.
+
+    One for all files of the group `arithmetic cluster`. A test leaves two workers ready in each pool, and a router.
+    """
     with running_cluster(
         "--prefill", "2", "--decode", "2",
         engine_runner="arithmetic", engine_num_blocks="512", router_mode="split",

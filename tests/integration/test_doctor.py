@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,21 +17,12 @@ from baton.config import IndexConfig
 from deploy.doctor import redis
 from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import Connection
-from tests.integration.cluster import Cluster, running_cluster
+from tests.integration.cluster import Cluster, Served
 
-KEY = "the key of acme"
-
-
-@pytest.fixture(scope="module")
-def cluster(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One worker a pool, and a tenant."""
-    tenants = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
-    tenants.write_text(f"acme: {{key_sha256: [{hashlib.sha256(KEY.encode()).hexdigest()}]}}")
-    with running_cluster(engine_runner="arithmetic", engine_num_blocks="64", router_tenants_file=str(tenants)) as found:
-        yield found
+pytestmark = [pytest.mark.first, pytest.mark.xdist_group("arithmetic cluster")]
 
 
-def doctor(cluster: Cluster, *words: str, **settings: str) -> tuple[int, dict[str, dict[str, str]]]:
+def doctor(cluster: Served, *words: str, **settings: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Its exit status, and its checks by name."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_") or k == "BATON_CACHE"}
     environment |= {"BATON_ADDRESS": cluster.grpc} | settings
@@ -51,69 +39,63 @@ async def ask(cluster: Cluster, *command: Any) -> Any:
         await connection.close()
 
 
-def test_a_cluster_that_is_well_has_nothing_that_fails(cluster: Cluster) -> None:
-    returncode, checks = doctor(cluster)
+def test_a_cluster_that_is_well_has_nothing_that_fails(arithmetic_cluster: Cluster) -> None:
+    returncode, checks = doctor(arithmetic_cluster)
     assert (returncode, [check for check in checks.values() if check["state"] == "fail"]) == (0, [])
-    well = ("router", "pool prefill", "pool decode", "controller", "worker prefill-0", "worker decode-0", "redis",
+    well = ("router", "pool prefill", "pool decode", "controller", "worker prefill-0", "worker decode-0",
+            "worker prefill-1", "worker decode-1", "redis",
             "redis version", "redis eviction", "redis persistence", "clock", "leases", "clocks of the nodes",
             "kv compatibility", "prefix index", "metrics")  # fmt: skip
     assert {name: checks[name]["state"] for name in well} == dict.fromkeys(well, "ok")
-    # Two workers, the router's two ports, the controller.
-    assert checks["reachable"]["found"] == "5 of 5 addresses of the cluster, from here"
-    assert f"port {cluster.grpc.rpartition(':')[2]}" not in checks, "the cluster itself has it"
+    # Four workers, the router's two ports, the controller.
+    assert checks["reachable"]["found"] == "7 of 7 addresses of the cluster, from here"
+    assert f"port {arithmetic_cluster.grpc.rpartition(':')[2]}" not in checks, "the cluster itself has it"
 
 
-def test_a_key_is_asked_for_and_tried(cluster: Cluster) -> None:
-    _, without = doctor(cluster)
-    assert without["api key"]["state"] == "warn"
-    assert "BATON_API_KEY" in without["api key"]["mend"]
-    assert doctor(cluster, "--api-key", KEY)[1]["api key"]["state"] == "ok"
-    returncode, wrong = doctor(cluster, BATON_API_KEY="another")
-    assert (returncode, wrong["api key"]["state"]) == (1, "fail")
-
-
-def test_an_eviction_policy_that_somebody_sets_fails(cluster: Cluster) -> None:
-    asyncio.run(ask(cluster, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru"))
+def test_an_eviction_policy_that_somebody_sets_fails(arithmetic_cluster: Cluster) -> None:
+    asyncio.run(ask(arithmetic_cluster, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru"))
     try:
-        returncode, checks = doctor(cluster)
+        returncode, checks = doctor(arithmetic_cluster)
     finally:
-        asyncio.run(ask(cluster, "CONFIG", "SET", "maxmemory-policy", "noeviction"))
+        asyncio.run(ask(arithmetic_cluster, "CONFIG", "SET", "maxmemory-policy", "noeviction"))
     assert (returncode, checks["redis eviction"]["state"]) == (1, "fail")
 
 
-def test_workers_that_cannot_hand_over_to_each_other_are_seen_in_their_leases(cluster: Cluster) -> None:
+def test_workers_that_cannot_hand_over_to_each_other_are_seen_in_their_leases(arithmetic_cluster: Cluster) -> None:
     """A third one, of another build, is written into Redis as it would write itself."""
-    keys = [key.decode() for key in asyncio.run(ask(cluster, "KEYS", "kv:*:workers"))]
+    keys = [key.decode() for key in asyncio.run(ask(arithmetic_cluster, "KEYS", "kv:*:workers"))]
     (workers,) = keys
     prefix = workers.removesuffix("workers")
-    fields = asyncio.run(ask(cluster, "HMGET", f"{prefix}lease:decode-0", "info", "load"))
+    fields = asyncio.run(ask(arithmetic_cluster, "HMGET", f"{prefix}lease:decode-0", "info", "load"))
     info = json.loads(fields[0]) | {"id": "decode-9", "wire_compat": "f" * 32, "block_size": 32}
     lease = f"{prefix}lease:decode-9"
-    asyncio.run(ask(cluster, "HSET", lease, "epoch", info["epoch"], "info", json.dumps(info), "load", fields[1]))
-    asyncio.run(ask(cluster, "PEXPIRE", lease, 9000))
-    asyncio.run(ask(cluster, "SADD", workers, "decode-9"))
+    asyncio.run(
+        ask(arithmetic_cluster, "HSET", lease, "epoch", info["epoch"], "info", json.dumps(info), "load", fields[1])
+    )
+    asyncio.run(ask(arithmetic_cluster, "PEXPIRE", lease, 9000))
+    asyncio.run(ask(arithmetic_cluster, "SADD", workers, "decode-9"))
     try:
-        returncode, checks = doctor(cluster)
+        returncode, checks = doctor(arithmetic_cluster)
     finally:
-        asyncio.run(ask(cluster, "DEL", lease))
-        asyncio.run(ask(cluster, "SREM", workers, "decode-9"))
+        asyncio.run(ask(arithmetic_cluster, "DEL", lease))
+        asyncio.run(ask(arithmetic_cluster, "SREM", workers, "decode-9"))
     assert (returncode, checks["kv compatibility"]["state"]) == (1, "fail")
     assert "ffffffff: decode-9" in checks["kv compatibility"]["found"]
     assert "32: decode-9" in checks["block size in pool decode"]["found"]
 
 
-def test_a_worker_that_hangs_is_told_by_its_lease(cluster: Cluster) -> None:
-    process = psutil.Process(cluster.worker("decode-0")["pid"])
+def test_a_worker_that_hangs_is_told_by_its_lease(arithmetic_cluster: Cluster) -> None:
+    process = psutil.Process(arithmetic_cluster.worker("decode-0")["pid"])
     process.suspend()
     try:
         lease_s = IndexConfig().lease_s
         subprocess.run(["sleep", str(lease_s * 0.6)], check=True)
-        _, checks = doctor(cluster)
+        _, checks = doctor(arithmetic_cluster)
     finally:
         process.send_signal(signal.SIGCONT)
     assert checks["leases"]["state"] == "warn"
     assert "decode-0 (" in checks["leases"]["found"]
-    cluster.wait_for(lambda status: all(worker["state"] == "ready" for worker in status["workers"]))
+    arithmetic_cluster.wait_for(lambda status: all(worker["state"] == "ready" for worker in status["workers"]))
 
 
 def test_it_asks_redis_only_to_read() -> None:
@@ -134,7 +116,7 @@ def test_it_asks_redis_only_to_read() -> None:
     }  # fmt: skip
 
 
-def test_where_no_cluster_runs_it_says_so(cluster: Cluster) -> None:
-    _, checks = doctor(cluster, "--address", "127.0.0.1:1")
+def test_where_no_cluster_runs_it_says_so(arithmetic_cluster: Cluster) -> None:
+    _, checks = doctor(arithmetic_cluster, "--address", "127.0.0.1:1")
     assert checks["cluster"]["found"] == "none runs at 127.0.0.1:1"
     assert "router" not in checks

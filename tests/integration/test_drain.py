@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -24,7 +24,8 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.processes import die_with_parent
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import free_port, is_idle, request
-from tests.integration.test_plumbing import metric
+from tests.support.asking import metric
+from tests.support.waiting import wait_until
 
 STEP_MS = 10.0
 NUM_STREAMS = 16
@@ -73,10 +74,12 @@ class Streams:
 
     def wait_for_tokens(self, num_tokens: int) -> None:
         """Until each has so many."""
-        deadline = time.monotonic() + 60
-        while any(len(stream.tokens) < num_tokens for stream in self.streams):
-            assert time.monotonic() < deadline, [len(stream.tokens) for stream in self.streams]
-            time.sleep(0.01)
+        wait_until(
+            lambda: all(len(stream.tokens) >= num_tokens for stream in self.streams),
+            60.0,
+            every_s=0.01,
+            seen=lambda: [len(stream.tokens) for stream in self.streams],
+        )
 
     def __enter__(self) -> Streams:
         self._reading = [self._threads.submit(stream.read, self._fleet) for stream in self.streams]
@@ -90,13 +93,45 @@ class Streams:
             assert all(stream.is_right for stream in self.streams)
 
 
-@contextlib.contextmanager
-def busy_fleet(mode: str = "split") -> Iterator[Fleet]:
-    """A prefill worker, and a decode worker that is the only one so far."""
-    router = RouterConfig(mode=mode, cache_secret="drain")
-    with running_fleet(TransferConfig(), router, step_ms=STEP_MS) as fleet:
-        fleet.wait_for(fleet.add(Role.PREFILL, "prefill-0"), fleet.add(Role.DECODE, "decode-0"))
+@pytest.fixture(scope="module")
+def split_fleet() -> Iterator[Fleet]:
+    """A router; each test brings workers of its own."""
+    with running_fleet(TransferConfig(), RouterConfig(mode="split", cache_secret="drain"), step_ms=STEP_MS) as fleet:
         yield fleet
+
+
+@pytest.fixture(scope="module")
+def aggregated_fleet() -> Iterator[Fleet]:
+    """A router; each test brings workers of its own."""
+    router = RouterConfig(mode="aggregated", cache_secret="drain")
+    with running_fleet(TransferConfig(), router, step_ms=STEP_MS) as fleet:
+        yield fleet
+
+
+class Workers:
+    """The workers of one test, which end with it."""
+
+    def __init__(self, fleet: Fleet, step_ms: float) -> None:
+        self.fleet = fleet
+        engine = replace(fleet.config.engine, arithmetic_step_ms=step_ms)
+        self._config = replace(fleet.config, engine=engine)
+
+    def add(self, *worker_ids: str) -> None:
+        """Starts them, each with the role that its name begins with, and waits until they are ready."""
+        for worker_id in worker_ids:
+            self.fleet.add(Role(worker_id.partition("-")[0]), worker_id, self._config)
+        self.fleet.wait_for(*worker_ids)
+
+
+@contextlib.contextmanager
+def working(fleet: Fleet, *worker_ids: str, step_ms: float = STEP_MS) -> Iterator[Workers]:
+    """A prefill worker, and a decode worker that is the only one so far, unless others are named."""
+    workers = Workers(fleet, step_ms)
+    workers.add(*(worker_ids or ("prefill-0", "decode-0")))
+    try:
+        yield workers
+    finally:
+        fleet.clear()
 
 
 @contextlib.contextmanager
@@ -111,20 +146,21 @@ def computed_tokens(fleet: Fleet) -> int:
 
 
 def wait_until_idle(fleet: Fleet) -> None:
-    deadline = time.monotonic() + 20
-    while not all(is_idle(worker) for worker in fleet.client.status()["workers"]):
-        assert time.monotonic() < deadline, fleet.client.status()
-        time.sleep(0.1)
+    wait_until(
+        lambda: all(is_idle(worker) for worker in fleet.client.status()["workers"]), seen=lambda: fleet.client.status()
+    )
     time.sleep(0.4)  # a renewal later the counters are there too
 
 
 @pytest.mark.parametrize("mode", ["split", "aggregated"])
-def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str) -> None:
+def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, request: pytest.FixtureRequest) -> None:
     max_tokens = 600
-    with busy_fleet(mode) as fleet:
+    fleet: Fleet = request.getfixturevalue(f"{mode}_fleet")
+    with working(fleet) as workers:
+        num_moved = metric(fleet.routers[0], "baton_migrations_total", 'pulled="true"')
         with Streams(fleet, NUM_STREAMS, max_tokens) as streams:
             streams.wait_for_tokens(80)
-            fleet.wait_for(fleet.add(Role.DECODE, "decode-1"))
+            workers.add("decode-1")
             with control(fleet, "decode-0") as worker:
                 began_s = time.monotonic()
                 left = worker.Drain(worker_pb2.DrainRequest(timeout_s=30)).num_left
@@ -143,43 +179,45 @@ def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str) -> N
         assert {stream.decode_worker for stream in streams.streams} == {"decode-1"}
         assert not any(stream.retries for stream in streams.streams)
         assert num_again <= NUM_STREAMS * BLOCK_SIZE
-        assert metric(fleet.routers[0], "baton_migrations_total", 'pulled="true"') == NUM_STREAMS
+        num_moved = metric(fleet.routers[0], "baton_migrations_total", 'pulled="true"') - num_moved
+        assert num_moved == NUM_STREAMS
         assert took_s < fewest_left * STEP_MS / 1e3 / 2, "it waited for ends"
 
 
-def test_sigterm_drains() -> None:
-    with busy_fleet() as fleet:
+def test_sigterm_drains(split_fleet: Fleet) -> None:
+    fleet = split_fleet
+    with working(fleet) as workers:
         with Streams(fleet, 4, 400) as streams:
             streams.wait_for_tokens(40)
-            fleet.wait_for(fleet.add(Role.DECODE, "decode-1"))
+            workers.add("decode-1")
             fleet.remove("decode-0", signal.SIGTERM)
             assert all(len(stream.tokens) < 300 for stream in streams.streams)
         assert {(stream.decode_worker, stream.retries) for stream in streams.streams} == {("decode-1", 0)}
 
 
-def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun() -> None:
-    router = RouterConfig(mode="split", cache_secret="drain")
-    with running_fleet(TransferConfig(), router, step_ms=300) as fleet:
-        fleet.wait_for(fleet.add(Role.PREFILL, "prefill-0"), fleet.add(Role.DECODE, "decode-0"))
+def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun(split_fleet: Fleet) -> None:
+    fleet = split_fleet
+    with working(fleet, step_ms=300) as workers:
         # Each is more than a step of the worker, so most of them wait for a while.
         with Streams(fleet, 10, 2, num_prompt_tokens=500) as streams:
             time.sleep(1.0)
-            fleet.wait_for(fleet.add(Role.PREFILL, "prefill-1"))
+            workers.add("prefill-1")
             with control(fleet, "prefill-0") as worker:
                 assert worker.Drain(worker_pb2.DrainRequest(timeout_s=20)).num_left == 0
         assert not any(stream.retries for stream in streams.streams)
 
 
-def test_roles_change_under_load_and_the_cache_stays() -> None:
-    with busy_fleet() as fleet:
-        fleet.wait_for(fleet.add(Role.DECODE, "decode-1"))
+def test_roles_change_under_load_and_the_cache_stays(split_fleet: Fleet) -> None:
+    fleet = split_fleet
+    with working(fleet) as workers:
+        workers.add("decode-1")
         pids = {worker_id: process.pid for worker_id, process in fleet.workers.items()}
         with Streams(fleet, 8, 600) as streams:
             streams.wait_for_tokens(20)
             for role in ("prefill", "decode", "prefill"):
                 with control(fleet, "decode-1") as worker:
                     worker.SetRole(worker_pb2.SetRoleRequest(role=role, timeout_s=20))
-                soon(lambda: role_of(fleet, "decode-1") == (role, "ready"))  # noqa: B023 - at once
+                wait_until(lambda: role_of(fleet, "decode-1") == (role, "ready"))  # noqa: B023 - at once
                 time.sleep(0.5)
             fleet.remove("prefill-0", signal.SIGTERM)
             asked = Stream(prompt=streams.streams[0].prompt + [5] * 20, max_tokens=4)
@@ -190,47 +228,42 @@ def test_roles_change_under_load_and_the_cache_stays() -> None:
         assert not any(stream.retries for stream in streams.streams)
 
 
-def test_a_flipped_worker_keeps_its_prefixes() -> None:
+def test_a_flipped_worker_keeps_its_prefixes(aggregated_fleet: Fleet) -> None:
     prompt = list(range(1, 200))
-    with busy_fleet("aggregated") as fleet:
+    fleet = aggregated_fleet
+    with working(fleet) as workers:
         Stream(prompt=prompt, max_tokens=2).read(fleet)  # decode-0 has computed it
-        fleet.wait_for(fleet.add(Role.DECODE, "decode-1"))
+        workers.add("decode-1")
         with control(fleet, "decode-0") as worker:
             worker.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=20))
-            soon(lambda: role_of(fleet, "decode-0") == ("prefill", "ready"))
+            wait_until(lambda: role_of(fleet, "decode-0") == ("prefill", "ready"))
         with control(fleet, "decode-0") as worker:
             worker.SetRole(worker_pb2.SetRoleRequest(role="decode", timeout_s=20))
-        soon(lambda: role_of(fleet, "decode-0") == ("decode", "ready"))
+        wait_until(lambda: role_of(fleet, "decode-0") == ("decode", "ready"))
         answer = list(fleet.inference.Generate(request(token_ids=prompt, sampling={"max_tokens": 2}), timeout=30))[-1]
         assert answer.usage.cached_tokens == 192
         assert answer.timing.decode_worker == "decode-0"
 
 
-def test_a_worker_that_cannot_be_freed_keeps_its_role() -> None:
-    with busy_fleet() as fleet, Streams(fleet, 2, 900) as streams:
+def test_a_worker_that_cannot_be_freed_keeps_its_role(split_fleet: Fleet) -> None:
+    fleet = split_fleet
+    with working(fleet), Streams(fleet, 2, 900) as streams:
         streams.wait_for_tokens(20)
         with control(fleet, "decode-0") as worker:
             with pytest.raises(grpc.RpcError, match="calls were still running on decode-0") as failed:
                 worker.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=0.3))
             assert failed.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            soon(lambda: role_of(fleet, "decode-0") == ("decode", "ready"))
+            wait_until(lambda: role_of(fleet, "decode-0") == ("decode", "ready"))
             order = worker.SetRole.future(worker_pb2.SetRoleRequest(role="prefill", timeout_s=20))
-            soon(lambda: role_of(fleet, "decode-0") == ("decode", "draining"))
+            wait_until(lambda: role_of(fleet, "decode-0") == ("decode", "draining"))
             order.cancel()  # whoever gave the order has died
-            soon(lambda: role_of(fleet, "decode-0") == ("decode", "ready"))
+            wait_until(lambda: role_of(fleet, "decode-0") == ("decode", "ready"))
             with pytest.raises(grpc.RpcError, match="prefill or decode"):
                 worker.SetRole(worker_pb2.SetRoleRequest(role="router", timeout_s=1))
 
 
 def role_of(fleet: Fleet, worker_id: str) -> tuple[str, str]:
     return next((w["role"], w["state"]) for w in fleet.client.status()["workers"] if w["id"] == worker_id)
-
-
-def soon(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_worker_that_waits_for_redis_to_join_ends_at_once(tmp_path: Path) -> None:
@@ -247,7 +280,7 @@ def test_a_worker_that_waits_for_redis_to_join_ends_at_once(tmp_path: Path) -> N
             preexec_fn=die_with_parent(),
         )
     try:
-        soon(lambda: "the lease store is away" in log.read_text(), timeout_s=60)
+        wait_until(lambda: "the lease store is away" in log.read_text(), within_s=60)
         worker.terminate()
         assert worker.wait(10) == -signal.SIGTERM
     finally:
@@ -255,35 +288,33 @@ def test_a_worker_that_waits_for_redis_to_join_ends_at_once(tmp_path: Path) -> N
         worker.wait()
 
 
-def test_a_worker_that_ends_waits_until_its_last_choice_has_moved() -> None:
+def test_a_worker_that_ends_waits_until_its_last_choice_has_moved(split_fleet: Fleet) -> None:
     """Even where the next worker is so busy that it takes a while to answer."""
-    router = RouterConfig(mode="split", cache_secret="drain")
-    with running_fleet(TransferConfig(), router, step_ms=60) as fleet:
-        fleet.wait_for(fleet.add(Role.PREFILL, "prefill-0"), fleet.add(Role.DECODE, "decode-0"))
+    fleet = split_fleet
+    with working(fleet, step_ms=60) as workers:
         leaver = "decode-0"
         with Streams(fleet, 2, 160) as streams:
             for number in range(1, 5):
                 streams.wait_for_tokens(20 * number)
-                fleet.wait_for(fleet.add(Role.DECODE, f"decode-{number}"))
+                workers.add(f"decode-{number}")
                 fleet.remove(leaver, signal.SIGTERM)
                 leaver = f"decode-{number}"
         assert {(stream.decode_worker, stream.retries) for stream in streams.streams} == {("decode-4", 0)}
 
 
-def test_two_workers_that_leave_at_once_lose_no_kv() -> None:
+def test_two_workers_that_leave_at_once_lose_no_kv(aggregated_fleet: Fleet) -> None:
     """The one that was to take over leaves as well: what the first one holds is pulled from there all the same."""
     num_streams, num_prompt_tokens, max_tokens = 4, 1500, 600
-    router = RouterConfig(mode="aggregated", cache_secret="drain")
-    with running_fleet(TransferConfig(), router, step_ms=STEP_MS) as fleet:
-        fleet.wait_for(fleet.add(Role.DECODE, "decode-0"))
+    fleet = aggregated_fleet
+    with working(fleet, "decode-0") as workers:
         with Streams(fleet, num_streams, max_tokens, num_prompt_tokens) as streams:
             streams.wait_for_tokens(20)
-            fleet.wait_for(fleet.add(Role.DECODE, "decode-1"))
+            workers.add("decode-1")
             with control(fleet, "decode-0") as first, control(fleet, "decode-1") as second:
                 leaving = first.Drain.future(worker_pb2.DrainRequest(timeout_s=30))
                 time.sleep(0.02)
                 assert second.Drain(worker_pb2.DrainRequest(timeout_s=0.3)).num_left >= 0
-                fleet.wait_for(fleet.add(Role.DECODE, "decode-2"))
+                workers.add("decode-2")
                 assert leaving.result().num_left == 0
                 assert second.Drain(worker_pb2.DrainRequest(timeout_s=30)).num_left == 0
         assert {stream.decode_worker for stream in streams.streams} == {"decode-2"}

@@ -19,7 +19,7 @@ from kvstore.index.keys import Keys
 from kvstore.leases.codec import decode_worker, encode
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.contract.garbage import index_of, leases_of, shared
-from tests.integration.test_plumbing import prompt_of, sampling
+from tests.support.asking import prompt_of, sampling
 
 NUM_CLIENTS = 3
 BETWEEN_S = 0.03

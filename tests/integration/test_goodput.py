@@ -27,7 +27,8 @@ from router.slo import Stage
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import request
 from tests.integration.conftest import TraceReceiver
-from tests.integration.test_plumbing import prompt_of, soon
+from tests.support.asking import prompt_of
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.clock
 
@@ -263,7 +264,7 @@ def test_where_workers_do_both_a_lack_of_blocks_is_not_called_a_queue(model_dir:
         injected = Injected(fleet)
         injected.add(Role.DECODE, num_blocks=40, arithmetic_step_ms=20.0)
         before = injected.ask(500, 100)
-        soon(lambda: any(worker["running"] for worker in fleet.client.status()["workers"]))
+        wait_until(lambda: any(worker["running"] for worker in fleet.client.status()["workers"]))
         late = injected.at_once(20, 100, 4, e2e_ms=700)
         for asked in [before, *late]:
             asked.wait()

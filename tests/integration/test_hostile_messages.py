@@ -67,7 +67,7 @@ from deploy.worker.member import Member
 from deploy.worker.process import running
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.transport.shm import host_id
-from router.dispatch.worker_client import WorkerCallError, WorkerCalls, WorkerStream
+from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
 from tests.unit.kvstore.transfer.peers import eventually, served
 
 T = TypeVar("T")
@@ -128,7 +128,7 @@ class Loop:
 class Cluster:
     prefill: Member
     decode: Member
-    calls: WorkerCalls
+    calls: WorkerClient
     numbers: Iterator[int] = field(default_factory=lambda: iter(range(10**9)))
 
     async def serve_well(self) -> None:
@@ -185,7 +185,7 @@ async def started(redis_url: str) -> AsyncIterator[Cluster]:
             lease_s=1.0, links=("shm", "tcp"),
         ),
     )  # fmt: skip
-    calls = WorkerCalls()
+    calls = WorkerClient()
     async with contextlib.AsyncExitStack() as stack:
         members = {}
         for role in Role:

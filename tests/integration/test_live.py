@@ -16,21 +16,17 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx2
 import pytest
 
-from tests.integration.cluster import Cluster, running_cluster
+from tests.integration.cluster import Cluster
+from tests.support.waiting import wait_until
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+pytestmark = [pytest.mark.first, pytest.mark.xdist_group("arithmetic cluster")]
+
 GOODPUT = re.compile(r"goodput\s+([\d.]+) requests/s")
-
-
-@pytest.fixture(scope="module")
-def cluster(model_dir: Path) -> Iterator[Cluster]:
-    with running_cluster(engine_runner="arithmetic", engine_num_blocks="512", engine_arithmetic_step_ms="2") as found:
-        yield found
 
 
 @contextlib.contextmanager
@@ -105,11 +101,11 @@ class Terminal:
         os.close(self._fd)
 
 
-def test_the_numbers_change_under_load_and_ctrl_c_ends_it(cluster: Cluster) -> None:
-    terminal = Terminal(sys.executable, "-m", "deploy.cli", "status", "--watch", "--address", cluster.grpc)
+def test_the_numbers_change_under_load_and_ctrl_c_ends_it(arithmetic_cluster: Cluster) -> None:
+    terminal = Terminal(sys.executable, "-m", "deploy.cli", "status", "--watch", "--address", arithmetic_cluster.grpc)
     try:
         terminal.read_until(lambda text: "decode-0" in text)
-        with load(cluster):
+        with load(arithmetic_cluster):
             terminal.read_for(6)
         assert terminal.interrupt() == 0
     finally:
@@ -126,9 +122,9 @@ def test_the_numbers_change_under_load_and_ctrl_c_ends_it(cluster: Cluster) -> N
     assert terminal.seen.rstrip().endswith("\x1b[?1049l"), "the screen is as it was before"
 
 
-def test_a_router_that_is_gone_is_said_and_the_next_one_shown(cluster: Cluster) -> None:
-    pid = cluster.client.status()["routers"][0]["pid"]
-    terminal = Terminal(sys.executable, "-m", "deploy.cli", "status", "--watch", "--address", cluster.grpc)
+def test_a_router_that_is_gone_is_said_and_the_next_one_shown(arithmetic_cluster: Cluster) -> None:
+    pid = arithmetic_cluster.client.status()["routers"][0]["pid"]
+    terminal = Terminal(sys.executable, "-m", "deploy.cli", "status", "--watch", "--address", arithmetic_cluster.grpc)
     try:
         terminal.read_until(lambda text: "decode-0" in text and "lost: " not in text)
         os.kill(pid, signal.SIGKILL)
@@ -137,10 +133,7 @@ def test_a_router_that_is_gone_is_said_and_the_next_one_shown(cluster: Cluster) 
         assert terminal.interrupt() == 0
     finally:
         terminal.close()
-    deadline_s = time.monotonic() + 60
-    while not is_served(cluster):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.2)
+    wait_until(lambda: is_served(arithmetic_cluster), 60.0)
 
 
 def is_served(cluster: Cluster) -> bool:
@@ -150,8 +143,8 @@ def is_served(cluster: Cluster) -> bool:
         return False
 
 
-def test_the_page_and_its_metrics_are_there(cluster: Cluster) -> None:
-    page = httpx2.get(f"http://{cluster.http}/")
+def test_the_page_and_its_metrics_are_there(arithmetic_cluster: Cluster) -> None:
+    page = httpx2.get(f"http://{arithmetic_cluster.http}/")
     assert page.status_code == 200
     assert 'fetch("metrics"' in page.text
-    assert "baton_pool_workers" in httpx2.get(f"http://{cluster.http}/metrics").text
+    assert "baton_pool_workers" in httpx2.get(f"http://{arithmetic_cluster.http}/metrics").text

@@ -11,9 +11,9 @@ import re
 import socket
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,30 +21,23 @@ import grpc
 import httpx2
 import psutil
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from baton import wire
 from baton.cluster import Role
-from baton.config import RouterConfig, TransferConfig
+from baton.config import FaultsConfig, RouterConfig, TransferConfig
 from baton.engine.model.arithmetic import expected_tokens
 from baton.errors import BatonError
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from kvstore.index import Connection
 from kvstore.leases import RedisLeases
-from tests.chaos.fleet import running_fleet
+from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Answer, Cluster, Served, request
 from tests.integration.conftest import TraceReceiver
+from tests.support.asking import held_by, metric, prompt_of, sampling
+from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.first
-
-VOCABULARY = 49152
-
-
-def prompt_of(seed: int, num_tokens: int) -> list[int]:
-    return random.Random(seed).choices(range(1, VOCABULARY), k=num_tokens)
-
-
-def sampling(num_tokens: int, **more: Any) -> dict[str, Any]:
-    return {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True, **more}
+pytestmark = [pytest.mark.first, pytest.mark.xdist_group("arithmetic cluster")]
 
 
 def test_streams_are_what_the_arithmetic_says(arithmetic_cluster: Cluster) -> None:
@@ -227,7 +220,7 @@ def test_what_the_index_says_too_much_is_counted_once() -> None:
             return answer.usage.cached_tokens, metric(cluster, "baton_index_stale_tokens_total")
 
         assert ask(0) == (0, 0)
-        soon(lambda: metric(cluster, "baton_mirror_blocks", 'worker="prefill-0"') == 40)
+        wait_until(lambda: metric(cluster, "baton_mirror_blocks", 'worker="prefill-0"') == 40)
         assert ask(0) == (624, 0)
         fleet.redis.pause()
         try:
@@ -238,7 +231,7 @@ def test_what_the_index_says_too_much_is_counted_once() -> None:
             fleet.redis.resume()
         assert metric(cluster, "baton_index_stale_hints_total") == 1
         cached = partial(metric, cluster, "baton_kv_blocks", 'worker="prefill-0"', 'state="cached"')
-        soon(lambda: metric(cluster, "baton_mirror_blocks", 'worker="prefill-0"') == cached() > 40)
+        wait_until(lambda: metric(cluster, "baton_mirror_blocks", 'worker="prefill-0"') == cached() > 40)
         assert ask(0) == (624, 624)
 
 
@@ -449,16 +442,12 @@ def test_the_router_restarts(arithmetic_cluster: Cluster) -> None:
     cluster = arithmetic_cluster
     before = cluster.client.status()["routers"][0]["pid"]
     psutil.Process(before).kill()
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            status = cluster.client.status()
-            if status["routers"][0]["pid"] != before and all(p["ready"] == 2 for p in status["pools"].values()):
-                break
-        except BatonError:
-            pass
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+
+    def is_back() -> bool:
+        status = cluster.client.status()
+        return status["routers"][0]["pid"] != before and all(p["ready"] == 2 for p in status["pools"].values())
+
+    wait_until(is_back, not_yet=(BatonError,))
     prompt = prompt_of(400, 100)
     assert cluster.generate(token_ids=prompt, sampling=sampling(5)).token_ids == expected_tokens(prompt, 5)
 
@@ -477,18 +466,31 @@ def test_pools_too_small_for_all_streams_preempt_and_stay_exact() -> None:
         assert answer.timing.retries == 0, "preemption is the worker's own affair"
 
 
+@pytest.fixture(scope="module")
+def spoiling_fleet() -> Iterator[Fleet]:
+    """A router; each test brings workers of its own."""
+    with running_fleet(TransferConfig(), RouterConfig(mode="split")) as fleet:
+        yield fleet
+
+
 @pytest.mark.parametrize("fault", ["corrupt_chunk", "drop_chunk", "swap_blocks"])
-def test_spoiled_blocks_are_a_wrong_answer_or_with_checksums_an_error(fault: str) -> None:
+def test_spoiled_blocks_are_a_wrong_answer_or_with_checksums_an_error(spoiling_fleet: Fleet, fault: str) -> None:
     """Proof that a wrong block would be seen in the tokens. Here every chunk is spoiled, of every attempt."""
-    prompt = prompt_of(900, 100)
-    with running_fleet(TransferConfig(checksum="off"), RouterConfig(mode="split"), faults=f"{fault}=1") as fleet:
-        answer = fleet.fill(*Role).generate(token_ids=prompt, sampling=sampling(20))
-        assert answer.token_ids != expected_tokens(prompt, 20)
-        assert answer.timing.retries == 0
-    with running_fleet(TransferConfig(), RouterConfig(mode="split"), faults=f"{fault}=1") as fleet:
-        with pytest.raises(grpc.RpcError, match="its checksum is") as caught:
-            fleet.fill(*Role).generate(token_ids=prompt, sampling=sampling(20))
-        assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+    fleet, prompt = spoiling_fleet, prompt_of(900, 100)
+
+    def workers(transfer: TransferConfig) -> Served:
+        config = replace(fleet.config, transfer=transfer, faults=FaultsConfig(spec=f"{fault}=1"))
+        fleet.wait_for(*[fleet.add(role, config=config) for role in Role])
+        return fleet.routers[0]
+
+    answer = workers(TransferConfig(checksum="off")).generate(token_ids=prompt, sampling=sampling(20))
+    assert answer.token_ids != expected_tokens(prompt, 20)
+    assert answer.timing.retries == 0
+    fleet.clear()
+    with pytest.raises(grpc.RpcError, match="its checksum is") as caught:
+        workers(TransferConfig()).generate(token_ids=prompt, sampling=sampling(20))
+    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+    fleet.clear()
 
 
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -635,14 +637,17 @@ def test_one_trace_per_request(arithmetic_cluster: Cluster, trace_receiver: tupl
         ("baton-router", "text_completion smollm2-135m-instruct"), ("baton-prefill", "prefill.queue"),
         ("baton-prefill", "prefill.compute"), ("baton-prefill", "kv.transfer"), ("baton-decode", "decode"),
     }  # fmt: skip
-    deadline = time.monotonic() + 30
-    while True:
+
+    def spans() -> tuple[list[Span], list[tuple[str, Span]]]:
+        """The request's own, and those of its trace."""
         roots = [s for _, s in receiver.spans if any(a.value.string_value == request_id for a in s.attributes)]
-        trace = [(service, s) for service, s in receiver.spans if roots and s.trace_id == roots[0].trace_id]
-        if wanted <= {(service, span.name) for service, span in trace}:
-            break
-        assert time.monotonic() < deadline, sorted({(service, span.name) for service, span in receiver.spans})
-        time.sleep(0.2)
+        return roots, [(service, s) for service, s in receiver.spans if roots and s.trace_id == roots[0].trace_id]
+
+    wait_until(
+        lambda: wanted <= {(service, span.name) for service, span in spans()[1]},
+        seen=lambda: sorted({(service, span.name) for service, span in receiver.spans}),
+    )
+    roots, trace = spans()
     assert len(roots) == 1
     predicted = {a.key: a.value.double_value for a in roots[0].attributes if a.key.startswith("baton.predicted.")}
     names = ("wait_s", "room_s", "pull_s", "compute_s", "exposed_s", "step_s", "ttft_s")
@@ -652,38 +657,6 @@ def test_one_trace_per_request(arithmetic_cluster: Cluster, trace_receiver: tupl
     children = [span for _, span in trace if span.name != roots[0].name]
     assert all(span.parent_span_id == roots[0].span_id for span in children)
     assert all(span.end_time_unix_nano >= span.start_time_unix_nano for _, span in trace)
-
-
-def exposition(cluster: Served) -> str:
-    text: str = urllib.request.urlopen(f"http://{cluster.http}/metrics").read().decode()
-    return text
-
-
-def soon(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    """Returns once the condition holds: for what workers tell with their leases, every second."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
-        time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def held_by(cluster: Served) -> Iterator[dict[str, int]]:
-    """The block enters how many tokens each worker comes to hold; it is left once the router believes so."""
-
-    def believed(worker: str) -> float:
-        return metric(cluster, "baton_mirror_blocks", f'worker="{worker}"')
-
-    before = {worker["id"]: believed(worker["id"]) for worker in cluster.client.status()["workers"]}
-    num_tokens: dict[str, int] = {}
-    yield num_tokens
-    soon(lambda: all(believed(worker) >= before[worker] + count // 16 for worker, count in num_tokens.items()))
-
-
-def metric(cluster: Served, name: str, *labels: str) -> float:
-    """Sum over all label values, or over those with all of `labels`."""
-    lines = [line for line in exposition(cluster).splitlines() if line.startswith((name + "{", name + " "))]
-    return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in labels))
 
 
 def _num_cancelled(cluster: Cluster) -> float:

@@ -17,8 +17,9 @@ from baton.config import RouterConfig, SloClassConfig, TransferConfig
 from baton.engine.model.arithmetic import expected_tokens
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Answer, Cluster, Served, request
-from tests.integration.test_plumbing import held_by, metric, prompt_of, sampling, soon
 from tests.integration.test_real_model import Reference, greedy, num_excepted
+from tests.support.asking import held_by, metric, prompt_of, sampling
+from tests.support.waiting import wait_until
 
 BLOCK = 16
 NUM_BLOCKS = 1024
@@ -75,7 +76,7 @@ def test_the_next_turn_finds_what_decoding_left(fleet: Fleet) -> None:
     assert (second.timing.mode, second.timing.retries) == ("split", 0)
     held_there = whole_blocks(len(conversation.first_prompt))
     cluster.wait_until_idle()
-    soon(lambda: metric(cluster, "baton_kv_pulled_tokens_total") == before + conversation.num_held - held_there)
+    wait_until(lambda: metric(cluster, "baton_kv_pulled_tokens_total") == before + conversation.num_held - held_there)
     third = conversation.second_turn(cluster)
     assert third.usage.cached_tokens == whole_blocks(len(conversation.second_prompt) - 1), "by the worker that pulled"
 
@@ -168,8 +169,8 @@ def test_the_source_dies_while_it_sends(slow_fleet: Fleet) -> None:
     placements = metric(cluster, "baton_placements_total", f'decode="{other["id"]}"')
     with ThreadPoolExecutor(1) as pool:
         second_turn = pool.submit(conversation.second_turn, cluster)
-        soon(lambda: metric(cluster, "baton_placements_total", f'decode="{other["id"]}"') > placements)
-        soon(lambda: port_of(other) in connected_ports(owner["pid"]))
+        wait_until(lambda: metric(cluster, "baton_placements_total", f'decode="{other["id"]}"') > placements)
+        wait_until(lambda: port_of(other) in connected_ports(owner["pid"]))
         slow_fleet.remove(owner["id"], signal.SIGKILL)
         second = second_turn.result()
     assert second.timing.retries == 0
@@ -178,7 +179,7 @@ def test_the_source_dies_while_it_sends(slow_fleet: Fleet) -> None:
     assert second.timing.decode_worker == other["id"]
     assert second.timing.ttft_s < PULL_TIMEOUT_S, "it is the death that ends the pull"
     assert busy.finish().timing.retries == 1
-    soon(lambda: metric(cluster, "baton_kv_pull_failures_total") == failures + 1)
+    wait_until(lambda: metric(cluster, "baton_kv_pull_failures_total") == failures + 1)
     assert metric(cluster, "baton_kv_pulled_tokens_total") == pulled
     cluster.wait_until_idle()
 
@@ -243,6 +244,6 @@ def test_a_pulled_prefix_gives_the_tokens_of_generate(split_cluster: Cluster, re
     assert second.usage.cached_tokens == whole_blocks(len(so_far) - 1)
     assert second.timing.retries == 0
     num_pulled = whole_blocks(len(so_far) - 1) - whole_blocks(len(prompt))
-    soon(lambda: metric(split_cluster, "baton_kv_pulled_tokens_total") == before + num_pulled)
+    wait_until(lambda: metric(split_cluster, "baton_kv_pulled_tokens_total") == before + num_pulled)
     excepted = num_excepted(second.token_ids, *reference.generate(second_prompt, len(second.token_ids)))
     print(f"{num_pulled} tokens pulled, {excepted} answers excepted at a near tie")

@@ -15,7 +15,7 @@ from baton.config import RouterConfig, TransferConfig
 from baton.engine.model.arithmetic import expected_tokens
 from tests.chaos.fleet import RouterProcess, running_fleet
 from tests.integration.cluster import request
-from tests.integration.test_plumbing import soon
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 PROMPT = list(range(1, 60))
@@ -41,12 +41,12 @@ def test_a_router_is_ready_while_requests_wait_for_workers_that_are_gone() -> No
         fleet.wait_for()
         assert doors(router) == (503, False)
         fleet.wait_for(fleet.add(Role.DECODE))
-        soon(lambda: doors(router) == (200, True))
+        wait_until(lambda: doors(router) == (200, True))
         fleet.remove("decode-0", signal.SIGKILL)
-        soon(lambda: not fleet.client.status()["workers"])
+        wait_until(lambda: not fleet.client.status()["workers"])
         assert doors(router) == (200, True)
         waiting = router.inference.Generate(request(token_ids=PROMPT, sampling={"temperature": 0, "max_tokens": 5}))
         fleet.wait_for(fleet.add(Role.DECODE))
         assert [token for message in waiting for token in message.token_ids] == expected_tokens(PROMPT, 5)
         fleet.remove("decode-1", signal.SIGKILL)
-        soon(lambda: doors(router) == (503, False))
+        wait_until(lambda: doors(router) == (503, False))

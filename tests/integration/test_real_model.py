@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.cluster import Answer, Cluster, request, running_cluster
-from tests.integration.test_plumbing import metric
+from tests.support.asking import metric
 
 pytestmark = pytest.mark.first
 
@@ -137,24 +138,31 @@ def test_spoiled_blocks_change_the_answer_when_nobody_checks(
     )
 
 
-def test_spoiled_blocks_are_detected_and_recomputed(
-    model_dir: Path, reference: Reference, prompts: list[list[int]]
-) -> None:
-    # A long prompt has more chunks than the faults let pass: its decode worker computes it in the end.
-    chosen = [prompt for prompt in prompts if 16 <= len(prompt) <= 100 or len(prompt) == 513]
+@pytest.fixture(scope="module")
+def spoiling_cluster(model_dir: Path) -> Iterator[Cluster]:
+    """One worker a pool; of the blocks that are handed over some are spoiled, and the checksums tell."""
     faults = "corrupt_chunk=17,drop_chunk=23,swap_blocks=29"
     # While another is decoded there, nothing is computed on the decode worker that a hand-over could bring.
     split_if_possible = json.dumps({"default": {"interference_weight": 1e12}})
     with running_cluster(faults=faults, router_slo_classes=split_if_possible) as cluster:
-        another = cluster.inference.Generate(
-            request(text="Once", sampling={"max_tokens": 8000, "ignore_eos": True}), timeout=600
-        )
-        [next(another) for _ in range(2)]  # so that what it meets itself is behind it
-        before = num_corrupted(cluster)
-        answers = [greedy(cluster, prompt) for prompt in chosen]
-        counted = num_corrupted(cluster) - before
-        another.cancel()
-        cluster.wait_until_idle()
+        yield cluster
+
+
+def test_spoiled_blocks_are_detected_and_recomputed(
+    spoiling_cluster: Cluster, reference: Reference, prompts: list[list[int]]
+) -> None:
+    cluster = spoiling_cluster
+    # A long prompt has more chunks than the faults let pass: its decode worker computes it in the end.
+    chosen = [prompt for prompt in prompts if 16 <= len(prompt) <= 100 or len(prompt) == 513]
+    another = cluster.inference.Generate(
+        request(text="Once", sampling={"max_tokens": 8000, "ignore_eos": True}), timeout=600
+    )
+    [next(another) for _ in range(2)]  # so that what it meets itself is behind it
+    before = num_corrupted(cluster)
+    answers = [greedy(cluster, prompt) for prompt in chosen]
+    counted = num_corrupted(cluster) - before
+    another.cancel()
+    cluster.wait_until_idle()
     for prompt, answer in zip(chosen, answers, strict=True):
         assert num_excepted(answer.token_ids, *reference.generate(prompt, NUM_NEW_TOKENS)) == 0
     assert sum(answer.timing.retries for answer in answers) > 0
@@ -166,27 +174,31 @@ def num_corrupted(cluster: Cluster) -> int:
     return int(metric(cluster, "baton_retries_total", 'error="TransferCorrupted"'))
 
 
-def test_aggregated_answers_are_the_same(split_cluster: Cluster, model_dir: Path, prompts: list[list[int]]) -> None:
+def test_aggregated_answers_are_the_same(
+    split_cluster: Cluster, spoiling_cluster: Cluster, prompts: list[list[int]]
+) -> None:
     """Tokens, text, usage and finish reason do not tell whether a request was split."""
+    aggregated = spoiling_cluster  # once it has nobody left that a prompt could be split with
+    aggregated.client.scale("prefill", 0)
+    aggregated.wait_for(lambda status: [worker["role"] for worker in status["workers"]] == ["decode"])
     chosen = [prompts[4], prompts[10], prompts[-4]]
     settings: list[dict[str, Any]] = [
         {"temperature": 0.0, "max_tokens": 10},
         {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "seed": 7, "max_tokens": 10},
         {"temperature": 0.7, "seed": 8, "max_tokens": 10, "stop": ["\n", " the"]},
     ]
-    with running_cluster("--prefill", "0", "--decode", "1") as aggregated:
-        for prompt, sampling in [
-            *((chosen[0], each) for each in settings),
-            (chosen[1], settings[1]),
-            (chosen[2], settings[2]),
-        ]:
-            split = split_cluster.generate(token_ids=prompt, sampling=sampling)
-            whole = aggregated.generate(token_ids=prompt, sampling=sampling)
-            assert (split.timing.mode, whole.timing.mode) == ("split", "aggregated")
-            assert split.token_ids == whole.token_ids
-            assert split.text == whole.text
-            assert split.finish_reason == whole.finish_reason
-            assert split.usage.completion_tokens == whole.usage.completion_tokens
+    for prompt, sampling in [
+        *((chosen[0], each) for each in settings),
+        (chosen[1], settings[1]),
+        (chosen[2], settings[2]),
+    ]:
+        split = split_cluster.generate(token_ids=prompt, sampling=sampling)
+        whole = aggregated.generate(token_ids=prompt, sampling=sampling)
+        assert (split.timing.mode, whole.timing.mode) == ("split", "aggregated")
+        assert split.token_ids == whole.token_ids
+        assert split.text == whole.text
+        assert split.finish_reason == whole.finish_reason
+        assert split.usage.completion_tokens == whole.usage.completion_tokens
 
 
 def test_the_same_prompt_again_is_cached(split_cluster: Cluster, reference: Reference) -> None:

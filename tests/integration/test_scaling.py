@@ -18,7 +18,7 @@ from baton.errors import BatonError, Conflict, InvalidRequest, NoController
 from deploy.cli.app import app
 from deploy.operator.client import Client
 from tests.integration.cluster import Answer, Cluster, running_cluster
-from tests.integration.test_plumbing import prompt_of, sampling
+from tests.support.asking import prompt_of, sampling
 
 pytestmark = pytest.mark.first
 

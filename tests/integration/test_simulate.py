@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from deploy.lab.simulate.command import Options, scenario_of
+from deploy.lab.simulate.command import scenario_of
+from deploy.lab.simulate.options import SimulateOptions
 from deploy.lab.traces.shape import TraceOptions
 
 ARGUMENTS = ("--decode", "3", "--blocks", "400", "--policy", "baton", "--policy", "greedy_4", "--jobs", "1")
@@ -98,7 +99,7 @@ def test_wrong_grids_are_refused_in_a_sentence(trace: Path) -> None:
         assert sentence in done.stderr.replace("\n", " ")
 
 
-OPTIONS = Options(
+OPTIONS = SimulateOptions(
     trace=TraceOptions(path=None),
     prefill=0,
     decode=8,
@@ -127,7 +128,7 @@ OPTIONS = Options(
 def test_options_that_do_not_fit_are_refused_in_a_sentence(changes: dict[str, object], sentence: str) -> None:
     values = {name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}
     with pytest.raises(ConfigError) as error:
-        scenario_of(Options(**{**values, **changes}))
+        scenario_of(SimulateOptions(**{**values, **changes}))
     assert sentence in str(error.value)
 
 

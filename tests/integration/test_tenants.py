@@ -23,8 +23,9 @@ from baton.config import RouterConfig, TransferConfig
 from baton.engine.model.arithmetic import expected_tokens
 from tests.chaos.fleet import running_fleet
 from tests.integration.cluster import Answer, Served, request
+from tests.integration.test_doctor import doctor
 from tests.integration.test_operator_errors import baton, refused
-from tests.integration.test_plumbing import exposition, metric, prompt_of, sampling
+from tests.support.asking import exposition, metric, prompt_of, sampling
 
 TENANTS = """
 alone: {{key_sha256: [{alone}]}}
@@ -205,3 +206,13 @@ def test_a_bad_tenants_file_stops_the_cluster_from_starting(tmp_path: Path) -> N
         result = baton("up", BATON_ROUTER_TENANTS_FILE=str(tmp_path / name))
         refused(result, sentence)
         assert sentence in result.stderr.splitlines()[-1], "told by this process, not by a router that it has started"
+
+
+def test_the_doctor_asks_for_a_key_and_tries_it(cluster: Served) -> None:
+    _, without = doctor(cluster)
+    assert without["api key"]["state"] == "warn"
+    assert "BATON_API_KEY" in without["api key"]["mend"]
+    _, accepted = doctor(cluster, "--api-key", KEYS["alone"])
+    assert accepted["api key"]["state"] == "ok"
+    returncode, wrong = doctor(cluster, BATON_API_KEY="another")
+    assert (returncode, wrong["api key"]["state"]) == (1, "fail")

@@ -16,7 +16,7 @@ import torch
 from baton.config import TransferConfig
 from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError, TransferError, WorkerFailed
-from kvstore.transfer.receiver import Arrival
+from kvstore.transfer.connection.reservations import Arrival
 from tests.unit.kvstore.transfer.child import Child, child
 from tests.unit.kvstore.transfer.peers import (
     CONFIG,
@@ -118,10 +118,10 @@ async def kill_receiver(step: str, prefill: Prefill, decode: Child) -> float:
         else:
             finishing = asyncio.create_task(asyncio.wait_for(asyncio.shield(part.settled), 10))  # type: ignore[arg-type]
         if step == "opened":
-            assert await eventually(lambda: part._pair is not None)
+            assert await eventually(lambda: part._connection is not None)
             killed_s = decode.kill()
         elif step in ("between chunks", "last chunk"):
-            assert await eventually(lambda: part.granted and transfer._outbounds[0].unsent_bytes == 0)
+            assert await eventually(lambda: part.granted and transfer._queues[0].unsent_bytes == 0)
             await asyncio.sleep(0.02)
             killed_s = decode.kill()
         else:
@@ -183,7 +183,7 @@ async def kill_sender(step: str, prefill: Child, decode: Decode) -> float:
         killed_s.set_result(prefill.kill())
     await killed_s
     if step in (">hello", ">rendezvous"):  # nothing was offered yet: the reservation waits for who may still offer
-        assert await eventually(lambda: decode.receiver.num_pairs == 1)
+        assert await eventually(lambda: decode.receiver.num_connections == 1)
     elif step == "<commit_ack":
         assert await decode.receiver.wait_committed(ticket) == Arrival(160, 1)
     else:
@@ -191,7 +191,7 @@ async def kill_sender(step: str, prefill: Child, decode: Decode) -> float:
             await decode.receiver.wait_committed(ticket)
     assert await decode.receiver.release(ticket) == tuple(TARGET)
     took_s = time.monotonic() - killed_s.result()
-    assert await eventually(lambda: decode.receiver.num_pairs == 1)
+    assert await eventually(lambda: decode.receiver.num_connections == 1)
     if step == "<commit_ack":
         assert same_blocks(filled_cache(1), SOURCE, decode.cache, TARGET)
     decode.cache.clear_blocks(TARGET)
@@ -220,7 +220,7 @@ async def test_a_decode_worker_that_is_stopped_is_given_up_and_fenced(config: Tr
             transfer.attach(SOURCE, 3)
             transfer.advance(160, 2)
             (part,) = transfer._parts.values()
-            assert await eventually(lambda: part.granted and transfer._outbounds[0].unsent_bytes == 0)
+            assert await eventually(lambda: part.granted and transfer._queues[0].unsent_bytes == 0)
             await asyncio.sleep(0.1)
             stopped_s = decode.signal(signal.SIGSTOP)
             with pytest.raises(WorkerFailed, match="silent"):
@@ -265,5 +265,5 @@ async def test_a_prefill_worker_that_is_stopped_is_given_up_and_fenced(config: T
         again = decode.receiver.expect("again", 160, 0, TARGET, state_slot=3)
         assert await prefill.ask("send", again, SOURCE, 160, 5, 1) == "committed"
         assert same_blocks(filled_cache(1), SOURCE, decode.cache, TARGET)
-        (session,) = (s for s in decode.receiver._sessions.values() if s.hello.worker_id == "prefill-9")
-        assert session.id == decode.num_pairs_ever, "a new one"
+        (connection,) = (c for c in decode.receiver._connections.values() if c._peer_id == "prefill-9")
+        assert connection.number == decode.num_pairs_ever, "a new one"

@@ -31,9 +31,9 @@ import redis
 from baton.errors import BatonError
 from deploy.operator.client import Client
 from tests.integration.cluster import Cluster, request, running_cluster
-from tests.integration.test_plumbing import prompt_of, sampling
 from tests.observability.prometheus import Prometheus, binaries, running_prometheus
 from tests.observability.shipped import JOB, RULES, dashboards, recorded, shown, substituted
+from tests.support.asking import prompt_of, sampling
 from tools.dashboards.catalogue import definitions
 from tools.dashboards.model import ZERO
 

@@ -11,9 +11,9 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from baton.errors import ConfigError
 from deploy.lab.bench.connection import Connection
 from deploy.lab.bench.fit import cost_model
+from deploy.lab.bench.options import BenchOptions
 from deploy.lab.bench.prompts import Prompts
 from deploy.lab.bench.replay import check, replay
 from deploy.lab.bench.report import measured, notes_of, table_of
@@ -26,45 +26,7 @@ if TYPE_CHECKING:
 
     from deploy.lab.bench.replay import Observed
     from deploy.lab.bench.report import Measured
-    from deploy.lab.traces.shape import TraceOptions
     from deploy.lab.traces.trace import Trace
-
-DEFAULT_VOCAB = 32_000
-"""Of Llama 1 and 2, Mistral and their descendants. SmolLM2 has 49,152 tokens, later families more than 100,000. No call
-tells a client how many; a model with fewer is found before the replay begins."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """As `baton bench --help` tells them."""
-
-    trace: TraceOptions
-    address: str
-    api_key: str
-    max_output: int
-    concurrency: int
-    vocab: int | None
-    """DEFAULT_VOCAB where none is given."""
-    ttft_ms: float
-    itl_ms: float
-
-    def __post_init__(self) -> None:
-        for name in ("ttft_ms", "itl_ms"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(self, name)}")
-        for name in ("max_output", "concurrency"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(self, name)}")
-        if self.vocab is not None and not 1 <= self.vocab <= 2**32:
-            raise ConfigError(f"--vocab must be 1 to {2**32}, got {self.vocab}")
-
-    @property
-    def vocab_size(self) -> int:
-        return DEFAULT_VOCAB if self.vocab is None else self.vocab
-
-    @property
-    def objective(self) -> Objective:
-        return Objective(self.ttft_ms / 1e3, self.itl_ms / 1e3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +38,7 @@ class Benched:
     """None where the operators' service is not for this client."""
 
 
-def run(options: Options, as_json: bool, log: Console) -> bool:
+def run(options: BenchOptions, as_json: bool, log: Console) -> bool:
     """Prints the result on standard output, and progress on `log`.
 
     Returns:
@@ -98,14 +60,18 @@ def run(options: Options, as_json: bool, log: Console) -> bool:
     return result.figures.num_served > 0
 
 
-async def bench(trace: Trace, options: Options, log: Console) -> Benched:
+def objective_of(options: BenchOptions) -> Objective:
+    return Objective(options.ttft_ms / 1e3, options.itl_ms / 1e3)
+
+
+async def bench(trace: Trace, options: BenchOptions, log: Console) -> Benched:
     """Replays a trace on the cluster of the options. Raises as `run`."""
     connection = Connection(options.address, options.api_key)
     try:
         model, workers = await connection.model(), await connection.workers()
         plan = plan_for(trace, model.max_model_len, options.max_output)
         prompts = Prompts(options.trace.seed, options.vocab_size, trace.block_tokens)
-        await check(connection, prompts, options.objective)
+        await check(connection, prompts, objective_of(options))
         by_role: dict[str, list[str]] = {}
         for worker in workers:
             by_role.setdefault(worker.role, []).append(worker.id)
@@ -116,7 +82,7 @@ async def bench(trace: Trace, options: Options, log: Console) -> Benched:
         )
         with _progress(log, len(plan.trace.requests)) as progress:
             result = await replay(
-                plan.trace, connection, prompts, options.objective, options.concurrency, progress.count
+                plan.trace, connection, prompts, objective_of(options), options.concurrency, progress.count
             )
         workers = await connection.workers()
     finally:
@@ -134,7 +100,7 @@ async def bench(trace: Trace, options: Options, log: Console) -> Benched:
         if costs and shape
         else None
     )
-    return Benched(measured(result, plan, by_role, options.objective), told)
+    return Benched(measured(result, plan, by_role, objective_of(options)), told)
 
 
 @contextlib.contextmanager
@@ -156,12 +122,12 @@ class _Bar:
         self._progress.update(self._task, advance=1, description=f"requests{refused}")
 
 
-def _title(trace: Trace, options: Options) -> str:
+def _title(trace: Trace, options: BenchOptions) -> str:
     scale = f", 1/{options.trace.scale} of its lengths" if options.trace.scale != 1 else ""
     return f"{trace.name}{scale}, {options.trace.speed:g} times its speed, at {options.address}"
 
 
-def _document(options: Options, trace: Trace, result: Benched) -> dict[str, object]:
+def _document(options: BenchOptions, trace: Trace, result: Benched) -> dict[str, object]:
     return {
         "trace": trace.name,
         **options.trace.as_dict(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from baton.config import EngineConfig
 from baton.errors import ConfigError
 from deploy.lab.simulate.costs import PROFILES, read_bench
 from deploy.lab.simulate.grid import Cell, Setting, grid_table, pools_of, run_grid
+from deploy.lab.simulate.options import SimulateOptions
 from deploy.lab.simulate.plot import plot
 from deploy.lab.simulate.report import table_of
 from deploy.lab.simulate.run import POLICIES, Scenario
@@ -22,71 +23,13 @@ from deploy.lab.traces.fit_to_model import plan_for
 from router.placement import Objective
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from baton.config import AutoscaleConfig
     from deploy.lab.simulate.costs import Bench
-    from deploy.lab.traces.shape import TraceOptions
     from deploy.lab.traces.trace import Trace
 
 DEFAULT_BLOCKS = 5000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """As `baton simulate --help` tells them."""
-
-    trace: TraceOptions
-    prefill: int
-    decode: int
-    blocks: int | None
-    """DEFAULT_BLOCKS, or as many as the measured workers have."""
-    profile: str
-    costs: Path | None
-    """Goes before `profile`."""
-    max_output: int
-    policies: tuple[str, ...]
-    ttft_ms: float
-    itl_ms: float
-    jobs: int
-    loads: tuple[float, ...] = ()
-    """Times the speed of `trace`; none: once that."""
-    pools: tuple[str, ...] = ()
-    """Instead of `prefill` and `decode`, each "P:D"."""
-    plot: Path | None = None
-    """Folder."""
-    tells_all: bool = False
-    error: float = 1.0
-    """See `Scenario`."""
-    autoscale: AutoscaleConfig | None = None
-    """None: the pools stay as they are."""
-    max_workers: int | None = None
-    """Goes before that of `autoscale`."""
-    start_s: float = 30.0
-    """See `Scaling`."""
-
-    def scaling(self, objective: Objective, mode: str) -> Scaling | None:
-        """Raises ConfigError."""
-        if (config := self.autoscale) is None:
-            return None
-        if not self.start_s >= 0:
-            raise ConfigError(f"--start-s must be at least 0, got {self.start_s}")
-        if self.max_workers is not None:
-            config = replace(config, max_workers=self.max_workers)
-        return Scaling(config=config, objective=objective, mode=mode, start_s=self.start_s)
-
-    def settings(self) -> list[Setting]:
-        """Every load on all pools. Raises ConfigError."""
-        pools = [pools_of(text) for text in self.pools] or [(self.prefill, self.decode)]
-        if not self.error > 0:
-            raise ConfigError(f"--error must be more than 0, got {self.error}")
-        for load in self.loads:
-            if not load > 0:
-                raise ConfigError(f"--load must be more than 0, got {load}")
-        return [Setting(load, *pool) for load in self.loads or (1.0,) for pool in pools]
-
-
-def run(options: Options, as_json: bool, log: Console) -> None:
+def run(options: SimulateOptions, as_json: bool, log: Console) -> None:
     """Prints the results on standard output, and progress on `log`.
 
     Raises:
@@ -96,9 +39,9 @@ def run(options: Options, as_json: bool, log: Console) -> None:
         print("profiles:", *PROFILES)  # noqa: T201
         print("policies:", *POLICIES)  # noqa: T201
         return
-    settings = options.settings()
+    settings = settings_of(options)
     scenario = replace(scenario_of(options), tells_all=options.tells_all, error=options.error)
-    scenario = replace(scenario, scaling=options.scaling(scenario.objective, scenario.router.mode))
+    scenario = replace(scenario, scaling=scaling_of(options, scenario.objective, scenario.router.mode))
     policies = options.policies or POLICIES
     log.print(
         f"{scenario.trace.name}: {len(scenario.trace.requests)} requests, prefill:decode workers "
@@ -120,11 +63,11 @@ def run(options: Options, as_json: bool, log: Console) -> None:
     else:
         Console(soft_wrap=True).print(table_of(title, ceiling, [cell.result for cell in cells]))
     if not as_json and options.autoscale is not None:
-        _tell_changes(cells)
+        _print_changes(cells)
 
 
-def _tell_changes(cells: list[Cell]) -> None:
-    """What the autoscaler did, and why."""
+def _print_changes(cells: list[Cell]) -> None:
+    """Prints what the autoscaler did, and why."""
     out = Console(soft_wrap=True, highlight=False)
     for cell in cells:
         result = cell.result
@@ -136,8 +79,30 @@ def _tell_changes(cells: list[Cell]) -> None:
             out.print(f"{change.at_s:.0f} s: {change.before} -> {change.sizes}. {' '.join(change.reasons)}")
 
 
-def scenario_of(options: Options) -> Scenario:
-    """Raises ConfigError, as `run`."""
+def settings_of(options: SimulateOptions) -> list[Setting]:
+    """Every load on all pools. Raises ConfigError."""
+    pools = [pools_of(text) for text in options.pools] or [(options.prefill, options.decode)]
+    if not options.error > 0:
+        raise ConfigError(f"--error must be more than 0, got {options.error}")
+    for load in options.loads:
+        if not load > 0:
+            raise ConfigError(f"--load must be more than 0, got {load}")
+    return [Setting(load, *pool) for load in options.loads or (1.0,) for pool in pools]
+
+
+def scaling_of(options: SimulateOptions, objective: Objective, mode: str) -> Scaling | None:
+    """The autoscaler of the runs; None: the pools stay as they are. Raises ConfigError."""
+    if (config := options.autoscale) is None:
+        return None
+    if not options.start_s >= 0:
+        raise ConfigError(f"--start-s must be at least 0, got {options.start_s}")
+    if options.max_workers is not None:
+        config = replace(config, max_workers=options.max_workers)
+    return Scaling(config=config, objective=objective, mode=mode, start_s=options.start_s)
+
+
+def scenario_of(options: SimulateOptions) -> Scenario:
+    """The scenario of the first pools. Raises ConfigError, as `run` does."""
     if options.profile not in PROFILES:
         raise ConfigError(f"no profile is called {options.profile!r}; there are {', '.join(PROFILES)}")
     for name in ("blocks", "ttft_ms", "itl_ms"):
@@ -200,7 +165,7 @@ def measured_scenario(
     )
 
 
-def _document(options: Options, scenario: Scenario, ceiling: float, cells: list[Cell]) -> dict[str, object]:
+def _document(options: SimulateOptions, scenario: Scenario, ceiling: float, cells: list[Cell]) -> dict[str, object]:
     trace = scenario.trace
     return {
         "trace": trace.name,

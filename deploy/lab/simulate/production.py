@@ -10,7 +10,7 @@ from baton.costs import believed, typical
 from baton.errors import Overloaded
 from deploy.lab.simulate.policy import Decision
 from deploy.lab.simulate.worker import key_of
-from router.admission import AnswerHistory, Entry, Gate
+from router.admission import AnswerHistory, Gate, QueueEntry
 from router.admission.tenants import DEFAULT_TENANT
 from router.placement import Job, LoadBook, Objective, Prices, Prompt, Residence, Weights, place
 
@@ -30,7 +30,7 @@ UNLIMITED_TOKENS = 10**9
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    entry: Entry
+    entry: QueueEntry
     job: Job
 
 
@@ -95,7 +95,7 @@ class Production:
             pull_above_tokens=config.pull_above_tokens,
         )
         assert placement is not None, "every pool has a worker"
-        entry = Entry(tenant=DEFAULT_TENANT, priority=0, ttft_s=self._objective.ttft_s)
+        entry = QueueEntry(tenant=DEFAULT_TENANT, priority=0, ttft_s=self._objective.ttft_s)
         prediction = placement.prediction
         computes, decodes = int(placement.computes), int(placement.decode_worker)
         entry.is_placed(placement)

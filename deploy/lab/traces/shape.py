@@ -1,10 +1,13 @@
-"""A trace made faster, shorter or smaller. Each function returns another trace of the same name."""
+"""Parts of a trace, and traces made faster or smaller. Each function returns another trace of the same name."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from baton.errors import ConfigError
 from deploy.lab.traces.files import read_trace
@@ -16,19 +19,26 @@ DEFAULT_BLOCK = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """Which part of which trace, made how small and how fast: the same for a replay and for a simulation of it."""
+    """Which part of which trace, at what scale and speed. With equal ones `bench` and `simulate` have equal requests.
 
-    path: Path | None
-    """None: a generated conversation."""
-    speed: float = 1.0
-    requests: int = 0
-    from_s: float = 0.0
-    seconds: float = 0.0
-    scale: int = 1
-    block: int | None = None
-    """DEFAULT_BLOCK where lengths are divided."""
-    seed: int = 0
-    """Of the generated one, and of what the trace leaves open."""
+    The fields are options of both commands; their meaning is in their help.
+    """
+
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="TRACE", help="Mooncake .jsonl or Azure .csv, also .gz. Without it, generated conversations."
+        ),
+    ] = None
+    speed: Annotated[float, typer.Option(help="Rate of arrivals, as a multiple of the trace's own.")] = 1.0
+    requests: Annotated[int, typer.Option(help="Number of requests, from the first on; 0: all.")] = 0
+    from_s: Annotated[float, typer.Option("--from", help="Second of the trace at which to begin.")] = 0.0
+    seconds: Annotated[float, typer.Option(help="Seconds of the trace to replay, before --speed; 0: to its end.")] = 0.0
+    scale: Annotated[int, typer.Option(help="Divisor of the lengths of prompts and outputs.")] = 1
+    block: Annotated[
+        int | None, typer.Option(help="Tokens per block of the trace, after --scale.", show_default="16")
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of all that is random; a new one makes prompts no cache has yet.")] = 0
 
     def __post_init__(self) -> None:
         if self.scale < 1:
@@ -38,7 +48,7 @@ class TraceOptions:
                 raise ConfigError(f"--{option.removesuffix('_s')} must be at least 0, got {getattr(self, option)}")
 
     def trace(self) -> Trace:
-        """ConfigError where the trace cannot be read, or is not to be had so."""
+        """The requests. Raises ConfigError where the trace cannot be read or does not allow the options."""
         trace = read_trace(self.path, spread_seed=self.seed) if self.path else generate(Conversations(), self.seed)
         if self.from_s or self.seconds:
             trace = during(trace, self.from_s, self.from_s + (self.seconds or math.inf))

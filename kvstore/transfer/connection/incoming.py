@@ -1,6 +1,7 @@
-"""The receiving end of one pair: the stream of a sending worker's rank, its link, and the lane that owns it.
+"""The receiving end of a connection: from a rank of another worker to a rank of this one.
 
-Ends as a whole: when the stream breaks, the link fails or the peer falls silent, every transfer on it fails at once.
+A connection is a control stream (gRPC) and a transport with the thread that owns it. When the stream ends, the
+transport fails or the peer falls silent, every transfer on it fails at once.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import asyncio
 import contextlib
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from baton import wire
-from baton.errors import TransferCorrupted, TransferError, TransferRefused
+from baton.errors import TransferCorrupted, TransferError, TransferRefused, text_of
 from baton.messages import (
     Abort,
     Commit,
@@ -28,94 +29,62 @@ from baton.messages import (
     SessionFailed,
     Welcome,
 )
-from kvstore.transfer.pipeline.driven import post
-from kvstore.transfer.pipeline.receive_loop import ChunkWriter, ReceiveLoop
+from kvstore.transfer.connection.control_stream import ControlStream
+from kvstore.transfer.connection.reservations import Reservations, SourceConnection
+from kvstore.transfer.pipeline.receive_loop import ReceiveLoop
 from kvstore.transfer.pipeline.thread import TransportThread, use_own_stream
-from kvstore.transfer.protocol.reasons import to_reason
 from kvstore.transfer.transport.base import ReceivingTransport
-from kvstore.transfer.transport.gloo import RendezvousStore
-from kvstore.transfer.transport.select import open_receiver
+from kvstore.transfer.transport.select import LocalRank, open_receiver
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    import torch
-
-    from baton.config import TransferConfig
-    from kvstore.transfer.transport.staging import StagingPool
-
 logger = logging.getLogger(__name__)
 
 
-class Desk(Protocol):
-    """Who decides about the transfers of a session: `KvReceiver`."""
-
-    def on_offer(self, session: IncomingConnection, offer: Offer) -> None: ...
-
-    def on_commit(self, session: IncomingConnection, commit: Commit) -> None: ...
-
-    def on_abort(self, session: IncomingConnection, abort: Abort) -> None: ...
-
-    def on_ping(self, session: IncomingConnection) -> None: ...
-
-    def on_lost(self, session: IncomingConnection, error: TransferError) -> None: ...
-
-
 class IncomingConnection:
-    """For one event loop.
+    """The receiving end of a connection. For one event loop.
 
     Attributes:
-        id: unique in this process; the pair's epoch, which every header on the link carries.
-        hello: what the peer said of itself.
-        inbounds: transfers that may send on the link now, by generation. Written on the loop, read by the lane.
-        failure: why this side ended it; None while it is good, or when the peer left.
-        lane: ends soon after the session: at the link's timeout, to open or to operate, at the latest.
+        number: unique in this process; the connection's epoch, which every header on the transport carries.
+        failure: why this side ended it; None while it is good, or if the peer left.
+        thread: the transport's thread. It ends soon after the connection: at the transport's timeout, to open or to
+            operate, at the latest.
     """
 
     def __init__(
-        self,
-        session_id: int,
-        hello: Hello,
-        transport_kind: str,
-        incarnation: str,
-        desk: Desk,
-        config: TransferConfig,
-        host: str,
-        device: torch.device,
-        staging: StagingPool,
+        self, number: int, hello: Hello, transport_kind: str, local: LocalRank, reservations: Reservations
     ) -> None:
-        self.id = session_id
-        self.hello = hello
-        self.inbounds: dict[int, ChunkWriter] = {}
+        self.number = number
         self.failure: TransferError | None = None
-        self._desk = desk
-        self._config = config
-        self._host = host
-        self._device = device
+        self._config = config = reservations.config
+        self._peer_id = hello.worker_id
+        self._local = local
         self._loop = asyncio.get_running_loop()
-        self._heard_s = self._loop.time()
-        self._out: asyncio.Queue[FromReceiver | None] = asyncio.Queue()
         self._ended = False
-        self._store = RendezvousStore(
-            lambda key, value: post(self._loop, self.tell, Rendezvous(key, value)), config.open_timeout_s
+        self._stream: ControlStream[FromReceiver] = ControlStream(hello.worker_id, config, self._loop.time())
+        self._source = SourceConnection(number, hello, self._stream)
+        self._reservations = reservations
+        self._reservations.attach(self._source)
+        self._receive_loop = ReceiveLoop(
+            number, self._source.writers, config.slot_bytes, slot_wait_s=config.op_timeout_s
         )
-        self._inflow = ReceiveLoop(session_id, self.inbounds.get, config.slot_bytes, slot_wait_s=config.op_timeout_s)
-        self.tell(Welcome(incarnation, transport_kind, session_id))
-        self.lane = TransportThread(
-            f"kv-recv-{hello.worker_id}", partial(self._open_link, transport_kind, staging), self._inflow
+        self._stream.send(Welcome(reservations.worker.incarnation, transport_kind, number))
+        self.thread: TransportThread[ReceivingTransport] = TransportThread(
+            f"kv-recv-{hello.worker_id}", partial(self._open_transport, transport_kind), self._receive_loop
         )
-        self.lane.opened.add_done_callback(self._link_opened)
-        self.lane.ended.add_done_callback(self._link_ended)
+        self.thread.watch(self._on_transport)
 
     @property
     def num_fenced(self) -> int:
-        return self._inflow.num_fenced
+        """Number of dropped chunks of transfers that have ended."""
+        return self._receive_loop.num_fenced
 
     async def serve(self, requests: AsyncIterator[FromSender], context: Any) -> None:
-        """Until the sender ends the stream. Whatever happened, the session is over when this returns.
+        """Serves the control stream until the sender ends it; then the connection is over, whatever happened.
 
-        A failure on this side is said, and the sender hangs up: gRPC hides the status, and what was said before it,
-        from a client that is writing while the server ends the stream.
+        A failure on this side is sent as a message, and the sender hangs up: if the server ended the stream while the
+        client writes, gRPC would hide the status, and the messages before it.
         """
         reading, writing, _ = tasks = [
             asyncio.create_task(self._failing_as_a_whole(work))
@@ -126,31 +95,29 @@ class IncomingConnection:
             if self.failure is not None:
                 await asyncio.wait((reading, writing), timeout=self._config.op_timeout_s)
         finally:
-            self.end(TransferError(f"worker {self.hello.worker_id} is gone"))
+            self._end(TransferError(f"worker {self._peer_id} is gone"))
+            self._reservations.detach(self._source)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    def tell(self, message: FromReceiver) -> None:
-        self._out.put_nowait(message)
-
     def break_off(self, error: TransferError) -> None:
-        """Ends the session from here."""
+        """Ends the connection from this side, and sends the reason to the peer. Idempotent."""
         if not self._ended:
             self.failure = error
-            self.tell(SessionFailed(to_reason(error)))
-            self.end(error)
+            self._stream.send(SessionFailed(text_of(error)))
+            self._end(error)
 
-    def end(self, error: TransferError) -> None:
-        """Fails the session's transfers and lets go of its link. Idempotent."""
+    def _end(self, error: TransferError) -> None:
+        """Fails the connection's transfers and lets go of its transport. Idempotent."""
         if self._ended:
             return
         self._ended = True
-        self.inbounds.clear()
-        self._desk.on_lost(self, error)
-        self._out.put_nowait(None)
-        self._store.close()
-        self.lane.stop()
+        self._reservations.lost(self._source, error)
+        self._stream.close()
+        self.thread.stop()
+
+    # -- the control stream ------------------------------------------------------------------------------------------
 
     async def _failing_as_a_whole(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -158,57 +125,54 @@ class IncomingConnection:
         except TransferRefused as error:
             self.break_off(error)
         except Exception as bug:
-            logger.exception("the KV session with worker %s failed", self.hello.worker_id)
+            logger.exception("the KV session with worker %s failed", self._peer_id)
             self.break_off(TransferError(f"the session failed: {bug!r}"))
 
     async def _read(self, requests: AsyncIterator[FromSender]) -> None:
         with contextlib.suppress(grpc.aio.BaseError):  # this server stops, and the stream with it
             async for message in requests:
-                self._heard_s = self._loop.time()
-                if not self._ended:  # an offer taken after the end would wait for its lease
-                    self._on(message)
+                self._stream.heard(self._loop.time())
+                if not self._ended:  # an offer accepted after the end would wait for its lease
+                    self._on_message(message)
 
     async def _write(self, context: Any) -> None:
-        with contextlib.suppress(grpc.aio.InternalError):  # the peer is gone, and the stream's end says so
-            while (message := await self._out.get()) is not None:
+        with contextlib.suppress(grpc.aio.InternalError):  # the peer is gone; `_read` ends with the stream
+            async for message in self._stream.outgoing():
                 await context.write(wire.session_response(message))
 
     async def _beat(self) -> None:
-        """Says that this side lives, and notices when the other one is silent."""
+        """Pings, and ends the connection when the peer is silent."""
+        period_s = self._stream.ping_s
         while not self._ended:
-            await asyncio.sleep(min(self._config.ping_s, self._config.op_timeout_s / 4))
-            self.tell(Ping())
-            if self._loop.time() - self._heard_s > self._config.op_timeout_s:
-                silent = f"worker {self.hello.worker_id} has been silent for {self._config.op_timeout_s:g} s"
-                self.break_off(TransferError(silent))
+            await asyncio.sleep(period_s)
+            if silence := self._stream.beat(self._loop.time(), period_s):
+                self.break_off(TransferError(silence))
 
-    def _on(self, message: FromSender) -> None:
+    def _on_message(self, message: FromSender) -> None:
         match message:
             case Rendezvous():
-                self._store.deliver(message.key, message.value)
+                self._stream.rendezvous.deliver(message.key, message.value)
             case Offer():
-                self._desk.on_offer(self, message)
+                self._reservations.offer(self._source, message)
             case Commit():
-                self._desk.on_commit(self, message)
+                self._reservations.commit(self._source, message)
             case Abort():
-                self._desk.on_abort(self, message)
+                self._reservations.abort(self._source, message)
             case Ping():
-                self._desk.on_ping(self)
+                self._reservations.renew(self._source)
             case Hello():
                 self.break_off(TransferRefused("a session has one Hello"))
 
-    def _open_link(self, kind: str, staging: StagingPool) -> ReceivingTransport:
-        config = self._config
-        use_own_stream(self._device)
-        timeouts = (config.open_timeout_s, config.op_timeout_s)
-        return open_receiver(kind, self._store, self._host, staging, config.window, *timeouts)
+    # -- the transport -----------------------------------------------------------------------------------------------
 
-    def _link_opened(self, opened: asyncio.Future[None]) -> None:
-        if not opened.cancelled() and opened.exception() is None:
-            self.tell(LinkReady())
+    def _open_transport(self, kind: str) -> ReceivingTransport:
+        use_own_stream(self._local.device)
+        return open_receiver(kind, self._local.end(kind, self._stream.rendezvous, self._config))
 
-    def _link_ended(self, ended: asyncio.Future[TransferError | None]) -> None:
-        error = ended.result() or TransferError("the link was closed")
+    def _on_transport(self, error: TransferError | None) -> None:
+        if error is None:
+            self._stream.send(LinkReady())
+            return
         if isinstance(error, TransferCorrupted):
-            logger.warning("the link from worker %s cannot be trusted: %s", self.hello.worker_id, error)
+            logger.warning("the link from worker %s cannot be trusted: %s", self._peer_id, error)
         self.break_off(error)

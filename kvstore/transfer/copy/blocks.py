@@ -14,7 +14,7 @@ same, and then this is a gather of blocks. Values are converted on the way where
 On a CPU rows of bytes move by numpy's `take` and by an assignment of numpy rows, twice as fast as `index_copy_`, and a
 layer is checked while it is in the processor's cache, which halves what the checksum costs.
 
-Each call returns only when the bytes have moved, on a GPU too.
+Each call returns only once the bytes have moved, on a GPU too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvstore.transfer.copy import int8
 from kvstore.transfer.protocol.layout import heads_of, torch_dtype
-from kvstore.transfer.protocol.plan import SCALE_BYTES, page_dims
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from baton.engine.model.kv_cache import KVCache, LayerGroup
     from baton.messages import KvLayout
     from kvstore.transfer.copy.checksum import Checksum
-    from kvstore.transfer.protocol.plan import Chunk, Plan, WireGroup
-
-INT8_MAX = 127
+    from kvstore.transfer.protocol.plan import Chunk, TransferPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +48,13 @@ class Runs:
     numel: int
     """Elements of one run."""
     per_row: int
+    """Runs of one row of the cache."""
     of_unit: NDArray[np.int64]
-    """`[units a block, runs a unit]`: the runs of each unit of a block, in wire order."""
+    """The runs of each unit of a block, in wire order: `[units per block, runs per unit]`."""
 
 
 def runs_of(group: LayerGroup, block_size: int, unit_tokens: int, head_lo: int, head_hi: int) -> Runs:
-    """The runs of the heads `head_lo:head_hi` (the cache's own numbers) in units of `unit_tokens`."""
+    """Computes the runs of the heads `head_lo:head_hi` (the cache's own numbers) in units of `unit_tokens`."""
     pieces = []
     for unit in range(block_size // unit_tokens):
         at: list[tuple[int, int]] = []
@@ -72,7 +71,7 @@ def runs_of(group: LayerGroup, block_size: int, unit_tokens: int, head_lo: int, 
 
 
 def _joined(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Pieces `(start, size)` that follow each other without a gap become one."""
+    """Joins pieces `(start, size)` that follow each other without a gap."""
     joined: list[tuple[int, int]] = []
     for start, size in pieces:
         if joined and sum(joined[-1]) == start:
@@ -83,37 +82,39 @@ def _joined(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class BlockCopier:
-    """One transfer's place in one rank's cache.
+    """Copies the chunks of one transfer out of one rank's cache, or into it.
 
     Args:
-        layout, rank: of the side that `cache` belongs to: the plan's source or its destination.
+        layout: the layout of the side that `cache` belongs to: the plan's source or its destination.
+        rank: the rank of that side.
         block_ids: all blocks of the sequence on this side, in order; the first holds token 0.
-        state_slot: where the sequence's states are, in a cache that has any.
-        stream: on a GPU, the stream on which the copies run; by default the calling thread's current one.
+        state_slot: the slot of the sequence's states, in a cache that has any.
+        stream: the stream on which the copies run on a GPU; by default the calling thread's current one.
     """
 
     def __init__(
         self,
         cache: KVCache,
-        plan: Plan,
+        plan: TransferPlan,
         layout: KvLayout,
         rank: int,
         block_ids: Sequence[int],
-        state_slot: int | None,
+        *,
+        state_slot: int | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
+        self.plan = plan
         if cache.spec.states and state_slot is None:
             raise ValueError("this model's sequences carry a state; state_slot is needed")
         if not all(0 <= block < cache.num_blocks for block in block_ids):
             raise ValueError(f"a cache of {cache.num_blocks} blocks does not have all of {list(block_ids)}")
         self._cache = cache
-        self._plan = plan
         self._blocks = np.array(block_ids, dtype=np.int64)
         self._state_slot = state_slot
         self._stream = stream
         self._first_unit = plan.skip_tokens // plan.unit_tokens
         self._indices: dict[tuple[int, int, int], torch.Tensor] = {}
-        """By part and units: the chunks of a span share one."""
+        """Run indices by part and units: the chunks of a span share one."""
         self._runs: list[Runs] = []
         for ours, model, wire in zip(cache.spec.groups, layout.groups, plan.groups, strict=True):
             first = heads_of(model.num_kv_heads, layout.tp_size, rank).start
@@ -125,7 +126,7 @@ class BlockCopier:
             for part, (group, runs, wire) in enumerate(zip(cache.groups, self._runs, plan.groups, strict=True))
             if group.device.type == "cpu" and group.dtype == torch_dtype(wire.dtype)
         }
-        """The groups that travel as they are: their runs as bytes, `uint8[layers, runs, bytes]`; shares memory."""
+        """The groups that travel without conversion, as bytes, `uint8[layers, runs, bytes]`; shares memory."""
 
     def gather(
         self,
@@ -134,7 +135,7 @@ class BlockCopier:
         fence: torch.cuda.Event | None = None,
         checksum: Checksum | None = None,
     ) -> None:
-        """Fills `payload`, `uint8[chunk.num_bytes]`, when the GPU has passed `fence`; `checksum` takes it in."""
+        """Fills `payload`, `uint8[chunk.num_bytes]`, once the GPU has passed `fence`; updates `checksum` with it."""
         if self._is_bytewise(chunk):
             self._gather_bytes(chunk, payload, checksum)
             return
@@ -147,9 +148,9 @@ class BlockCopier:
             checksum.update(payload)
 
     def scatter(self, chunk: Chunk, payload: torch.Tensor, checksum: Checksum | None = None) -> None:
-        """Writes `payload`, `uint8[chunk.num_bytes]`, to its place; `checksum` takes in what was written.
+        """Writes `payload`, `uint8[chunk.num_bytes]`, into the blocks, and updates `checksum` with it.
 
-        With the sequence's last unit, what is left of its block is zeroed: attention masks the places behind the last
+        With the sequence's last unit, the rest of its block is zeroed: attention masks the places behind the last
         token, but a masked NaN that another request left there would still spoil the sum.
         """
         if self._is_bytewise(chunk):
@@ -192,21 +193,21 @@ class BlockCopier:
     # -- converted, or on a GPU --------------------------------------------------------------------------------------
 
     def _gather_blocks(self, chunk: Chunk, payload: torch.Tensor) -> None:
-        wire, runs, layers = self._plan.groups[chunk.part], self._runs[chunk.part], self._layers(chunk)
+        wire, runs, layers = self.plan.groups[chunk.part], self._runs[chunk.part], self._layers(chunk)
         index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi).to(layers.device)
         dtype = torch_dtype(wire.dtype)
         for layer, out in zip(layers, payload.view(len(layers), -1), strict=True):
             if layer.dtype == dtype and layer.device == out.device:
                 torch.index_select(layer, 0, index, out=out.view(dtype).view(-1, runs.numel))
             elif dtype == torch.int8:
-                out.copy_(self._quantized(chunk, wire, layer[index]), non_blocking=True)
+                out.copy_(int8.quantized(self.plan, chunk, layer[index]), non_blocking=True)
             else:
                 out.view(dtype).copy_(layer[index].to(dtype).view(-1), non_blocking=True)
 
     def _scatter_blocks(self, chunk: Chunk, payload: torch.Tensor) -> None:
-        wire, runs, layers = self._plan.groups[chunk.part], self._runs[chunk.part], self._layers(chunk)
+        wire, runs, layers = self.plan.groups[chunk.part], self._runs[chunk.part], self._layers(chunk)
         dtype = torch_dtype(wire.dtype)
-        values = self._dequantized(chunk, wire, payload) if dtype == torch.int8 else payload.view(dtype)
+        values = int8.dequantized(self.plan, chunk, payload) if dtype == torch.int8 else payload.view(dtype)
         values = values.to(layers.dtype).view(len(layers), -1, runs.numel)
         index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi)
         if layers.device.type == "cpu":
@@ -217,14 +218,14 @@ class BlockCopier:
             layers.index_fill_(1, left.to(layers.device), 0)
 
     def _behind_the_end(self, chunk: Chunk) -> torch.Tensor | None:
-        """Of the chunk with the last unit, the runs that are left of its block."""
+        """Returns the runs behind the sequence's end in its last block, for the chunk that has the last unit."""
         num_left = -(self._first_unit + chunk.unit_hi) % len(self._runs[chunk.part].of_unit)
-        if chunk.unit_hi != self._plan.num_units or not num_left:
+        if chunk.unit_hi != self.plan.num_units or not num_left:
             return None
         return self._index(chunk.part, chunk.unit_hi, chunk.unit_hi + num_left)
 
     def _index(self, part: int, unit_lo: int, unit_hi: int) -> torch.Tensor:
-        """The runs of units, in wire order, counted from the start of a layer; on the CPU."""
+        """Returns the runs of units in wire order, counted from the start of a layer; on the CPU."""
         key = part, unit_lo, unit_hi
         if key not in self._indices:
             runs = self._runs[part]
@@ -235,57 +236,14 @@ class BlockCopier:
         return self._indices[key]
 
     def _layers(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's layers as runs, `[layers, runs, numel]`; shares memory."""
+        """Returns the chunk's layers as runs, `[layers, runs, numel]`; shares memory."""
         layers = self._cache.groups[chunk.part][chunk.layer_lo : chunk.layer_hi]
         return layers.view(len(layers), -1, self._runs[chunk.part].numel)
 
     def _state(self, chunk: Chunk) -> torch.Tensor:
-        """The bytes of the sequence's state."""
+        """Returns the bytes of the sequence's state; shares memory."""
         name = self._cache.spec.states[chunk.part - len(self._runs)].name
         return self._cache.states[name][self._state_slot].view(-1).view(torch.uint8)
-
-    def _quantized(self, chunk: Chunk, wire: WireGroup, values: torch.Tensor) -> torch.Tensor:
-        """One layer's units, in wire order, as int8 units: `uint8`. May change `values`.
-
-        What lies behind the last token is zeroed first: it is junk, and would widen the scale of its page without
-        limit, or make it NaN.
-        """
-        num_units, num_heads = chunk.unit_hi - chunk.unit_lo, wire.head_hi - wire.head_lo
-        num_valid = self._plan.num_tokens - self._plan.skip_tokens - (chunk.unit_hi - 1) * self._plan.unit_tokens
-        out = torch.empty(num_units, wire.unit_bytes, dtype=torch.uint8, device=values.device)
-        scales, quantized = self._int8_parts(chunk, wire, out)
-        widths = self._page_widths(chunk)
-        pages = torch.split(values.view(num_units, num_heads, -1).float(), widths, 2)
-        for number, (page, to) in enumerate(zip(pages, torch.split(quantized, widths, 2), strict=True)):
-            page[-1].view(num_heads, self._plan.unit_tokens, -1)[:, num_valid:] = 0
-            # Not 0 for a page of zeros, and not subnormal, where a quotient could leave the range.
-            scale = (page.abs().amax(2) / INT8_MAX).clamp_min_(torch.finfo(torch.float32).tiny)
-            scales[:, :, number] = scale
-            to.copy_((page / scale[:, :, None]).round_())
-        return out.view(-1)
-
-    def _dequantized(self, chunk: Chunk, wire: WireGroup, payload: torch.Tensor) -> torch.Tensor:
-        """The units of all layers in wire order: `float32`."""
-        scales, quantized = self._int8_parts(chunk, wire, payload.view(-1, wire.unit_bytes))
-        values = quantized.float()
-        for number, page in enumerate(torch.split(values, self._page_widths(chunk), 2)):
-            page.mul_(scales[:, :, number, None])
-        return values.view(-1)
-
-    def _int8_parts(self, chunk: Chunk, wire: WireGroup, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of int8 units `uint8[units, unit_bytes]`.
-
-        Returns:
-            Scales, `float32[units, heads, pages]`, and values, `int8[units, heads, numel]`.
-        """
-        num_heads, num_pages = wire.head_hi - wire.head_lo, len(self._page_widths(chunk))
-        end = num_heads * num_pages * SCALE_BYTES
-        scales = units[:, :end].view(torch.float32).view(-1, num_heads, num_pages)
-        return scales, units[:, end:].view(torch.int8).view(len(units), num_heads, -1)
-
-    def _page_widths(self, chunk: Chunk) -> list[int]:
-        """Elements of each page of a head of a unit."""
-        return [self._plan.unit_tokens * dim for dim in page_dims(self._plan.src.groups[chunk.part])]
 
     @contextlib.contextmanager
     def _on_stream(self, fence: torch.cuda.Event | None) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The checksum of a chunk, over the bytes that travel."""
+"""Checksums of chunks, over the bytes that travel."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ _LOW_33_BITS: Final = (1 << 33) - 1
 
 
 class Checksum(Protocol):
-    """64 bits over a `uint8` payload, taken in part by part while each is in the processor's cache.
+    """A 64-bit checksum of a `uint8` payload, updated part by part while each is in the processor's cache.
 
-    How the payload is parted makes no difference. On a GPU each part but the last is a multiple of 8 bytes.
+    The division into parts makes no difference. On a GPU each part except the last is a multiple of 8 bytes.
     """
 
-    def update(self, part: torch.Tensor | NDArray[np.uint8]) -> None: ...
+    def update(self, part: torch.Tensor | NDArray[np.uint8]) -> None:
+        """Adds the next part."""
 
-    def digest(self) -> int: ...
+    def digest(self) -> int:
+        """Returns the checksum of all parts so far."""
 
 
 def new_checksum(device: torch.device) -> Checksum:
-    """For payloads on `device`. Both sides of a link have their slots on the same kind of device."""
+    """Returns the checksum for payloads on `device`; both sides of a transport stage on the same kind of device."""
     return Xxh3() if device.type == "cpu" else WordSum()
 
 
 class Xxh3:
+    """XXH3, for payloads in main memory."""
+
     def __init__(self) -> None:
         self._state = xxhash.xxh3_64()
 
@@ -44,9 +48,9 @@ class Xxh3:
 
 
 class WordSum:
-    """Summed where the payload is, each word weighted by its position: a plain sum would not see permuted blocks.
+    """A sum computed on the payload's device, each word weighted by its position: a plain sum misses permuted blocks.
 
-    The upper half of a word is mixed into the lower before, so that no bit's change can only cancel out with its like.
+    First the upper half of a word is mixed into the lower, so that changes of the same bit of two words do not cancel.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A pure state machine that the event loop and data threads drive together."""
+"""A pure state machine that the event loop and transport threads drive together."""
 
 from __future__ import annotations
 
@@ -6,43 +6,44 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 Machine = TypeVar("Machine")
 Instruction = TypeVar("Instruction")
 T = TypeVar("T")
 
+OnInstruction = Callable[[Instruction], None]
+"""Carries out one instruction of a machine; called on the event loop."""
+
 
 class DrivenMachine(Generic[Machine, Instruction]):
-    """Events apply one at a time, under a lock; instructions are carried out on the event loop, in their order.
+    """Applies events one at a time, under a lock; instructions are carried out on the event loop, in their order.
 
     Args:
-        carry_out: called on the event loop that made this.
+        on_instruction: called on the event loop that constructed this object.
     """
 
-    def __init__(self, machine: Machine, carry_out: Callable[[Instruction], None]) -> None:
+    def __init__(self, machine: Machine, on_instruction: OnInstruction[Instruction]) -> None:
         self._machine = machine
-        self._carry_out = carry_out
+        self._on_instruction = on_instruction
         self._lock = threading.Lock()
         self._decided: deque[Instruction] = deque()
         self._loop = asyncio.get_running_loop()
 
     def ask(self, question: Callable[[Machine], T]) -> T:
-        """From any thread: something that brings no instructions."""
+        """Returns the answer to a question, or applies an event that gives no instructions; called by any thread."""
         with self._lock:
             return question(self._machine)
 
     def apply(self, event: Callable[[Machine], list[Instruction]]) -> None:
-        """From the event loop: what it brings is carried out before this returns."""
+        """Applies an event on the event loop; its instructions are carried out before this returns."""
         with self._lock:
             self._decided.extend(event(self._machine))
         self._carry_out_all()
 
     def apply_in_thread(self, event: Callable[[Machine], list[Instruction]]) -> None:
-        """From a data thread."""
+        """Applies an event on a transport thread; the event loop carries its instructions out later."""
         with self._lock:
             instructions = event(self._machine)
             self._decided.extend(instructions)
@@ -51,11 +52,11 @@ class DrivenMachine(Generic[Machine, Instruction]):
 
     def _carry_out_all(self) -> None:
         while self._decided:
-            self._carry_out(self._decided.popleft())
+            self._on_instruction(self._decided.popleft())
 
 
 async def seen_through(future: asyncio.Future[T]) -> None:
-    """Waits until it is done, even when cancelled meanwhile; the cancellation follows then.
+    """Waits until a future is done, even if cancelled meanwhile; the cancellation follows then.
 
     Raises:
         CancelledError: the caller was cancelled, and the future is done.
@@ -71,6 +72,6 @@ async def seen_through(future: asyncio.Future[T]) -> None:
 
 
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
-    """`call_soon_threadsafe`, unless the loop is gone, and with it all who would want to know."""
+    """Calls `callback` on the event loop soon; no effect once the loop is closed, and with it every waiter."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback, *args)

@@ -1,7 +1,7 @@
-"""The receiving end of a link: what the headers announce is posted, verified, and written where the ledger allows.
+"""The receiving end of a transport: announced messages are posted, verified, and written where the machine allows.
 
-LOOKAHEAD messages are posted at any time. On an idle link they are signals, 64 bytes each, which fail at once when the
-peer dies; a chunk is only posted once its sender has it ready, so its time does not begin before.
+LOOKAHEAD messages are posted at any time. On an idle transport they are signals, 64 bytes each, which fail at once when
+the peer dies; a chunk is only posted once its sender has it ready, so its operation timeout does not begin before.
 """
 
 from __future__ import annotations
@@ -14,51 +14,55 @@ from kvstore.transfer.copy.checksum import new_checksum
 from kvstore.transfer.protocol import chunk_header as h
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
     import torch
 
+    from baton.messages import Ticket
     from kvstore.transfer.copy.blocks import BlockCopier
     from kvstore.transfer.pipeline.driven import DrivenMachine
-    from kvstore.transfer.protocol.plan import Chunk, Plan
-    from kvstore.transfer.protocol.receive_state import Instruction, ReceiveState
+    from kvstore.transfer.protocol.plan import Chunk
+    from kvstore.transfer.protocol.receive_state import ReceiveInstruction, ReceiveState
     from kvstore.transfer.transport.base import Operation, ReceivingTransport, SignalOperation
     from kvstore.transfer.transport.staging import Slot
 
 
 class ChunkWriter:
-    """One source's part of one transfer: where its chunks belong."""
+    """Writes the chunks of one source into the blocks of one transfer.
+
+    Args:
+        connection: the number of the source's connection.
+        checked: whether chunks carry checksums.
+    """
 
     def __init__(
         self,
-        session: int,
-        transfer_id: str,
-        generation: int,
-        plan: Plan,
-        rows: BlockCopier,
-        book: DrivenMachine[ReceiveState, Instruction],
+        ticket: Ticket,
+        connection: int,
+        copier: BlockCopier,
+        machine: DrivenMachine[ReceiveState, ReceiveInstruction],
         checked: bool,
     ) -> None:
-        self.plan = plan
-        self._session = session
-        self._transfer_id = transfer_id
-        self._generation = generation
-        self._transfer = h.transfer_hash(transfer_id)
-        self._rows = rows
-        self._book = book
+        self.plan = copier.plan
+        self._connection = connection
+        self._transfer_id = ticket.transfer_id
+        self._generation = ticket.generation
+        self._transfer = h.transfer_hash(ticket.transfer_id)
+        self._copier = copier
+        self._machine = machine
         self._checked = checked
 
     def take(self, header: h.Header, slot: Slot) -> None:
-        """Writes a chunk into the blocks if it is what it should be and they are still the transfer's.
+        """Writes a chunk into the blocks if it matches the plan and the transfer still holds them.
 
-        It is checked while it is written: nobody reads the blocks before every chunk has passed.
+        The checksum is compared while the chunk is written: nothing reads the blocks before every chunk has passed.
         """
         try:
             chunk = self._chunk(header)
         except TransferCorrupted as error:
             self._fail(error)
             return
-        if not self._book.ask(lambda ledger: ledger.scatter_begins(self._session, self._generation, header.seq)):
+        if not self._machine.ask(lambda state: state.scatter_begins(self._connection, self._generation, header.seq)):
             return
         try:
             self._scatter(header, chunk, slot.payload(chunk.num_bytes))
@@ -68,7 +72,7 @@ class ChunkWriter:
             self._fail(TransferError(f"a chunk could not be written into the cache: {error!r}"))
             raise
         finally:
-            self._book.apply_in_thread(lambda ledger: ledger.scatter_ends(self._session, self._generation))
+            self._machine.apply_in_thread(lambda state: state.scatter_ends(self._connection, self._generation))
 
     def _chunk(self, header: h.Header) -> Chunk:
         if header.seq >= len(self.plan.chunks):
@@ -79,12 +83,12 @@ class ChunkWriter:
 
     def _scatter(self, header: h.Header, chunk: Chunk, payload: torch.Tensor) -> None:
         checksum = new_checksum(payload.device) if self._checked else None
-        self._rows.scatter(chunk, payload, checksum)
+        self._copier.scatter(chunk, payload, checksum)
         if checksum is not None:
             h.verify_checksum(header, checksum.digest())
 
     def _fail(self, error: TransferError) -> None:
-        self._book.apply_in_thread(lambda ledger: ledger.fail(self._transfer_id, self._generation, error))
+        self._machine.apply_in_thread(lambda state: state.fail(self._transfer_id, self._generation, error))
 
 
 class _Posted(NamedTuple):
@@ -94,40 +98,42 @@ class _Posted(NamedTuple):
 
 
 class ReceiveLoop:
-    """TransportLoop of a receiver's lane.
+    """The loop of a receiver's transport thread.
 
     Args:
-        find: the transfer of a generation that may send on this link, or None; called by the lane.
+        epoch: the connection's epoch, which every header must carry.
+        writers: the transfers that may send on this transport, by generation; the event loop changes it.
+        slot_bytes: the largest payload of a chunk.
     """
 
-    def __init__(
-        self, epoch: int, find: Callable[[int], ChunkWriter | None], slot_bytes: int, slot_wait_s: float
-    ) -> None:
+    def __init__(self, epoch: int, writers: Mapping[int, ChunkWriter], slot_bytes: int, slot_wait_s: float) -> None:
         self.num_fenced = 0
-        """Chunks of transfers that are over, dropped."""
+        """Number of dropped chunks of transfers that have ended."""
         self._epoch = epoch
-        self._find = find
+        self._writers = writers
         self._slot_bytes = slot_bytes
         self._slot_wait_s = slot_wait_s
         self._stopped = False
 
     def stop(self) -> None:
+        """Ends `run` before its next message. Idempotent."""
         self._stopped = True
 
-    def run(self, link: ReceivingTransport) -> None:
+    def run(self, transport: ReceivingTransport) -> None:
+        """Receives until `stop`, or until the transport fails with TransferError."""
         posted: deque[_Posted] = deque()
         try:
-            self._run(link, posted)
+            self._run(transport, posted)
         finally:
             for message in posted:
                 if message.slot is not None:
-                    link.slots.discard(message.slot)
+                    transport.slots.discard(message.slot)
 
-    def _run(self, link: ReceivingTransport, posted: deque[_Posted]) -> None:
+    def _run(self, transport: ReceivingTransport, posted: deque[_Posted]) -> None:
         announced = deque([0] * h.LOOKAHEAD)
         place = 0
         while not self._stopped:
-            self._post(link, announced, posted)
+            self._post(transport, announced, posted)
             message = posted[0]
             message.operation.wait()
             posted.popleft()
@@ -138,34 +144,34 @@ class ReceiveLoop:
                     self._take(header, message.slot)
             finally:
                 if message.slot is not None:
-                    link.slots.release(message.slot)
+                    transport.slots.release(message.slot)
             place += 1
 
-    def _post(self, link: ReceivingTransport, announced: deque[int], posted: deque[_Posted]) -> None:
-        """Posts what is announced, in order, as far as there are slots. Waits for one only when holding none."""
+    def _post(self, transport: ReceivingTransport, announced: deque[int], posted: deque[_Posted]) -> None:
+        """Posts announced messages in order, as far as there are slots. Waits for a slot only while holding none."""
         while announced:
             num_bytes = announced[0]
             if num_bytes == 0:
-                posted.append(_Posted(link.recv_signal(), None, 0))
+                posted.append(_Posted(transport.recv_signal(), None, 0))
             else:
-                slot = link.slots.acquire(0 if posted else self._slot_wait_s)
+                slot = transport.slots.acquire(0 if posted else self._slot_wait_s)
                 if slot is None:
                     if posted:
                         return
                     raise TransferTimeout(f"no staging slot came free within {self._slot_wait_s:g} s")
                 try:
-                    posted.append(_Posted(link.recv_chunk(slot, num_bytes), slot, num_bytes))
+                    posted.append(_Posted(transport.recv_chunk(slot, num_bytes), slot, num_bytes))
                 except BaseException:
-                    link.slots.release(slot)
+                    transport.slots.release(slot)
                     raise
             announced.popleft()
 
     def _take(self, header: h.Header, slot: Slot) -> None:
-        inbound = self._find(header.generation)
-        if inbound is None:
+        writer = self._writers.get(header.generation)
+        if writer is None:
             self.num_fenced += 1
         else:
-            inbound.take(header, slot)
+            writer.take(header, slot)
 
 
 def _read_header(message: _Posted) -> bytes:

@@ -1,11 +1,11 @@
-"""The sending end of a link: ready chunks of many transfers leave in turn, each announced LOOKAHEAD places ahead.
+"""The sending end of a transport: ready chunks of many transfers leave in turn, each announced LOOKAHEAD places ahead.
 
     place       n       n+1       n+2
     message   signal   chunk a  |  decided now; announced by the message at n
                                 `-- next_bytes: its payload, 0 for a signal
 
 A place that was announced is always filled: with a VOID chunk if its transfer has been given up meanwhile. So giving up
-leaves nothing behind on the link. An idle link carries a signal every `heartbeat_s`.
+leaves nothing behind on the transport. An idle transport carries a signal every `heartbeat_s`.
 """
 
 from __future__ import annotations
@@ -21,74 +21,78 @@ from kvstore.transfer.protocol import chunk_header as h
 from kvstore.transfer.protocol.plan import EVERY_LAYER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from baton.engine.core.runner import Fence
     from baton.messages import Ticket
     from kvstore.transfer.copy.blocks import BlockCopier
     from kvstore.transfer.pipeline.driven import DrivenMachine
-    from kvstore.transfer.protocol.plan import Chunk, Plan
-    from kvstore.transfer.protocol.send_state import Instruction, SendState
+    from kvstore.transfer.protocol.plan import Chunk, TransferPlan
+    from kvstore.transfer.protocol.send_state import SendInstruction, SendState
     from kvstore.transfer.transport.base import Operation, SendingTransport
     from kvstore.transfer.transport.faults import FaultInjector
     from kvstore.transfer.transport.staging import Slot
 
 
 class ChunkQueue:
-    """One transfer's chunks, and how far the engine has come with them. Any thread."""
+    """The chunks of one transfer on one connection, and how far the engine has come with them. Any thread may use it.
 
-    def __init__(self, ticket: Ticket, plan: Plan, rows: BlockCopier, checked: bool) -> None:
+    Args:
+        checked: whether chunks carry checksums.
+    """
+
+    def __init__(self, ticket: Ticket, copier: BlockCopier, checked: bool) -> None:
+        plan = copier.plan
         self.generation = ticket.generation
         self.plan = plan
-        self.wake: Callable[[], None] = _nobody
-        """Called when more chunks have become ready."""
+        self.send_loop: SendLoop | None = None
+        """The loop that takes the chunks, once the receiver has granted the transfer."""
         self.began_s = 0.0
-        """When the first chunk was gathered, on the monotonic clock; 0: not yet."""
-        self._rows = rows
+        """When the first chunk was gathered, on the monotonic clock; 0 before that."""
+        self._copier = copier
         self._checked = checked
         self._transfer = h.transfer_hash(ticket.transfer_id)
         self._lock = threading.Lock()
         self._spans = _spans(plan)
-        """Chunks that are not ready yet."""
+        """The chunks that are not ready yet."""
         self._ready: deque[int] = deque()
         self._unsent_bytes = 0
         self._num_layers = 1 + max(max(group.layers) for group in plan.src.groups)
         self._tokens_in_all_layers = 0
         self._step = (0, 0)
-        """Tokens that the current step ends with, and layers that it has done."""
+        """Tokens that the current step ends with, and layers that it has completed."""
         self._fence: Fence | None = None
         self._finished = False
 
     @property
     def unsent_bytes(self) -> int:
-        """Of chunks that are computed and not gathered."""
+        """Payload of the chunks that are computed and not gathered."""
         return self._unsent_bytes
 
     @property
     def is_exhausted(self) -> bool:
+        """Whether every chunk has been taken."""
         return not self._spans and not self._ready
 
     def advance(self, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
-        """The first `num_tokens` tokens are computed in the model's first `num_layers` layers."""
+        """Notes that the first `num_tokens` tokens are computed in the model's first `num_layers` layers."""
         with self._lock:
             self._fence = fence or self._fence
             self._step = (num_tokens, num_layers)
             if num_layers >= self._num_layers:
                 self._tokens_in_all_layers = max(self._tokens_in_all_layers, num_tokens)
             self._find_ready()
-        self.wake()
+        self._wake()
 
     def finish(self) -> None:
-        """Everything is computed, states included."""
+        """Notes that everything is computed, states included."""
         with self._lock:
             self._finished = True
             self._find_ready()
-        self.wake()
+        self._wake()
 
     def take_ready(self) -> tuple[int, Chunk] | None:
-        """The next chunk that can be gathered, with its number."""
+        """Returns the number of the next chunk that can be gathered, and the chunk; None if there is none yet."""
         with self._lock:
             if not self._ready:
                 return None
@@ -98,17 +102,18 @@ class ChunkQueue:
             return seq, chunk
 
     def gather(self, chunk: Chunk, payload: torch.Tensor) -> int:
-        """Fills `payload`, and returns its checksum: 0 where chunks are not checked."""
+        """Fills `payload`, `uint8[chunk.num_bytes]`, and returns its checksum; 0 if chunks are not checked."""
         self.began_s = self.began_s or time.monotonic()
         checksum = new_checksum(payload.device) if self._checked else None
-        self._rows.gather(chunk, payload, self._fence, checksum)
+        self._copier.gather(chunk, payload, self._fence, checksum)
         return checksum.digest() if checksum else 0
 
-    def header(self, seq: int, chunk: Chunk, checksum: int, epoch: int, place: int, next_bytes: int) -> h.Header:
+    def header(self, seq: int, chunk: Chunk, checksum: int, at: Place) -> h.Header:
+        """Returns the header of a gathered chunk."""
         return h.Header(
-            epoch=epoch,
-            place=place,
-            next_bytes=next_bytes,
+            epoch=at.epoch,
+            place=at.place,
+            next_bytes=at.next_bytes,
             flags=h.CHECKED if self._checked else 0,
             generation=self.generation,
             transfer=self._transfer,
@@ -123,16 +128,20 @@ class ChunkQueue:
         )
 
     def _find_ready(self) -> None:
-        """Spans become ready in order, and so do the chunks of each; a step may work on several spans at once."""
+        """Moves ready chunks to the queue: spans and their chunks in order; a step may work on several spans."""
         for span in self._spans:
-            while span.chunks and self._is_ready(span.num_tokens, span.chunks[0][1]):
-                seq, _ = span.chunks.popleft()
+            while span.chunks and self._is_ready(span.num_tokens, span.chunks[0].num_layers):
+                seq = span.chunks.popleft().seq
                 self._ready.append(seq)
                 self._unsent_bytes += self.plan.chunks[seq].num_bytes
             if span.num_tokens > max(self._step[0], self._tokens_in_all_layers) and not self._finished:
                 break
         while self._spans and not self._spans[0].chunks:
             self._spans.popleft()
+
+    def _wake(self) -> None:
+        if self.send_loop is not None:
+            self.send_loop.wake()
 
     def _is_ready(self, num_tokens: int, num_layers: int) -> bool:
         if self._finished or num_layers == EVERY_LAYER:
@@ -142,41 +151,52 @@ class ChunkQueue:
 
 
 @dataclass(slots=True)
+class _PendingChunk:
+    seq: int
+    num_layers: int
+    """Layers that must be computed before the chunk is ready; EVERY_LAYER: the whole prompt must be."""
+
+
+@dataclass(slots=True)
 class _Span:
-    """Chunks that need the same tokens."""
+    """The chunks that need the same tokens."""
 
     num_tokens: int
-    chunks: deque[tuple[int, int]]
-    """Number, and the layers that it needs; in rising order of the layers."""
+    chunks: deque[_PendingChunk]
+    """Pending chunks, in rising order of their layers."""
 
 
-def _spans(plan: Plan) -> deque[_Span]:
-    """In rising order of the tokens."""
+def _spans(plan: TransferPlan) -> deque[_Span]:
+    """Returns the spans of a plan in rising order of their tokens."""
     spans: dict[int, _Span] = {}
     for seq, chunk in enumerate(plan.chunks):
         num_tokens, num_layers = plan.ready_at(chunk)
-        spans.setdefault(num_tokens, _Span(num_tokens, deque())).chunks.append((seq, num_layers))
+        spans.setdefault(num_tokens, _Span(num_tokens, deque())).chunks.append(_PendingChunk(seq, num_layers))
     return deque(spans[num_tokens] for num_tokens in sorted(spans))
 
 
-def _nobody() -> None:
-    """Nobody waits for chunks of a transfer that is not granted yet."""
+class Place(NamedTuple):
+    """A message's place on the transport, and the payload that it announces."""
+
+    epoch: int
+    place: int
+    next_bytes: int
 
 
-class _Due(NamedTuple):
-    """A chunk that has been announced."""
+class _Announced(NamedTuple):
+    """A chunk that an earlier message has announced."""
 
-    outbound: ChunkQueue
+    queue: ChunkQueue
     seq: int
     chunk: Chunk
     slot: Slot
 
 
 class _UnderWay:
-    """Operations that have begun, in order, and the slots that they hold."""
+    """The operations that have begun, in order, and the slots that they hold."""
 
-    def __init__(self, link: SendingTransport) -> None:
-        self._link = link
+    def __init__(self, transport: SendingTransport) -> None:
+        self._transport = transport
         self._operations: deque[tuple[Operation, Slot | None]] = deque()
 
     def __bool__(self) -> bool:
@@ -190,102 +210,108 @@ class _UnderWay:
         operation.wait()
         self._operations.popleft()
         if slot is not None:
-            self._link.slots.release(slot)
+            self._transport.slots.release(slot)
 
     def complete_all(self) -> None:
         while self._operations:
             self.complete_one()
 
     def give_up(self) -> None:
-        """The link has failed, or is about to be closed."""
+        """Discards the slots of operations under way: the transport has failed, or is about to be closed."""
         for _, slot in self._operations:
             if slot is not None:
-                self._link.slots.discard(slot)
+                self._transport.slots.discard(slot)
 
 
 class SendLoop:
-    """TransportLoop of a sender's lane. The event loop adds granted transfers.
+    """The loop of a sender's transport thread. The event loop adds granted transfers.
 
     Args:
-        epoch: of the pair; known once the link is opened.
+        epoch: the connection's epoch, which every header carries.
+        faults: spoils payloads in tests.
+        heartbeat_s: longest pause between two messages.
     """
 
     def __init__(
         self,
-        epoch: Callable[[], int],
-        book: DrivenMachine[SendState, Instruction],
-        faults: FaultInjector,
+        epoch: int,
+        machine: DrivenMachine[SendState, SendInstruction],
         heartbeat_s: float,
+        faults: FaultInjector | None = None,
     ) -> None:
         self._epoch = epoch
-        self._book = book
+        self._machine = machine
         self._faults = faults
         self._heartbeat_s = heartbeat_s
         self._changed = threading.Condition()
-        self._outbounds: deque[ChunkQueue] = deque()
+        self._queues: deque[ChunkQueue] = deque()
         self._next: tuple[ChunkQueue, int, Chunk] | None = None
-        """Ready, and not announced for want of a slot."""
+        """A chunk that is ready, and not announced because no slot was free."""
         self._stopped = False
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
-    def add(self, outbound: ChunkQueue) -> None:
-        outbound.wake = self._wake
+    def add(self, queue: ChunkQueue) -> None:
+        """Takes in a granted transfer."""
+        queue.send_loop = self
         with self._changed:
-            self._outbounds.append(outbound)
+            self._queues.append(queue)
             self._changed.notify()
 
-    def drop(self, outbound: ChunkQueue) -> None:
-        """The transfer has ended: no more of its chunks are begun."""
+    def drop(self, queue: ChunkQueue) -> None:
+        """Begins no more chunks of a transfer, because it has ended."""
         with self._changed:
-            if outbound in self._outbounds:
-                self._outbounds.remove(outbound)
+            if queue in self._queues:
+                self._queues.remove(queue)
 
     def stop(self) -> None:
+        """Ends `run` before its next message. Idempotent."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Looks for ready chunks again: a queue has more."""
         with self._changed:
             self._changed.notify()
 
-    # -- the lane ----------------------------------------------------------------------------------------------------
+    # -- the transport thread ----------------------------------------------------------------------------------------
 
-    def run(self, link: SendingTransport) -> None:
-        under_way = _UnderWay(link)
+    def run(self, transport: SendingTransport) -> None:
+        """Sends until `stop`, or until the transport fails with TransferError."""
+        under_way = _UnderWay(transport)
         try:
-            self._run(link, under_way)
+            self._run(transport, under_way)
         finally:
             under_way.give_up()
 
-    def _run(self, link: SendingTransport, under_way: _UnderWay) -> None:
-        places: deque[_Due | None] = deque([None] * h.LOOKAHEAD)
+    def _run(self, transport: SendingTransport, under_way: _UnderWay) -> None:
+        places: deque[_Announced | None] = deque([None] * h.LOOKAHEAD)
         place = 0
         try:
             while True:
                 due = places[0]
-                upcoming = self._decide(link, under_way, is_idle=not any(places))
+                upcoming = self._decide(transport, under_way, is_idle=not any(places))
                 places.append(upcoming)
                 if self._stopped:
                     return
-                next_bytes = upcoming.chunk.num_bytes if upcoming else 0
+                at = Place(self._epoch, place, upcoming.chunk.num_bytes if upcoming else 0)
                 if due is None:
-                    signal = h.Header(0, self._epoch(), place, next_bytes)
-                    under_way.add(link.send_signal(signal.pack()), None)
+                    signal = h.Header(0, *at)
+                    under_way.add(transport.send_signal(signal.pack()), None)
                 else:
-                    self._send(link, under_way, due, place, next_bytes)
+                    self._send(transport, under_way, due, at)
                 places.popleft()
                 place += 1
         finally:
             for unsent in filter(None, places):
-                link.slots.release(unsent.slot)
+                transport.slots.release(unsent.slot)
 
-    def _decide(self, link: SendingTransport, under_way: _UnderWay, is_idle: bool) -> _Due | None:
-        """What is announced next; None: nothing is.
+    def _decide(self, transport: SendingTransport, under_way: _UnderWay, is_idle: bool) -> _Announced | None:
+        """Returns the chunk to announce next, or None to announce a signal.
 
-        Only a chunk that has its slot is announced. The receiver takes one of its own for it, which must not wait for
-        a slot here: two processes' pools could wait for each other.
+        Only a chunk that has its slot is announced. The receiver takes a slot of its own for it, which must not wait
+        for a slot here: the pools of two processes could wait for each other.
         """
         self._next = self._next or self._take_ready()
         if self._next is None and is_idle:
@@ -293,46 +319,47 @@ class SendLoop:
             self._next = self._wait_ready()
         if self._next is None:
             return None
-        slot = link.slots.acquire(0)
+        slot = transport.slots.acquire(0)
         while slot is None and under_way:
             under_way.complete_one()
-            slot = link.slots.acquire(0)
+            slot = transport.slots.acquire(0)
         if slot is None and is_idle:
-            slot = link.slots.acquire(self._heartbeat_s)
+            slot = transport.slots.acquire(self._heartbeat_s)
         if slot is None:
             return None
-        (outbound, seq, chunk), self._next = self._next, None
-        return _Due(outbound, seq, chunk, slot)
+        (queue, seq, chunk), self._next = self._next, None
+        return _Announced(queue, seq, chunk, slot)
 
-    def _send(self, link: SendingTransport, under_way: _UnderWay, due: _Due, place: int, next_bytes: int) -> None:
-        outbound, chunk, slot = due.outbound, due.chunk, due.slot
+    def _send(self, transport: SendingTransport, under_way: _UnderWay, due: _Announced, at: Place) -> None:
+        queue, chunk, slot = due.queue, due.chunk, due.slot
         payload = slot.payload(chunk.num_bytes)
-        checksum = self._gather(outbound, chunk, payload)
+        checksum = self._gather(queue, chunk, payload)
         if checksum is not None:
-            header = outbound.header(due.seq, chunk, checksum, self._epoch(), place, next_bytes)
-            self._faults.spoil(chunk, payload)
+            header = queue.header(due.seq, chunk, checksum, at)
+            if self._faults is not None:
+                self._faults.spoil(chunk, payload)
         else:
-            header = h.Header(h.VOID, self._epoch(), place, next_bytes, num_bytes=chunk.num_bytes)
+            header = h.Header(h.VOID, *at, num_bytes=chunk.num_bytes)
         slot.write_header(header.pack())
-        under_way.add(link.send_chunk(slot, chunk.num_bytes), slot)
+        under_way.add(transport.send_chunk(slot, chunk.num_bytes), slot)
 
-    def _gather(self, outbound: ChunkQueue, chunk: Chunk, payload: torch.Tensor) -> int | None:
-        """The checksum. None: the transfer has been given up, and its blocks are not to be read."""
-        if not self._book.ask(lambda offers: offers.gather_begins(outbound.generation)):
+    def _gather(self, queue: ChunkQueue, chunk: Chunk, payload: torch.Tensor) -> int | None:
+        """Gathers and returns the checksum; None if the transfer was given up, so that its blocks must not be read."""
+        if not self._machine.ask(lambda state: state.gather_begins(queue.generation)):
             return None
         try:
-            return outbound.gather(chunk, payload)
+            return queue.gather(chunk, payload)
         finally:
             now = time.monotonic()
-            self._book.apply_in_thread(lambda offers: offers.gather_ends(outbound.generation, now))
+            self._machine.apply_in_thread(lambda state: state.gather_ends(queue.generation, now))
 
     def _take_ready(self) -> tuple[ChunkQueue, int, Chunk] | None:
-        """The next ready chunk; transfers take turns."""
+        """Returns the next ready chunk, or None; transfers take turns."""
         with self._changed:
             return self._next_ready()
 
     def _wait_ready(self) -> tuple[ChunkQueue, int, Chunk] | None:
-        """The same, once there is one; None when it is time for a heartbeat, or to stop."""
+        """Waits for the next ready chunk; returns None when it is time for a heartbeat, or to stop."""
         found: list[tuple[ChunkQueue, int, Chunk]] = []
 
         def look() -> bool:
@@ -345,13 +372,13 @@ class SendLoop:
         return found[0] if found else None
 
     def _next_ready(self) -> tuple[ChunkQueue, int, Chunk] | None:
-        for _ in range(len(self._outbounds)):
-            outbound = self._outbounds[0]
-            ready = outbound.take_ready()
-            if outbound.is_exhausted:
-                self._outbounds.popleft()
+        for _ in range(len(self._queues)):
+            queue = self._queues[0]
+            ready = queue.take_ready()
+            if queue.is_exhausted:
+                self._queues.popleft()
             else:
-                self._outbounds.rotate(-1)
+                self._queues.rotate(-1)
             if ready is not None:
-                return outbound, *ready
+                return queue, *ready
         return None

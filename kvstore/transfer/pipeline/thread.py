@@ -1,10 +1,11 @@
-"""The one thread that owns one link: it opens it, moves messages until told to stop, and closes it."""
+"""The thread that owns one end of a transport: it opens it, runs a loop on it until that is stopped, and closes it."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -12,60 +13,71 @@ from baton.errors import TransferError
 from kvstore.transfer.pipeline.driven import post
 from kvstore.transfer.transport.base import Transport
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+OnTransport = Callable[[TransferError | None], None]
+"""Called on the event loop: with None once the transport is open, and with the error once it has ended."""
 
 AnyTransport = TypeVar("AnyTransport", bound=Transport, contravariant=True)
-L = TypeVar("L", bound=Transport)
+T = TypeVar("T", bound=Transport)
 
 
 class TransportLoop(Protocol[AnyTransport]):
-    """What a lane does with its link."""
+    """What the thread runs: `SendLoop` or `ReceiveLoop`."""
 
-    def run(self, link: AnyTransport) -> None:
+    def run(self, transport: AnyTransport) -> None:
         """Moves messages until `stop`.
 
         Raises:
-            TransferError: the link failed, and with it the pair.
+            TransferError: the transport failed, and with it the connection.
         """
 
     def stop(self) -> None:
-        """From any thread: `run` returns before its next message. Idempotent."""
+        """Makes `run` return before its next message; called by any thread. Idempotent."""
 
 
-class TransportThread(Generic[L]):
-    """A daemon thread, and what the event loop that made it may know of it.
+class TransportThread(Generic[T]):
+    """A daemon thread, and what the event loop that started it may await.
 
     Attributes:
-        opened: done once the link is open; fails with TransferError if it cannot be.
-        ended: done once the thread has let go of the link; the error that ended it, or None.
+        opened: done once the transport is open; fails with TransferError if it cannot be opened.
+        ended: done once the thread has let go of the transport, with the error that ended it, or None.
     """
 
-    def __init__(self, name: str, open_link: Callable[[], L], traffic: TransportLoop[L]) -> None:
+    def __init__(self, name: str, open_transport: Callable[[], T], transport_loop: TransportLoop[T]) -> None:
         loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[TransferError | None] = loop.create_future()
         self._loop = loop
-        self._open_link = open_link
-        self._traffic = traffic
+        self._open_transport = open_transport
+        self._transport_loop = transport_loop
         self._lock = threading.Lock()
-        self._link: Transport | None = None
+        self._transport: Transport | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    def watch(self, on_transport: OnTransport) -> None:
+        """Reports to the caller that the transport is open, and that it has ended."""
+
+        def opened(future: asyncio.Future[None]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                on_transport(None)
+
+        self.opened.add_done_callback(opened)
+        self.ended.add_done_callback(
+            lambda future: on_transport(future.result() or TransferError("the link was closed"))
+        )
+
     def stop(self) -> None:
-        """Ends the thread as soon as its link lets it; does not wait. Idempotent."""
-        self._traffic.stop()
+        """Ends the thread as soon as its transport lets it; does not wait. Idempotent."""
+        self._transport_loop.stop()
         with self._lock:
             self._stopped = True
-            link = self._link
-        if link is not None:
-            link.abort()
+            transport = self._transport
+        if transport is not None:
+            transport.abort()
 
     async def join(self, timeout_s: float) -> bool:
-        """Whether the thread has ended; it may still be in a blocked operation."""
+        """Waits for the thread's end, and returns whether it came; the thread may still be in a blocked operation."""
         await asyncio.wait([self.ended], timeout=timeout_s)
         if self.ended.done():
             self._thread.join()
@@ -73,46 +85,46 @@ class TransportThread(Generic[L]):
 
     def _run(self) -> None:
         error: TransferError | None = None
-        link: L | None = None
+        transport: T | None = None
         try:
-            link = self._open_link()
+            transport = self._open_transport()
             with self._lock:
-                self._link = link
+                self._transport = transport
                 if self._stopped:
-                    link.abort()
+                    transport.abort()
             post(self._loop, _settle, self.opened, None)
-            self._traffic.run(link)
+            self._transport_loop.run(transport)
         except TransferError as failure:
             error = failure
-        except Exception as failure:  # whatever a device or a library may raise in its own words
+        except Exception as failure:  # a device or a library may raise any kind of error
             error = TransferError(f"the link's thread failed: {failure!r}")
             error.__cause__ = failure
         finally:
             with self._lock:
-                self._link = None
-            if link is not None:
-                error = _closed(link) or error
+                self._transport = None
+            if transport is not None:
+                error = _closed(transport) or error
             post(self._loop, _settle, self.opened, error or TransferError("the link is closed"))
             post(self._loop, _finish, self.ended, _without_frames(error))
 
 
-def _closed(link: Transport) -> TransferError | None:
+def _closed(transport: Transport) -> TransferError | None:
     try:
-        link.close()
-    except Exception as failure:  # in its own words, and the lane must say that it has ended all the same
+        transport.close()
+    except Exception as failure:  # a library may raise any kind of error, and `ended` must be settled all the same
         return TransferError(f"the link could not be closed: {failure!r}")
     return None
 
 
 def _without_frames(error: TransferError | None) -> TransferError | None:
-    """The frames hold slots and the link, which had to live until it was closed, and must not live with the error."""
+    """Drops the frames: they hold slots and the transport, which must not live as long as the error."""
     if error is not None:
         error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
 
 
 def use_own_stream(device: torch.device) -> None:
-    """On a GPU, a thread's copies and sums must not queue behind the engine's steps."""
+    """Gives the calling thread a stream of its own on a GPU, so that its copies do not queue behind engine steps."""
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
@@ -124,7 +136,7 @@ def _settle(opened: asyncio.Future[None], error: TransferError | None) -> None:
         opened.set_result(None)
     else:
         opened.set_exception(error)
-        opened.exception()  # seen, even where nobody waits
+        opened.exception()  # retrieved, even if nothing awaits it
 
 
 def _finish(ended: asyncio.Future[TransferError | None], error: TransferError | None) -> None:

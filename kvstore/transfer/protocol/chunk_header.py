@@ -1,15 +1,16 @@
-"""The 64 bytes before every message on a link, with which a message proves whose it is and tells what comes next.
+"""The 64 bytes before every message on a transport: they identify the message and announce a later one.
 
     0      4        5      6       10      14           18           26              30    34     36         38
     | magic | version | flags | epoch | place | next bytes | generation | transfer hash | seq | part | layer_lo | ...
     38         40        44        48              52         60           64
     | layer_hi | unit_lo | unit_hi | payload bytes | checksum | header sum |                    little endian
 
-`place` counts the messages of a link, `next_bytes` is the payload of the message LOOKAHEAD places further on: so a
-receiver always knows what to post. A message without payload is a signal; it announces, or keeps the link alive.
+`place` counts the messages of a transport, `next_bytes` is the payload of the message LOOKAHEAD places further on, so
+that a receiver always knows what to post. A message without payload is a signal; it announces, or keeps the transport
+alive.
 
-Length, sender, reservation and place in the plan are all in it, because no link reports them: a shorter message
-completes a receive, and a late one looks like the next.
+The header contains length, sender, reservation and place in the plan, because no transport reports them: a shorter
+message completes a receive, and a late one looks like the next.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 HEADER_BYTES = 64
 PROTOCOL_VERSION = 3
 LOOKAHEAD = 2
-"""Messages that are posted ahead on every link. Part of the protocol."""
+"""Messages that are posted ahead on every transport; part of the protocol."""
 MAGIC = b"BTKV"
 
 CHECKED = 1
 """Flag: `checksum` holds the payload's checksum."""
 VOID = 2
-"""Flag: the payload was announced for a transfer that has been given up since, and means nothing."""
+"""Flag: the payload was announced for a transfer that has been given up since, and is undefined."""
 
 _FORMAT = struct.Struct("<4sBBIIIQ4sIHHHIIIQ")
 _SUM = struct.Struct("<I")
@@ -45,6 +46,8 @@ assert _FORMAT.size + _SUM.size == HEADER_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Header:
+    """A decoded header; the fields of a chunk are 0 in a signal."""
+
     flags: int
     epoch: int
     place: int
@@ -61,6 +64,7 @@ class Header:
     checksum: int = 0
 
     def pack(self) -> bytes:
+        """Encodes the header as HEADER_BYTES."""
         body = _FORMAT.pack(MAGIC, PROTOCOL_VERSION, *_fields(self))
         return body + _SUM.pack(xxhash.xxh32_intdigest(body))
 
@@ -69,14 +73,15 @@ _fields = attrgetter(*Header.__slots__)
 
 
 def transfer_hash(transfer_id: str) -> bytes:
+    """Returns the 4 bytes that identify a transfer in headers."""
     return hashlib.blake2b(transfer_id.encode(), digest_size=4).digest()
 
 
 def unpack(data: bytes, epoch: int, place: int, num_bytes: int, slot_bytes: int) -> Header:
-    """The header of a message, which must be the one that its place on the link calls for.
+    """Decodes the header of a message, and checks that it is the one expected at this place of the transport.
 
     Raises:
-        TransferCorrupted: it is not. Then nothing that follows on the link can be trusted either.
+        TransferCorrupted: it is not. Then nothing that follows on the transport can be trusted either.
     """
     body, total = data[: _FORMAT.size], data[_FORMAT.size : HEADER_BYTES]
     magic, version, *fields = _FORMAT.unpack(body)

@@ -6,8 +6,8 @@ The heads of a group are cut evenly over the ranks. With more ranks than heads, 
               tp 3   rank 0: 0 1     rank 1: 2 3     rank 2: 4 5
     2 heads   tp 4   ranks 0, 1: 0   ranks 2, 3: 1              (replicated)
 
-A pair of ranks exchanges the heads that both hold. Where the source is replicated, one of a head's ranks sends it,
-and destinations take them in turn (the rule of vLLM's `tp_mapping`; MLA, one head for all ranks, is the same case).
+A pair of ranks exchanges the heads that both hold. If the source is replicated, one of a head's ranks sends it, and
+destinations take them in turn (the rule of vLLM's `tp_mapping`; MLA, one head for all ranks, is the same case).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 AUTO = "auto"
-"""The wire data type that follows from the two pools'."""
+"""The wire data type that is chosen from the two pools' types."""
 CONVERTIBLE = ("float32", "bfloat16", "float16")
-"""Pool data types between which values may be converted. All others travel as they are."""
+"""Pool data types between which values may be converted; all others travel unchanged."""
 WIRE_DTYPES = (AUTO, *CONVERTIBLE, "int8")
 MAX_RANKS = 64
-"""More than any model is split over. A transfer has a session for each rank that it goes to."""
+"""An upper bound, above any real tensor-parallel degree: a transfer has a connection for each receiving rank."""
 
 
 def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) -> KvLayout:
-    """The layout of the worker of which one rank's cache is `spec`.
+    """Returns the layout of a worker from the cache of one of its ranks.
 
     Args:
-        num_kv_heads: heads of the whole model, one number a group. A rank's cache does not tell them where ranks
-            outnumber the heads; without them, no head is taken to be held twice.
+        num_kv_heads: heads of the whole model, one number per group. They do not follow from a rank's cache if ranks
+            outnumber the heads; by default no head is held twice.
     """
     totals = num_kv_heads or tuple(group.num_kv_heads * tp_size for group in spec.groups)
     return KvLayout(
@@ -53,7 +53,7 @@ def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) 
 
 
 def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
-    """The cache of one rank."""
+    """Returns the cache specification of one rank."""
     return KVSpec(
         layout.block_size,
         tuple(
@@ -72,13 +72,13 @@ def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
 
 
 def heads_of(num_heads: int, tp_size: int, rank: int) -> range:
-    """The model's heads that a rank holds. One number divides the other."""
+    """Returns the model's heads that a rank holds; `num_heads` divides `tp_size`, or the other way round."""
     first = rank * num_heads // tp_size
     return range(first, first + max(1, num_heads // tp_size))
 
 
 def shared_heads(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int, group: int) -> range:
-    """The model's heads of a group that `src_rank` sends to `dst_rank`; empty if another rank sends them, or none."""
+    """Returns the heads of a group that `src_rank` sends to `dst_rank`; empty if another rank sends them, or none."""
     num_heads = src.groups[group].num_kv_heads
     ours, theirs = heads_of(num_heads, src.tp_size, src_rank), heads_of(num_heads, dst.tp_size, dst_rank)
     replicas = max(1, src.tp_size // num_heads)
@@ -89,20 +89,21 @@ def shared_heads(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int, gro
 
 
 def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> tuple[int, ...]:
-    """The ranks from which `dst_rank` receives, in order. Every one of them has something to send."""
+    """Returns the ranks from which `dst_rank` receives, in order; each of them has something to send."""
     return tuple(rank for rank in range(src.tp_size) if _is_pair(src, rank, dst, dst_rank))
 
 
 def destination_ranks(src: KvLayout, dst: KvLayout, src_rank: int) -> tuple[int, ...]:
-    """The ranks to which `src_rank` sends, in order. A surplus replica has none."""
+    """Returns the ranks to which `src_rank` sends, in order; none for a surplus replica."""
     return tuple(rank for rank in range(dst.tp_size) if _is_pair(src, src_rank, dst, rank))
 
 
 def wire_dtype(src_dtype: str, dst_dtype: str, wanted: str) -> str:
-    """The data type in which a group travels.
+    """Returns the data type in which a group travels.
 
-    `wanted` is one of WIRE_DTYPES. "auto" is the narrower of the two pools' types, so that equal pools exchange their
-    very bits. A type that cannot be converted travels as itself, whatever is wanted.
+    Args:
+        wanted: one of WIRE_DTYPES. "auto" means the narrower of the two pools' types, so that equal pools exchange
+            their exact bits. A type that cannot be converted travels unchanged, whatever is wanted.
 
     Raises:
         ValueError: the two differ and one of them cannot be converted.
@@ -117,7 +118,7 @@ def wire_dtype(src_dtype: str, dst_dtype: str, wanted: str) -> str:
 
 
 def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
-    """Why KV of `src` cannot become KV of `dst`, in one sentence; "" if it can. One of them may be anything at all."""
+    """Returns why KV of `src` cannot become KV of `dst`, in one sentence; "" if it can. Layouts are untrusted."""
     for layout in (src, dst):
         if layout.block_size < 1:
             return f"a layout has blocks of {layout.block_size} tokens"
@@ -153,6 +154,7 @@ def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
+    """Returns the dtype of that name; the name must exist."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

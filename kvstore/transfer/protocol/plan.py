@@ -1,7 +1,7 @@
 """Which bytes of a sequence's cache travel in which chunk: pure, and the same on both sides.
 
-A plan is of one pair of ranks. A wire unit is one block of the smaller of the two block sizes, of the heads that the
-two ranks share, in one layer:
+A plan describes one pair of ranks. A wire unit is one block of the smaller of the two block sizes, of the heads that
+the two ranks share, in one layer:
 
     sequence      | held by the destination | unit 0 | unit 1 | ...       unit u starts at token
                   0                    skip_tokens                        skip_tokens + u * unit_tokens
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
     from baton.messages import GroupLayout, KvLayout
 
 EVERY_LAYER: Final = 1 << 30
-"""More layers than a model has: stands for the end of the step, after which nothing changes any more."""
+"""A number of layers that no model has: it stands for the end of the step, after which nothing changes any more."""
 SCALE_BYTES: Final = 4
-"""A float32 scale, of one page in int8."""
+"""Size of the float32 scale of one int8 page."""
 
 
 @dataclass(frozen=True, slots=True)
 class WireOptions:
-    """What both sides must have agreed on."""
+    """Options on which both sides must agree."""
 
     chunk_bytes: int
-    """Largest payload of a chunk; a slot holds as much, or more."""
+    """Largest payload of a chunk; at most what a slot holds."""
     span_tokens: int
-    """Tokens that travel before the next ones do, rounded down to whole units, at least one."""
+    """Tokens of one span, rounded down to whole units, at least one."""
     wire_dtype: str
-    """One of `layout.WIRE_DTYPES`."""
+    """Data type on the wire, one of `layout.WIRE_DTYPES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +74,15 @@ class WireGroup:
 
     head_lo: int
     head_hi: int
-    """Heads of the model; equal where the two ranks share none of this group."""
+    """Heads of the model, `head_lo:head_hi`; none if the two ranks share none of this group."""
     dtype: str
     unit_bytes: int
-    """Of one layer."""
+    """Bytes of one unit of one layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One transfer between two ranks."""
+class TransferPlan:
+    """The chunks of one transfer between two ranks."""
 
     src: KvLayout
     src_rank: int
@@ -94,26 +94,29 @@ class Plan:
     unit_tokens: int
     groups: tuple[WireGroup, ...]
     chunks: tuple[Chunk, ...]
-    """In the order in which they are sent."""
+    """The chunks, in the order in which they are sent."""
 
     @property
     def num_units(self) -> int:
+        """Units of one layer that travel."""
         return -(-(self.num_tokens - self.skip_tokens) // self.unit_tokens)
 
     @property
     def num_bytes(self) -> int:
+        """Payload of all chunks."""
         return sum(chunk.num_bytes for chunk in self.chunks)
 
     def digest(self, checksum: str) -> bytes:
-        """What both sides must have equal before a byte moves: with it, every send meets a receive of its size."""
-        return hashlib.blake2b(f"{self}|{checksum}".encode(), digest_size=16).digest()
+        """Identifies the plan: with equal digests on both sides, every send meets a receive of its size."""
+        text = repr(self).removeprefix("Transfer")  # the wire protocol fixes the text, whatever the class is called
+        return hashlib.blake2b(f"{text}|{checksum}".encode(), digest_size=16).digest()
 
     def ready_at(self, chunk: Chunk) -> tuple[int, int]:
-        """`(num_tokens, num_layers)`: when a chunk may be gathered.
+        """Returns `(num_tokens, num_layers)`, the progress at which a chunk may be gathered.
 
         The sequence's first `num_tokens` tokens must be computed in the model's first `num_layers` layers. A state
-        needs the whole step that computes the last token: its number of layers, EVERY_LAYER, is never reached within
-        one. Layers without KV may follow the last one that a layout knows.
+        needs the whole step that computes the last token: its number of layers, EVERY_LAYER, is never reached within a
+        step. Layers without KV may follow the last one that a layout knows.
         """
         if chunk.part >= len(self.groups):
             return self.num_tokens, EVERY_LAYER
@@ -129,10 +132,10 @@ def plan(
     num_tokens: int,
     skip_tokens: int,
     options: WireOptions,
-) -> Plan:
-    """The transfer of a sequence's first `num_tokens` tokens, less `skip_tokens`, from one rank to another.
+) -> TransferPlan:
+    """Plans the transfer of a sequence's first `num_tokens` tokens, less `skip_tokens`, from one rank to another.
 
-    The two layouts fit each other: `layout.mismatch` finds nothing.
+    The two layouts must fit: `layout.mismatch` finds nothing.
 
     Raises:
         ConfigError: one unit of one layer is larger than a chunk may be.
@@ -168,7 +171,7 @@ def plan(
                 Chunk(part=part, layer_lo=0, layer_hi=1, unit_lo=lo, unit_hi=hi, num_bytes=hi - lo)
                 for lo, hi in _cut(0, total, options.chunk_bytes)
             )
-    return Plan(
+    return TransferPlan(
         src=src,
         src_rank=src_rank,
         dst=dst,
@@ -185,25 +188,26 @@ def plan(
 def require_fitting_slots(layout: KvLayout, slot_bytes: int, wanted: str = AUTO) -> None:
     """Raises ConfigError unless one block of one layer fits a slot, so that no transfer fails for it later.
 
-    `wanted` is the wire data type.
+    Args:
+        wanted: the wire data type, one of `layout.WIRE_DTYPES`.
     """
     for group in layout.groups:
         _require_fitting(group, _largest_unit(layout, group, wanted), slot_bytes)
 
 
 def least_chunk_bytes(layout: KvLayout, wanted: str) -> int:
-    """What any chunk of this rank's cache needs at least, whoever the peer is."""
+    """Returns the smallest `chunk_bytes` that suffices for a rank's cache, whatever the peer's layout."""
     return max(_largest_unit(layout, group, wanted) for group in layout.groups)
 
 
 def _largest_unit(layout: KvLayout, group: GroupLayout, wanted: str) -> int:
-    """Bytes of the whole block and all heads of a rank: no peer can make a unit larger than that."""
+    """Returns the bytes of a whole block and all heads of a rank: no peer's layout makes a unit larger."""
     num_heads = len(heads_of(group.num_kv_heads, layout.tp_size, 0))
     return _unit_bytes(group, num_heads, layout.block_size, wire_dtype(group.dtype, group.dtype, wanted))
 
 
 def page_dims(group: GroupLayout) -> tuple[int, ...]:
-    """The width of each page of a head: K and V, or K alone where the group has no V."""
+    """Returns the width of each page of a head: K and V, or K alone if the group has no V."""
     return tuple(dim for dim in (group.k_dim, group.v_dim) if dim)
 
 
@@ -221,7 +225,7 @@ def _unit_bytes(group: GroupLayout, num_heads: int, unit_tokens: int, dtype: str
 
 
 def _unit_spans(num_tokens: int, skip_tokens: int, unit_tokens: int, span_tokens: int) -> Iterator[tuple[int, int]]:
-    """Runs of units, cut where the sequence's tokens are a multiple of a span."""
+    """Cuts the units into spans, where the sequence's tokens are a multiple of `span_tokens`."""
     first, end = skip_tokens // unit_tokens, -(-num_tokens // unit_tokens)
     step = max(1, span_tokens // unit_tokens)
     return ((max(lo, first) - first, hi - first) for lo, hi in _cut(first // step * step, end, step) if hi > first)

@@ -1,15 +1,16 @@
-"""What a sending worker has promised over one session, and which blocks it may still read: a pure state machine.
+"""What a sending worker has offered on one connection, and which blocks it may still read: a pure state machine.
 
     OFFERED --grant--> SENDING --every chunk sent, finished--> COMMITTING --ack--> COMMITTED
         |                 |                                        |
         +-----------------+----------------- nack, lost -----------+--------------------------> FAILED
         +-----------------+----------------- abort ----------------+--> ABORTING --ack, lost--> FAILED
 
-The source's blocks are pinned until `Unpin`, which comes once a transfer: when it has ended here and no gather of it
-runs. An ABORTING transfer reads nothing any more; it is only remembered until the receiver has heard of it. What is not
-answered is said again every `resend_s`, and given up after `answer_s`: the receiver's answers are sticky.
+The source's blocks are pinned until `Unpin`, which is given once a transfer: when the transfer has ended here and no
+gather of it runs. An ABORTING transfer reads nothing any more; it is kept only until the receiver has acknowledged the
+Abort. An unanswered message is sent again every `resend_s`, and given up after `answer_s`: the receiver's answers are
+sticky.
 
-Events come in as calls; what must apply comes out as instructions, in order. Time is an argument.
+Events come in as calls; what must happen comes out as instructions, in order. Time is an argument.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from baton.errors import BatonError, TransferError, TransferTimeout
+from baton.errors import BatonError, TransferError, TransferTimeout, text_of, transfer_error_of
 from baton.messages import Abort, Commit, Offer
-from kvstore.transfer.protocol.reasons import from_reason, to_reason
+from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed, checked_move
 
 
 class SendPhase(enum.Enum):
+    """What an offered transfer waits for."""
+
     OFFERED = "offered"
     SENDING = "sending"
     COMMITTING = "committing"
@@ -47,13 +50,6 @@ LEGAL: dict[SendPhase, frozenset[SendPhase]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Send this on the session."""
-
-    message: Offer | Commit | Abort
-
-
-@dataclass(frozen=True, slots=True)
 class Granted:
     """The transfer's chunks may leave as they become ready."""
 
@@ -61,50 +57,41 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
-    """The receiver has everything."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    generation: int
-    error: BatonError
-
-
-@dataclass(frozen=True, slots=True)
 class Unpin:
-    """Nothing reads the source's blocks any more. Comes once a transfer, with or after its end."""
+    """Nothing reads the source's blocks any more. Given once a transfer, with or after its end."""
 
     generation: int
 
 
-Instruction = Tell | Granted | Committed | Failed | Unpin
+SendInstruction = Send[Offer | Commit | Abort] | Granted | TransferCommitted | TransferFailed | Unpin
 
 
 @dataclass(slots=True, kw_only=True)
 class OfferedTransfer:
+    """One transfer on the connection."""
+
     offer: Offer
     state: SendPhase
-    told_at: float
-    """When something unanswered was said last."""
+    sent_at: float
+    """When the unanswered message was last sent."""
     asked_at: float
-    """When it was said first."""
+    """When it was first sent, or last answered with a Grant."""
     num_sent: int = 0
     finished: bool = False
-    """The last token is computed; `first_token` is what the receiver goes on from."""
+    """Whether everything is computed, and `first_token` is known."""
     first_token: int | None = None
+    """The token from which the receiver continues."""
     gathering: bool = False
     unpinned: bool = False
     error: BatonError | None = None
 
     @property
     def generation(self) -> int:
+        """The generation of the receiver's reservation."""
         return self.offer.generation
 
     def pending(self) -> Offer | Commit | Abort:
-        """What is unanswered."""
+        """Returns the message that is unanswered."""
         ids = (self.offer.transfer_id, self.generation)
         match self.state:
             case SendPhase.OFFERED:
@@ -113,11 +100,11 @@ class OfferedTransfer:
                 return Commit(*ids, self.first_token)
             case _:
                 error = self.error if isinstance(self.error, TransferError) else TransferError("the sender cancelled")
-                return Abort(*ids, to_reason(error))
+                return Abort(*ids, text_of(error))
 
 
 class SendState:
-    """For one session; generations are the receiver's."""
+    """The transfers of one connection, by the generation of the receiver's reservation."""
 
     def __init__(self, resend_s: float, answer_s: float) -> None:
         self.num_fenced = 0
@@ -130,20 +117,22 @@ class SendState:
         return len(self._by_generation)
 
     def state(self, generation: int) -> SendPhase | None:
+        """Returns the phase of a transfer, or None for one that is unknown or forgotten."""
         transfer = self._by_generation.get(generation)
         return transfer.state if transfer else None
 
     # -- this worker's side ------------------------------------------------------------------------------------------
 
-    def offer(self, offer: Offer, now: float) -> list[Instruction]:
+    def offer(self, offer: Offer, now: float) -> list[SendInstruction]:
+        """Begins a transfer."""
         assert offer.generation not in self._by_generation, "a ticket is used once"
         self._by_generation[offer.generation] = OfferedTransfer(
-            offer=offer, state=SendPhase.OFFERED, told_at=now, asked_at=now
+            offer=offer, state=SendPhase.OFFERED, sent_at=now, asked_at=now
         )
-        return [Tell(offer)]
+        return [Send(offer)]
 
-    def finish(self, generation: int, first_token: int | None, now: float) -> list[Instruction]:
-        """Everything is computed. The commit follows once every chunk has been sent."""
+    def finish(self, generation: int, first_token: int | None, now: float) -> list[SendInstruction]:
+        """Notes that everything is computed. The Commit follows once every chunk has been sent."""
         transfer = self._by_generation.get(generation)
         if transfer is None or transfer.state not in LIVE:
             return []
@@ -151,26 +140,26 @@ class SendState:
         transfer.first_token = first_token
         return self._try_commit(transfer, now)
 
-    def abort(self, generation: int, error: BatonError, now: float) -> list[Instruction]:
+    def abort(self, generation: int, error: BatonError, now: float) -> list[SendInstruction]:
         """Gives a transfer up. No effect on one that has ended."""
         transfer = self._by_generation.get(generation)
         if transfer is None or transfer.state not in LIVE:
             return []
         transfer.error = error
         self._move(transfer, SendPhase.ABORTING)
-        transfer.told_at = transfer.asked_at = now
-        return [Failed(generation, error), Tell(transfer.pending()), *self._try_unpin(transfer)]
+        transfer.sent_at = transfer.asked_at = now
+        return [TransferFailed(generation, error), Send(transfer.pending()), *self._try_unpin(transfer)]
 
-    def lost(self, error: BatonError) -> list[Instruction]:
-        """The session has ended, and with it everything on it."""
-        instructions: list[Instruction] = []
+    def lost(self, error: BatonError) -> list[SendInstruction]:
+        """Ends every transfer, because the connection has ended."""
+        instructions: list[SendInstruction] = []
         for transfer in [t for t in self._by_generation.values() if t.state in LIVE | UNANSWERED]:
             instructions += self._end(transfer, error)
         return instructions
 
-    def tick(self, now: float) -> list[Instruction]:
-        """Says again what has not been answered, and gives up what has not been for too long."""
-        instructions: list[Instruction] = []
+    def tick(self, now: float) -> list[SendInstruction]:
+        """Sends unanswered messages again, and gives up what stays unanswered for too long."""
+        instructions: list[SendInstruction] = []
         for transfer in [t for t in self._by_generation.values() if t.state in UNANSWERED]:
             if now - transfer.asked_at >= self._answer_s:
                 unheard = TransferTimeout(f"no answer to an offer or a commit within {self._answer_s:g} s")
@@ -178,16 +167,16 @@ class SendState:
                     instructions += self._end(transfer, unheard)
                 else:
                     instructions += self.abort(transfer.generation, unheard, now)
-            elif now - transfer.told_at >= self._resend_s:
-                transfer.told_at = now
+            elif now - transfer.sent_at >= self._resend_s:
+                transfer.sent_at = now
                 self.num_resent += 1
-                instructions.append(Tell(transfer.pending()))
+                instructions.append(Send(transfer.pending()))
         return instructions
 
     # -- the chunks --------------------------------------------------------------------------------------------------
 
     def gather_begins(self, generation: int) -> bool:
-        """Asks to read the blocks for one chunk. False: they may be somebody else's by now."""
+        """Asks to read the blocks for one chunk. If it returns False, they may belong to another sequence by now."""
         transfer = self._by_generation.get(generation)
         if transfer is None or transfer.state is not SendPhase.SENDING:
             return False
@@ -195,8 +184,8 @@ class SendState:
         transfer.gathering = True
         return True
 
-    def gather_ends(self, generation: int, now: float) -> list[Instruction]:
-        """The chunk is in staging, and its sending has begun: the link is first in, first out."""
+    def gather_ends(self, generation: int, now: float) -> list[SendInstruction]:
+        """Notes that the chunk is in staging and has begun to leave: the transport is first in, first out."""
         transfer = self._by_generation[generation]
         transfer.gathering = False
         transfer.num_sent += 1
@@ -206,7 +195,8 @@ class SendState:
 
     # -- the receiver's answers --------------------------------------------------------------------------------------
 
-    def on_grant(self, transfer_id: str, generation: int, now: float) -> list[Instruction]:
+    def on_grant(self, transfer_id: str, generation: int, now: float) -> list[SendInstruction]:
+        """Takes in a Grant: chunks may leave, or, after a Commit, not every chunk of every source is in yet."""
         transfer = self._find(transfer_id, generation)
         if transfer is not None and transfer.state is SendPhase.COMMITTING:
             transfer.asked_at = now  # an answer: not everything is in yet
@@ -215,20 +205,23 @@ class SendState:
         self._move(transfer, SendPhase.SENDING)
         return [Granted(generation), *self._try_commit(transfer, now)]
 
-    def on_commit_ack(self, transfer_id: str, generation: int) -> list[Instruction]:
+    def on_commit_ack(self, transfer_id: str, generation: int) -> list[SendInstruction]:
+        """Takes in a CommitAck: the receiver has everything."""
         transfer = self._find(transfer_id, generation)
         if transfer is None or transfer.state is not SendPhase.COMMITTING:
             return []
         self._move(transfer, SendPhase.COMMITTED)
-        return [Committed(generation), *self._try_unpin(transfer)]
+        return [TransferCommitted(generation), *self._try_unpin(transfer)]
 
-    def on_nack(self, transfer_id: str, generation: int, reason: str) -> list[Instruction]:
+    def on_nack(self, transfer_id: str, generation: int, reason: str) -> list[SendInstruction]:
+        """Takes in a Nack: the transfer has failed at the receiver, for a reason as `text_of` writes it."""
         transfer = self._find(transfer_id, generation)
         if transfer is None or transfer.state not in LIVE:
             return []
-        return self._end(transfer, from_reason(reason))
+        return self._end(transfer, transfer_error_of(reason))
 
-    def on_abort_ack(self, transfer_id: str, generation: int) -> list[Instruction]:
+    def on_abort_ack(self, transfer_id: str, generation: int) -> list[SendInstruction]:
+        """Takes in an AbortAck: the receiver has ended the transfer, one way or another."""
         transfer = self._find(transfer_id, generation)
         if transfer is None or transfer.state is not SendPhase.ABORTING:
             return []
@@ -236,7 +229,7 @@ class SendState:
         return self._try_unpin(transfer)
 
     def check(self) -> None:
-        """Raises AssertionError where the books do not hold."""
+        """Raises AssertionError if the machine contradicts itself."""
         for generation, transfer in self._by_generation.items():
             assert transfer.generation == generation
             assert transfer.num_sent <= transfer.offer.num_chunks
@@ -256,22 +249,22 @@ class SendState:
             return None
         return transfer
 
-    def _try_commit(self, transfer: OfferedTransfer, now: float) -> list[Instruction]:
+    def _try_commit(self, transfer: OfferedTransfer, now: float) -> list[SendInstruction]:
         everything_sent = transfer.finished and transfer.num_sent == transfer.offer.num_chunks
         if transfer.state is not SendPhase.SENDING or not everything_sent:
             return []
         self._move(transfer, SendPhase.COMMITTING)
-        transfer.told_at = transfer.asked_at = now
-        return [Tell(transfer.pending())]
+        transfer.sent_at = transfer.asked_at = now
+        return [Send(transfer.pending())]
 
-    def _end(self, transfer: OfferedTransfer, error: BatonError) -> list[Instruction]:
+    def _end(self, transfer: OfferedTransfer, error: BatonError) -> list[SendInstruction]:
         was_live = transfer.state in LIVE
         transfer.error = transfer.error or error
         self._move(transfer, SendPhase.FAILED)
-        failed = [Failed(transfer.generation, error)] if was_live else []
+        failed = [TransferFailed(transfer.generation, error)] if was_live else []
         return [*failed, *self._try_unpin(transfer)]
 
-    def _try_unpin(self, transfer: OfferedTransfer) -> list[Instruction]:
+    def _try_unpin(self, transfer: OfferedTransfer) -> list[SendInstruction]:
         if transfer.gathering:
             return []
         if transfer.state in (SendPhase.COMMITTED, SendPhase.FAILED):
@@ -282,5 +275,4 @@ class SendState:
         return [Unpin(transfer.generation)]
 
     def _move(self, transfer: OfferedTransfer, state: SendPhase) -> None:
-        assert state in LEGAL[transfer.state], f"{transfer.state} -> {state}"
-        transfer.state = state
+        transfer.state = checked_move(LEGAL, transfer.state, state)

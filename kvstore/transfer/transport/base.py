@@ -1,68 +1,127 @@
-"""A link carries signals and chunks one way between two processes, in an order both agree on, and knows nothing else.
+"""What every transport offers, what one is opened with, and what the table of transports says of each kind.
+
+A transport carries signals and chunks one way between two processes, in an order both agree on, and knows nothing of
+KV:
 
     signal   exactly HEADER_BYTES: a header alone
-    chunk    a header and its payload, in a slot that comes from the link's own `slots`
+    chunk    a header and its payload, in a slot that comes from the transport's own `slots`
 
-Which of the two comes next, and how long it is, the receiver knows before it asks: the header of an earlier message
-said so. No link here tells a length, and a kind is told by some at best. A message that is not sent is therefore seen
-as the wrong header in the next one of its kind, or as a timeout.
+Transports do no framing: an earlier header announced kind and length of each message. A lost message shows up as an
+unexpected header in the next message of its kind, or as a timeout.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from kvstore.transfer.transport.staging import Slot, SlotSource
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch._C._distributed_c10d import Store
+
+    from kvstore.transfer.transport.staging import Slot, SlotSource, StagingPool
 
 SENDER, RECEIVER = 0, 1
-"""Ranks of a link's two sides."""
+"""Ranks of a transport's two sides."""
 
 
 class Operation(Protocol):
-    """Under way from the call that returned it, or from `wait` at the latest. One link's operations are waited for in
-    the order they were started."""
+    """A message under way, from the call that returned it or from `wait` at the latest.
+
+    The operations of one transport are waited for in the order in which they were started.
+    """
 
     def wait(self) -> None:
         """Blocks until the message has moved and the slot is the caller's again.
 
         Raises:
-            TransferTimeout: not within the link's operation timeout; the link is broken.
-            TransferError: the peer is gone, the link was aborted, or the message was not the one announced.
+            TransferTimeout: not within the transport's operation timeout; the transport is broken.
+            TransferError: the peer is gone, the transport was aborted, or the message was not the one announced.
         """
 
 
 class SignalOperation(Operation, Protocol):
+    """A signal that is being received."""
+
     @property
     def header(self) -> bytes:
-        """What arrived; for use once `wait` has returned."""
+        """The header that arrived; valid once `wait` has returned."""
 
 
 class Transport(Protocol):
-    """One side. Belongs to one thread, which alone may use it, but for `abort`.
+    """One side of a transport. One thread owns it, and alone may use it, except for `abort`.
 
-    An operation that raises leaves the link broken: slots of operations under way are discarded, and it is closed.
+    An operation that raises leaves the transport broken: the owner discards the slots of operations under way and
+    closes it.
     """
 
     slots: SlotSource
-    """Where this side stages the chunks of this link."""
+    """The slots in which this side stages the chunks of this transport."""
 
     def close(self) -> None:
-        """Called by the owner thread. Operations still under way fail, or never end. Idempotent."""
+        """Closes this side; called by the owner. Operations still under way fail, or never end. Idempotent."""
 
     def abort(self) -> None:
-        """Called by any thread: ends what is under way as soon as the link can. Idempotent."""
+        """Ends what is under way as soon as the transport can; called by any thread. Idempotent."""
 
 
 class SendingTransport(Transport, Protocol):
-    def send_signal(self, header: bytes) -> Operation: ...
+    """The side that sends."""
+
+    def send_signal(self, header: bytes) -> Operation:
+        """Starts to send a header alone."""
 
     def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
-        """The slot holds the header already; `num_bytes` of payload follow it."""
+        """Starts to send a slot, which holds the header already; `num_bytes` of payload follow it."""
 
 
 class ReceivingTransport(Transport, Protocol):
-    def recv_signal(self) -> SignalOperation: ...
+    """The side that receives."""
+
+    def recv_signal(self) -> SignalOperation:
+        """Starts to receive a header alone."""
 
     def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
-        """`slot.buffer` is for use once `wait` has returned, until the slot is released. Not to be written."""
+        """Starts to receive a header and `num_bytes` of payload.
+
+        `slot.buffer` may be read, not written, once `wait` has returned and until the slot is released.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportEnd:
+    """What one side of a transport is opened with."""
+
+    rendezvous: Store
+    """The keys that the two sides exchange while they open the transport."""
+    host: str
+    """This side's address, for the kinds that listen on it."""
+    staging: StagingPool
+    """Slots on the kind's staging device. A sender over shm takes only their size from it and has memory of its own."""
+    max_slots: int
+    """Slots that this side may hold at a time."""
+    open_timeout_s: float
+    op_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportKind:
+    """A row of the table of transports: how a kind is opened, and where it fits.
+
+    Both `open_...` block until the peer has joined; they are for the thread that will own the transport.
+    """
+
+    open_sender: Callable[[TransportEnd], SendingTransport]
+    open_receiver: Callable[[TransportEnd], ReceivingTransport]
+    is_well_formed: Callable[[int, str, bytes], bool]
+    """Whether the side of a rank (first argument) sets this key to this value during the rendezvous."""
+    is_usable: Callable[[Sequence[torch.device]], bool]
+    """Whether a worker with caches on these devices, one a rank, can use it."""
+    needs_one_host: bool = False
+    """Both sides must have the same `host_id`."""
+    stages_on_gpu: bool = False
+    """Slots are on the cache's device; otherwise they are in main memory."""
+    prefers_warm_chunks: bool = False
+    """Chunks should fit the processor's cache: its thread copies each of them into the kernel."""

@@ -1,53 +1,69 @@
-"""Faults on purpose, for tests: to a payload after its checksum is taken, and to the link itself.
+"""Injected faults, for tests: to a payload after its checksum was taken, and to the transport itself.
 
-Those of the link are `faulty`'s; here they are named and parsed.
+`FaultInjector` spoils payloads. `FaultyTransport` wraps the sending side of any transport and spoils what it hands
+over, so the receiver sees what a fault of the wire would look like; it spares signals, except for a stall.
 """
 
 from __future__ import annotations
 
+import random
 import re
+import threading
+import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, TransferError
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 
 if TYPE_CHECKING:
     import torch
 
     from kvstore.transfer.protocol.plan import Chunk
+    from kvstore.transfer.transport.base import Operation, SendingTransport
+    from kvstore.transfer.transport.staging import Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Each: every Nth chunk of a pair; 0 is never. Those of the link also take a probability, between 0 and 1."""
+    """How often each fault happens: at every Nth chunk of a connection; 0 is never.
+
+    The faults of the transport also take a probability between 0 and 1.
+    """
 
     corrupt_chunk: int = 0
     """Flip the top bit of every byte of one block row."""
     drop_chunk: int = 0
     """Send zeros instead."""
     swap_blocks: int = 0
-    """Exchange the first and the last block row, of different layers where a chunk has several: attention does not mind
-    the order of a sequence's blocks within one layer. Chunks of a single row do not count."""
+    """Exchange the first and the last block row, of different layers where a chunk has several: within one layer,
+    attention ignores the order of a sequence's blocks. Chunks of a single row do not count."""
     link_drop: float = 0
-    """The chunk is not sent."""
+    """Do not send the chunk."""
     link_duplicate: float = 0
-    """It is sent twice."""
+    """Send it twice."""
     link_reorder: float = 0
-    """The next chunk is sent before it, if that comes before a signal and before anybody waits for this one."""
+    """Send the next chunk first, if that comes before a signal and before the owner waits for this one."""
     link_truncate: float = 0
-    """The second half of its payload is not sent; what the receiver finds there is of no meaning."""
+    """Do not send the second half of its payload; the receiver finds undefined bytes there."""
     link_flip: float = 0
-    """One bit of its header or its payload changes."""
+    """Change one bit of its header or its payload."""
     link_stall: float = 0
-    """From this chunk on nothing is sent, and who waits for it waits until the link is aborted."""
+    """Send nothing from this chunk on; a wait for it lasts until the transport is aborted."""
     link_kill: float = 0
-    """The link is closed while the chunk is under way."""
+    """Close the transport while the chunk is under way."""
     link_delay_ms: int = 0
-    """Wait so long before each chunk."""
+    """Wait this long before each chunk."""
 
     @property
-    def on_link(self) -> bool:
-        """Whether there are any that a `FaultyTransport` injects."""
+    def on_payload(self) -> bool:
+        """Whether a `FaultInjector` has anything to inject."""
+        return any(getattr(self, name) for name in self.__slots__ if not name.startswith("link_"))
+
+    @property
+    def on_transport(self) -> bool:
+        """Whether a `FaultyTransport` has anything to inject."""
         return any(getattr(self, name) for name in self.__slots__ if name.startswith("link_"))
 
 
@@ -55,7 +71,7 @@ _PROBABILITY = re.compile(r"0?\.\d*[1-9]\d*")
 
 
 def parse_faults(spec: str) -> Faults:
-    """From `FaultsConfig.spec`, such as `corrupt_chunk=3,link_drop=0.01,link_delay_ms=5`.
+    """Parses `FaultsConfig.spec`, such as `corrupt_chunk=3,link_drop=0.01,link_delay_ms=5`.
 
     Raises:
         ConfigError: an unknown fault, or a count that is not a positive number.
@@ -79,7 +95,7 @@ _MAY_BE_RANDOM = {name for name in Faults.__slots__ if name.startswith("link_")}
 
 
 class FaultInjector:
-    """Counts one pair's chunks."""
+    """Spoils the payloads of one connection."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -87,10 +103,11 @@ class FaultInjector:
         self._num_swappable = 0
 
     def spoil(self, chunk: Chunk, payload: torch.Tensor) -> None:
+        """Spoils the next payload, `uint8[chunk.num_bytes]`, if a fault is due."""
         num_rows = (chunk.layer_hi - chunk.layer_lo) * (chunk.unit_hi - chunk.unit_lo)
         self._num_chunks += 1
         if every(self._faults.corrupt_chunk, self._num_chunks):
-            # Of every byte: a float changes its sign and its exponent.
+            # the top bit of every byte: a float changes its sign and its exponent
             payload.view(max(1, num_rows), -1)[num_rows // 2] ^= 0x80
         if every(self._faults.drop_chunk, self._num_chunks):
             payload.zero_()
@@ -103,5 +120,136 @@ class FaultInjector:
 
 
 def every(nth: float, count: int) -> bool:
-    """Whether a fault of every `nth` chunk happens at chunk `count`, counted from 1; 0 is never."""
+    """Returns whether a fault of every `nth` chunk happens at chunk `count`, counted from 1; 0 is never."""
     return bool(nth) and count % nth == 0
+
+
+class FaultyTransport:
+    """Wraps the sending side of a transport.
+
+    Attributes:
+        injected: how often each fault has happened, by its name.
+    """
+
+    def __init__(self, transport: SendingTransport, faults: Faults, seed: int = 0) -> None:
+        self.slots = transport.slots
+        self.injected: Counter[str] = Counter()
+        self._transport = transport
+        self._faults = faults
+        self._random = random.Random(seed)
+        self._num_chunks = 0
+        self._held_back: _HeldBack | None = None
+        self._stalled = False
+        self._aborted = threading.Event()
+
+    def send_signal(self, header: bytes) -> Operation:
+        if self._stalled:
+            return _Never(self._aborted)
+        self.send_held_back()
+        return self._transport.send_signal(header)
+
+    def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
+        if self._stalled:
+            return _Never(self._aborted)
+        self._num_chunks += 1
+        if delay_ms := self._faults.link_delay_ms:
+            self.injected["link_delay_ms"] += 1
+            time.sleep(delay_ms / 1e3)
+        if self._inject("link_flip"):
+            bit = self._random.randrange((HEADER_BYTES + num_bytes) * 8)
+            slot.buffer[bit // 8] ^= 1 << bit % 8
+        sent_bytes = num_bytes
+        if self._inject("link_truncate"):
+            sent_bytes = num_bytes // 2
+            # Where the receiver shares the slot's memory, the rest would be there without being sent.
+            slot.message(num_bytes)[HEADER_BYTES + sent_bytes :] ^= 0xA5
+        return self._send(slot, sent_bytes)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._aborted.set()
+        self._transport.abort()
+
+    def _send(self, slot: Slot, num_bytes: int) -> Operation:
+        if self._inject("link_kill"):
+            under_way = self._transport.send_chunk(slot, num_bytes)
+            self.abort()
+            self.close()
+            del under_way
+            raise TransferError("the link was killed on purpose")
+        if self._inject("link_stall"):
+            self._stalled = True
+            return _Never(self._aborted)
+        if self._inject("link_drop"):
+            return _NOT_SENT
+        if self._inject("link_duplicate"):
+            return _Both(self._transport.send_chunk(slot, num_bytes), self._transport.send_chunk(slot, num_bytes))
+        if self._held_back is None and self._is_due("link_reorder"):
+            self._held_back = _HeldBack(self, slot, num_bytes)
+            return self._held_back
+        operation = self._transport.send_chunk(slot, num_bytes)
+        if self._held_back is not None:
+            self.injected["link_reorder"] += 1
+            self.send_held_back()
+        return operation
+
+    def send_held_back(self) -> None:
+        """Sends the chunk that was held back, if there is one."""
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            held_back.operation = self._transport.send_chunk(held_back.slot, held_back.num_bytes)
+
+    def _inject(self, fault: str) -> bool:
+        if not self._is_due(fault):
+            return False
+        self.injected[fault] += 1
+        return True
+
+    def _is_due(self, fault: str) -> bool:
+        rate = getattr(self._faults, fault)
+        return self._random.random() < rate if 0 < rate < 1 else every(rate, self._num_chunks)
+
+
+class _HeldBack:
+    """A chunk that is sent after the next one, or when the owner waits for it."""
+
+    def __init__(self, transport: FaultyTransport, slot: Slot, num_bytes: int) -> None:
+        self.slot = slot
+        self.num_bytes = num_bytes
+        self.operation: Operation | None = None
+        self._faulty = transport
+
+    def wait(self) -> None:
+        if self.operation is None:
+            self._faulty.send_held_back()
+        assert self.operation is not None
+        self.operation.wait()
+
+
+class _Both:
+    def __init__(self, first: Operation, second: Operation) -> None:
+        self._first = first
+        self._second = second
+
+    def wait(self) -> None:
+        self._first.wait()
+        self._second.wait()
+
+
+class _NotSent:
+    def wait(self) -> None:
+        pass
+
+
+_NOT_SENT = _NotSent()
+
+
+class _Never:
+    def __init__(self, aborted: threading.Event) -> None:
+        self._aborted = aborted
+
+    def wait(self) -> None:
+        self._aborted.wait()
+        raise TransferError("the link was aborted")

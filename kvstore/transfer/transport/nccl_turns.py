@@ -1,23 +1,23 @@
 """Turns on one GPU: one NCCL transfer in each direction at a time, and none while a communicator is made.
 
 Kernels of several communicators may wait for room on the GPU that none of them gives up, and a communicator that is
-made while another one's transfer runs can wait for it for ever (nccl#1082). So a GPU has one turn for receiving and one
-for sending, first come first served, and to make a communicator takes both. Each link follows the same two orders:
+made while another one's transfer runs can wait for it forever (nccl#1082). So a GPU has one receive turn and one send
+turn, first come first served, and making a communicator takes both. Each transport follows the same two orders:
 
-    transfer   the sender says that its chunk is staged; the receiver, its slot in hand, takes its GPU's receiving turn
-               and says so; the sender takes its GPU's sending turn; the bytes move
-    opening    the GPU with the lower id takes its receiving turn and says so; the other one takes its own and says so;
-               each takes its sending turn; the communicator is made
+    transfer   the sender signals that its chunk is staged; the receiver, which holds a slot, takes its GPU's receive
+               turn and signals that; the sender takes its GPU's send turn; the bytes move
+    opening    the GPU with the lower id takes its receive turn and signals that; the other one takes its own and
+               signals that; each takes its send turn; the communicator is made
 
-Why nobody waits in a circle, however many processes there are. A transfer that has its sending turn waits for nobody:
-the other half has its turn, and runs. An opening that has its sending turn waits at most for the one at its peer, which
-only such transfers can have, because other openings there still wait for the receiving turn. So every sending turn
-ends. Whoever has a receiving turn waits for sending turns, which end, or, in an opening, for the receiving turn of a
-GPU with a higher id: along such waits the ids only rise, so there is a last one, and it ends. Staging slots are taken
-before any turn, and nobody waits for a slot while having one.
+Why no cycle of waits is possible, for any number of processes: a transfer that has its send turn waits for no turn,
+because the other half has its own and runs. An opening that has its send turn waits at most for the send turn at its
+peer, which only such transfers can have, because other openings there still wait for the receive turn. So every send
+turn ends. A receive turn waits only for send turns, which always end, or (while opening) for the receive turn of a GPU
+with a higher id. Ids increase along every chain of waits, so the chain has a last turn, and that one ends. Staging
+slots are taken before any turn, and no thread waits for a slot while it has one.
 
-Were each side to take its turn by itself, two senders and two receivers could each have what another one needs.
-No torch here, and no clock: only who may go.
+If each side took its turn by itself, two senders and two receivers could each have what another one needs.
+No torch here, and no clock: only whose turn it is.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ if TYPE_CHECKING:
 
 
 class Direction(enum.Enum):
+    """The two turns of a GPU."""
+
     SEND = "sending"
     RECEIVE = "receiving"
 
 
 class DeviceTurns:
-    """One GPU in this process. Any thread.
+    """The turns of one GPU in this process. Any thread may use them.
 
     Attributes:
-        id: no other GPU or process has it; the order in which openings take their turns.
-        num_stalled: transfers that did not end in time, since the start.
+        id: unique among GPUs and processes; openings take their turns in the order of these ids.
+        num_stalled: number of transfers that did not end in time, since the start.
     """
 
     def __init__(self) -> None:
@@ -53,12 +55,19 @@ class DeviceTurns:
         self.num_stalled = 0
         self._changed = threading.Condition()
         self._queues: dict[Direction, deque[TransportTurns]] = {direction: deque() for direction in Direction}
-        """The first in each has the turn."""
+        """Per direction, the transports that have or await the turn; the first one has it."""
 
     def join(self) -> TransportTurns:
+        """Returns the part of one more transport."""
         return TransportTurns(self)
 
     def take(self, link: TransportTurns, direction: Direction, timeout_s: float) -> None:
+        """Waits for a turn.
+
+        Raises:
+            TransferTimeout: the turn did not come in time.
+            TransferError: the transport was aborted.
+        """
         queue = self._queues[direction]
         with self._changed:
             if link.is_aborted:
@@ -72,7 +81,7 @@ class DeviceTurns:
                 raise TransferTimeout(f"other transfers kept the GPU's {direction.value} turn for {timeout_s:g} s")
 
     def leave(self, link: TransportTurns, *directions: Direction) -> None:
-        """No effect where the link neither has the turn nor waits for it."""
+        """Gives up turns, or the wait for them. No effect on a transport that does neither."""
         with self._changed:
             for direction in directions:
                 if link in self._queues[direction]:
@@ -80,16 +89,17 @@ class DeviceTurns:
             self._changed.notify_all()
 
     def count_stall(self) -> None:
+        """Counts a transfer that did not end in time."""
         with self._changed:
             self.num_stalled += 1
 
 
 class TransportTurns:
-    """One link's part. For its owner thread, but for `abort`.
+    """One transport's part. Only the thread that owns the transport may use it, except for `abort`.
 
-    `tell` and `hear` of each method carry one word to the link's other side and back. `tell` does not wait to be heard;
-    `hear` raises TransferError if it hears nothing in time. All three methods also raise TransferTimeout when a turn
-    does not come within `timeout_s`, and TransferError once the link is aborted.
+    `signal` and `wait` of each method carry one signal to the transport's other side and back. `signal` returns at
+    once; `wait` raises TransferError if no signal comes in time. All three methods also raise TransferTimeout when a
+    turn does not come within `timeout_s`, and TransferError once the transport is aborted.
     """
 
     def __init__(self, device: DeviceTurns) -> None:
@@ -97,49 +107,51 @@ class TransportTurns:
         self.is_aborted = False
 
     @contextlib.contextmanager
-    def sending(self, tell: Callable[[], None], hear: Callable[[], None], timeout_s: float) -> Iterator[None]:
-        """A chunk is staged; within, it is sent, and sent whole when this is left."""
-        tell()
-        hear()
+    def sending(self, signal: Callable[[], None], wait: Callable[[], None], timeout_s: float) -> Iterator[None]:
+        """Waits for the send turn of a staged chunk; the caller sends the whole chunk within the block."""
+        signal()
+        wait()
         with self._turn(Direction.SEND, timeout_s):
             yield
 
     @contextlib.contextmanager
-    def receiving(self, hear: Callable[[], None], tell: Callable[[], None], timeout_s: float) -> Iterator[None]:
-        """A slot is there; within, the chunk is received, and there when this is left."""
-        hear()
+    def receiving(self, wait: Callable[[], None], signal: Callable[[], None], timeout_s: float) -> Iterator[None]:
+        """Waits for the receive turn of a chunk; the caller, which has a slot, receives it within the block."""
+        wait()
         with self._turn(Direction.RECEIVE, timeout_s):
-            tell()
+            signal()
             yield
 
     @contextlib.contextmanager
     def opening(
-        self, goes_first: bool, tell: Callable[[], None], hear: Callable[[], None], timeout_s: float
+        self, goes_first: bool, signal: Callable[[], None], wait: Callable[[], None], timeout_s: float
     ) -> Iterator[None]:
-        """Within, the communicator is made: no transfer of this process is on the GPU, and none begins.
+        """Takes both turns; the caller makes the communicator within the block.
+
+        No transfer of this process is on the GPU meanwhile, and none begins.
 
         Args:
-            goes_first: this side's GPU has the lower id.
+            goes_first: whether this side's GPU has the lower id.
         """
         if not goes_first:
-            hear()
+            wait()
         with self._turn(Direction.RECEIVE, timeout_s):
-            tell()
+            signal()
             if goes_first:
-                hear()
+                wait()
             with self._turn(Direction.SEND, timeout_s):
                 yield
 
     def abort(self) -> None:
-        """From any thread: gives up what it has and what it waits for, for good. Idempotent.
+        """Gives up its turns and its waits for good; called by any thread. Idempotent.
 
-        What it had on the GPU may still be there for a moment; it ends with its communicator, without anybody's turn.
+        Its kernel may stay on the GPU for a moment; it ends with its communicator, without a turn.
         """
         self.is_aborted = True
         self.device.leave(self, *Direction)
 
     def stall(self) -> None:
-        """A transfer did not end in time: counts it, and aborts."""
+        """Counts a transfer that did not end in time, and aborts."""
         self.device.count_stall()
         self.abort()
 

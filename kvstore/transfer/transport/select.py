@@ -1,73 +1,79 @@
-"""The kinds of link, and which of them fits where."""
+"""The table of transports, and which of them fits where. A new transport is one file and one row here."""
 
 from __future__ import annotations
 
 import contextlib
 import struct
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from baton.errors import ConfigError, TransferError, TransferTimeout
-from kvstore.transfer.transport.base import RECEIVER, SENDER
-from kvstore.transfer.transport.gloo import GlooTransport, NcclTransport, RendezvousStore, is_of_gloo, is_of_nccl
-from kvstore.transfer.transport.shm import ShmReceiver, ShmSender, is_of_shm
+from kvstore.transfer.transport import gloo, nccl, shm, tcp
+from kvstore.transfer.transport.base import (
+    RECEIVER,
+    SENDER,
+    ReceivingTransport,
+    SendingTransport,
+    TransportEnd,
+    TransportKind,
+)
+from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.staging import StagingPool
-from kvstore.transfer.transport.tcp import TcpReceiver, TcpSender, is_of_tcp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from baton.config import TransferConfig
-    from kvstore.transfer.transport.base import ReceivingTransport, SendingTransport
 
+KINDS: dict[str, TransportKind] = {
+    "nccl": nccl.KIND,
+    "shm": shm.KIND,
+    "tcp": tcp.KIND,
+    "gloo": gloo.KIND,
+}
 
-_IS_OF = {"nccl": is_of_nccl, "shm": is_of_shm, "tcp": is_of_tcp, "gloo": is_of_gloo}
-"""What a peer may say while a link is opened."""
 _WARM_BYTES = 2**20
-"""Half of what a core's second-level cache holds on the machines of today."""
+"""Half of what a core's second-level cache holds on today's machines."""
 
 
 def usable_transports(devices: Sequence[torch.device], wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the link kinds wanted, those that a worker with caches on `devices`, one a rank, can use here, in order.
-
-    Whether the peer can use them too is another question; for shm the answer is that its `host_id` is the same. NCCL
-    forbids transfers beside the sums of several ranks in no order that all agree on, and a link knows nothing of those.
+    """Filters the wanted kinds by what a worker with caches on `devices`, one a rank, can use, keeping their order.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: none is left.
     """
-    device = devices[0]
-    can_use = {
-        "gloo": True,
-        "tcp": True,
-        "nccl": device.type == "cuda" and len(devices) == 1 and dist.is_nccl_available(),
-        "shm": device.type == "cpu",
-    }
-    usable = tuple(kind for kind in wanted if can_use[kind])
+    usable = tuple(kind for kind in wanted if KINDS[kind].is_usable(devices))
     if not usable:
-        raise ConfigError(f"none of transfer.links ({', '.join(wanted)}) works for a KV cache on {device}; add tcp")
+        raise ConfigError(f"none of transfer.links ({', '.join(wanted)}) works for a KV cache on {devices[0]}; add tcp")
     return usable
 
 
+def choose_transport(offered: Sequence[str], usable: Sequence[str], is_same_host: bool) -> str | None:
+    """Returns the first of the sender's kinds that the receiver can use too, or None."""
+    common = (kind for kind in offered if kind in usable)
+    return next((kind for kind in common if is_same_host or not KINDS[kind].needs_one_host), None)
+
+
 def staging_device(kind: str, cache_device: torch.device) -> torch.device:
-    """Where the slots of such a link are."""
-    return cache_device if kind == "nccl" else torch.device("cpu")
+    """Returns the device on which a transport of this kind has its slots."""
+    return cache_device if KINDS[kind].stages_on_gpu else torch.device("cpu")
 
 
 def chunk_bytes(kind: str, slot_bytes: int, at_least: int) -> int:
-    """Largest payload of a chunk that suits such a link; "" is one that is not chosen yet.
+    """Returns the largest payload of a chunk that suits a kind; "" stands for a kind that is not chosen yet.
 
-    The thread of a tcp link gathers a chunk and copies it into the socket: twice as fast from the processor's cache.
-    Elsewhere a message costs more than that saves.
+    The thread of a tcp transport gathers a chunk and copies it into the socket: twice as fast from the processor's
+    cache. For other kinds a message costs more than that saves.
     """
-    return max(at_least, min(slot_bytes, _WARM_BYTES)) if kind == "tcp" else slot_bytes
+    is_warm = kind != "" and KINDS[kind].prefers_warm_chunks
+    return max(at_least, min(slot_bytes, _WARM_BYTES)) if is_warm else slot_bytes
 
 
 class StagingPools:
-    """The staging of one side: a pool for each device that its links stage on."""
+    """The staging of one side: a pool for each device on which its transports have slots."""
 
     def __init__(self, config: TransferConfig) -> None:
         self._config = config
@@ -75,9 +81,11 @@ class StagingPools:
 
     @property
     def slots_in_use(self) -> int:
+        """Number of slots that transports hold."""
         return sum(pool.in_use for pool in self._pools.values())
 
     def pool(self, kind: str, cache_device: torch.device) -> StagingPool:
+        """Returns the pool for transports of a kind beside a cache, made on first use."""
         at = staging_device(kind, cache_device)
         if str(at) not in self._pools:
             pinned = cache_device.type == "cuda" and at.type == "cpu"
@@ -85,78 +93,50 @@ class StagingPools:
         return self._pools[str(at)]
 
 
-def open_sender(
-    kind: str,
-    store: RendezvousStore,
-    host: str,
-    staging: StagingPool,
-    max_slots: int,
-    open_timeout_s: float,
-    op_timeout_s: float,
-) -> SendingTransport:
-    """Blocks until the receiver has joined. For the thread that will own the link.
+@dataclass(frozen=True, slots=True)
+class LocalRank:
+    """One rank of this worker, as its transports need it."""
 
-    Args:
-        host: this side's address, for the kinds that listen on it.
-        staging: on `staging_device`; an shm link takes the size of its slots from it, and has memory of its own.
-        max_slots: that this link may hold at a time.
+    host: str
+    """The address on which peers reach this worker's transports."""
+    device: torch.device
+    """The device of the rank's cache."""
+    staging: StagingPools
+
+    def end(self, kind: str, rendezvous: RendezvousStore, config: TransferConfig) -> TransportEnd:
+        """Returns what this rank's side of a transport of a kind is opened with."""
+        return TransportEnd(
+            rendezvous=rendezvous,
+            host=self.host,
+            staging=self.staging.pool(kind, self.device),
+            max_slots=config.window,
+            open_timeout_s=config.open_timeout_s,
+            op_timeout_s=config.op_timeout_s,
+        )
+
+
+def open_sender(kind: str, end: TransportEnd) -> SendingTransport:
+    """Opens the sending side; blocks until the receiver has joined. For the thread that will own the transport.
 
     Raises:
         TransferTimeout: the receiver did not join.
-        TransferError: the link could not be built.
+        TransferError: the transport could not be built.
     """
-    _expect(store, kind, RECEIVER)
-    with _errors_named(kind):
-        if kind == "shm":
-            return ShmSender(store, max_slots, staging.slot_bytes, open_timeout_s, op_timeout_s)
-        if kind == "tcp":
-            return TcpSender(store, host, staging.share(max_slots), open_timeout_s, op_timeout_s)
-        return _open_torch_link(kind, store, SENDER, host, staging, max_slots, open_timeout_s, op_timeout_s)
+    with _opening(kind, end, RECEIVER):
+        return KINDS[kind].open_sender(end)
 
 
-def open_receiver(
-    kind: str,
-    store: RendezvousStore,
-    host: str,
-    staging: StagingPool,
-    max_slots: int,
-    open_timeout_s: float,
-    op_timeout_s: float,
-) -> ReceivingTransport:
-    """As `open_sender`, on the other side; an shm link stages nothing on this one."""
-    _expect(store, kind, SENDER)
-    with _errors_named(kind):
-        if kind == "shm":
-            return ShmReceiver(store, open_timeout_s, op_timeout_s)
-        if kind == "tcp":
-            return TcpReceiver(store, staging.share(max_slots), open_timeout_s, op_timeout_s)
-        return _open_torch_link(kind, store, RECEIVER, host, staging, max_slots, open_timeout_s, op_timeout_s)
-
-
-def _open_torch_link(
-    kind: str,
-    store: RendezvousStore,
-    rank: int,
-    host: str,
-    staging: StagingPool,
-    max_slots: int,
-    open_timeout_s: float,
-    op_timeout_s: float,
-) -> GlooTransport | NcclTransport:
-    slots = staging.share(max_slots)
-    if kind == "nccl":
-        return NcclTransport(store, rank, host, staging.device, slots, open_timeout_s, op_timeout_s)
-    return GlooTransport(store, rank, host, slots, open_timeout_s, op_timeout_s)
-
-
-def _expect(store: object, kind: str, peer: int) -> None:
-    """Of the stores only a session's is filled by somebody else."""
-    if isinstance(store, RendezvousStore):
-        store.expect(partial(_IS_OF[kind], peer))
+def open_receiver(kind: str, end: TransportEnd) -> ReceivingTransport:
+    """Opens the receiving side, as `open_sender` does the other one."""
+    with _opening(kind, end, SENDER):
+        return KINDS[kind].open_receiver(end)
 
 
 @contextlib.contextmanager
-def _errors_named(kind: str) -> Iterator[None]:
+def _opening(kind: str, end: TransportEnd, peer: int) -> Iterator[None]:
+    """Checks what the peer sets during the rendezvous, and names the errors."""
+    if isinstance(end.rendezvous, RendezvousStore):  # in benchmarks both sides share a store of torch's
+        end.rendezvous.expect(partial(KINDS[kind].is_well_formed, peer))
     try:
         yield
     except TimeoutError as error:

@@ -1,4 +1,4 @@
-"""A link between two processes of one host: chunks lie in memory that both map, and packets say where.
+"""Shared memory between two processes of one host: chunks lie in memory that both map, and packets name the slot.
 
     sender                                            receiver
       acquire: a free slot of the ring
@@ -7,13 +7,13 @@
       send_signal  -- header --------------------->   scatter straight out of it
       acquire      <- slot number -----------------   release
 
-The ring is a memfd of the sender's. The receiver's mapping is private: what it writes stays its own, and a sender that
+The ring is a memfd of the sender's. The receiver's mapping is private: its writes stay its own, and a sender that
 stalls or dies can spoil nothing but its own ring. The packets go through a Unix socket (SOCK_SEQPACKET): the kernel
 orders them after the stores that they announce, and a peer's death is an end of file at once.
 
-To open, the sender listens on an abstract name, random and published through the session, and hands the memfd over the
-connection. Each side wants the other to be its own user's. Nothing gets a name in a file system, and what stays is one
-file descriptor a side.
+To open, the sender listens on a random abstract name, publishes it in the rendezvous, and hands the memfd over the
+connection. Each side requires the other to belong to its own user. Nothing gets a name in a file system, and each side
+keeps one file descriptor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -36,12 +35,14 @@ import torch
 
 from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
-from kvstore.transfer.transport.base import RECEIVER, SENDER
+from kvstore.transfer.transport.base import RECEIVER, SENDER, TransportEnd, TransportKind
+from kvstore.transfer.transport.socket_end import SENT, SocketEnd
 from kvstore.transfer.transport.staging import Slot
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from kvstore.transfer.transport.base import Operation, SignalOperation
-    from kvstore.transfer.transport.gloo import RendezvousStore
     from kvstore.transfer.transport.staging import SlotSource
 
 _NAME, _JOINED = "shm", "shm/joined"
@@ -57,57 +58,88 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def host_id() -> str:
-    """Processes with the same one can open shm links: one kernel, one network namespace, one user."""
+    """Identifies kernel, network namespace and user: processes with the same id can open an shm transport."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot_id}/{Path('/proc/self/ns/net').stat().st_ino}/{os.getuid()}"
 
 
-def is_of_shm(peer: int, key: str, value: bytes) -> bool:
-    """Whether an shm link's side of rank `peer` says this while it is opened."""
+def _is_well_formed(peer: int, key: str, value: bytes) -> bool:
     if (peer, key) == (SENDER, _NAME):
         return _NAME_FORM.fullmatch(value) is not None
     return (peer, key, value) == (RECEIVER, _JOINED, b"")
 
 
-class ShmSender:
-    def __init__(
-        self, store: RendezvousStore, num_slots: int, slot_bytes: int, open_timeout_s: float, op_timeout_s: float
-    ) -> None:
+class _ShmEnd(SocketEnd):
+    """A nonblocking socket of packets."""
+
+    def __init__(self, connection: socket.socket, op_timeout_s: float) -> None:
+        super().__init__("shm", connection, op_timeout_s)
+        connection.setblocking(False)
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable.register(connection, select.POLLOUT)
+
+    def send(self, packet: bytes) -> None:
+        """Hands `packet` to the kernel."""
+        with self._errors_named():
+            while True:
+                try:
+                    self._socket.send(packet)
+                    return
+                except BlockingIOError:
+                    if not self._writable.poll(self._op_timeout_s * 1e3):
+                        raise TransferTimeout(f"the peer read nothing within {self._op_timeout_s:g} s") from None
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """Returns the next packet, or None if none comes in time."""
+        with self._errors_named():
+            while True:
+                try:
+                    packet = self._socket.recv(_CHUNK.size)
+                    break
+                except BlockingIOError:
+                    if not timeout_s or not self._readable.poll(timeout_s * 1e3):
+                        return None
+        if not packet:
+            raise self._peer_is_gone()
+        return packet
+
+
+class ShmSender(_ShmEnd):
+    """The sending side, which owns the ring."""
+
+    def __init__(self, end: TransportEnd) -> None:
+        slot_bytes = end.staging.slot_bytes
         stride = -(-(HEADER_BYTES + slot_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = os.memfd_create("baton-kv")
         try:
-            os.ftruncate(memory, num_slots * stride)
-            ring = _map(memory, num_slots, stride, shared=True)
+            os.ftruncate(memory, end.max_slots * stride)
+            ring = _map(memory, end.max_slots, stride, shared=True)
             with contextlib.ExitStack() as undo:
-                connection = undo.enter_context(_accept(store, open_timeout_s))
-                socket.send_fds(connection, [_RING.pack(num_slots, stride)], [memory])
+                connection = undo.enter_context(_accept(end.rendezvous, end.open_timeout_s))
+                socket.send_fds(connection, [_RING.pack(end.max_slots, stride)], [memory])
                 undo.pop_all()
         finally:
             os.close(memory)
-        self._op_timeout_s = op_timeout_s
-        self._packets = _Packets(connection)
-        self._slots = _SenderSlots(self._packets, ring[:, : HEADER_BYTES + slot_bytes], op_timeout_s)
+        super().__init__(connection, end.op_timeout_s)
+        self._slots = _SenderSlots(self, ring[:, : HEADER_BYTES + slot_bytes], end.op_timeout_s)
         self.slots: SlotSource = self._slots
 
     def send_signal(self, header: bytes) -> Operation:
-        self._packets.send(header, self._op_timeout_s)
-        return _SENT
+        self.send(header)
+        return SENT
 
     def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
-        self._packets.send(_CHUNK.pack(slot.read_header(), self._slots.lend(slot)), self._op_timeout_s)
-        return _SENT
-
-    def close(self) -> None:
-        self._packets.close()
-
-    def abort(self) -> None:
-        self._packets.abort()
+        self.send(_CHUNK.pack(slot.read_header(), self._slots.lend(slot)))
+        return SENT
 
 
-class ShmReceiver:
-    def __init__(self, store: RendezvousStore, open_timeout_s: float, op_timeout_s: float) -> None:
+class ShmReceiver(_ShmEnd):
+    """The receiving side, which maps the sender's ring; it stages nothing."""
+
+    def __init__(self, end: TransportEnd) -> None:
         with contextlib.ExitStack() as undo:
-            connection = undo.enter_context(_connect(store, open_timeout_s))
+            connection = undo.enter_context(_connect(end.rendezvous, end.open_timeout_s))
             message, fds, _, _ = socket.recv_fds(connection, _RING.size, 1, socket.MSG_CMSG_CLOEXEC)
             try:
                 if not fds:
@@ -118,28 +150,22 @@ class ShmReceiver:
                 for fd in fds:
                     os.close(fd)
             undo.pop_all()
-        self._op_timeout_s = op_timeout_s
+        super().__init__(connection, end.op_timeout_s)
         self._ring = [Slot(row) for row in ring]
-        self._packets = _Packets(connection)
-        self.slots: SlotSource = _ReceiverSlots(self._packets, stride, op_timeout_s)
+        self.slots: SlotSource = _ReceiverSlots(self, stride)
 
     def recv_signal(self) -> SignalOperation:
-        return _SignalArrival(self)
+        return _ShmSignal(self)
 
     def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
-        return _ChunkArrival(self, slot)
-
-    def close(self) -> None:
-        self._packets.close()
-
-    def abort(self) -> None:
-        self._packets.abort()
+        return _ShmChunk(self, slot)
 
     def next_signal(self) -> bytes:
+        """Waits for the next packet, which must be a signal, and returns its header."""
         return self._next(HEADER_BYTES)
 
     def next_chunk(self) -> Slot:
-        """In the sender's ring."""
+        """Waits for the next packet, which must announce a chunk, and returns its slot in the sender's ring."""
         header, number = _CHUNK.unpack(self._next(_CHUNK.size))
         slot: Slot | None = self._ring[number] if number < len(self._ring) else None
         if slot is None or slot.read_header() != header:
@@ -147,7 +173,7 @@ class ShmReceiver:
         return slot
 
     def _next(self, num_bytes: int) -> bytes:
-        packet = self._packets.receive(self._op_timeout_s)
+        packet = self.receive(self._op_timeout_s)
         if packet is None:
             raise TransferTimeout(f"no message came within {self._op_timeout_s:g} s")
         if len(packet) != num_bytes:
@@ -155,50 +181,53 @@ class ShmReceiver:
         return packet
 
 
-class _Sent:
-    """A packet is sent when the kernel has it; that the receiver takes chunks is seen by the slots coming back."""
+KIND = TransportKind(
+    open_sender=ShmSender,
+    open_receiver=ShmReceiver,
+    is_well_formed=_is_well_formed,
+    is_usable=lambda devices: devices[0].type == "cpu",
+    needs_one_host=True,
+)
 
-    def wait(self) -> None:
-        pass
 
-
-_SENT = _Sent()
-
-
-class _SignalArrival:
-    def __init__(self, link: ShmReceiver) -> None:
-        self._link = link
+class _ShmSignal:
+    def __init__(self, receiver: ShmReceiver) -> None:
+        self._receiver = receiver
         self.header = b""
 
     def wait(self) -> None:
-        self.header = self._link.next_signal()
+        self.header = self._receiver.next_signal()
 
 
-class _ChunkArrival:
-    def __init__(self, link: ShmReceiver, slot: Slot) -> None:
-        self._link = link
+class _ShmChunk:
+    def __init__(self, receiver: ShmReceiver, slot: Slot) -> None:
+        self._receiver = receiver
         self._slot = slot
 
     def wait(self) -> None:
-        self._slot.show(self._link.next_chunk())
+        self._slot.show(self._receiver.next_chunk())
 
 
 class _SenderSlots:
-    """The ring's slots. One is free again when the owner has released it and the receiver too."""
+    """The ring's slots. A slot is free again once both the owner and the receiver have released it."""
 
-    def __init__(self, packets: _Packets, ring: torch.Tensor, op_timeout_s: float) -> None:
-        self._packets = packets
+    def __init__(self, end: _ShmEnd, ring: torch.Tensor, op_timeout_s: float) -> None:
+        self._end = end
         self._op_timeout_s = op_timeout_s
         self._stride = ring.stride(0)
         self._slots = [Slot(row) for row in ring]
         self._free = list(range(len(ring)))
-        """The one that came back last is taken first, while it is warm."""
+        """Numbers of free slots; the last one to come back is taken first, while it is warm."""
         self._held: set[int] = set()
         self._lent: list[tuple[int, float]] = []
-        """Number and time of each chunk that was sent and is not released, oldest first."""
+        """Number and sending time of each chunk that the receiver has not released, oldest first."""
 
     def acquire(self, wait_s: float) -> Slot | None:
-        """Raises TransferTimeout where the receiver has kept every slot for longer than the operation timeout."""
+        """Takes a free slot.
+
+        Raises:
+            TransferTimeout: the receiver has kept every slot for longer than the operation timeout.
+        """
         deadline = time.monotonic() + wait_s
         while not self._free:
             if self._take_back(0.0):
@@ -217,7 +246,7 @@ class _SenderSlots:
         return self._slots[number]
 
     def lend(self, slot: Slot) -> int:
-        """Its number. From now on the receiver has it."""
+        """Passes a slot to the receiver, and returns its number."""
         number = self._number(slot)
         self._lent.append((number, time.monotonic()))
         return number
@@ -230,8 +259,8 @@ class _SenderSlots:
         self._held.remove(self._number(slot))
 
     def _take_back(self, timeout_s: float) -> bool:
-        """Whether the receiver has released a slot."""
-        packet = self._packets.receive(timeout_s)
+        """Frees a slot that the receiver has released, and returns whether there was one."""
+        packet = self._end.receive(timeout_s)
         if packet is None:
             return False
         (number,) = _ACK.unpack(packet)
@@ -251,22 +280,21 @@ class _SenderSlots:
 
 
 class _ReceiverSlots:
-    """Places for slots of the sender's ring. As many as wanted: it is the ring that is limited."""
+    """Places for slots of the sender's ring, without a limit of their own: the ring is limited."""
 
-    def __init__(self, packets: _Packets, stride: int, op_timeout_s: float) -> None:
-        self._packets = packets
+    def __init__(self, end: _ShmEnd, stride: int) -> None:
+        self._end = end
         self._stride = stride
-        self._op_timeout_s = op_timeout_s
 
     def acquire(self, wait_s: float) -> Slot | None:
         return Slot(_NOTHING)
 
     def release(self, slot: Slot) -> None:
-        """If the sender is gone by now, the next receive says so."""
+        """Returns a slot to the sender. If the sender is gone, the next receive raises the error."""
         if slot.buffer is not _NOTHING:
             number = slot.buffer.storage_offset() // self._stride
             with contextlib.suppress(TransferError):
-                self._packets.send(_ACK.pack(number), self._op_timeout_s)
+                self._end.send(_ACK.pack(number))
 
     def discard(self, slot: Slot) -> None:
         pass
@@ -275,85 +303,37 @@ class _ReceiverSlots:
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class _Packets:
-    """The connection. Belongs to the link's owner thread, but for `abort`."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self._socket = connection
-        self._closing = threading.Lock()
-        self._readable, self._writable = select.poll(), select.poll()
-        self._readable.register(connection, select.POLLIN)
-        self._writable.register(connection, select.POLLOUT)
-
-    def send(self, packet: bytes, timeout_s: float) -> None:
-        try:
-            while True:
-                try:
-                    self._socket.send(packet)
-                    return
-                except BlockingIOError:
-                    if not self._writable.poll(timeout_s * 1e3):
-                        raise TransferTimeout(f"the peer read nothing within {timeout_s:g} s") from None
-        except OSError as error:
-            raise TransferError(f"the shm link is broken: {error}") from error
-
-    def receive(self, timeout_s: float) -> bytes | None:
-        """None: nothing came in time."""
-        try:
-            while True:
-                try:
-                    packet = self._socket.recv(_CHUNK.size)
-                    break
-                except BlockingIOError:
-                    if not timeout_s or not self._readable.poll(timeout_s * 1e3):
-                        return None
-        except OSError as error:
-            raise TransferError(f"the shm link is broken: {error}") from error
-        if not packet:
-            raise TransferError("the shm link is broken: the peer is gone, or the link was aborted")
-        return packet
-
-    def close(self) -> None:
-        with self._closing:
-            self._socket.close()
-
-    def abort(self) -> None:
-        with self._closing, contextlib.suppress(OSError):  # closed by now
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-
 def _map(memory: int, num_slots: int, stride: int, shared: bool) -> torch.Tensor:
-    """The memfd as slots, `uint8` [num_slots, stride]. By its path, because Python's mmap keeps a descriptor open."""
+    """Maps the memfd as slots, `uint8` [num_slots, stride], by its path: Python's mmap would keep a descriptor open."""
     size = num_slots * stride
     return torch.from_file(f"/proc/self/fd/{memory}", shared=shared, size=size, dtype=torch.uint8).view(num_slots, -1)
 
 
-def _accept(store: RendezvousStore, timeout_s: float) -> socket.socket:
+def _accept(store: Store, timeout_s: float) -> socket.socket:
     address = "\0baton-kv-" + secrets.token_hex(16)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen(1)
         store.set(_NAME, address)
-        store.wait([_JOINED], timedelta(seconds=timeout_s))  # so that the end of the session ends the wait
+        store.wait([_JOINED], timedelta(seconds=timeout_s))  # so that the end of the control stream ends the wait
         listener.settimeout(timeout_s)
         connection, _ = listener.accept()
-    return _of_own_user(connection)
+    return _require_own_user(connection)
 
 
-def _connect(store: RendezvousStore, timeout_s: float) -> socket.socket:
+def _connect(store: Store, timeout_s: float) -> socket.socket:
     store.wait([_NAME], timedelta(seconds=timeout_s))
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.ExitStack() as undo:
         undo.enter_context(connection)
         connection.settimeout(timeout_s)
         connection.connect(store.get(_NAME))
-        store.set(_JOINED, b"")
+        store.set(_JOINED, "")
         undo.pop_all()
-    return _of_own_user(connection)
+    return _require_own_user(connection)
 
 
-def _of_own_user(connection: socket.socket) -> socket.socket:
+def _require_own_user(connection: socket.socket) -> socket.socket:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid != os.getuid():

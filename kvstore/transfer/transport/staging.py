@@ -1,6 +1,6 @@
-"""Staging memory: slots of one chunk each, a fixed number of them for all links of one side.
+"""Staging memory: slots of one chunk each, a fixed number of them for all transports of one side.
 
-StagingPool --share(max_slots)--> a link's SlotSource --acquire--> Slot --release or discard--> StagingPool
+StagingPool --share(max_slots)--> a transport's SlotSource --acquire--> Slot --release or discard--> StagingPool
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 
 
 class Slot:
-    """Header and payload of one chunk in one buffer, `uint8`."""
+    """A buffer, `uint8`, for the header and the payload of one chunk."""
 
     __slots__ = ("_bytes", "buffer")
 
@@ -26,59 +26,65 @@ class Slot:
         """The same memory, in which numpy finds a header in a tenth of the time."""
 
     def show(self, other: Slot) -> None:
-        """From now on this is `other`'s memory: for a link that moves no bytes of its own."""
+        """Makes this slot a view of `other`'s memory: for a transport that moves no bytes itself."""
         self.buffer, self._bytes = other.buffer, other._bytes
 
     def write_header(self, header: bytes) -> None:
+        """Copies `header` in front of the payload."""
         if self._bytes is not None:
             self._bytes[:HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
         else:
             self.buffer[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def read_header(self) -> bytes:
+        """Returns the HEADER_BYTES in front of the payload."""
         if self._bytes is not None:
             return self._bytes[:HEADER_BYTES].tobytes()
         return self.buffer[:HEADER_BYTES].cpu().numpy().tobytes()
 
     def payload(self, num_bytes: int) -> torch.Tensor:
+        """Returns the first `num_bytes` of payload, `uint8`; shares memory."""
         return self.buffer[HEADER_BYTES : HEADER_BYTES + num_bytes]
 
     def message(self, num_bytes: int) -> torch.Tensor:
-        """Header and payload."""
+        """Returns the header and `num_bytes` of payload, `uint8`; shares memory."""
         return self.buffer[: HEADER_BYTES + num_bytes]
 
 
 class SlotSource(Protocol):
-    """One link's slots on one side. For the link's owner thread."""
+    """The slots of one transport on one side, for the thread that owns it."""
 
     def acquire(self, wait_s: float) -> Slot | None:
-        """A slot, or None when none came free in time; with `wait_s` 0 only one that is free and nobody waits for.
+        """Takes a slot, or returns None when none came free in time.
+
+        With `wait_s` 0 it takes only a slot that is free and that no other transport waits for.
 
         Raises:
-            TransferError: slots come from the peer on this link, and it is gone or has not moved for too long.
+            TransferError: slots come from the peer on this transport, and the peer is gone or released none for too
+                long.
         """
 
     def release(self, slot: Slot) -> None:
-        """The owner is done with it, whether or not it sent or received with it."""
+        """Returns a slot, whether or not a message moved with it."""
 
     def discard(self, slot: Slot) -> None:
-        """An operation on it has not ended: the slot is not used again, and its memory lives as long as that does."""
+        """Gives up a slot whose operation has not ended: it is never used again, and lives as long as the operation."""
 
 
 class StagingPool:
-    """Slots of one device, made when first needed. Any thread.
+    """The slots of one device, made when first needed. Any thread may use it.
 
-    Who waits is served in the order in which the waiting began, and before anybody who does not wait; with the limit of
-    each share that keeps a busy link from starving the others.
+    Waiters are served in the order in which they began to wait, and before any caller that does not wait; together with
+    the limit of each share this keeps a busy transport from starving the others.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, device: torch.device, pinned: bool) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        """Largest payload."""
+        """Largest payload of a slot."""
         self.device = device
         self.num_discarded = 0
-        """Slots given up with operations that never ended, since the start. Others were made in their place."""
+        """Slots given up with operations that never ended, since the start. New ones replaced them."""
         self._pinned = pinned
         self._lock = threading.Lock()
         self._num_made = 0
@@ -87,26 +93,28 @@ class StagingPool:
 
     @property
     def in_use(self) -> int:
+        """Number of slots that transports hold."""
         with self._lock:
             return self._num_made - len(self._free)
 
     @property
     def num_waiting(self) -> int:
-        """Links that wait for a slot."""
+        """Number of transports that wait for a slot."""
         with self._lock:
             return len(self._waiting)
 
     def share(self, max_slots: int) -> SlotSource:
-        """A link's view of the pool, which holds `max_slots` at most.
+        """Returns one transport's view of the pool, which holds `max_slots` at most.
 
-        At its limit it returns None at once: only its own thread could release one.
+        At its limit `acquire` returns None at once: only the transport's own thread could release a slot.
         """
         return _Share(self, max_slots)
 
     def take(self, wait_s: float) -> Slot | None:
+        """Takes a slot as `SlotSource.acquire` does, without a share's limit."""
         with self._lock:
             if slot := self._take_free():
-                return slot  # nobody waits: a slot that comes back to somebody's wait is never free
+                return slot  # no transport waits: a slot that comes back while one waits is never free
             if wait_s <= 0:
                 return None
             waiter = _Waiter(self._lock)
@@ -117,11 +125,13 @@ class StagingPool:
             return waiter.slot
 
     def give(self, slot: Slot) -> None:
+        """Takes a slot back."""
         with self._lock:
             self._free.append(slot)
             self._serve()
 
     def lose(self) -> None:
+        """Counts a discarded slot, so that a new one may replace it."""
         with self._lock:
             self._num_made -= 1
             self.num_discarded += 1

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.placement import Objective
-from router.slo import Outcome, Phase, Stage, StageLog, Stages, blame, classify, phases
+from router.slo import SloOutcome, Stage, StageLog, StagePhase, Stages, blame, classify, phases
 
 QUEUE, ADMISSION, PREFILL, TRANSFER, DECODE, RECOVERY = Stage
-TTFT, ITL, E2E = Outcome.TTFT_MISSED, Outcome.ITL_MISSED, Outcome.E2E_MISSED
+TTFT, ITL, E2E = SloOutcome.TTFT_MISSED, SloOutcome.ITL_MISSED, SloOutcome.E2E_MISSED
 SECONDS = st.floats(0, 1000)
 
 
@@ -162,10 +162,10 @@ def test_another_choices_first_token_cuts_what_is_before_it() -> None:
     SECONDS,
     st.none() | SECONDS,
     SECONDS,
-    st.lists(st.builds(lambda s, b, d: Phase(s, b, b + d), st.sampled_from(Stage), st.floats(-10, 2000), SECONDS)),
+    st.lists(st.builds(lambda s, b, d: StagePhase(s, b, b + d), st.sampled_from(Stage), st.floats(-10, 2000), SECONDS)),
 )
 def test_stages_follow_one_another_and_add_up(
-    arrived_s: float, ttft_s: float | None, lasts_s: float, noted: list[Phase]
+    arrived_s: float, ttft_s: float | None, lasts_s: float, noted: list[StagePhase]
 ) -> None:
     """Whatever was noted."""
     arrived_s += 1.0
@@ -188,7 +188,7 @@ def test_stages_follow_one_another_and_add_up(
 @pytest.mark.parametrize(
     ("ttft_s", "itl_s", "e2e_s", "outcome"),
     [
-        (1.0, 0.1, 10.0, Outcome.MET),
+        (1.0, 0.1, 10.0, SloOutcome.MET),
         (1.01, 0.1, 10.0, TTFT),
         (1.01, 0.2, 11.0, TTFT),
         (1.0, 0.11, 10.0, ITL),
@@ -196,10 +196,10 @@ def test_stages_follow_one_another_and_add_up(
         (1.0, 0.1, 10.1, E2E),
     ],
 )
-def test_outcomes(ttft_s: float, itl_s: float, e2e_s: float, outcome: Outcome) -> None:
+def test_outcomes(ttft_s: float, itl_s: float, e2e_s: float, outcome: SloOutcome) -> None:
     """An objective that is just met is met; the first one missed counts."""
     assert classify(ttft_s, itl_s, e2e_s, Objective(1.0, 0.1, 10.0)) is outcome
-    assert classify(ttft_s, itl_s, e2e_s, Objective()) is Outcome.MET
+    assert classify(ttft_s, itl_s, e2e_s, Objective()) is SloOutcome.MET
 
 
 FAIR = Stages(queue_s=0.2, decode_admission_s=0.1, prefill_s=0.6, transfer_s=0.1, decode_s=0.8)
@@ -234,7 +234,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("outcome", "stages", "stage", "why"), CASES)
-def test_the_stage_to_blame(outcome: Outcome, stages: Stages, stage: Stage, why: str) -> None:
+def test_the_stage_to_blame(outcome: SloOutcome, stages: Stages, stage: Stage, why: str) -> None:
     assert blame(outcome, stages, OBJECTIVE, GAPS) is stage, why
 
 

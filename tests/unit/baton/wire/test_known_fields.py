@@ -43,12 +43,14 @@ from kvstore.index import Mirror
 from kvstore.leases.codec import decode_worker, encode
 from router.admission import Claim
 from router.admission.tenants import DEFAULT_TENANT
+from router.dispatch.choice import Choice, ChoiceGroup
 from router.dispatch.decisions import DecisionLog
-from router.dispatch.dispatcher import ChoiceRecord, Dispatcher
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.worker_client import WorkerCallError
 from router.placement import NO_OBJECTIVE, Weights
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintBook
+from tests.unit.router.dispatch.scripted_workers import new_choice
 from tests.unit.router.dispatch.test_worker_client import router, soon
 
 FIELD_99 = b"\x98\x06\x01"
@@ -300,7 +302,7 @@ async def test_no_field_reaches_a_worker_that_does_not_know_it() -> None:
 @contextlib.asynccontextmanager
 async def dispatching(
     workers: Workers, known: Mapping[str, str], mode: str = "aggregated"
-) -> AsyncIterator[tuple[PoolView, Callable[[SequenceSpec, ChoiceRecord], Any]]]:
+) -> AsyncIterator[tuple[PoolView, Callable[[SequenceSpec, Choice], Any]]]:
     """The pools, and how a choice is served. A worker whose name begins with p prefills.
 
     Args:
@@ -314,10 +316,13 @@ async def dispatching(
             lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
         )
         hints, config = HintBook(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=0.3)
-        dispatcher = Dispatcher(pools, calls, hints, DecisionLog(), config, instruments)
+        dispatcher = Dispatcher(
+            pools=pools, client=calls, hints=hints, decisions=DecisionLog(), config=config, instruments=instruments
+        )
 
-        async def serve(spec: SequenceSpec, record: ChoiceRecord) -> list[int]:
-            claim = Claim(
+        async def serve(spec: SequenceSpec, choice: Choice) -> list[int]:
+            choice.spec = spec
+            choice.claim = Claim(
                 tenant=DEFAULT_TENANT,
                 priority=0,
                 slo_class="default",
@@ -325,8 +330,8 @@ async def dispatching(
                 weights=Weights(),
                 arrived_s=time.monotonic(),
             )
-            messages = dispatcher.run(spec, claim, record, Context())
-            return [token async for message in messages for token in message.token_ids]
+            messages = dispatcher.run(ChoiceGroup(choices=(choice,)))
+            return [token async for _, message in messages for token in message.token_ids]
 
         yield pools, serve
 
@@ -338,7 +343,7 @@ async def test_a_request_goes_only_to_workers_that_know_all_of_it(mode: str) -> 
         served: dict[SequenceSpec, set[str]] = {SPEC: set(), WITH_MIN_P: set()}
         for spec, names in served.items():
             for index in range(12):
-                record = ChoiceRecord()
+                record = new_choice()
                 assert await serve(
                     replace(spec, token_ids=(*range(index, index + 50),), num_prompt_tokens=50), record
                 ) == [5]
@@ -352,22 +357,22 @@ async def test_where_nobody_knows_all_of_a_request_it_is_refused_by_name_and_at_
     workers = Workers()
     async with dispatching(workers, {"old": OLDER, "p-old": OLDER}, "auto") as (_, serve), asyncio.timeout(0.2):
         with pytest.raises(Unsupported, match=r"no worker is ready that knows SamplingParams\.min_p \(5\)"):
-            await serve(WITH_MIN_P, ChoiceRecord())
+            await serve(WITH_MIN_P, new_choice())
         assert workers.asked == []
-        assert await serve(SPEC, ChoiceRecord()) == [5]
+        assert await serve(SPEC, new_choice()) == [5]
 
 
 async def test_who_waits_in_vain_for_one_that_knows_is_told_so() -> None:
     """A decode worker knows all of it, and there may soon be a prefill worker that does."""
     async with dispatching(Workers(), {"d-new": wire.KNOWN_FIELDS, "p-old": OLDER}, "split") as (_, serve):
         with pytest.raises(Unsupported, match=r"no worker is ready that knows SamplingParams\.min_p \(5\)"):
-            await serve(WITH_MIN_P, ChoiceRecord())
+            await serve(WITH_MIN_P, new_choice())
 
 
 async def test_a_choice_that_has_begun_waits_for_a_worker_that_knows_all_of_it() -> None:
     workers = Workers(WorkerFailed("gone"))
     async with dispatching(workers, {"old": OLDER, "new": wire.KNOWN_FIELDS}) as (pools, serve):
-        record = ChoiceRecord()
+        record = new_choice()
         serving = asyncio.create_task(serve(WITH_MIN_P, record))
         await soon(lambda: record.retries)
         old, new = pools.get("old"), pools.get("new")
@@ -381,12 +386,12 @@ async def test_a_choice_that_has_begun_waits_for_a_worker_that_knows_all_of_it()
 async def test_a_worker_that_says_it_does_not_know_is_not_asked_again() -> None:
     workers = Workers(Unsupported("no riddles"))
     async with dispatching(workers, dict.fromkeys("ab", wire.KNOWN_FIELDS)) as (_, serve):
-        record = ChoiceRecord()
+        record = new_choice()
         assert await serve(SPEC, record) == [5]
         assert (len(workers.asked), record.retries) == (2, 1)
         workers.failures = [Unsupported("no riddles"), Unsupported("none here")]
         with pytest.raises(Unsupported, match="none here"):
-            await serve(SPEC, ChoiceRecord())
+            await serve(SPEC, new_choice())
     assert len(workers.asked) == 4
 
 

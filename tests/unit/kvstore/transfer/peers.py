@@ -31,6 +31,7 @@ from baton.rpc.server import SERVER_OPTIONS
 from baton.sampling import SamplingParams
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.endpoint import KvEndpoint
+from kvstore.transfer.local_worker import LocalWorker
 from kvstore.transfer.protocol.layout import heads_of
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
@@ -172,7 +173,7 @@ class Decode:
 
     @property
     def num_pairs_ever(self) -> int:
-        return self.receiver._num_sessions
+        return self.receiver._num_connections_ever
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,19 @@ async def served(servicer: kv_pb2_grpc.KvControlServicer) -> AsyncIterator[tuple
         await server.stop(0.5)
 
 
+def local_worker(
+    name: str, incarnation: int, caches: Sequence[KVCache], compat: str = "kind-a", heads: Sequence[int] = ()
+) -> LocalWorker:
+    return LocalWorker(
+        worker_id=name,
+        incarnation=f"{name}.{incarnation}",
+        caches=caches,
+        wire_compat=compat,
+        host=HOST,
+        num_kv_heads=heads,
+    )
+
+
 @contextlib.asynccontextmanager
 async def decode_side(
     config: TransferConfig = CONFIG,
@@ -210,7 +224,7 @@ async def decode_side(
     heads: Sequence[int] = (),
 ) -> AsyncIterator[Decode]:
     caches = tuple(caches) or (KVCache(SPEC, NUM_BLOCKS, 8),)
-    receiver = KvReceiver(name, f"{name}.{incarnation}", caches, compat, config, HOST, num_kv_heads=heads)
+    receiver = KvReceiver(local_worker(name, incarnation, caches, compat, heads), config)
     door = Door(receiver)
     async with served(door) as (address, _):
         receiver.kv_address = address
@@ -233,7 +247,7 @@ async def prefill_side(
 ) -> AsyncIterator[Prefill]:
     caches = tuple(caches) or (filled_cache(1),)
     spoiling = FaultsConfig(spec=faults)
-    sender = KvSender(name, f"{name}.{incarnation}", caches, "kind-a", config, HOST, spoiling, heads)
+    sender = KvSender(local_worker(name, incarnation, caches, heads=heads), config, spoiling)
     try:
         yield Prefill(sender, tuple(caches))
     finally:
@@ -309,7 +323,7 @@ async def engine_worker(
         num_state_slots=8 if runner.cache.states else 0,
     )
     loop = EngineLoop(Engine(runner, limits), 100)
-    kv = KvEndpoint(name, f"{name}.1", loop, "kind-a", config, HOST, FaultsConfig(spec=faults))
+    kv = KvEndpoint(local_worker(name, 1, runner.caches), loop, config, FaultsConfig(spec=faults))
     running = asyncio.create_task(loop.run())
     async with served(kv) as (address, server):
         kv.receiver.kv_address = address

@@ -24,13 +24,13 @@ from baton.config import TransferConfig
 from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.errors import BatonError, TransferCancelled, TransferCorrupted
 from baton.messages import Ticket
+from kvstore.transfer.connection.reservations import Arrival
 from kvstore.transfer.protocol.chunk_header import VOID
 from kvstore.transfer.protocol.plan import Chunk
-from kvstore.transfer.receiver import Arrival, KvReceiver
+from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
 from kvstore.transfer.transport.base import Operation, SendingTransport
-from kvstore.transfer.transport.faults import FaultInjector, Faults
-from kvstore.transfer.transport.faulty import FaultyTransport
+from kvstore.transfer.transport.faults import FaultInjector, Faults, FaultyTransport
 from kvstore.transfer.transport.staging import Slot
 from kvstore.transfer.transport.tcp import TcpSender
 from tests.unit.kvstore.transfer.peers import (
@@ -297,10 +297,10 @@ async def settled(prefills: list[Prefill], decode: Decode, injected: Injected) -
     assert await eventually(lambda: all(at.is_closed for at in injected.links if at.is_broken_on_purpose)), "unnoticed"
     sides: list[KvReceiver | KvSender] = [decode.receiver, *(prefill.sender for prefill in prefills)]
     assert await eventually(lambda: not any(side.slots_in_use for side in sides)), [s.slots_in_use for s in sides]
-    assert len(decode.receiver._ledger) == 0
+    assert len(decode.receiver._reservations._state) == 0
     decode.receiver.check()
     for prefill in prefills:
-        assert await eventually(lambda: all(len(pair._offers) == 0 for pair in prefill.sender._pairs._alive))  # noqa: B023
+        assert await eventually(lambda: all(len(pair._state) == 0 for pair in prefill.sender._connections._alive))  # noqa: B023
         assert not prefill.sender._live
 
 

@@ -111,8 +111,8 @@ def move(src: Held, dst: Held, num_tokens: int) -> None:
     for dst_rank in range(dst.layout.tp_size):
         for src_rank in source_ranks(src.layout, dst.layout, dst_rank):
             planned = plan(src.layout, src_rank, dst.layout, dst_rank, num_tokens, 0, OPTIONS)
-            ours = BlockCopier(src.caches[src_rank], planned, src.layout, src_rank, src.block_ids, None)
-            theirs = BlockCopier(dst.caches[dst_rank], planned, dst.layout, dst_rank, dst.block_ids, None)
+            ours = BlockCopier(src.caches[src_rank], planned, src.layout, src_rank, src.block_ids)
+            theirs = BlockCopier(dst.caches[dst_rank], planned, dst.layout, dst_rank, dst.block_ids)
             for chunk in planned.chunks:
                 payload = torch.empty(chunk.num_bytes, dtype=torch.uint8)
                 ours.gather(chunk, payload)

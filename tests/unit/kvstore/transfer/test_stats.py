@@ -11,8 +11,9 @@ from baton.errors import (
     TransferRefused,
     TransferTimeout,
     WorkerFailed,
+    text_of,
+    transfer_error_of,
 )
-from kvstore.transfer.protocol.reasons import from_reason, to_reason
 from kvstore.transfer.stats import TransferStats
 
 
@@ -44,10 +45,10 @@ def test_what_nobody_wanted_any_more_has_not_failed() -> None:
     "cls", [TransferError, TransferCancelled, TransferCorrupted, TransferExpired, TransferRefused, TransferTimeout]
 )
 def test_an_error_keeps_its_type_across_a_session(cls: type[TransferError]) -> None:
-    again = from_reason(to_reason(cls("what: happened")))
+    again = transfer_error_of(text_of(cls("what: happened")))
     assert (type(again), str(again)) == (cls, "what: happened")
 
 
 def test_an_error_of_a_newer_release_is_a_transfer_error() -> None:
-    again = from_reason("TransferBewitched: by the moon")
+    again = transfer_error_of("TransferBewitched: by the moon")
     assert (type(again), str(again)) == (TransferError, "TransferBewitched: by the moon")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad
 from baton.costs import StepCosts
 from baton.errors import Overloaded
-from router.admission import PATIENCE, Entry, Gate
+from router.admission import PATIENCE, Gate, QueueEntry
 from router.admission.gate import CAUTION
 from router.admission.tenants import Tenant
 from router.placement import Job, LoadBook, Mode, Placement, Prediction, Residence, Turn
@@ -23,12 +23,12 @@ def prediction(wait_s: float, compute_s: float = 1.0, *, room_s: float = 0.0, pu
     return Prediction(wait_s=wait_s, room_s=room_s, pull_s=pull_s, compute_s=compute_s, exposed_s=0.0, step_s=0.0)
 
 
-def placed(entry: Entry, prediction: Prediction, worker_id: str = "w") -> Entry:
+def placed(entry: QueueEntry, prediction: Prediction, worker_id: str = "w") -> QueueEntry:
     entry.is_placed(Placement(mode=Mode.AGGREGATED, decode_worker=worker_id, prediction=prediction))
     return entry
 
 
-def admit(gate: Gate, entry: Entry, prediction: Prediction, worker_id: str = "w") -> list[Entry]:
+def admit(gate: Gate, entry: QueueEntry, prediction: Prediction, worker_id: str = "w") -> list[QueueEntry]:
     return gate.admit(placed(entry, prediction, worker_id), prediction)
 
 
@@ -40,9 +40,9 @@ def queued(
     compute_s: float = 1.0,
     priority: int = 0,
     worker_id: str = "w",
-) -> list[Entry]:
+) -> list[QueueEntry]:
     """Entries that were let in while nobody waited."""
-    entries = [Entry(tenant=tenant, priority=priority, ttft_s=100.0) for _ in range(num)]
+    entries = [QueueEntry(tenant=tenant, priority=priority, ttft_s=100.0) for _ in range(num)]
     for entry in entries:
         assert admit(gate, entry, prediction(0.0, compute_s), worker_id) == []
     return entries
@@ -54,17 +54,17 @@ def is_empty(gate: Gate) -> bool:
 
 def test_who_comes_in_time_is_let_in() -> None:
     gate = Gate(caution=1.0)
-    assert admit(gate, Entry(tenant=A, priority=0, ttft_s=5.0), prediction(4.0)) == []
-    assert admit(gate, Entry(tenant=A, priority=0, ttft_s=5.0), prediction(3.0, pull_s=1.0)) == []
-    assert admit(gate, Entry(tenant=A, priority=0, ttft_s=math.inf), prediction(1e9)) == []
+    assert admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=5.0), prediction(4.0)) == []
+    assert admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=5.0), prediction(3.0, pull_s=1.0)) == []
+    assert admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=math.inf), prediction(1e9)) == []
 
 
 def test_a_fifth_of_the_time_left_is_kept_for_errors() -> None:
     assert CAUTION == 0.8
     gate = Gate()
-    assert admit(gate, Entry(tenant=A, priority=0, ttft_s=6.0), prediction(4.0)) == []
+    assert admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=6.0), prediction(4.0)) == []
     with pytest.raises(Overloaded):
-        admit(gate, Entry(tenant=A, priority=0, ttft_s=6.0), prediction(4.25))
+        admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=6.0), prediction(4.25))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_fifth_of_the_time_left_is_kept_for_errors() -> None:
 def test_who_would_come_too_late_is_told_when_to_come_back(late: Prediction, late_s: float) -> None:
     gate = Gate(caution=1.0)
     with pytest.raises(Overloaded, match=r"later than the objective of 5\.0 s allows") as refusal:
-        admit(gate, Entry(tenant=A, priority=0, ttft_s=5.0), late)
+        admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=5.0), late)
     assert refusal.value.retry_after_s == pytest.approx(late_s)
     assert is_empty(gate)
 
@@ -87,26 +87,26 @@ def test_who_would_come_too_late_is_told_when_to_come_back(late: Prediction, lat
 def test_who_cannot_come_in_time_even_alone_waits_for_two_objectives() -> None:
     assert PATIENCE == 2.0
     gate = Gate(caution=1.0)
-    assert admit(gate, Entry(tenant=A, priority=0, ttft_s=2.0), prediction(PATIENCE * 2.0, 2.5)) == []
+    assert admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=2.0), prediction(PATIENCE * 2.0, 2.5)) == []
     with pytest.raises(Overloaded) as refusal:
-        admit(gate, Entry(tenant=A, priority=0, ttft_s=2.0), prediction(PATIENCE * 2.0 + 3.0, 2.5))
+        admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=2.0), prediction(PATIENCE * 2.0 + 3.0, 2.5))
     assert refusal.value.retry_after_s == pytest.approx(3.0)
 
 
 def test_the_turn_tells_priority_and_then_who_can_come_in_time() -> None:
-    def turn(entry: Entry, prediction: Prediction) -> Turn:
+    def turn(entry: QueueEntry, prediction: Prediction) -> Turn:
         return placed(entry, prediction).turn
 
-    assert turn(Entry(tenant=A, priority=5, ttft_s=2.0), prediction(9.0, 2.0)) == (-5, False)
-    assert turn(Entry(tenant=A, priority=0, ttft_s=2.0), prediction(0.0, 2.1)) == (0, True)
-    assert turn(Entry(tenant=A, priority=0, ttft_s=2.0), prediction(0.0, 1.5, pull_s=1.0)) == (0, True), (
+    assert turn(QueueEntry(tenant=A, priority=5, ttft_s=2.0), prediction(9.0, 2.0)) == (-5, False)
+    assert turn(QueueEntry(tenant=A, priority=0, ttft_s=2.0), prediction(0.0, 2.1)) == (0, True)
+    assert turn(QueueEntry(tenant=A, priority=0, ttft_s=2.0), prediction(0.0, 1.5, pull_s=1.0)) == (0, True), (
         "pulling counts as computing"
     )
-    assert turn(Entry(tenant=A, priority=0, ttft_s=0.0), prediction(0.0, 0.0)) == (0, False)
+    assert turn(QueueEntry(tenant=A, priority=0, ttft_s=0.0), prediction(0.0, 0.0)) == (0, False)
 
 
 def test_it_is_queued_where_its_prompt_is_computed() -> None:
-    entry = Entry(tenant=A, priority=0, ttft_s=9.0)
+    entry = QueueEntry(tenant=A, priority=0, ttft_s=9.0)
     entry.is_placed(
         Placement(
             mode=Mode.SPLIT,
@@ -123,21 +123,22 @@ def test_it_is_queued_where_its_prompt_is_computed() -> None:
 def test_a_tenant_below_its_share_displaces_one_above_it_newest_first() -> None:
     gate = Gate(caution=1.0)
     entries = queued(gate, A, num=6)
-    assert admit(gate, Entry(tenant=B, priority=0, ttft_s=5.0), prediction(6.0)) == entries[:-3:-1], (
+    assert admit(gate, QueueEntry(tenant=B, priority=0, ttft_s=5.0), prediction(6.0)) == entries[:-3:-1], (
         "1 s is left of 5: 2 s must go"
     )
     with pytest.raises(Overloaded):
-        admit(gate, Entry(tenant=A, priority=0, ttft_s=5.0), prediction(5.0))
-    assert admit(gate, Entry(tenant=B, priority=0, ttft_s=5.0), prediction(5.0)) == [entries[3]]
+        admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=5.0), prediction(5.0))
+    assert admit(gate, QueueEntry(tenant=B, priority=0, ttft_s=5.0), prediction(5.0)) == [entries[3]]
     with pytest.raises(Overloaded):
-        admit(gate, Entry(tenant=B, priority=0, ttft_s=5.0), prediction(5.0))  # 3 s against 3: a would have less than b
+        # 3 s against 3: a would have less than b
+        admit(gate, QueueEntry(tenant=B, priority=0, ttft_s=5.0), prediction(5.0))
 
 
 def test_nobody_is_displaced_if_that_does_not_suffice() -> None:
     gate = Gate(caution=1.0)
     entries = queued(gate, A, num=4)
     with pytest.raises(Overloaded):
-        admit(gate, Entry(tenant=B, priority=0, ttft_s=1.0), prediction(4.0))  # 3 of 4 may go
+        admit(gate, QueueEntry(tenant=B, priority=0, ttft_s=1.0), prediction(4.0))  # 3 of 4 may go
     assert list(gate._queues["w"]) == entries
     assert gate._shares == {"a": 4.0}
 
@@ -147,11 +148,11 @@ def test_shares_go_by_weight() -> None:
     queued(gate, HEAVY, num=8)
     with pytest.raises(Overloaded):
         admit(
-            gate, Entry(tenant=B, priority=0, ttft_s=1.0), prediction(3.0, 0.9, pull_s=0.9)
+            gate, QueueEntry(tenant=B, priority=0, ttft_s=1.0), prediction(3.0, 0.9, pull_s=0.9)
         )  # 5 s / 4 would be less than 1.8 s
     gate = Gate(caution=1.0)
     mine = queued(gate, B, num=3)
-    assert admit(gate, Entry(tenant=HEAVY, priority=0, ttft_s=4.0), prediction(4.0, 2.0)) == mine[:0:-1], (
+    assert admit(gate, QueueEntry(tenant=HEAVY, priority=0, ttft_s=4.0), prediction(4.0, 2.0)) == mine[:0:-1], (
         "1 s against 2 s / 4"
     )
 
@@ -161,7 +162,7 @@ def test_who_leaves_takes_off_its_tenants_share_what_it_had_brought() -> None:
     first, second, third = queued(gate, HEAVY, num=3)
     gate.left(second)
     assert gate._shares == {"heavy": 0.5}
-    assert admit(gate, Entry(tenant=B, priority=0, ttft_s=1.25), prediction(2.0, 0.25)) == [third], (
+    assert admit(gate, QueueEntry(tenant=B, priority=0, ttft_s=1.25), prediction(2.0, 0.25)) == [third], (
         "1 s / 4 is left, against 0.25 s"
     )
     gate.left(first)
@@ -171,20 +172,20 @@ def test_who_leaves_takes_off_its_tenants_share_what_it_had_brought() -> None:
 def test_what_a_tenant_has_elsewhere_counts_but_only_where_the_newcomer_goes_somebody_has_to_go() -> None:
     gate = Gate(caution=1.0)
     there, here = queued(gate, A, num=5, worker_id="v"), queued(gate, A, num=2)
-    assert admit(gate, Entry(tenant=B, priority=0, ttft_s=2.0), prediction(3.0)) == here[::-1]
+    assert admit(gate, QueueEntry(tenant=B, priority=0, ttft_s=2.0), prediction(3.0)) == here[::-1]
     with pytest.raises(Overloaded):
-        admit(gate, Entry(tenant=B, priority=0, ttft_s=2.0), prediction(3.0))
+        admit(gate, QueueEntry(tenant=B, priority=0, ttft_s=2.0), prediction(3.0))
     assert list(gate._queues["v"]) == there
 
 
 def test_a_refused_entry_leaves_nothing_behind_and_may_leave() -> None:
     gate = Gate(caution=1.0)
     (first,) = queued(gate)
-    refused = Entry(tenant=A, priority=0, ttft_s=1.0)
+    refused = QueueEntry(tenant=A, priority=0, ttft_s=1.0)
     with pytest.raises(Overloaded):
         admit(gate, refused, prediction(9.0))
     gate.left(refused)
-    gate.left(Entry(tenant=B, priority=0, ttft_s=1.0))
+    gate.left(QueueEntry(tenant=B, priority=0, ttft_s=1.0))
     assert gate._shares == {"a": 1.0}
     for _ in range(2):
         gate.left(first)
@@ -214,13 +215,13 @@ def test_whatever_is_predicted_the_books_are_right_and_shedding_is_fair(
     arrivals: list[tuple[Tenant, int, float, str, float, float, bool]],
 ) -> None:
     gate = Gate(caution=1.0)
-    inside: list[Entry] = []
+    inside: list[QueueEntry] = []
 
     def share(tenant: Tenant) -> float:
         return sum(entry.compute_s for entry in inside if entry.tenant == tenant) / tenant.weight
 
     for tenant, priority, ttft_s, worker_id, compute_s, wait_s, somebody_leaves in arrivals:
-        entry = Entry(tenant=tenant, priority=priority, ttft_s=ttft_s)
+        entry = QueueEntry(tenant=tenant, priority=priority, ttft_s=ttft_s)
         try:
             victims = admit(gate, entry, prediction(wait_s, compute_s), worker_id)
         except Overloaded:
@@ -272,11 +273,11 @@ class Router:
         )
         self.book = LoadBook.of(Worker(info, WorkerLoad(blocks=BlockCounts(100, 100), costs=costs)), Residence())
         self.gate = Gate(caution=1.0)
-        self.jobs: dict[Entry, Job] = {}
+        self.jobs: dict[QueueEntry, Job] = {}
 
-    def ask(self, tenant: Tenant, priority: int, ttft_s: float, compute_s: float) -> list[Entry] | None:
+    def ask(self, tenant: Tenant, priority: int, ttft_s: float, compute_s: float) -> list[QueueEntry] | None:
         """Who has to go for the newcomer; None: it is refused."""
-        entry = Entry(tenant=tenant, priority=priority, ttft_s=ttft_s)
+        entry = QueueEntry(tenant=tenant, priority=priority, ttft_s=ttft_s)
         turn = placed(entry, prediction(0.0, compute_s)).turn
         try:
             victims = self.gate.admit(entry, prediction(self.book.wait_s(turn, 0.0), compute_s))
@@ -330,15 +331,15 @@ def test_nobody_displaces_a_higher_priority() -> None:
     gate = Gate(caution=1.0)
     queued(gate, A, num=9, priority=1)
     with pytest.raises(Overloaded):
-        admit(gate, Entry(tenant=B, priority=0, ttft_s=2.0), prediction(2.0))
-    assert len(admit(gate, Entry(tenant=B, priority=1, ttft_s=2.0), prediction(2.0))) == 1
+        admit(gate, QueueEntry(tenant=B, priority=0, ttft_s=2.0), prediction(2.0))
+    assert len(admit(gate, QueueEntry(tenant=B, priority=1, ttft_s=2.0), prediction(2.0))) == 1
 
 
 def test_who_waits_for_room_to_decode_displaces_nobody_from_the_queue() -> None:
     gate = Gate(caution=1.0)
     queued(gate, A, num=5)
     with pytest.raises(Overloaded):
-        admit(gate, Entry(tenant=B, priority=0, ttft_s=3.0), prediction(0.0, room_s=4.0))
+        admit(gate, QueueEntry(tenant=B, priority=0, ttft_s=3.0), prediction(0.0, room_s=4.0))
 
 
 @settings(max_examples=60)

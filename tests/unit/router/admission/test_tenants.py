@@ -5,7 +5,6 @@ import hashlib
 import subprocess
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,17 +13,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.blocks import cache_seed
 from baton.cluster import ClusterStatus
-from baton.config import RouterConfig
 from baton.errors import BatonError, ConfigError, Forbidden, InvalidRequest, NoController, Unauthenticated
 from baton.rpc import RpcServer, channel, from_rpc_error
+from baton.sampling import SamplingParams
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from deploy.operator.client import Client
 from router.admission.tenants import DEFAULT_TENANT, Tenant, TenantBook, api_key_of
-from router.api.controller_client import OrdersClient
+from router.api.controller_client import ControllerClient
 from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentication
 from router.api.openai import error_body
 from router.dispatch.decisions import DecisionLog
-from router.service import RouterService
+from router.request.sequence import SequenceBuilder
 
 
 def digest(key: str) -> str:
@@ -82,9 +81,11 @@ def test_a_tenant_jumps_no_queue_unless_its_operator_says_so() -> None:
 
 def test_a_tenants_cache_is_keyed_by_its_scope() -> None:
     """The default tenant's keys are those of the time before there were tenants: routers of both kinds share caches."""
-    model: Any = SimpleNamespace(content_id="content")
-    unused: Any = None
-    service = RouterService(model, unused, unused, unused, unused, unused, RouterConfig(cache_secret="secret"), unused)
+    sequences = SequenceBuilder("content", vocab_size=100, cache_secret="secret")
+
+    def seed_of(tenant: Tenant) -> bytes:
+        return sequences.build("r", (1,), SamplingParams(max_tokens=1), tenant).cache_seed
+
     for tenant in (
         DEFAULT_TENANT,
         Tenant(id="acme"),
@@ -93,8 +94,8 @@ def test_a_tenants_cache_is_keyed_by_its_scope() -> None:
     ):
         for _ in range(2):
             expected = cache_seed("content", b"secret", tenant.cache_scope or tenant.id)
-            assert service._cache_seed(tenant) == expected
-    assert service._cache_seed(DEFAULT_TENANT) == bytes.fromhex("711a42635d9581076c80f6359e2f1976")
+            assert seed_of(tenant) == expected
+    assert seed_of(DEFAULT_TENANT) == bytes.fromhex("711a42635d9581076c80f6359e2f1976")
 
 
 def test_the_documented_command_makes_the_hash(tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ NOTHING_RUNS = ClusterStatus(pools={}, workers=(), routers=(), redis_address="",
 async def connection(book: TenantBook) -> AsyncGenerator[grpc.aio.Channel]:
     rpc = RpcServer(SERVICE_NAMES, [Authentication(book)])
     inference_pb2_grpc.add_InferenceServicer_to_server(SERVICER, rpc.server)
-    admin = AdminServicer(lambda: NOTHING_RUNS, DecisionLog().explain, OrdersClient(lambda: None))
+    admin = AdminServicer(lambda: NOTHING_RUNS, DecisionLog().explain, ControllerClient(lambda: None))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()

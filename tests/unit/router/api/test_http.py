@@ -16,7 +16,7 @@ from baton.api import Chat, GenerateChunk, GenerateRequest, Usage
 from baton.sampling import FinishReason
 from router.admission.tenants import DEFAULT_TENANT
 from router.api.http import create_app
-from router.service import Door
+from router.request.model import Door
 
 CHAT = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": %s}'
 

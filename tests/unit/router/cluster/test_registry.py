@@ -10,7 +10,7 @@ from kvstore.index import Connection, MemoryIndex, MemoryStore, Mirror, MirrorFo
 from kvstore.leases import MemoryLeases
 from router.admission import SloCounts
 from router.cluster.registry import Registry
-from router.dispatch.worker_client import WorkerCalls
+from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import PoolView
 
 POLL_S = 0.005
@@ -52,7 +52,18 @@ async def test_a_store_that_loses_its_state_between_two_questions_loses_no_worke
     pools = PoolView(mirror.lookup, time.monotonic)
     follower = MirrorFollower(MemoryIndex(store), mirror)
     me, redis = RouterInfo(id="r", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0), Connection("redis://127.0.0.1:1/0")
-    registry = Registry(leases, pools, WorkerCalls(), follower, me, SloCounts(), (), redis, POLL_S, 10 * POLL_S)
+    registry = Registry(
+        leases=leases,
+        pools=pools,
+        client=WorkerClient(),
+        follower=follower,
+        me=me,
+        slo_counts=SloCounts(),
+        models=(),
+        redis=redis,
+        poll_s=POLL_S,
+        lease_s=10 * POLL_S,
+    )
     running = asyncio.create_task(registry.run())
     async with asyncio.timeout(10):
         while not pools.workers:

@@ -1,4 +1,4 @@
-"""Workers that say what they are told, and a real dispatcher of theirs: what a stream goes through, in milliseconds."""
+"""Workers that follow a script, and a real dispatcher of theirs: what a stream goes through, in milliseconds."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import RpcServer
-from baton.sampling import SamplingParams
+from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry.instruments import Instruments
 from baton.v1 import worker_pb2_grpc
 from deploy.worker.calls import CallServicer
 from kvstore.index import Mirror
 from router.admission import Claim
 from router.admission.tenants import DEFAULT_TENANT
+from router.dispatch.choice import Choice, ChoiceGroup
 from router.dispatch.decisions import DecisionLog
-from router.dispatch.dispatcher import ChoiceRecord, Dispatcher
-from router.dispatch.worker_client import WorkerCalls
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.worker_client import WorkerClient
 from router.placement import NO_OBJECTIVE, Weights
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintBook
@@ -60,6 +61,11 @@ Word = Event | BatonError | asyncio.Event | Callable[[SequenceSpec], Event | Non
 Script = Sequence[Word]
 
 
+def new_choice(emitted: Sequence[int] = (), finish_reason: FinishReason | None = None) -> Choice:
+    """A choice that has not been served here."""
+    return Choice(spec=SPEC, claim=CLAIM, trace=Context(), emitted=list(emitted), finish_reason=finish_reason)
+
+
 def ticket(spec: SequenceSpec) -> Ticket:
     layout = KvLayout(BLOCK, 1, ())
     return Ticket(
@@ -81,7 +87,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-class ToldWorkers:
+class ScriptedWorkers:
     """Any number of workers behind one address. The first call of a kind follows the first of its scripts, the second
     the second; at the end of its script a call is silent until the router leaves it.
     """
@@ -130,7 +136,12 @@ class Bench:
     """A dispatcher, and what it sees of its workers."""
 
     def __init__(
-        self, workers: ToldWorkers, address: str, held: Mapping[str, int], config: RouterConfig, calls: WorkerCalls
+        self,
+        workers: ScriptedWorkers,
+        address: str,
+        held: Mapping[str, int],
+        config: RouterConfig,
+        client: WorkerClient,
     ) -> None:
         self.workers = workers
         self.address = address
@@ -140,7 +151,14 @@ class Bench:
             lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
         )
         hints = HintBook(Mirror(), self.instruments)
-        self.dispatcher = Dispatcher(self.pools, calls, hints, DecisionLog(), config, self.instruments)
+        self.dispatcher = Dispatcher(
+            pools=self.pools,
+            client=client,
+            hints=hints,
+            decisions=DecisionLog(),
+            config=config,
+            instruments=self.instruments,
+        )
         self._leases: dict[str, Worker] = {}
 
     async def lease(self, worker_id: str, role: Role, load: WorkerLoad = READY, **more: Any) -> None:
@@ -166,19 +184,20 @@ class Bench:
         await self.pools.update(self._leases.values())
 
     async def tokens(
-        self, record: ChoiceRecord | None = None, *, spec: SequenceSpec = SPEC, claim: Claim = CLAIM
+        self, choice: Choice | None = None, *, spec: SequenceSpec = SPEC, claim: Claim = CLAIM
     ) -> AsyncGenerator[int]:
-        """Of one choice, as they come."""
-        run = self.dispatcher.run(spec, claim, ChoiceRecord() if record is None else record, Context())
-        async with contextlib.aclosing(run) as messages:
-            async for message in messages:
+        """The tokens of one choice, as they come."""
+        choice = choice or new_choice()
+        choice.spec, choice.claim = spec, claim
+        async with contextlib.aclosing(self.dispatcher.run(ChoiceGroup(choices=(choice,)))) as messages:
+            async for _, message in messages:
                 for token_id in message.token_ids:
                     yield token_id
 
 
 @contextlib.asynccontextmanager
 async def bench_of(
-    workers: ToldWorkers, roles: Mapping[str, Role], mode: str, held: Mapping[str, int] | None = None
+    workers: ScriptedWorkers, roles: Mapping[str, Role], mode: str, held: Mapping[str, int] | None = None
 ) -> AsyncIterator[Bench]:
     """A bench of these workers, for 20 s at most.
 
@@ -190,7 +209,7 @@ async def bench_of(
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(workers.servicer, rpc.server)
     address = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
     await rpc.start()
-    calls = WorkerCalls()
+    calls = WorkerClient()
     bench = Bench(workers, address, held or {}, RouterConfig(mode=mode, worker_wait_s=1), calls)
     try:
         async with asyncio.timeout(20):

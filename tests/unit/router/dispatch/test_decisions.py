@@ -11,7 +11,7 @@ from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from router.admission import Claim
 from router.admission.tenants import Tenant
-from router.dispatch.decisions import KEPT, Decision, DecisionLog, explained
+from router.dispatch.decisions import KEPT, DecisionLog, PlacementDecision, explained
 from router.placement import Candidate, Objective, Placement, Prices, Prompt, Weights, place
 
 SPEC = SequenceSpec(
@@ -55,7 +55,7 @@ def placement() -> Placement:
     return found
 
 
-def noted(log: DecisionLog, request_id: str, choice_index: int = 0, claim: Claim = CLAIM) -> Decision:
+def noted(log: DecisionLog, request_id: str, choice_index: int = 0, claim: Claim = CLAIM) -> PlacementDecision:
     found = placement()
     return log.note(replace(SPEC, request_id=request_id, choice_index=choice_index), claim, found, found.prediction)
 

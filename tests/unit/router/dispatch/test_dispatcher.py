@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from opentelemetry.context import Context
 
 from baton.cluster import BlockCounts, Role, Worker
 from baton.errors import (
@@ -36,8 +38,8 @@ from baton.messages import (
     SequenceSpec,
 )
 from baton.sampling import FinishReason
-from router.dispatch.dispatcher import ChoiceRecord
-from router.dispatch.worker_client import WorkerCalls, WorkerStream
+from router.dispatch.choice import ChoiceGroup
+from router.dispatch.worker_client import WorkerClient, WorkerStream
 from router.placement import NO_OBJECTIVE, Mode
 from router.placement.pool_view import LEAVING_S
 from router.slo import Stage
@@ -48,8 +50,9 @@ from tests.unit.router.dispatch.scripted_workers import (
     SPEC,
     Bench,
     Script,
-    ToldWorkers,
+    ScriptedWorkers,
     bench_of,
+    new_choice,
     ticket,
     until,
 )
@@ -66,11 +69,16 @@ GONE = WorkerFailed("gone")
 LONG = replace(SPEC, sampling=replace(SPEC.sampling, max_tokens=100, ignore_eos=True))
 
 
+def set_clock(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+    for module in ("dispatcher", "exchange", "patience", "selector", "reports"):
+        monkeypatch.setattr(f"router.dispatch.{module}.time", bench.clock)
+
+
 async def collected(tokens: AsyncIterator[int]) -> list[int]:
     return [token async for token in tokens]
 
 
-def sources(workers: ToldWorkers) -> list[PrefixSource | None]:
+def sources(workers: ScriptedWorkers) -> list[PrefixSource | None]:
     """From which whoever was to compute the prompt was told to pull a prefix, call by call."""
     return [
         request.source for request in workers.requests if not (isinstance(request, DecodeRequest) and request.await_kv)
@@ -90,7 +98,7 @@ def sources(workers: ToldWorkers) -> list[PrefixSource | None]:
 )
 async def test_a_failed_attempts_source_is_not_named_again(failure: BatonError, expected: list[str]) -> None:
     """A worker that refused at once says nothing about the source."""
-    workers = ToldWorkers(decode=[[failure], [LAST]])
+    workers = ScriptedWorkers(decode=[[failure], [LAST]])
     roles = {"a": Role.DECODE, "b": Role.DECODE, "owner": Role.PREFILL, "next": Role.PREFILL}
     async with bench_of(workers, roles, "aggregated", {"owner": 20, "next": 10}) as bench:
         assert await collected(bench.tokens()) == [5]
@@ -110,8 +118,8 @@ async def test_who_did_not_answer_in_a_hand_over_is_left_at_once(
     failure: BatonError, roles: dict[str, Role], stays: bool
 ) -> None:
     """The prefill worker says so: the decode worker's own stream, which hangs, may tell seconds later."""
-    workers = ToldWorkers(decode=[[ticket], [ticket]], prefill=[[failure], [FIRST_IS_LAST]])
-    record = ChoiceRecord()
+    workers = ScriptedWorkers(decode=[[ticket], [ticket]], prefill=[[failure], [FIRST_IS_LAST]])
+    record = new_choice()
     async with bench_of(workers, roles, "split", {"d0": 4}) as bench:
         assert await collected(bench.tokens(record)) == [5]
     assert (record.retries, record.decode_worker == "d0") == (1, stays)
@@ -120,8 +128,8 @@ async def test_who_did_not_answer_in_a_hand_over_is_left_at_once(
 async def test_who_could_not_hand_over_is_no_source_of_the_next_attempt() -> None:
     """It holds the longest prefix of all, and would send it over the same way."""
     roles = {**PAIR, "p1": Role.PREFILL}
-    workers = ToldWorkers(decode=[[ticket], [LAST]], prefill=[[TransferRefused("of another shape")]])
-    record = ChoiceRecord()
+    workers = ScriptedWorkers(decode=[[ticket], [LAST]], prefill=[[TransferRefused("of another shape")]])
+    record = new_choice()
     async with bench_of(workers, roles, "auto", {"p0": 20, "p1": 10}) as bench:
         assert await collected(bench.tokens(record)) == [5]
     assert (record.retries, record.mode) == (1, Mode.AGGREGATED)
@@ -134,8 +142,8 @@ async def test_who_could_not_hand_over_is_no_source_of_the_next_attempt() -> Non
     ids=["failed twice", "refused once"],
 )
 async def test_when_hand_overs_fail_the_decode_worker_computes_the_prompt(failures: list[BatonError]) -> None:
-    workers = ToldWorkers(decode=[*[[ticket]] * len(failures), [LAST]], prefill=[[failure] for failure in failures])
-    record = ChoiceRecord()
+    workers = ScriptedWorkers(decode=[*[[ticket]] * len(failures), [LAST]], prefill=[[failure] for failure in failures])
+    record = new_choice()
     async with bench_of(workers, PAIR, "auto", {"p0": 20}) as bench:
         assert await collected(bench.tokens(record)) == [5]
     assert workers.kinds == [DecodeRequest, PrefillRequest] * len(failures) + [DecodeRequest]
@@ -144,19 +152,19 @@ async def test_when_hand_overs_fail_the_decode_worker_computes_the_prompt(failur
 
 async def test_who_died_is_passed_over_by_all_that_come_after() -> None:
     """Its lease lives on for seconds, and it holds the longest prefix."""
-    workers = ToldWorkers(decode=[[GONE], [LAST], [LAST]])
+    workers = ScriptedWorkers(decode=[[GONE], [LAST], [LAST]])
     async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
         for num_retries in (1, 0):
-            record = ChoiceRecord()
+            record = new_choice()
             assert await collected(bench.tokens(record)) == [5]
             assert (record.decode_worker, record.retries) == ("d1", num_retries)
 
 
 async def test_a_worker_that_drains_costs_no_attempt_and_is_asked_no_more() -> None:
-    workers = ToldWorkers(decode=[[WorkerDraining("d0 drains")], [LAST], [LAST]])
+    workers = ScriptedWorkers(decode=[[WorkerDraining("d0 drains")], [LAST], [LAST]])
     async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
         for _ in range(2):
-            record = ChoiceRecord()
+            record = new_choice()
             assert await collected(bench.tokens(record)) == [5]
             assert (record.decode_worker, record.retries) == ("d1", 0)
     assert len(workers.requests) == 3
@@ -165,9 +173,9 @@ async def test_a_worker_that_drains_costs_no_attempt_and_is_asked_no_more() -> N
 async def test_an_answer_that_goes_on_outlives_any_number_of_workers_and_one_that_does_not_is_given_up() -> None:
     """Four failures in a row are too many, and sixteen tokens between two begin a new row."""
     dies_later: Script = [NewTokens(token_ids=tuple(range(16)), finish_reason=None), GONE]
-    workers = ToldWorkers(decode=[*[dies_later] * 4, *[[GONE]] * 3])
+    workers = ScriptedWorkers(decode=[*[dies_later] * 4, *[[GONE]] * 3])
     roles = {f"d{i}": Role.DECODE for i in range(8)}
-    record = ChoiceRecord()
+    record = new_choice()
     async with bench_of(workers, roles, "aggregated") as bench:
         with pytest.raises(WorkerFailed, match=r"^4 placements failed: "):
             await collected(bench.tokens(record, spec=LONG))
@@ -177,13 +185,13 @@ async def test_an_answer_that_goes_on_outlives_any_number_of_workers_and_one_tha
 
 async def test_what_does_not_fit_one_worker_goes_to_the_others() -> None:
     short = replace(SPEC, token_ids=SPEC.token_ids[:40], num_prompt_tokens=40)
-    workers = ToldWorkers(decode=[[LAST]] * 24)
+    workers = ScriptedWorkers(decode=[[LAST]] * 24)
     async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
         await bench.lease("d1", Role.DECODE, max_model_len=64)
         served: dict[SequenceSpec, set[str]] = {SPEC: set(), short: set()}
         for spec, names in served.items():
             for token_id in range(12):
-                record = ChoiceRecord()
+                record = new_choice()
                 own = replace(spec, token_ids=(token_id, *spec.token_ids[1:]))
                 assert await collected(bench.tokens(record, spec=own)) == [5]
                 names.add(record.decode_worker)
@@ -192,7 +200,7 @@ async def test_what_does_not_fit_one_worker_goes_to_the_others() -> None:
 
 
 async def test_when_every_queue_is_full_the_client_is_told_so() -> None:
-    workers = ToldWorkers(decode=[[Overloaded("full")], [Overloaded("full")]])
+    workers = ScriptedWorkers(decode=[[Overloaded("full")], [Overloaded("full")]])
     async with bench_of(workers, TWO, "aggregated") as bench:
         with pytest.raises(Overloaded, match="every worker's queue is full"):
             await collected(bench.tokens())
@@ -201,8 +209,8 @@ async def test_when_every_queue_is_full_the_client_is_told_so() -> None:
 
 async def test_what_a_worker_finds_wrong_with_a_request_is_told_at_once() -> None:
     """It would be wrong on every other worker too."""
-    workers = ToldWorkers(decode=[[InvalidRequest("token 9 is not in the vocabulary")]])
-    record = ChoiceRecord()
+    workers = ScriptedWorkers(decode=[[InvalidRequest("token 9 is not in the vocabulary")]])
+    record = new_choice()
     async with bench_of(workers, TWO, "aggregated") as bench:
         with pytest.raises(InvalidRequest, match=r"^token 9 is not in the vocabulary$"):
             await collected(bench.tokens(record))
@@ -215,10 +223,10 @@ async def test_what_a_worker_finds_wrong_with_a_request_is_told_at_once() -> Non
 async def test_a_stream_that_has_begun_outlives_its_worker_however_old_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline is the first token's, which came in time."""
     later = asyncio.Event()
-    workers = ToldWorkers(decode=[[NewTokens(token_ids=(4,), finish_reason=None), later, GONE], [LAST]])
-    record = ChoiceRecord()
+    workers = ScriptedWorkers(decode=[[NewTokens(token_ids=(4,), finish_reason=None), later, GONE], [LAST]])
+    record = new_choice()
     async with bench_of(workers, TWO, "aggregated") as bench:
-        monkeypatch.setattr("router.dispatch.dispatcher.time", bench.clock)
+        set_clock(monkeypatch, bench)
         claim = replace(CLAIM, objective=replace(NO_OBJECTIVE, ttft_s=60.0), arrived_s=time.monotonic())
         tokens: list[int] = []
         async for token in bench.tokens(record, claim=claim):
@@ -236,15 +244,15 @@ async def test_every_attempt_has_the_budget_that_is_left_of_the_arrivals(monkeyp
         bench.clock.ahead_s += 20.0
 
     dies_later: Script = [seconds_go_by, GONE]
-    workers = ToldWorkers(decode=[dies_later, dies_later, [seconds_go_by, LAST]] * 2)
+    workers = ScriptedWorkers(decode=[dies_later, dies_later, [seconds_go_by, LAST]] * 2)
     async with bench_of(workers, {**TWO, "d2": Role.DECODE}, "aggregated") as bench:
-        monkeypatch.setattr("router.dispatch.dispatcher.time", bench.clock)
+        set_clock(monkeypatch, bench)
         claim = replace(CLAIM, objective=replace(NO_OBJECTIVE, ttft_s=50.0), arrived_s=time.monotonic() - 10.0)
         assert await collected(bench.tokens(claim=claim)) == [5]
         budgets = [request.sequence.ttft_s for request in workers.requests]
         assert budgets == pytest.approx([40.0, 20.0, 0.0], abs=2.0)
 
-        record, arrived_s = ChoiceRecord(), bench.clock.monotonic() - 70.0
+        record, arrived_s = new_choice(), bench.clock.monotonic() - 70.0
         with pytest.raises(Overloaded, match=r"no first token within 100"):
             await collected(bench.tokens(record, claim=replace(claim, arrived_s=arrived_s)))
         assert record.retries == 2
@@ -252,7 +260,7 @@ async def test_every_attempt_has_the_budget_that_is_left_of_the_arrivals(monkeyp
 
 async def test_a_resumed_request_goes_on_though_the_gate_would_let_nobody_in() -> None:
     """Another router has let it in, and its client has some of its tokens."""
-    workers = ToldWorkers(decode=[[LAST]])
+    workers = ScriptedWorkers(decode=[[LAST]])
     claim = replace(CLAIM, objective=replace(NO_OBJECTIVE, ttft_s=1.0), arrived_s=time.monotonic())
     async with bench_of(workers, TWO, "aggregated") as bench:
         for worker_id, role in TWO.items():
@@ -260,7 +268,7 @@ async def test_a_resumed_request_goes_on_though_the_gate_would_let_nobody_in() -
         with pytest.raises(Overloaded, match="the first token would come"):
             await collected(bench.tokens(claim=claim))
         assert workers.requests == []
-        record = ChoiceRecord(emitted=[3, 4])
+        record = new_choice(emitted=[3, 4])
         assert await collected(bench.tokens(record, claim=claim)) == [5]
     assert record.emitted == [3, 4, 5]
     assert workers.requests[0].sequence.token_ids == (*SPEC.token_ids, 3, 4)
@@ -271,7 +279,7 @@ async def test_the_gate_forgets_a_prompt_when_it_is_computed(mode: Mode) -> None
     """A long answer is no part of its tenant's share of the queues."""
     waits, ends = asyncio.Event(), asyncio.Event()
     if mode is Mode.SPLIT:
-        workers = ToldWorkers(
+        workers = ScriptedWorkers(
             decode=[[ticket, ends, LAST]],
             prefill=[
                 [
@@ -286,9 +294,9 @@ async def test_the_gate_forgets_a_prompt_when_it_is_computed(mode: Mode) -> None
             ],
         )
     else:
-        workers = ToldWorkers(decode=[[waits, NewTokens(token_ids=(4,), finish_reason=None), ends, LAST]])
+        workers = ScriptedWorkers(decode=[[waits, NewTokens(token_ids=(4,), finish_reason=None), ends, LAST]])
     async with bench_of(workers, PAIR, mode) as bench:
-        gate = bench.dispatcher._gate
+        gate = bench.dispatcher._patience.gate
         answer = bench.tokens()
         first = asyncio.ensure_future(anext(answer))
         await until(lambda: any(gate._queues.values()))
@@ -308,7 +316,7 @@ async def test_a_report_on_the_hand_over_that_comes_late_is_booked_and_holds_up_
     the token before.
     """
     seen, all_sent = asyncio.Event(), asyncio.Event()
-    workers = ToldWorkers(
+    workers = ScriptedWorkers(
         decode=[
             [
                 ticket,
@@ -330,7 +338,7 @@ async def test_a_report_on_the_hand_over_that_comes_late_is_booked_and_holds_up_
             ]
         ],
     )
-    record = ChoiceRecord()
+    record = new_choice()
     tokens: list[int] = []
     async with bench_of(workers, PAIR, "split") as bench:
         async for token in bench.tokens(record):
@@ -346,10 +354,10 @@ async def test_a_report_on_the_hand_over_that_comes_late_is_booked_and_holds_up_
 async def test_a_first_token_that_is_the_last_is_waited_for_when_nobody_wants_the_kv() -> None:
     """The decode worker hears of it from the prefill worker, and may be the first to say so."""
     cancelled, told = asyncio.Event(), asyncio.Event()
-    workers = ToldWorkers(
+    workers = ScriptedWorkers(
         decode=[[ticket, cancelled, TransferCancelled("the sender gave up")]], prefill=[[told, FIRST_IS_LAST]]
     )
-    record = ChoiceRecord()
+    record = new_choice()
     async with bench_of(workers, PAIR, "split") as bench:
         answer = asyncio.ensure_future(anext(bench.tokens(record)))
         await until(lambda: PrefillRequest in workers.kinds)
@@ -374,7 +382,7 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
         finish_reason=FinishReason.LENGTH,
         report=PrefillReport(num_cached_tokens=num_cached, num_pulled_tokens=num_pulled),
     )
-    workers = ToldWorkers(
+    workers = ScriptedWorkers(
         decode=[[ticket if mode == "split" else found]],
         prefill=[
             [
@@ -388,7 +396,7 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
             ]
         ],
     )
-    record = ChoiceRecord()
+    record = new_choice()
     async with bench_of(workers, {"p": Role.PREFILL, "d": Role.DECODE}, mode, held) as bench:
         assert await collected(bench.tokens(record)) == [5]
         counted = bench.instruments.exposition().decode()
@@ -397,12 +405,88 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
     assert (f"baton_index_stale_tokens_total {num_stale:.1f}" in counted) == bool(num_stale)
 
 
+# -- several choices of one request ------------------------------------------------------------------------------------
+
+
+def group_of(num_choices: int) -> ChoiceGroup:
+    return ChoiceGroup.begin(SPEC, CLAIM, Context(), num_choices, {})
+
+
+def answers(*token_ids: int) -> Script:
+    """Tokens one by one; then the call is silent."""
+    return [NewTokens(token_ids=(token_id,), finish_reason=None) for token_id in token_ids]
+
+
+async def test_choices_are_served_side_by_side_each_to_its_end() -> None:
+    workers = ScriptedWorkers(decode=[[*answers(1, 2), LAST], [*answers(3), LAST]])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        group = group_of(2)
+        came: dict[int, list[int]] = {0: [], 1: []}
+        async for choice, message in bench.dispatcher.run(group):
+            came[choice.index] += message.token_ids
+        await workers.servicer.wait_until_idle()
+    assert came == {choice.index: choice.emitted for choice in group.choices}
+    assert sorted(choice.emitted for choice in group.choices) == [[1, 2, 5], [3, 5]]
+    assert {choice.finish_reason for choice in group.choices} == {FinishReason.LENGTH}
+    assert sorted(request.sequence.choice_index for request in workers.requests) == [0, 1]
+
+
+async def test_a_choice_that_is_answered_is_left_by_itself() -> None:
+    """A stop string ends it; its worker must not go on, and the other choice must."""
+    ends = asyncio.Event()
+    workers = ScriptedWorkers(decode=[answers(1), [*answers(2), ends, LAST]])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        group, seen = group_of(2), 0
+        async with contextlib.aclosing(bench.dispatcher.run(group)) as messages:
+            async for choice, message in messages:
+                seen += 1
+                if message.token_ids == (1,):
+                    choice.is_answered = True
+                if seen == 2:
+                    waiting = asyncio.ensure_future(anext(messages))
+                    await until(lambda: workers.servicer.num_running == 1)
+                    ends.set()
+                    assert (await waiting)[1] == LAST
+                    break
+        await workers.servicer.wait_until_idle()
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_leaving_the_choices_early_leaves_nothing_running(num_choices: int) -> None:
+    workers = ScriptedWorkers(decode=[answers(1), answers(2)])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        async with contextlib.aclosing(bench.dispatcher.run(group_of(num_choices))) as messages:
+            await anext(messages)
+            await until(lambda: workers.servicer.num_running == num_choices)
+        await workers.servicer.wait_until_idle()
+
+
+async def test_the_refusal_of_one_choice_ends_all() -> None:
+    workers = ScriptedWorkers(decode=[answers(1), [InvalidRequest("not this one")]])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        with pytest.raises(InvalidRequest, match="not this one"):
+            async for _ in bench.dispatcher.run(group_of(2)):
+                pass
+        await workers.servicer.wait_until_idle()
+
+
+async def test_a_single_choice_that_is_answered_is_asked_for_nothing_more() -> None:
+    workers = ScriptedWorkers(decode=[answers(1)])
+    async with bench_of(workers, TWO, "aggregated") as bench:
+        group = group_of(1)
+        async for choice, _ in bench.dispatcher.run(group):
+            choice.is_answered = True
+        await workers.servicer.wait_until_idle()
+        assert group.unanswered().choices == ()
+        assert [message async for message in bench.dispatcher.run(group.unanswered())] == []
+
+
 # -- moving ------------------------------------------------------------------------------------------------------------
 
 
-def leaving_worker(*later: asyncio.Event | NewTokens) -> ToldWorkers:
+def leaving_worker(*later: asyncio.Event | NewTokens) -> ScriptedWorkers:
     """d0 decodes and leaves. Whoever takes the choice over pulls its KV and goes on after one more token of d0's."""
-    return ToldWorkers(
+    return ScriptedWorkers(
         decode=[
             [NewTokens(token_ids=(4,), finish_reason=None), Migrate(), *later],
             [ticket, NewTokens(token_ids=(7,), finish_reason=FinishReason.LENGTH)],
@@ -428,7 +512,7 @@ def leaves(bench: Bench, worker_id: str) -> bool:
 
 def looks_for_room() -> bool:
     """Whether a choice is still to be moved, and has not been."""
-    return any("_prepare_move" in repr(task.get_coro()) for task in asyncio.all_tasks())
+    return any("Migration.prepare" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
 
 @pytest.mark.parametrize(
@@ -438,8 +522,8 @@ async def test_a_choice_moves_to_nobody_without_room(
     num_in_use: int, held: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stays, and looks again: d2 comes later."""
-    monkeypatch.setattr("router.dispatch.dispatcher.MOVE_RETRY_S", 0.01)
-    workers, record = leaving_worker(), ChoiceRecord()
+    monkeypatch.setattr("router.dispatch.migration.MOVE_RETRY_S", 0.01)
+    workers, record = leaving_worker(), new_choice()
     async with bench_of(workers, {"d0": Role.DECODE}, "aggregated", held) as bench:
         answer = bench.tokens(record, spec=LONG)
         assert await anext(answer) == 4
@@ -467,16 +551,16 @@ async def test_a_choice_moves_to_nobody_without_room(
 async def test_a_choice_moves_to_nobody_who_does_not_know_or_cannot_hold_all_of_it(
     unfit: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.dispatch.dispatcher.MOVE_RETRY_S", 0.01)
-    workers, record = leaving_worker(), ChoiceRecord()
+    monkeypatch.setattr("router.dispatch.migration.MOVE_RETRY_S", 0.01)
+    workers, record = leaving_worker(), new_choice()
     asked: list[str] = []
-    fetch = WorkerCalls.fetch
+    fetch = WorkerClient.fetch
 
-    def watched(self: WorkerCalls, worker: Worker, *args: Any, **more: Any) -> WorkerStream[Fetched]:
+    def watched(self: WorkerClient, worker: Worker, *args: Any, **more: Any) -> WorkerStream[Fetched]:
         asked.append(worker.info.id)
         return fetch(self, worker, *args, **more)
 
-    monkeypatch.setattr(WorkerCalls, "fetch", watched)
+    monkeypatch.setattr(WorkerClient, "fetch", watched)
     async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
         answer = bench.tokens(record, spec=LONG)
         assert await anext(answer) == 4
@@ -493,7 +577,7 @@ async def test_a_choice_moves_to_nobody_who_does_not_know_or_cannot_hold_all_of_
 
 async def test_tokens_come_on_while_the_next_worker_pulls_their_kv() -> None:
     pulled = asyncio.Event()
-    workers = ToldWorkers(
+    workers = ScriptedWorkers(
         decode=[
             [NewTokens(token_ids=(4,), finish_reason=None), Migrate(), NewTokens(token_ids=(8,), finish_reason=None)],
             [ticket, NewTokens(token_ids=(7,), finish_reason=FinishReason.LENGTH)],
@@ -524,9 +608,9 @@ async def test_tokens_come_on_while_the_next_worker_pulls_their_kv() -> None:
 
 async def test_a_choice_does_not_move_when_its_worker_has_stayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """There was no room elsewhere until its lease said for some seconds that it serves as before."""
-    monkeypatch.setattr("router.dispatch.dispatcher.MOVE_RETRY_S", 0.01)
+    monkeypatch.setattr("router.dispatch.migration.MOVE_RETRY_S", 0.01)
     ends = asyncio.Event()
-    workers, record = leaving_worker(ends, LAST), ChoiceRecord()
+    workers, record = leaving_worker(ends, LAST), new_choice()
     async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
         answer = bench.tokens(record, spec=LONG)
         assert await anext(answer) == 4

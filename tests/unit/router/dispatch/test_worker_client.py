@@ -36,7 +36,7 @@ from baton.rpc import RpcServer, channel
 from baton.sampling import FinishReason, SamplingParams
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.worker.calls import CallServicer
-from router.dispatch.worker_client import WorkerCallError, WorkerCalls, WorkerStream
+from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
 
 pytestmark = pytest.mark.asyncio
 TICKET = Ticket(
@@ -117,8 +117,8 @@ async def served(servicer: worker_pb2_grpc.WorkerCallsServicer, port: int = 0) -
 
 
 @contextlib.asynccontextmanager
-async def router() -> AsyncIterator[WorkerCalls]:
-    calls = WorkerCalls()
+async def router() -> AsyncIterator[WorkerClient]:
+    calls = WorkerClient()
     try:
         yield calls
     finally:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest, ModelLoadError
+from baton.chat import ChatMessage
+from baton.errors import InvalidRequest, ModelLoadError, Unsupported
 from router.prompt import ChatTemplate, Tokenizer
 
+Json = dict[str, Any]
 SYSTEM = {"role": "system", "content": "Answer in one word."}
 HELLO = {"role": "user", "content": "Hello, 世界 👩‍👩‍👧! 1234 <b>&amp;</b>\n\n  indented"}
 ANSWER = {"role": "assistant", "content": " Hi. "}
@@ -44,6 +46,20 @@ TEMPLATES = {
 }
 
 
+def messages_of(chat: list[Json]) -> list[ChatMessage]:
+    """The same chat that the reference gets as plain JSON."""
+    return [
+        ChatMessage(
+            role=message["role"],
+            content=message["content"],
+            reasoning=message.get("reasoning_content"),
+            tool_calls=tuple(message.get("tool_calls", ())),
+            tool_call_id=message.get("tool_call_id", ""),
+        )
+        for message in chat
+    ]
+
+
 @pytest.fixture(scope="module")
 def tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer.load(model_dir)
@@ -70,7 +86,7 @@ def reference(model_dir: Path) -> Any:
 )
 def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any, messages: list[dict[str, Any]]) -> None:
     expected = reference.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert tokenizer.encode_chat(messages, scope="") == expected
+    assert tokenizer.encode_chat(messages_of(messages), scope="") == expected
 
 
 @pytest.mark.parametrize(
@@ -97,7 +113,7 @@ def test_templates_render_as_in_transformers(name: str, tools: list[dict[str, An
         **special,
     )
     template = ChatTemplate({"default": TEMPLATES[name]}, special)
-    assert template.render(messages, tools, enable_thinking=False) == expected
+    assert template.render(messages_of(messages), tools, enable_thinking=False) == expected
     assert str(datetime.now().year) in expected or name != "date"
 
 
@@ -105,12 +121,10 @@ def test_messages_of_openai_clients_become_what_templates_expect() -> None:
     source = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
     template = ChatTemplate({"default": source + "{{ messages[1].tool_calls[0].function.arguments.x }}"}, {})
     call = {"function": {"name": "f", "arguments": '{"x": 7}'}}
-    messages: list[dict[str, Any]] = [
-        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
+    parts = {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    messages = [ChatMessage.parse(parts, 0), ChatMessage(role="assistant", content="", tool_calls=(call,))]
     assert template.render(messages) == "system=a\nb;assistant=;7"
-    assert messages[1]["content"] is None  # the caller's messages are left alone
+    assert call["function"]["arguments"] == '{"x": 7}'  # the caller's messages are left alone
 
 
 @pytest.mark.parametrize(
@@ -118,18 +132,28 @@ def test_messages_of_openai_clients_become_what_templates_expect() -> None:
     [
         ([], "messages must hold at least one message"),
         ([{"role": "wizard", "content": "x"}], r"messages\[0\].role must be one of system, .*; got 'wizard'"),
-        ([{"content": "x"}], r"messages\[0\].role must be one of"),
+        ([{"content": "x"}], r"messages\[0\].role must be a string"),
         (["x"], r"messages\[0\] must be an object"),
-        ([HELLO, {"role": "user"}], r"messages\[1\] has no content"),
+        ([HELLO, {"role": "user"}], r"messages\[1\].content must be a string"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content must be a string"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'; this model reads text parts only"),
         ([{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "not valid JSON"),
     ],
 )
 def test_bad_messages_are_refused_in_a_sentence(tokenizer: Tokenizer, messages: Any, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
-        tokenizer.encode_chat(messages, scope="")
+        tokenizer.encode_chat([ChatMessage.parse(message, index) for index, message in enumerate(messages)], scope="")
+
+
+@pytest.mark.parametrize("call", [{"function": {"arguments": "{"}}, {}, "f"])
+def test_tool_calls_that_no_template_can_read_are_refused(tokenizer: Tokenizer, call: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"not valid JSON|must be an object with a function"):
+        tokenizer.encode_chat([ChatMessage(role="assistant", content="", tool_calls=(call,))], scope="")
+
+
+def test_parts_that_are_no_text_are_refused_by_their_place() -> None:
+    parts = [{"type": "text", "text": "see"}, {"type": "image_url"}]
+    with pytest.raises(Unsupported, match=r"messages\[3\].content\[1\] must be a part of text"):
+        ChatMessage.parse({"role": "user", "content": parts}, 3)
 
 
 @pytest.mark.parametrize(
@@ -144,12 +168,12 @@ def test_bad_messages_are_refused_in_a_sentence(tokenizer: Tokenizer, messages: 
 )
 def test_what_stops_a_template_is_an_invalid_request(source: str) -> None:
     with pytest.raises(InvalidRequest, match=r"chat template refuses these messages: .+"):
-        ChatTemplate({"default": source}, {}).render([HELLO])
+        ChatTemplate({"default": source}, {}).render(messages_of([HELLO]))
 
 
 def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
     def render(config: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> str:
-        return ChatTemplate.load(tmp_path, config, {}).render([HELLO], tools)
+        return ChatTemplate.load(tmp_path, config, {}).render(messages_of([HELLO]), tools)
 
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     assert render({"chat_template": "one"}) == "one"
@@ -194,7 +218,7 @@ def test_a_folder_of_another_kind(tmp_path: Path, model_dir: Path) -> None:
     assert (tokenizer.default_sampling.top_k, tokenizer.default_sampling.min_p) == (20, 0.1)
     assert tokenizer.default_sampling.temperature == 1
     assert len(tokenizer.encode("one two three four")) == 4
-    assert tokenizer.chat_template.render([HELLO]) == "<|im_start|>x"
+    assert tokenizer.chat_template.render(messages_of([HELLO])) == "<|im_start|>x"
     (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
     with pytest.raises(ModelLoadError, match="top_p"):
         Tokenizer.load(tmp_path)

@@ -4,21 +4,20 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from baton.config import RouterConfig
 from baton.errors import StoreUnavailable, WorkerFailed
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
 from kvstore.index import MemoryStore
 from kvstore.leases import Ended, Entry, MemoryRecords, Noted, RecordKey
 from router.admission.tenants import Tenant
-from router.dispatch.dispatcher import ChoiceRecord
+from router.dispatch.choice import Choice
 from router.request.resume_journal import READ_S, Journal, digest_of
-from router.service import RouterService
+from router.request.sequence import SequenceBuilder
+from tests.unit.router.dispatch.scripted_workers import new_choice
 
 KEY = RecordKey("acme", "r")
 DIGEST = b"d" * 16
@@ -66,13 +65,13 @@ def journal(records: Records) -> Journal:
     return Journal(records)
 
 
-def begun(journal: Journal, record: ChoiceRecord, ends: Sequence[FinishReason | None] = (None,)) -> Any:
-    return journal.noting(KEY, DIGEST, [record], ends)
+def begun(journal: Journal, choice: Choice) -> Any:
+    return journal.noting(KEY, DIGEST, [choice])
 
 
 async def test_another_router_finds_what_this_one_noted(journal: Journal, records: Records) -> None:
-    record, ends = ChoiceRecord(), [None]
-    with begun(journal, record, ends):
+    record = new_choice()
+    with begun(journal, record):
         await journal.flush()
         assert records.written == [], "nothing has come yet"
         for tokens in ([5, 6], [7], []):
@@ -84,34 +83,32 @@ async def test_another_router_finds_what_this_one_noted(journal: Journal, record
 
 
 async def test_the_end_is_noted_with_the_last_token(journal: Journal, records: Records) -> None:
-    record, other = ChoiceRecord(emitted=[5]), ChoiceRecord(emitted=[6])
-    ends: list[FinishReason | None] = [FinishReason.STOP, None]
-    with journal.noting(KEY, DIGEST, [record, other], ends):
+    with journal.noting(KEY, DIGEST, [new_choice([5], FinishReason.STOP), new_choice([6])]):
         await journal.flush()
         assert await journal.recall(KEY, DIGEST) == {0: Noted((5,), FinishReason.STOP), 1: Noted((6,))}
 
 
 async def test_a_request_that_has_ended_is_forgotten(journal: Journal, records: Records) -> None:
-    with begun(journal, ChoiceRecord(emitted=[5])):
+    with begun(journal, new_choice(emitted=[5])):
         await journal.flush()
     await journal.flush()
     assert await journal.recall(KEY, DIGEST) == {}
 
 
 async def test_a_short_request_never_meets_the_store(journal: Journal, records: Records) -> None:
-    with begun(journal, record := ChoiceRecord()):
+    with begun(journal, record := new_choice()):
         record.emitted += [5, 6]
     await journal.flush()
     assert records.written == []
 
 
 async def test_what_another_router_noted_is_forgotten_too(journal: Journal, records: Records) -> None:
-    with begun(Journal(records), ChoiceRecord(emitted=[5])):
+    with begun(Journal(records), new_choice(emitted=[5])):
         pass
     dead = Journal(records)
-    with begun(dead, ChoiceRecord(emitted=[5])):
+    with begun(dead, new_choice(emitted=[5])):
         await dead.flush()
-        with begun(journal, ChoiceRecord(emitted=[5])):
+        with begun(journal, new_choice(emitted=[5])):
             pass  # continued, and over before the first flush
         await journal.flush()
         assert await journal.recall(KEY, DIGEST) == {}
@@ -119,12 +116,12 @@ async def test_what_another_router_noted_is_forgotten_too(journal: Journal, reco
 
 @pytest.mark.parametrize("leaving", [WorkerFailed("gone"), GeneratorExit(), asyncio.CancelledError()])
 async def test_what_failed_or_was_left_stays(journal: Journal, leaving: BaseException) -> None:
-    with contextlib.suppress(type(leaving)), begun(journal, ChoiceRecord(emitted=[5])):
+    with contextlib.suppress(type(leaving)), begun(journal, new_choice(emitted=[5])):
         await journal.flush()
         raise leaving
     await journal.flush()
     assert await journal.recall(KEY, DIGEST) == {0: Noted((5,))}
-    with begun(journal, ChoiceRecord(emitted=[5, 6])):
+    with begun(journal, new_choice(emitted=[5, 6])):
         await journal.flush()
     await journal.flush()
     assert await journal.recall(KEY, DIGEST) == {}, "this one was answered to its end"
@@ -133,12 +130,12 @@ async def test_what_failed_or_was_left_stays(journal: Journal, leaving: BaseExce
 async def test_while_the_store_is_away_nothing_piles_up_and_then_all_is_written(
     journal: Journal, records: Records
 ) -> None:
-    record = ChoiceRecord(emitted=[5])
+    record = new_choice(emitted=[5])
     with begun(journal, record):
         await journal.flush()
         records.is_away = True
         for number in range(100):
-            with journal.noting(RecordKey("acme", f"r-{number}"), DIGEST, [ChoiceRecord(emitted=[1])], [None]):
+            with journal.noting(RecordKey("acme", f"r-{number}"), DIGEST, [new_choice(emitted=[1])]):
                 record.emitted.append(number)
                 with pytest.raises(StoreUnavailable):
                     await journal.flush()
@@ -151,7 +148,7 @@ async def test_while_the_store_is_away_nothing_piles_up_and_then_all_is_written(
 
 
 async def test_it_runs_by_itself_and_outlives_the_stores_absence(journal: Journal, records: Records) -> None:
-    record = ChoiceRecord(emitted=[5])
+    record = new_choice(emitted=[5])
     records.is_away = True
     with begun(journal, record):
         running = asyncio.create_task(journal.run())
@@ -201,15 +198,10 @@ def test_what_does_not_determine_the_tokens_is_not_in_the_digest() -> None:
 
 
 def test_a_request_without_a_seed_has_the_same_one_on_every_router() -> None:
-    unused: Any = None
-    model: Any = SimpleNamespace(content_id="content")
-    facts: Any = SimpleNamespace(vocab_size=100)
-
     def seed(request_id: str, secret: str = "secret", tenant: str = "acme", given: int | None = None) -> int:
-        config = RouterConfig(cache_secret=secret)
-        service = RouterService(model, facts, unused, unused, unused, unused, config, unused)
+        sequences = SequenceBuilder("content", vocab_size=100, cache_secret=secret)
         params = SamplingParams(max_tokens=5, seed=given)
-        return service._sequence_spec(request_id, (1,), params, Tenant(id=tenant)).seed
+        return sequences.build(request_id, (1,), params, Tenant(id=tenant)).seed
 
     assert seed("r") == seed("r")
     assert len({seed("r"), seed("s"), seed("r", "other"), seed("r", tenant="zeta"), seed("")}) == 5

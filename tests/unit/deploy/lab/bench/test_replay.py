@@ -20,8 +20,8 @@ from baton.costs import StepCosts
 from baton.errors import ConfigError, InvalidRequest, NoWorker, Overloaded, WorkerFailed
 from baton.rpc import RpcServer
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from deploy.lab.bench.command import Options
 from deploy.lab.bench.connection import Connection, ServedModel, ServingWorker
+from deploy.lab.bench.options import BenchOptions
 from deploy.lab.bench.prompts import Prompts
 from deploy.lab.bench.replay import Observed, Replay, check, replay
 from deploy.lab.bench.report import Measured, measured, notes_of, table_of
@@ -452,7 +452,7 @@ async def test_a_dead_router_is_told_in_a_sentence() -> None:
 # Options
 
 
-OPTIONS = Options(
+OPTIONS = BenchOptions(
     trace=TraceOptions(path=None),
     address="127.0.0.1:1",
     api_key="",

@@ -1,4 +1,4 @@
-"""How pairs are made, kept and closed, when several things apply at once. Real gRPC and real links."""
+"""How pairs are made, kept and closed, when several things happen at once. Real gRPC and real links."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import BatonError, TransferError
 from baton.messages import Grant, Offer, Ping, SessionFailed, Welcome
 from baton.v1 import kv_pb2_grpc
-from kvstore.transfer.connection.channel import open_channel
+from kvstore.transfer.connection.control_stream import open_channel
 from kvstore.transfer.protocol.plan import WireOptions, plan
 from kvstore.transfer.stats import TransferStats
-from kvstore.transfer.transport.gloo import RendezvousStore
+from kvstore.transfer.transport.base import TransportEnd
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from tests.unit.kvstore.transfer.peers import (
     CONFIG,
@@ -51,9 +51,9 @@ async def test_what_is_given_up_while_its_pair_opens_is_never_offered(yields: in
     async with decode_side(CONFIG) as decode, prefill_side(CONFIG) as prefill:
         ticket = decode.receiver.expect("early", 16, 0, [0], state_slot=0)
         async with prefill.sender.transfer(ticket) as transfer:
-            assert await eventually(lambda: bool(prefill.sender._pairs._routes))
-            (route,) = prefill.sender._pairs._routes.values()
-            await asyncio.wait({route.making})  # the pair has just been made
+            assert await eventually(lambda: bool(prefill.sender._connections._routes))
+            (route,) = prefill.sender._connections._routes.values()
+            await asyncio.wait({route.opening})  # the pair has just been made
             for _ in range(yields):
                 await asyncio.sleep(0)
             await transfer.close()
@@ -84,23 +84,23 @@ async def test_a_burst_to_more_peers_than_pairs_is_served_and_the_surplus_closed
         for number in range(3):
             outcomes = await asyncio.gather(*(hand_over(prefill, d, f"t{number}") for d in decodes))
             assert outcomes == [""] * 6
-            kinds = {pair.transport_kind for pair in prefill.sender._pairs._alive}
+            kinds = {pair.transport_kind for pair in prefill.sender._connections._alive}
             assert kinds == {"shm"}, "none is taken for a broken link"
-            assert await eventually(lambda: prefill.sender.num_pairs <= 2)
+            assert await eventually(lambda: prefill.sender.num_connections <= 2)
 
 
 async def test_a_link_that_only_the_receiver_cannot_open_gives_way_to_the_next_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse_shm(kind: str, *args: object) -> object:
+    def refuse_shm(kind: str, end: TransportEnd) -> object:
         if kind == "shm":
             raise RuntimeError("not permitted here")
-        return open_receiver(kind, *args)  # type: ignore[arg-type]
+        return open_receiver(kind, end)
 
     monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm)
     async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
         assert await asyncio.gather(*(hand_over(prefill, decode, f"t{n}") for n in range(3))) == [""] * 3
-        assert [pair.transport_kind for pair in prefill.sender._pairs._alive if not pair.failure] == ["gloo"]
+        assert [pair.transport_kind for pair in prefill.sender._connections._alive if not pair.failure] == ["gloo"]
         assert same_blocks(prefill.cache, range(40), decode.cache, range(40))
 
 
@@ -113,7 +113,7 @@ async def test_memory_is_shared_on_one_host_only(links: tuple[str, ...], monkeyp
         failure = await hand_over(prefill, decode, "t")
         if "tcp" in links:
             assert failure == ""
-            assert {pair.transport_kind for pair in prefill.sender._pairs._alive} == {"tcp"}
+            assert {pair.transport_kind for pair in prefill.sender._connections._alive} == {"tcp"}
             assert decode.num_pairs_ever == 1, "and none was tried before"
         else:
             assert "offers the links shm, and is on another host; worker decode-0 can use shm" in failure
@@ -122,17 +122,17 @@ async def test_memory_is_shared_on_one_host_only(links: tuple[str, ...], monkeyp
 async def test_a_sender_that_is_still_talking_hears_why_its_session_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a client writes to a stream that the server has ended, gRPC tells it INTERNAL, and nothing else."""
 
-    def talk(kind: str, store: RendezvousStore, *args: object) -> object:
+    def talk(kind: str, end: TransportEnd) -> object:
         if kind == "shm":
             for number in range(5000):
-                store.set(f"shm/{number % 10}", bytes(1000))
-        return open_sender(kind, store, *args)  # type: ignore[arg-type]
+                end.rendezvous.set(f"shm/{number % 10}", "0" * 1000)
+        return open_sender(kind, end)
 
-    def refuse_shm(kind: str, store: RendezvousStore, *args: object) -> object:
+    def refuse_shm(kind: str, end: TransportEnd) -> object:
         if kind == "shm":
-            store.get("shm/9")
+            end.rendezvous.get("shm/9")
             raise RuntimeError("not permitted here")
-        return open_receiver(kind, store, *args)  # type: ignore[arg-type]
+        return open_receiver(kind, end)
 
     monkeypatch.setattr("kvstore.transfer.connection.outgoing.open_sender", talk)
     monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm)
@@ -140,8 +140,10 @@ async def test_a_sender_that_is_still_talking_hears_why_its_session_failed(monke
         for number in range(5):
             async with prefill_side(TWO_KINDS, name=f"p{number}") as prefill:
                 assert await hand_over(prefill, decode, f"t{number}") == ""
-                assert [pair.transport_kind for pair in prefill.sender._pairs._alive if not pair.failure] == ["gloo"]
-        assert await eventually(lambda: not decode.receiver._sessions)
+                assert [pair.transport_kind for pair in prefill.sender._connections._alive if not pair.failure] == [
+                    "gloo"
+                ]
+        assert await eventually(lambda: not decode.receiver._connections)
 
 
 async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> None:
@@ -150,7 +152,7 @@ async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> 
     async with decode_side(config) as decode, prefill_side(config) as prefill:
         ticket = decode.receiver.expect("silent", 32, 0, [0, 1], state_slot=0)
         arriving = asyncio.create_task(decode.receiver.wait_committed(ticket))
-        hello = prefill.sender._pairs._hello
+        hello = prefill.sender._connections._hello
         planned = plan(
             hello.layout, 0, ticket.layout, 0, 32, 0, WireOptions(config.slot_bytes, config.span_tokens, "auto")
         )
@@ -177,7 +179,7 @@ async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> 
             "it was a session, and the offer was taken"
         )
         assert await decode.receiver.release(ticket) == (0, 1)
-        assert await eventually(lambda: not decode.receiver._lanes)
+        assert await eventually(lambda: not decode.receiver._threads)
         assert await hand_over(prefill, decode, "next") == ""
 
 
@@ -199,7 +201,7 @@ async def test_a_closed_receiver_has_no_task_left(says_hello: bool, monkeypatch:
         stub: Any = kv_pb2_grpc.KvControlStub(channel)
         call = stub.Session()
         if says_hello:
-            await call.write(wire.session_request(prefill.sender._pairs._hello))
+            await call.write(wire.session_request(prefill.sender._connections._hello))
         assert await eventually(lambda: len(session_tasks()) == (4 if says_hello else 1))
         await decode.receiver.close()
         assert not session_tasks()
@@ -223,7 +225,7 @@ async def test_pools_too_small_for_all_pairs_starve_none(num_slots: int) -> None
 async def test_a_workers_counts_are_those_of_both_its_sides() -> None:
     async with engine_worker("w", ArithmeticRunner(num_blocks=8)) as worker:
         worker.kv.sender._stats = TransferStats(**{name: n for n, name in enumerate(TransferStats.__slots__[:10], 1)})
-        worker.kv.receiver._stats = TransferStats(
+        worker.kv.receiver._reservations._stats = TransferStats(
             **dict(zip(TransferStats.__slots__, range(100, 1100, 100), strict=False))
         )
         counts = worker.kv.counts()

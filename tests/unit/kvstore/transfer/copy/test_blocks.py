@@ -17,7 +17,7 @@ from baton.messages import GroupLayout, KvLayout, StateLayout
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.copy.checksum import Xxh3
 from kvstore.transfer.protocol.layout import heads_of, rank_spec, source_ranks, torch_dtype
-from kvstore.transfer.protocol.plan import Plan, WireOptions, plan
+from kvstore.transfer.protocol.plan import TransferPlan, WireOptions, plan
 
 torch.set_num_threads(1)
 
@@ -61,8 +61,8 @@ class Side:
     block_ids: list[int]
     state_slot: int
 
-    def rows(self, planned: Plan) -> BlockCopier:
-        return BlockCopier(self.cache, planned, self.layout, self.rank, self.block_ids, self.state_slot)
+    def rows(self, planned: TransferPlan) -> BlockCopier:
+        return BlockCopier(self.cache, planned, self.layout, self.rank, self.block_ids, state_slot=self.state_slot)
 
     def write(self, pages: Pages, tokens: range, group: int, layer: int) -> None:
         """What computing `tokens` in one layer of a group does."""
@@ -113,7 +113,9 @@ def make_source(layout: KvLayout, rank: int, pages: Pages, seed: int = 0) -> Sid
     return side
 
 
-def move(source: Side, destination: Side, num_tokens: int, skip: int = 0, options: WireOptions = OPTIONS) -> Plan:
+def move(
+    source: Side, destination: Side, num_tokens: int, skip: int = 0, options: WireOptions = OPTIONS
+) -> TransferPlan:
     planned = plan(source.layout, source.rank, destination.layout, destination.rank, num_tokens, skip, options)
     ours, theirs = source.rows(planned), destination.rows(planned)
     slot = torch.empty(64 + options.chunk_bytes, dtype=torch.uint8)
@@ -207,7 +209,7 @@ def test_a_block_that_the_cache_does_not_have_is_refused() -> None:
     planned = plan(side.layout, 0, side.layout, 0, 64, 0, OPTIONS)
     for block in (-1, side.cache.num_blocks):
         with pytest.raises(ValueError, match="does not have all of"):
-            BlockCopier(side.cache, planned, side.layout, 0, [0, 1, 2, block], None)
+            BlockCopier(side.cache, planned, side.layout, 0, [0, 1, 2, block])
 
 
 def test_integers_travel_as_they_are() -> None:
@@ -238,7 +240,7 @@ def test_states_travel_whole_and_alone() -> None:
         assert bool((others.isnan() | (others == -1)).all())
     assert_arrived(destination, pages, range(20))
     with pytest.raises(ValueError, match="state_slot is needed"):
-        BlockCopier(source.cache, planned, stateful, 1, source.block_ids, None)
+        BlockCopier(source.cache, planned, stateful, 1, source.block_ids)
 
 
 @given(
@@ -366,8 +368,8 @@ def test_on_a_gpu_a_gather_waits_for_its_fence_on_a_stream_of_its_own(slot_devic
         want, destination = make_side(dst, rank, num_tokens, 3), make_side(dst, rank, num_tokens, 3, "cuda")
         move(computed, want, num_tokens, options=replace(OPTIONS, wire_dtype=wire))
         planned = plan(src, 0, dst, rank, num_tokens, 0, replace(OPTIONS, wire_dtype=wire))
-        ours = BlockCopier(source.cache, planned, src, 0, source.block_ids, None, copy)
-        theirs = BlockCopier(destination.cache, planned, dst, rank, destination.block_ids, None, copy)
+        ours = BlockCopier(source.cache, planned, src, 0, source.block_ids, stream=copy)
+        theirs = BlockCopier(destination.cache, planned, dst, rank, destination.block_ids, stream=copy)
         fence = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(compute):
             # Tens of milliseconds before the KV is there.

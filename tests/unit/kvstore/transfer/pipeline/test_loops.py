@@ -1,4 +1,4 @@
-"""Lanes at work: both ends of a real link, in one process, with both machines; their messages go straight across."""
+"""Transport threads at work: both ends of a real link in one process, and both machines, connected directly."""
 
 from __future__ import annotations
 
@@ -33,20 +33,22 @@ from baton.messages import (
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.pipeline.driven import DrivenMachine
 from kvstore.transfer.pipeline.receive_loop import ChunkWriter, ReceiveLoop
-from kvstore.transfer.pipeline.send_loop import ChunkQueue, SendLoop
+from kvstore.transfer.pipeline.send_loop import ChunkQueue, Place, SendLoop
 from kvstore.transfer.pipeline.thread import TransportThread
 from kvstore.transfer.protocol import receive_state as receiving
 from kvstore.transfer.protocol import send_state as sending
 from kvstore.transfer.protocol.chunk_header import Header
 from kvstore.transfer.protocol.layout import rank_spec
+from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed
 from kvstore.transfer.protocol.plan import Chunk, WireOptions, plan
-from kvstore.transfer.protocol.receive_state import ReceiveState
+from kvstore.transfer.protocol.receive_state import ReceiveInstruction, ReceiveState
 from kvstore.transfer.protocol.send_state import SendState
 from kvstore.transfer.transport.base import RECEIVER, SENDER, ReceivingTransport, SendingTransport
 from kvstore.transfer.transport.faults import FaultInjector, Faults
-from kvstore.transfer.transport.gloo import RendezvousStore
+from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import StagingPool
+from tests.unit.kvstore.transfer.transport.ends import transport_end
 
 if TYPE_CHECKING:
     from baton.engine.core.runner import Fence
@@ -62,6 +64,20 @@ OPTIONS = WireOptions(SLOT_BYTES, 16, "auto")
 NUM_CHUNKS = 9
 NUM_BLOCKS = 8
 SESSION = 1
+
+
+def ticket_of(transfer_id: str, generation: int) -> Ticket:
+    return Ticket(
+        transfer_id=transfer_id,
+        generation=generation,
+        decode_worker_id="d",
+        incarnation="d.1",
+        kv_address="",
+        num_tokens=16,
+        skip_tokens=0,
+        wire_compat="kind",
+        layout=LAYOUT,
+    )
 
 
 class Hook(FaultInjector):
@@ -104,18 +120,18 @@ class Sides:
         self.unpinned: dict[int, asyncio.Future[None]] = {}
         self.outbounds: dict[int, ChunkQueue] = {}
         self.inbounds: dict[int, ChunkWriter] = {}
-        self.at_ledger: DrivenMachine[ReceiveState, receiving.Instruction] = DrivenMachine(self.ledger, self._of_ledger)
-        self.at_offers: DrivenMachine[SendState, sending.Instruction] = DrivenMachine(self.offers, self._of_offers)
+        self.at_ledger: DrivenMachine[ReceiveState, ReceiveInstruction] = DrivenMachine(self.ledger, self._of_ledger)
+        self.at_offers: DrivenMachine[SendState, sending.SendInstruction] = DrivenMachine(self.offers, self._of_offers)
         stores: list[RendezvousStore] = []
         stores += [RendezvousStore(lambda key, value: stores[RECEIVER].deliver(key, value))]
         stores += [RendezvousStore(lambda key, value: stores[SENDER].deliver(key, value))]
         self.stores = stores
         hook = Hook(faults or Faults(), at_chunk, call)
-        self.outflow = SendLoop(lambda: epochs[0], self.at_offers, hook, heartbeat_s)
-        self.inflow = ReceiveLoop(epochs[1], self.inbounds.get, SLOT_BYTES, op_timeout_s)
+        self.outflow = SendLoop(epochs[0], self.at_offers, heartbeat_s, hook)
+        self.inflow = ReceiveLoop(epochs[1], self.inbounds, SLOT_BYTES, op_timeout_s)
 
         def ends(open_link: Any, side: int) -> Any:
-            return partial(open_link, kind, stores[side], "127.0.0.1", self.pools[side], window, 5.0, op_timeout_s)
+            return partial(open_link, kind, transport_end(stores[side], self.pools[side], window, 5.0, op_timeout_s))
 
         self.sender: TransportThread[SendingTransport] = TransportThread(
             "sender", ends(open_sender, SENDER), self.outflow
@@ -129,22 +145,10 @@ class Sides:
         loop = asyncio.get_running_loop()
         transfer_id = f"t{block}"
         generation = self.at_ledger.ask(lambda ledger: ledger.reserve(transfer_id, (block,), 1e9))
-        ticket = Ticket(
-            transfer_id=transfer_id,
-            generation=generation,
-            decode_worker_id="d",
-            incarnation="d.1",
-            kv_address="",
-            num_tokens=16,
-            skip_tokens=0,
-            wire_compat="kind",
-            layout=LAYOUT,
-        )
-        outbound = ChunkQueue(ticket, self.plan, BlockCopier(self.source, self.plan, LAYOUT, 0, [block], None), True)
-        rows = BlockCopier(self.target, self.plan, LAYOUT, 0, [block], None)
-        self.inbounds[generation] = ChunkWriter(
-            SESSION, transfer_id, generation, self.plan, rows, self.at_ledger, checked=True
-        )
+        ticket = ticket_of(transfer_id, generation)
+        outbound = ChunkQueue(ticket, BlockCopier(self.source, self.plan, LAYOUT, 0, [block]), True)
+        rows = BlockCopier(self.target, self.plan, LAYOUT, 0, [block])
+        self.inbounds[generation] = ChunkWriter(ticket, SESSION, rows, self.at_ledger, checked=True)
         self.outbounds[generation] = outbound
         self.received[generation], self.sent[generation] = loop.create_future(), loop.create_future()
         self.unpinned[generation] = loop.create_future()
@@ -192,28 +196,28 @@ class Sides:
         self.ledger.check()
         self.offers.check()
 
-    def _of_offers(self, instruction: sending.Instruction) -> None:
+    def _of_offers(self, instruction: sending.SendInstruction) -> None:
         match instruction:
-            case sending.Tell():
+            case Send():
                 asyncio.get_running_loop().call_soon(self._to_receiver, instruction.message)
             case sending.Granted():
                 self.outflow.add(self.outbounds[instruction.generation])
-            case sending.Committed():
+            case TransferCommitted():
                 self.sent[instruction.generation].set_result(None)
-            case sending.Failed():
+            case TransferFailed():
                 self.outflow.drop(self.outbounds[instruction.generation])
                 self.sent[instruction.generation].set_result(instruction.error)
             case sending.Unpin():
                 self.unpinned[instruction.generation].set_result(None)
 
-    def _of_ledger(self, instruction: receiving.Instruction) -> None:
+    def _of_ledger(self, instruction: ReceiveInstruction) -> None:
         match instruction:
-            case receiving.Tell():
+            case Send():
                 asyncio.get_running_loop().call_soon(self._to_sender, instruction.message)
-            case receiving.Committed():
+            case TransferCommitted():
                 self.received[instruction.generation].set_result(None)
                 self.inbounds.pop(instruction.generation, None)
-            case receiving.Failed():
+            case TransferFailed():
                 self.received[instruction.generation].set_result(instruction.error)
                 self.inbounds.pop(instruction.generation, None)
 
@@ -410,7 +414,7 @@ async def test_a_chunk_is_written_only_when_the_ledger_says_so(when: str) -> Non
         assert slot is not None
         chunk = sides.plan.chunks[0]
         checksum = outbound.gather(chunk, slot.payload(chunk.num_bytes))
-        header = outbound.header(0, chunk, checksum, 3, 0, 0)
+        header = outbound.header(0, chunk, checksum, Place(epoch=3, place=0, next_bytes=0))
         if when != "not granted":
             ids = (SESSION + (when == "of another session"), "t0", generation)
             sides.at_ledger.ask(lambda ledger: ledger.offer(*ids, NUM_CHUNKS, 1))
@@ -438,18 +442,8 @@ async def test_a_fence_holds_until_there_is_another() -> None:
 
     cache = KVCache(rank_spec(LAYOUT, 0), NUM_BLOCKS, 1)
     planned = plan(LAYOUT, 0, LAYOUT, 0, 16, 0, OPTIONS)
-    ticket = Ticket(
-        transfer_id="t",
-        generation=1,
-        decode_worker_id="d",
-        incarnation="d.1",
-        kv_address="",
-        num_tokens=16,
-        skip_tokens=0,
-        wire_compat="kind",
-        layout=LAYOUT,
-    )
-    outbound = ChunkQueue(ticket, planned, Watched(cache, planned, LAYOUT, 0, [0], None), checked=False)
+    ticket = ticket_of("t", 1)
+    outbound = ChunkQueue(ticket, Watched(cache, planned, LAYOUT, 0, [0]), checked=False)
     first, second = (cast("Fence", object()) for _ in range(2))
     for num_layers, fence in ((3, first), (4, None), (5, second), (9, None)):
         outbound.advance(16, num_layers, fence)
@@ -508,9 +502,10 @@ async def test_messages_of_another_epoch_end_the_receiving_lane(kind: str) -> No
 async def test_a_chunk_that_cannot_be_written_fails_the_transfer_and_ends_the_lane() -> None:
     async with running("shm") as sides:
         generation = sides.offer(0)
-        rows = BlockCopier(sides.target, sides.plan, LAYOUT, 0, [0], None)
+        rows = BlockCopier(sides.target, sides.plan, LAYOUT, 0, [0])
         rows._blocks[0] = NUM_BLOCKS + 99
-        sides.inbounds[generation] = ChunkWriter(SESSION, "t0", generation, sides.plan, rows, sides.at_ledger, True)
+        ticket = ticket_of("t0", generation)
+        sides.inbounds[generation] = ChunkWriter(ticket, SESSION, rows, sides.at_ledger, True)
         sides.finish(generation)
         error = await asyncio.wait_for(sides.received[generation], 10)
         assert "could not be written" in str(error)

@@ -31,17 +31,15 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from baton.errors import TransferError
+from baton.errors import TransferError, text_of
 from baton.messages import Abort, AbortAck, Commit, CommitAck, Grant, Nack, Offer
-from kvstore.transfer.protocol import receive_state as ledger_module
-from kvstore.transfer.protocol import send_state as offers_module
-from kvstore.transfer.protocol.reasons import to_reason
-from kvstore.transfer.protocol.receive_state import ReceiveState
+from kvstore.transfer.protocol.machine import Send, TransferCommitted
+from kvstore.transfer.protocol.receive_state import Free, ReceiveState
 from kvstore.transfer.protocol.send_state import SendState
 
 RESEND_S, ANSWER_S, LEASE_S = 1.0, 4.0, 4.0
 ERROR = TransferError("on purpose")
-OLDEST = {"told_at": -ANSWER_S, "asked_at": -ANSWER_S, "expires_at": 0.0}
+OLDEST = {"sent_at": -ANSWER_S, "asked_at": -ANSWER_S, "expires_at": 0.0}
 """Fields that are times, and where it makes no difference any more how long ago they are."""
 
 Message = tuple[str, int]
@@ -70,7 +68,7 @@ M = TypeVar("M", ReceiveState, SendState)
 
 
 class Violation(AssertionError):
-    """Something that must never apply, and the steps that lead to it."""
+    """Something that must never happen, and the steps that lead to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +157,14 @@ class Book(Generic[M]):
 
     def _plain(self, instruction: Any) -> tuple[Any, ...]:
         match instruction:
-            case ledger_module.Tell():
-                return "tell", instruction.session, self._plain_message(instruction.message)
-            case offers_module.Tell():
-                return "tell", self._plain_message(instruction.message)
-            case ledger_module.Committed():
-                assert instruction.first_token == first_token(instruction.generation)
-            case ledger_module.Free():
+            case Send(Offer() | Commit() | Abort() as message):
+                assert instruction.connection == 0
+                return "tell", self._plain_message(message)
+            case Send():
+                return "tell", instruction.connection, self._plain_message(instruction.message)
+            case TransferCommitted(first_token=token) if token is not None:
+                assert token == first_token(instruction.generation)
+            case Free():
                 return "Free", instruction.generation, instruction.block_ids
         return type(instruction).__name__, instruction.generation
 
@@ -234,7 +233,7 @@ class World:
     content: tuple[tuple[int, int, int] | None, ...]
     """By block: generation, session and seq of the chunk that it holds, if it is a chunk's."""
     faults: int
-    """Still to apply, at most."""
+    """Still to happen, at most."""
     cancels: int
     benign: bool
     """Nothing has happened that a hand-over does not survive."""
@@ -296,7 +295,7 @@ class Model:
         return _key_of(world)
 
     def steps(self, key: Key) -> Iterator[tuple[Way, Key]]:
-        """All that can apply next. None where the run is over; then its end is checked."""
+        """All that can happen next. None where the run is over; then its end is checked."""
         at_rest = True
         for way in self._ordinary(World(*key)):
             at_rest = False
@@ -312,7 +311,7 @@ class Model:
         for way in self._accidents(World(*key), at_rest):
             yield self._take(key, way)
 
-    # -- what can apply ---------------------------------------------------------------------------------------------
+    # -- what can happen ---------------------------------------------------------------------------------------------
 
     def _ordinary(self, world: World) -> Iterator[Way]:
         """What happens sooner or later in any run."""
@@ -553,7 +552,7 @@ class Model:
         kind, generation = world.to_sender[s][index]
         if not keep:
             world.to_sender = put(world.to_sender, s, without(world.to_sender[s], index))
-        extra = {"on_grant": (0.0,), "on_nack": (to_reason(ERROR),)}.get(kind, ())
+        extra = {"on_grant": (0.0,), "on_nack": (text_of(ERROR),)}.get(kind, ())
         self._of_offers(world, s, kind, transfer_id(generation), generation, *extra)
 
     def _time(self, world: World, seconds: float, pinged: bool) -> None:
@@ -631,13 +630,13 @@ class Model:
                     s, message = generation, rest[0]
                     if not world.session[s] & BROKEN:
                         world.to_sender = put(world.to_sender, s, (*world.to_sender[s], message))
-                case "Committed":
+                case "TransferCommitted":
                     for s in self._parts(t):
                         for seq in range(self.scenario.num_chunks[t][s] or 0):
                             block = self._block(world, generation, s, seq)
                             assert world.content[block] == (generation, s, seq), f"block {block} is not what was sent"
                     self._settled(world, t, COMMITTED)
-                case "Failed":
+                case "TransferFailed":
                     self._settled(world, t, FAILED)
                 case "Free":
                     held = tuple(block for block, holder in enumerate(world.holder) if holder == generation)
@@ -675,15 +674,15 @@ class Model:
                     assert world.gathering[s] != generation, "unpinned under a gather"
                     assert world.sent[t][s] != NO_OUTCOME, f"{generation} is unpinned before its end"
                     world.pinned = put(world.pinned, t, put(world.pinned[t], s, False))
-                case "Committed" | "Failed":
+                case "TransferCommitted" | "TransferFailed":
                     assert world.sent[t][s] == NO_OUTCOME, f"the offers tell a second outcome of {generation}"
-                    outcome = COMMITTED if kind == "Committed" else FAILED
+                    outcome = COMMITTED if kind == "TransferCommitted" else FAILED
                     if outcome == COMMITTED:
                         assert world.received[t] == COMMITTED, "only the sender believes that it is committed"
                     world.sent = put(world.sent, t, put(world.sent[t], s, outcome))
 
     def check_end(self, world: World) -> None:
-        """Nothing can apply any more, however long one waits."""
+        """Nothing can happen any more, however long one waits."""
         assert not any(world.holder), "blocks are lost"
         assert set(world.phase) == {DONE}, "a request waits for ever"
         assert not any(any(parts) for parts in world.pinned), "pins are left"

@@ -11,7 +11,8 @@ from baton.errors import BatonError, TransferError
 from baton.messages import AbortAck, Grant
 from kvstore.transfer.protocol import receive_state as receiving
 from kvstore.transfer.protocol import send_state as sending
-from kvstore.transfer.protocol.receive_state import Free, ReceiveState, Reservation, Tell
+from kvstore.transfer.protocol.machine import Send, TransferFailed
+from kvstore.transfer.protocol.receive_state import Free, ReceiveState, Reservation
 from kvstore.transfer.protocol.send_state import OfferedTransfer, SendState, Unpin
 from tests.unit.kvstore.transfer.protocol.explorer import Scenario, Violation, explore, with_budget
 
@@ -49,14 +50,14 @@ class BrokenOffers(SendState):
 
 
 class FreesUnderAScatter(BrokenLedger):
-    def _settle(self, entry: Reservation) -> list[receiving.Instruction]:
+    def _settle(self, entry: Reservation) -> list[receiving.ReceiveInstruction]:
         if entry.state is receiving.ReceivePhase.DRAINING and entry.released:
             return [Free(entry.generation, entry.block_ids)]
         return super()._settle(entry)
 
 
 class FreesTwice(BrokenLedger):
-    def release(self, generation: int) -> list[receiving.Instruction]:
+    def release(self, generation: int) -> list[receiving.ReceiveInstruction]:
         entry = self._by_generation.get(generation)
         freed = super().release(generation)
         self._by_generation.update({} if entry is None else {generation: entry})
@@ -64,14 +65,14 @@ class FreesTwice(BrokenLedger):
 
 
 class CountsAChunkTwice(BrokenLedger):
-    def scatter_ends(self, session: int, generation: int) -> list[receiving.Instruction]:
+    def scatter_ends(self, session: int, generation: int) -> list[receiving.ReceiveInstruction]:
         source = self._by_generation[generation].sources[session]
         source.scattering = 1000 + len(source.chunks_in)
         return super().scatter_ends(session, generation)
 
 
 class CommitsWithoutAllChunks(BrokenLedger):
-    def _try_commit(self, entry: Reservation) -> list[receiving.Instruction]:
+    def _try_commit(self, entry: Reservation) -> list[receiving.ReceiveInstruction]:
         for source in entry.sources.values():
             if source.committed:
                 source.chunks_in.update(range(source.num_chunks))
@@ -81,7 +82,7 @@ class CommitsWithoutAllChunks(BrokenLedger):
 class CommitsWithOneSource(BrokenLedger):
     def offer(
         self, session: int, transfer_id: str, generation: int, num_chunks: int, num_sources: int
-    ) -> list[receiving.Instruction]:
+    ) -> list[receiving.ReceiveInstruction]:
         return super().offer(session, transfer_id, generation, num_chunks, 1)
 
 
@@ -93,7 +94,7 @@ class WritesAfterAFailure(BrokenLedger):
 class IsRevivedByALateOffer(BrokenLedger):
     def offer(
         self, session: int, transfer_id: str, generation: int, num_chunks: int, num_sources: int
-    ) -> list[receiving.Instruction]:
+    ) -> list[receiving.ReceiveInstruction]:
         entry = self._by_generation.get(generation)
         if entry is not None and entry.state is receiving.ReceivePhase.FAILED:
             entry.state, entry.error = receiving.ReceivePhase.RESERVED, None
@@ -104,15 +105,15 @@ class IsRevivedByALateOffer(BrokenLedger):
 class GrantsOnce(BrokenLedger):
     def offer(
         self, session: int, transfer_id: str, generation: int, num_chunks: int, num_sources: int
-    ) -> list[receiving.Instruction]:
+    ) -> list[receiving.ReceiveInstruction]:
         entry = self._by_generation.get(generation)
         again = entry is not None and session in entry.sources
         told = super().offer(session, transfer_id, generation, num_chunks, num_sources)
-        return [t for t in told if not (again and isinstance(t, Tell) and isinstance(t.message, Grant))]
+        return [t for t in told if not (again and isinstance(t, Send) and isinstance(t.message, Grant))]
 
 
 class CommitsWhenAskedAgain(BrokenLedger):
-    def scatter_ends(self, session: int, generation: int) -> list[receiving.Instruction]:
+    def scatter_ends(self, session: int, generation: int) -> list[receiving.ReceiveInstruction]:
         source = self._by_generation[generation].sources[session]
         if self.state(generation) is not receiving.ReceivePhase.RECEIVING or source.scattering is None:
             return super().scatter_ends(session, generation)
@@ -124,24 +125,24 @@ class CommitsWhenAskedAgain(BrokenLedger):
 class AnswersOnce(BrokenLedger):
     def _answer_again(
         self, session: int, transfer_id: str, generation: int, entry: Reservation | None
-    ) -> list[receiving.Instruction]:
+    ) -> list[receiving.ReceiveInstruction]:
         return []
 
 
 class NeverExpires(BrokenLedger):
-    def expire(self, now: float) -> list[receiving.Instruction]:
+    def expire(self, now: float) -> list[receiving.ReceiveInstruction]:
         return []
 
 
 class AcknowledgesAnAbortOnly(BrokenLedger):
     def abort(
         self, session: int, transfer_id: str, generation: int, error: TransferError
-    ) -> list[receiving.Instruction]:
-        return [Tell(session, AbortAck(transfer_id, generation))]
+    ) -> list[receiving.ReceiveInstruction]:
+        return [Send(AbortAck(transfer_id, generation), session)]
 
 
 class UnpinsUnderAGather(BrokenOffers):
-    def _try_unpin(self, transfer: OfferedTransfer) -> list[sending.Instruction]:
+    def _try_unpin(self, transfer: OfferedTransfer) -> list[sending.SendInstruction]:
         if transfer.gathering and not transfer.unpinned:
             transfer.unpinned = True
             return [Unpin(transfer.generation)]
@@ -149,7 +150,7 @@ class UnpinsUnderAGather(BrokenOffers):
 
 
 class UnpinsTwice(BrokenOffers):
-    def on_abort_ack(self, transfer_id: str, generation: int) -> list[sending.Instruction]:
+    def on_abort_ack(self, transfer_id: str, generation: int) -> list[sending.SendInstruction]:
         transfer = self._by_generation.get(generation)
         if transfer is not None:
             transfer.unpinned = False
@@ -166,32 +167,32 @@ class ReadsAfterAnAbort(BrokenOffers):
 
 
 class ForgetsToUnpin(BrokenOffers):
-    def gather_ends(self, generation: int, now: float) -> list[sending.Instruction]:
+    def gather_ends(self, generation: int, now: float) -> list[sending.SendInstruction]:
         return [i for i in super().gather_ends(generation, now) if not isinstance(i, Unpin)]
 
 
 class NeverSaysAgain(BrokenOffers):
-    def tick(self, now: float) -> list[sending.Instruction]:
+    def tick(self, now: float) -> list[sending.SendInstruction]:
         for transfer in self._by_generation.values():
-            transfer.told_at = now
+            transfer.sent_at = now
         return super().tick(now)
 
 
 class NeverGivesUp(BrokenOffers):
-    def tick(self, now: float) -> list[sending.Instruction]:
+    def tick(self, now: float) -> list[sending.SendInstruction]:
         for transfer in self._by_generation.values():
             transfer.asked_at = now
         return super().tick(now)
 
 
 class BelievesItsCommit(BrokenOffers):
-    def _try_commit(self, transfer: OfferedTransfer, now: float) -> list[sending.Instruction]:
+    def _try_commit(self, transfer: OfferedTransfer, now: float) -> list[sending.SendInstruction]:
         told = super()._try_commit(transfer, now)
         return [*told, *super().on_commit_ack(transfer.offer.transfer_id, transfer.generation)] if told else []
 
 
 class CommitsBeforeTheLastChunk(BrokenOffers):
-    def finish(self, generation: int, first_token: int | None, now: float) -> list[sending.Instruction]:
+    def finish(self, generation: int, first_token: int | None, now: float) -> list[sending.SendInstruction]:
         transfer = self._by_generation.get(generation)
         if transfer is not None:
             transfer.num_sent = transfer.offer.num_chunks
@@ -199,9 +200,9 @@ class CommitsBeforeTheLastChunk(BrokenOffers):
 
 
 class TellsAFailureTwice(BrokenOffers):
-    def lost(self, error: BatonError) -> list[sending.Instruction]:
+    def lost(self, error: BatonError) -> list[sending.SendInstruction]:
         aborting = [g for g, t in self._by_generation.items() if t.state is sending.SendPhase.ABORTING]
-        return [*super().lost(error), *(sending.Failed(generation, error) for generation in aborting)]
+        return [*super().lost(error), *(TransferFailed(generation, error) for generation in aborting)]
 
 
 @pytest.mark.parametrize(

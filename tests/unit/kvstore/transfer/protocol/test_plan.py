@@ -14,7 +14,7 @@ from kvstore.transfer.protocol.layout import WIRE_DTYPES, destination_ranks, hea
 from kvstore.transfer.protocol.plan import (
     EVERY_LAYER,
     Chunk,
-    Plan,
+    TransferPlan,
     WireOptions,
     least_chunk_bytes,
     plan,
@@ -42,7 +42,9 @@ def layout_of_groups(*num_layers: int, states: tuple[int, ...] = (), block_size:
     return KvLayout(block_size, 1, groups, tuple(StateLayout(f"s{i}", (n,), "uint8") for i, n in enumerate(states)))
 
 
-def between_equals(layout: KvLayout, num_tokens: int, skip_tokens: int = 0, options: WireOptions = OPTIONS) -> Plan:
+def between_equals(
+    layout: KvLayout, num_tokens: int, skip_tokens: int = 0, options: WireOptions = OPTIONS
+) -> TransferPlan:
     return plan(layout, 0, layout, 0, num_tokens, skip_tokens, options)
 
 
@@ -146,7 +148,7 @@ def test_chunks_leave_in_the_order_in_which_they_can(
     assert ready == sorted(ready)
 
 
-def spans(planned: Plan) -> list[list[Chunk]]:
+def spans(planned: TransferPlan) -> list[list[Chunk]]:
     found: list[list[Chunk]] = []
     for before, chunk in pairwise((None, *planned.chunks)):
         assert chunk

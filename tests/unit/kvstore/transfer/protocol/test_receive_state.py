@@ -6,26 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import TransferCorrupted, TransferError, TransferExpired, TransferRefused
+from baton.errors import TransferCorrupted, TransferError, TransferExpired, TransferRefused, text_of, transfer_error_of
 from baton.messages import AbortAck, CommitAck, Grant, Nack
 from kvstore.transfer.protocol import receive_state as module
-from kvstore.transfer.protocol.reasons import from_reason, to_reason
-from kvstore.transfer.protocol.receive_state import (
-    Committed,
-    Failed,
-    Free,
-    Instruction,
-    ReceivePhase,
-    ReceiveState,
-    Tell,
-)
+from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed
+from kvstore.transfer.protocol.receive_state import Free, ReceiveInstruction, ReceivePhase, ReceiveState
 
 ERROR = TransferCorrupted("test")
 A, B, C = 5, 6, 7
 """Sessions."""
 GRANT = Grant("t", 1)
 ACK = CommitAck("t", 1)
-NACK = Nack("t", 1, to_reason(ERROR))
+NACK = Nack("t", 1, text_of(ERROR))
 
 
 def reserved() -> ReceiveState:
@@ -38,27 +30,27 @@ def reserved() -> ReceiveState:
 def receiving(num_chunks: int, *sessions: int) -> ReceiveState:
     ledger = reserved()
     for session in sessions or (A,):
-        assert ledger.offer(session, "t", 1, num_chunks, len(sessions) or 1) == [Tell(session, GRANT)]
+        assert ledger.offer(session, "t", 1, num_chunks, len(sessions) or 1) == [Send(GRANT, session)]
     return ledger
 
 
-def scatter(ledger: ReceiveState, seq: int, session: int = A) -> list[Instruction]:
+def scatter(ledger: ReceiveState, seq: int, session: int = A) -> list[ReceiveInstruction]:
     assert ledger.scatter_begins(session, 1, seq)
     return ledger.scatter_ends(session, 1)
 
 
-def refusal(instructions: list[Instruction]) -> TransferError:
+def refusal(instructions: list[ReceiveInstruction]) -> TransferError:
     (told,) = instructions
-    assert isinstance(told, Tell)
+    assert isinstance(told, Send)
     assert isinstance(told.message, Nack)
-    return from_reason(told.message.reason)
+    return transfer_error_of(told.message.reason)
 
 
 def test_a_transfer_commits_and_its_blocks_come_back_once() -> None:
     ledger = receiving(2)
     assert scatter(ledger, 0) == []
     assert ledger.commit(A, "t", 1, 99) == [], "a chunk is missing"
-    assert scatter(ledger, 1) == [Committed(1, 99), Tell(A, ACK)]
+    assert scatter(ledger, 1) == [TransferCommitted(1, 99), Send(ACK, A)]
     assert ledger.release(1) == [Free(1, (4, 5))]
     assert ledger.release(1) == []
     assert len(ledger) == 0
@@ -68,19 +60,19 @@ def test_a_transfer_commits_and_its_blocks_come_back_once() -> None:
 def test_the_commit_may_come_last_and_without_a_token() -> None:
     ledger = receiving(1)
     assert scatter(ledger, 0) == []
-    assert ledger.commit(A, "t", 1, None) == [Committed(1, None), Tell(A, ACK)]
+    assert ledger.commit(A, "t", 1, None) == [TransferCommitted(1, None), Send(ACK, A)]
 
 
 def test_a_transfer_of_nothing_is_committed_by_word_alone() -> None:
-    assert receiving(0).commit(A, "t", 1, 7) == [Committed(1, 7), Tell(A, ACK)]
+    assert receiving(0).commit(A, "t", 1, 7) == [TransferCommitted(1, 7), Send(ACK, A)]
 
 
 def test_two_sources_must_both_commit_and_have_sent_everything() -> None:
     ledger = receiving(1, A, B)
     assert scatter(ledger, 0, A) == scatter(ledger, 0, B) == []
     assert ledger.commit(A, "t", 1, 9) == []
-    assert ledger.commit(A, "t", 1, 9) == [Tell(A, GRANT)], "it is the other one that is waited for"
-    assert ledger.commit(B, "t", 1, 9) == [Committed(1, 9), Tell(A, ACK), Tell(B, ACK)]
+    assert ledger.commit(A, "t", 1, 9) == [Send(GRANT, A)], "it is the other one that is waited for"
+    assert ledger.commit(B, "t", 1, 9) == [TransferCommitted(1, 9), Send(ACK, A), Send(ACK, B)]
 
 
 def test_one_source_is_not_enough_before_the_other_has_offered() -> None:
@@ -88,7 +80,7 @@ def test_one_source_is_not_enough_before_the_other_has_offered() -> None:
     ledger.offer(A, "t", 1, 0, 2)
     assert ledger.commit(A, "t", 1, 9) == []
     ledger.offer(B, "t", 1, 0, 2)
-    assert ledger.commit(B, "t", 1, 9) == [Committed(1, 9), Tell(A, ACK), Tell(B, ACK)]
+    assert ledger.commit(B, "t", 1, 9) == [TransferCommitted(1, 9), Send(ACK, A), Send(ACK, B)]
 
 
 def test_sources_that_were_not_announced_or_announce_otherwise_are_refused() -> None:
@@ -106,21 +98,21 @@ def test_the_first_offer_says_how_many_sources_there_are(num_sources: int) -> No
     ledger.offer(A, "t", 1, 0, 2)
     assert isinstance(refusal(ledger.offer(B, "t", 1, 0, num_sources)), TransferRefused)
     ledger.commit(A, "t", 1, 9)
-    assert ledger.offer(B, "t", 1, 0, 2) == [Tell(B, GRANT)]
-    assert Committed(1, 9) in ledger.commit(B, "t", 1, 9)
+    assert ledger.offer(B, "t", 1, 0, 2) == [Send(GRANT, B)]
+    assert TransferCommitted(1, 9) in ledger.commit(B, "t", 1, 9)
 
 
 def test_an_offer_again_is_granted_again() -> None:
     ledger = receiving(1)
-    assert ledger.offer(A, "t", 1, 1, 1) == [Tell(A, GRANT)]
+    assert ledger.offer(A, "t", 1, 1, 1) == [Send(GRANT, A)]
     ledger.commit(A, "t", 1, 9)
-    assert ledger.offer(A, "t", 1, 1, 1) == [Tell(A, GRANT)]
+    assert ledger.offer(A, "t", 1, 1, 1) == [Send(GRANT, A)]
 
 
 @given(st.permutations(range(4)), st.lists(st.integers(-2, 6), max_size=8), st.integers(0, 4))
 def test_it_is_the_set_of_chunks_that_counts(order: list[int], strays: list[int], commit_at: int) -> None:
     ledger = receiving(4)
-    brought: list[Instruction] = []
+    brought: list[ReceiveInstruction] = []
     for step, seq in enumerate(order):
         if step == commit_at:
             brought += ledger.commit(A, "t", 1, 9)
@@ -132,7 +124,7 @@ def test_it_is_the_set_of_chunks_that_counts(order: list[int], strays: list[int]
         assert bool(brought) == (step == 3 and commit_at < 4)
     if commit_at == 4:
         brought += ledger.commit(A, "t", 1, 9)
-    assert brought == [Committed(1, 9), Tell(A, ACK)]
+    assert brought == [TransferCommitted(1, 9), Send(ACK, A)]
 
 
 def test_chunks_are_written_only_while_they_are_received() -> None:
@@ -153,7 +145,7 @@ def test_a_failure_while_scatters_run_drains_first() -> None:
     ledger = receiving(1, A, B)
     assert ledger.scatter_begins(A, 1, 0)
     assert ledger.scatter_begins(B, 1, 0)
-    assert ledger.fail("t", 1, ERROR) == [Failed(1, ERROR), Tell(A, NACK), Tell(B, NACK)]
+    assert ledger.fail("t", 1, ERROR) == [TransferFailed(1, ERROR), Send(NACK, A), Send(NACK, B)]
     assert ledger.state(1) is ReceivePhase.DRAINING
     assert ledger.release(1) == [], "the scatters still write to the blocks"
     assert ledger.scatter_ends(B, 1) == []
@@ -173,8 +165,8 @@ def test_a_drained_failure_waits_for_its_request() -> None:
 
 def test_a_request_that_gives_up_ends_the_transfer() -> None:
     failed, told, freed = receiving(1).release(1)
-    assert isinstance(failed, Failed)
-    assert told == Tell(A, Nack("t", 1, to_reason(failed.error)))
+    assert isinstance(failed, TransferFailed)
+    assert told == Send(Nack("t", 1, text_of(failed.error)), A)
     assert freed == Free(1, (4, 5))
 
 
@@ -187,30 +179,30 @@ def test_what_is_asked_again_later_is_answered_the_same() -> None:
             committed.release(1)
             failed.release(1)
         for ledger, answer in ((committed, ACK), (failed, NACK)):
-            assert ledger.commit(A, "t", 1, 9) == [Tell(A, answer)]
-            assert ledger.offer(A, "t", 1, 0, 1) == [Tell(A, answer)]
-            assert ledger.abort(A, "t", 1, ERROR) == [Tell(A, AbortAck("t", 1))]
+            assert ledger.commit(A, "t", 1, 9) == [Send(answer, A)]
+            assert ledger.offer(A, "t", 1, 0, 1) == [Send(answer, A)]
+            assert ledger.abort(A, "t", 1, ERROR) == [Send(AbortAck("t", 1), A)]
             assert ledger.fail("t", 1, ERROR) == ledger.expire(1e9) == ledger.lost(A, ERROR) == []
 
 
 def test_an_abort_fails_the_others_and_is_acknowledged() -> None:
     ledger = receiving(1, A, B)
-    assert ledger.abort(A, "t", 1, ERROR) == [Failed(1, ERROR), Tell(B, NACK), Tell(A, AbortAck("t", 1))]
-    assert ledger.abort(A, "t", 1, ERROR) == [Tell(A, AbortAck("t", 1))]
-    assert ledger.abort(A, "never heard of", 9, ERROR) == [Tell(A, AbortAck("never heard of", 9))]
+    assert ledger.abort(A, "t", 1, ERROR) == [TransferFailed(1, ERROR), Send(NACK, B), Send(AbortAck("t", 1), A)]
+    assert ledger.abort(A, "t", 1, ERROR) == [Send(AbortAck("t", 1), A)]
+    assert ledger.abort(A, "never heard of", 9, ERROR) == [Send(AbortAck("never heard of", 9), A)]
 
 
 def test_an_abort_that_overtakes_its_offer_ends_the_transfer() -> None:
     ledger = reserved()
-    assert ledger.abort(A, "t", 1, ERROR) == [Failed(1, ERROR), Tell(A, AbortAck("t", 1))]
-    assert ledger.offer(A, "t", 1, 1, 1) == [Tell(A, NACK)]
+    assert ledger.abort(A, "t", 1, ERROR) == [TransferFailed(1, ERROR), Send(AbortAck("t", 1), A)]
+    assert ledger.offer(A, "t", 1, 1, 1) == [Send(NACK, A)]
 
 
 def test_a_lost_session_fails_its_own_transfers_only() -> None:
     ledger = receiving(1, A, B)
     assert ledger.reserve("u", (6,), 30.0) == 2
     ledger.offer(B, "u", 2, 1, 1)
-    assert ledger.lost(A, ERROR) == [Failed(1, ERROR), Tell(B, NACK)]
+    assert ledger.lost(A, ERROR) == [TransferFailed(1, ERROR), Send(NACK, B)]
     assert ledger.state(2) is ReceivePhase.RECEIVING
 
 
@@ -219,7 +211,7 @@ def test_leases_end_by_the_time_given_unless_the_sender_lives() -> None:
     ledger.renew(A, 50.0)
     assert ledger.expire(29.9) == []
     (failed,) = ledger.expire(30.0)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, TransferFailed)
     assert type(failed.error) is TransferExpired
     assert ledger.expire(31.0) == []
     renewed = receiving(1)
@@ -227,7 +219,7 @@ def test_leases_end_by_the_time_given_unless_the_sender_lives() -> None:
     renewed.renew(A, 40.0)
     renewed.renew(B, 90.0)
     assert renewed.expire(49.9) == []
-    assert [type(i) for i in renewed.expire(50.0)] == [Failed, Tell]
+    assert [type(i) for i in renewed.expire(50.0)] == [TransferFailed, Send]
 
 
 def test_unknown_ids_and_past_generations_are_counted_and_change_nothing() -> None:
@@ -247,7 +239,7 @@ def test_a_past_generation_answers_for_its_own_transfer_only() -> None:
     ledger.commit(A, "t", 1, 9)
     ledger.release(1)
     assert isinstance(refusal(ledger.commit(A, "other", 1, 9)), TransferRefused)
-    assert ledger.commit(A, "t", 1, 9) == [Tell(A, ACK)]
+    assert ledger.commit(A, "t", 1, 9) == [Send(ACK, A)]
 
 
 def test_old_outcomes_are_forgotten_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,19 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import TransferCorrupted, TransferError, TransferTimeout, WorkerFailed
+from baton.errors import TransferCorrupted, TransferError, TransferTimeout, WorkerFailed, text_of
 from baton.messages import Abort, Commit, Offer
-from kvstore.transfer.protocol.reasons import to_reason
-from kvstore.transfer.protocol.send_state import (
-    Committed,
-    Failed,
-    Granted,
-    Instruction,
-    SendPhase,
-    SendState,
-    Tell,
-    Unpin,
-)
+from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed
+from kvstore.transfer.protocol.send_state import Granted, SendInstruction, SendPhase, SendState, Unpin
 
 ERROR = TransferCorrupted("test")
 OFFER = Offer(
@@ -33,13 +24,13 @@ OFFER = Offer(
     chunk_bytes=1024,
 )
 COMMIT = Commit("t", 1, 9)
-ABORT = Abort("t", 1, to_reason(ERROR))
+ABORT = Abort("t", 1, text_of(ERROR))
 RESEND_S, ANSWER_S = 1.0, 10.0
 
 
 def offered() -> SendState:
     offers = SendState(RESEND_S, ANSWER_S)
-    assert offers.offer(OFFER, 0.0) == [Tell(OFFER)]
+    assert offers.offer(OFFER, 0.0) == [Send(OFFER)]
     return offers
 
 
@@ -53,11 +44,11 @@ def committing(now: float = 0.0) -> SendState:
     offers = granted()
     gather(offers, now)
     gather(offers, now)
-    assert offers.finish(1, 9, now) == [Tell(COMMIT)]
+    assert offers.finish(1, 9, now) == [Send(COMMIT)]
     return offers
 
 
-def gather(offers: SendState, now: float = 0.0) -> list[Instruction]:
+def gather(offers: SendState, now: float = 0.0) -> list[SendInstruction]:
     assert offers.gather_begins(1)
     offers.check()
     return offers.gather_ends(1, now)
@@ -65,7 +56,7 @@ def gather(offers: SendState, now: float = 0.0) -> list[Instruction]:
 
 def test_a_transfer_is_committed_when_the_receiver_says_so() -> None:
     offers = committing()
-    assert offers.on_commit_ack("t", 1) == [Committed(1), Unpin(1)]
+    assert offers.on_commit_ack("t", 1) == [TransferCommitted(1), Unpin(1)]
     assert offers.on_commit_ack("t", 1) == []
     assert len(offers) == 0
 
@@ -89,14 +80,14 @@ def test_the_commit_follows_the_grant_the_last_chunk_and_the_end_of_computing(nu
     told = offers.finish(1, 9, 0.0) if finish_at == 0 else []
     assert told == []
     told += offers.on_grant("t", 1, 0.0)
-    assert (Tell(COMMIT) in told) == (num_chunks == 0)
+    assert (Send(COMMIT) in told) == (num_chunks == 0)
     for num_sent in range(1, num_chunks + 1):
         told += gather(offers)
         if finish_at == num_sent:
             told += offers.finish(1, 9, 0.0)
-        assert (Tell(COMMIT) in told) == (num_sent == num_chunks)
+        assert (Send(COMMIT) in told) == (num_sent == num_chunks)
         offers.check()
-    assert told == [Granted(1), Tell(COMMIT)]
+    assert told == [Granted(1), Send(COMMIT)]
 
 
 def test_nothing_is_read_before_the_grant_and_after_the_end() -> None:
@@ -112,11 +103,11 @@ def test_nothing_is_read_before_the_grant_and_after_the_end() -> None:
 
 def test_giving_up_unpins_at_once_and_is_remembered_until_it_is_heard() -> None:
     offers = granted()
-    assert offers.abort(1, ERROR, 0.0) == [Failed(1, ERROR), Tell(ABORT), Unpin(1)]
+    assert offers.abort(1, ERROR, 0.0) == [TransferFailed(1, ERROR), Send(ABORT), Unpin(1)]
     assert offers.abort(1, ERROR, 0.0) == offers.finish(1, 9, 0.0) == []
     assert offers.state(1) is SendPhase.ABORTING
     assert offers.on_grant("t", 1, 0.0) == offers.on_commit_ack("t", 1) == offers.on_nack("t", 1, "") == []
-    assert offers.tick(RESEND_S) == [Tell(ABORT)]
+    assert offers.tick(RESEND_S) == [Send(ABORT)]
     assert offers.on_abort_ack("t", 1) == []
     assert len(offers) == 0
 
@@ -125,7 +116,7 @@ def test_giving_up_unpins_at_once_and_is_remembered_until_it_is_heard() -> None:
 def test_giving_up_while_a_gather_runs_unpins_when_it_ends(acknowledged: bool) -> None:
     offers = granted()
     assert offers.gather_begins(1)
-    assert offers.abort(1, ERROR, 0.0) == [Failed(1, ERROR), Tell(ABORT)]
+    assert offers.abort(1, ERROR, 0.0) == [TransferFailed(1, ERROR), Send(ABORT)]
     if acknowledged:
         assert offers.on_abort_ack("t", 1) == []
     offers.check()
@@ -137,24 +128,24 @@ def test_giving_up_while_a_gather_runs_unpins_when_it_ends(acknowledged: bool) -
 def test_a_cancel_of_the_sender_is_told_as_a_transfer_error() -> None:
     offers = granted()
     _, told, _ = offers.abort(1, WorkerFailed("private"), 0.0)
-    assert told == Tell(Abort("t", 1, to_reason(TransferError("the sender cancelled"))))
+    assert told == Send(Abort("t", 1, text_of(TransferError("the sender cancelled"))))
 
 
 @pytest.mark.parametrize("make", [offered, granted, committing])
 def test_a_refusal_fails_with_the_receivers_reason(make: Callable[[], SendState]) -> None:
     offers = make()
-    failed, unpin = offers.on_nack("t", 1, to_reason(ERROR))
-    assert isinstance(failed, Failed)
+    failed, unpin = offers.on_nack("t", 1, text_of(ERROR))
+    assert isinstance(failed, TransferFailed)
     assert isinstance(failed.error, TransferCorrupted)
     assert unpin == Unpin(1)
     assert len(offers) == 0
-    assert offers.on_nack("t", 1, to_reason(ERROR)) == []
+    assert offers.on_nack("t", 1, text_of(ERROR)) == []
 
 
 def test_a_refusal_while_a_gather_runs_unpins_when_it_ends() -> None:
     offers = granted()
     assert offers.gather_begins(1)
-    assert [type(i) for i in offers.on_nack("t", 1, to_reason(ERROR))] == [Failed]
+    assert [type(i) for i in offers.on_nack("t", 1, text_of(ERROR))] == [TransferFailed]
     offers.check()
     assert offers.gather_ends(1, 0.0) == [Unpin(1)]
     assert len(offers) == 0
@@ -177,7 +168,9 @@ def test_a_lost_session_ends_everything_on_it() -> None:
         )
     offers.abort(3, ERROR, 0.0)
     assert offers.gather_begins(1)
-    assert offers.lost(ERROR) == [Failed(1, ERROR), Failed(2, ERROR), Unpin(2)], "3 had failed, and was unpinned"
+    assert offers.lost(ERROR) == [TransferFailed(1, ERROR), TransferFailed(2, ERROR), Unpin(2)], (
+        "3 had failed, and was unpinned"
+    )
     assert offers.lost(ERROR) == []
     assert offers.gather_ends(1, 0.0) == [Unpin(1)]
     assert len(offers) == 0
@@ -189,14 +182,14 @@ def test_what_is_not_answered_is_said_again_and_given_up_in_the_end(
 ) -> None:
     offers = make()
     assert offers.tick(0.9) == []
-    assert offers.tick(1.0) == [Tell(pending)]
+    assert offers.tick(1.0) == [Send(pending)]
     assert offers.tick(1.9) == []
-    assert offers.tick(2.0) == [Tell(pending)]
+    assert offers.tick(2.0) == [Send(pending)]
     assert offers.num_resent == 2
     failed, told, unpin = offers.tick(10.0)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, TransferFailed)
     assert isinstance(failed.error, TransferTimeout)
-    assert isinstance(told, Tell)
+    assert isinstance(told, Send)
     assert isinstance(told.message, Abort)
     assert unpin == Unpin(1)
     assert offers.tick(11.0) == [told]
@@ -211,8 +204,8 @@ def test_sending_has_no_time_limit_and_a_commit_has_its_own() -> None:
     gather(offers, 1e6)
     offers.finish(1, 9, 1e6)
     assert offers.tick(1e6 + 0.9) == []
-    assert offers.tick(1e6 + 9.9) == [Tell(COMMIT)]
-    assert [type(i) for i in offers.tick(1e6 + 10.0)] == [Failed, Tell, Unpin]
+    assert offers.tick(1e6 + 9.9) == [Send(COMMIT)]
+    assert [type(i) for i in offers.tick(1e6 + 10.0)] == [TransferFailed, Send, Unpin]
 
 
 def test_answers_about_others_are_counted_and_change_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Faults on purpose apply where and as often as they are asked for."""
+"""Faults on purpose happen where and as often as they are asked for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 
 from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.protocol.plan import Chunk
-from kvstore.transfer.transport.faults import FaultInjector, Faults, parse_faults
-from kvstore.transfer.transport.faulty import FaultyTransport
+from kvstore.transfer.transport.faults import FaultInjector, Faults, FaultyTransport, parse_faults
 from tests.unit.kvstore.transfer.transport.test_transports import SLOT_BYTES, Ends, header, opened, post, send
 
 CHUNK = Chunk(part=0, layer_lo=0, layer_hi=2, unit_lo=0, unit_hi=2, num_bytes=64)
@@ -36,8 +35,8 @@ def test_a_fault_that_does_not_exist_is_named(spec: str) -> None:
 
 
 def test_faults_of_the_link_are_told_from_those_of_the_payload() -> None:
-    assert not parse_faults("corrupt_chunk=3,drop_chunk=1").on_link
-    assert all(parse_faults(f"{name}=2").on_link for name in Faults.__slots__ if name.startswith("link_"))
+    assert not parse_faults("corrupt_chunk=3,drop_chunk=1").on_transport
+    assert all(parse_faults(f"{name}=2").on_transport for name in Faults.__slots__ if name.startswith("link_"))
 
 
 def spoiled(faults: Faults, num_chunks: int) -> list[int]:

@@ -19,19 +19,17 @@ import pytest
 import torch
 
 from baton import wire
-from baton.errors import BatonError
+from baton.errors import BatonError, transfer_error_of
 from baton.messages import Hello, Rendezvous, SessionFailed, Welcome
 from baton.v1 import kv_pb2_grpc
-from kvstore.transfer.connection.channel import open_channel
-from kvstore.transfer.protocol.reasons import from_reason
+from kvstore.transfer.connection.control_stream import open_channel
 from kvstore.transfer.transport.base import RECEIVER, SENDER
-from kvstore.transfer.transport.gloo import RendezvousStore
+from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import StagingPool
 from tests.unit.kvstore.transfer.child import Child, child
 from tests.unit.kvstore.transfer.peers import (
     CONFIG,
-    HOST,
     decode_side,
     hand_over,
     prefill_side,
@@ -39,6 +37,7 @@ from tests.unit.kvstore.transfer.peers import (
     served,
     with_link,
 )
+from tests.unit.kvstore.transfer.transport.ends import transport_end
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -61,9 +60,9 @@ def said(kind: str) -> dict[int, tuple[str, bytes]]:
 
     stores += [RendezvousStore(publish(SENDER)), RendezvousStore(publish(RECEIVER))]
     with ThreadPoolExecutor(2) as threads:
-        how = (HOST, StagingPool(2, 100, torch.device("cpu"), pinned=False), 2, 5.0, 5.0)
+        staging = StagingPool(2, 100, torch.device("cpu"), pinned=False)
         opening = [
-            threads.submit(opens, kind, store, *how)
+            threads.submit(opens, kind, transport_end(store, staging, 2))
             for opens, store in zip((open_sender, open_receiver), stores, strict=True)
         ]
         for link in [each.result() for each in opening]:
@@ -109,7 +108,7 @@ async def answers(address: str, hello: Hello, *rendezvous: Rendezvous) -> tuple[
 
 async def hello_of(config: Any) -> Hello:
     async with prefill_side(config) as prefill:
-        return prefill.sender._pairs._hello
+        return prefill.sender._connections._hello
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,7 +121,7 @@ async def test_no_value_of_a_sender_ends_a_worker(kind: str) -> None:
         for garbage in damaged(kind, value):
             heard, took_s = await answers(ticket.kv_address, hello, Rendezvous(key, garbage))
             assert f"the peer said {len(garbage)} bytes as '{key}'" in heard[-1].reason, heard
-            assert type(from_reason(heard[-1].reason)).__name__ in heard[-1].reason
+            assert type(transfer_error_of(heard[-1].reason)).__name__ in heard[-1].reason
             assert took_s < SOON_S
         for others in (said(kind)[RECEIVER][0], "", "0/7", "k" * 4000):
             heard, took_s = await answers(ticket.kv_address, hello, Rendezvous(others, value))
@@ -208,7 +207,9 @@ async def test_gloo_is_for_those_who_ask_for_it() -> None:
         )
         async with prefill_side(dataclasses.replace(CONFIG, links=("gloo", "tcp"))) as prefill:
             await hand_over(prefill, decode, [4, 5], [20, 21])
-            assert [pair.transport_kind for pair in prefill.sender._pairs._alive] == ["tcp"], "what both have is used"
+            assert [pair.transport_kind for pair in prefill.sender._connections._alive] == ["tcp"], (
+                "what both have is used"
+            )
 
 
 async def test_a_receiver_chooses_among_what_it_was_offered() -> None:

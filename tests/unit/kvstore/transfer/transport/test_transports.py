@@ -24,13 +24,14 @@ import torch.distributed as dist
 from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.base import RECEIVER, SENDER, Operation, ReceivingTransport, SendingTransport
-from kvstore.transfer.transport.faults import Faults
-from kvstore.transfer.transport.faulty import FaultyTransport
-from kvstore.transfer.transport.gloo import RendezvousStore, is_of_nccl
+from kvstore.transfer.transport.faults import Faults, FaultyTransport
+from kvstore.transfer.transport.nccl import is_well_formed as is_of_nccl
 from kvstore.transfer.transport.nccl_env import nccl_environment
+from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import chunk_bytes, open_receiver, open_sender, staging_device, usable_transports
 from kvstore.transfer.transport.shm import host_id
 from kvstore.transfer.transport.staging import Slot, StagingPool
+from tests.unit.kvstore.transfer.transport.ends import transport_end
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
@@ -63,8 +64,10 @@ def opened(kind: str, op_timeout_s: float = 5.0) -> Iterator[Ends]:
     stores += [RendezvousStore(publish_to(RECEIVER)), RendezvousStore(publish_to(SENDER))]
     *faulty, kind = kind.split()
     with ThreadPoolExecutor(2) as threads:
-        sending = threads.submit(open_sender, kind, stores[SENDER], HOST, pool(), WINDOW, 5.0, op_timeout_s)
-        receiving = threads.submit(open_receiver, kind, stores[RECEIVER], HOST, pool(), WINDOW, 5.0, op_timeout_s)
+        sending = threads.submit(open_sender, kind, transport_end(stores[SENDER], pool(), WINDOW, 5.0, op_timeout_s))
+        receiving = threads.submit(
+            open_receiver, kind, transport_end(stores[RECEIVER], pool(), WINDOW, 5.0, op_timeout_s)
+        )
         sender, receiver = sending.result(), receiving.result()
     try:
         yield Ends(FaultyTransport(sender, Faults()) if faulty else sender, receiver, stores)
@@ -206,7 +209,7 @@ def test_a_silent_peer_ends_in_a_timeout(kind: str, awaited: str) -> None:
 def test_a_kernel_that_gives_up_early_is_asked_again(side: str) -> None:
     with opened("tcp", op_timeout_s=0.5) as pair:
         early = socket.SO_SNDTIMEO if side == "sender" else socket.SO_RCVTIMEO
-        getattr(pair, side)._stream._socket.setsockopt(socket.SOL_SOCKET, early, struct.pack("@ll", 0, 10_000))
+        getattr(pair, side)._socket.setsockopt(socket.SOL_SOCKET, early, struct.pack("@ll", 0, 10_000))
         start = time.monotonic()
         with pytest.raises(TransferTimeout):
             send_chunks(pair.sender, 100_000) if side == "sender" else receive(pair.receiver, "chunk")
@@ -289,7 +292,7 @@ def test_opening_ends_when_the_session_does_or_the_peer_does_not_join(kind: str,
     opens = open_sender if rank == SENDER else open_receiver
     start = time.monotonic()
     with pytest.raises(TransferError, match="session ended" if close else "did not join") as error:
-        opens(kind, store, HOST, pool(), WINDOW, 0.5, 1.0)
+        opens(kind, transport_end(store, pool(), WINDOW, 0.5, 1.0))
     assert isinstance(error.value, TransferTimeout) or close or kind == "gloo"
     assert time.monotonic() - start < 2.0
     assert kind == "gloo" or settled(before)
@@ -301,17 +304,17 @@ def test_an_shm_sender_that_leaves_while_the_link_is_opened_leaves_nothing() -> 
     store = RendezvousStore(lambda key, value: None)
     store.deliver("shm", b"\0baton-kv-" + b"0" * 32)
     with pytest.raises(TransferError, match="could not be opened"):
-        open_receiver("shm", store, HOST, pool(), WINDOW, 0.5, 1.0)
+        open_receiver("shm", transport_end(store, pool(), WINDOW, 0.5, 1.0))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         silent = b"\0baton-kv-" + secrets.token_hex(16).encode()
         listener.bind(silent)
         listener.listen(1)
         store.deliver("shm", silent)
         with pytest.raises(TransferTimeout):
-            open_receiver("shm", store, HOST, pool(), WINDOW, 0.2, 1.0)
+            open_receiver("shm", transport_end(store, pool(), WINDOW, 0.2, 1.0))
         threading.Timer(0.1, listener.close).start()
         with pytest.raises(TransferError) as error:
-            open_receiver("shm", store, HOST, pool(), WINDOW, 10.0, 1.0)
+            open_receiver("shm", transport_end(store, pool(), WINDOW, 10.0, 1.0))
         assert not isinstance(error.value, TransferTimeout)
     assert settled(before)
 
@@ -330,7 +333,7 @@ def test_a_tcp_sender_takes_only_the_receiver_that_its_session_knows() -> None:
     addresses: list[str] = []
     store = RendezvousStore(lambda key, value: addresses.append(value.decode()))
     with ThreadPoolExecutor(1) as thread:
-        opening = thread.submit(open_sender, "tcp", store, HOST, pool(), WINDOW, 10.0, 1.0)
+        opening = thread.submit(open_sender, "tcp", transport_end(store, pool(), WINDOW, 10.0, 1.0))
         assert eventually(lambda: bool(addresses))
         token, host, port = addresses[0].split()
         liar, mute, gone, receiver = (socket.create_connection((host, int(port))) for _ in range(4))
@@ -357,7 +360,7 @@ def test_strangers_do_not_keep_a_tcp_sender_waiting(ends: str) -> None:
     start = time.monotonic()
     with ThreadPoolExecutor(1) as thread:
         timeout_s = 1.5 if ends == "timeout" else 30.0
-        opening = thread.submit(open_sender, "tcp", store, HOST, pool(), WINDOW, timeout_s, 1.0)
+        opening = thread.submit(open_sender, "tcp", transport_end(store, pool(), WINDOW, timeout_s, 1.0))
         assert eventually(lambda: bool(addresses))
         _, host, port = addresses[0].split()
         store.deliver("tcp/joined", b"")
@@ -382,7 +385,7 @@ def test_a_tcp_receiver_that_finds_nobody_leaves_nothing() -> None:
     store = RendezvousStore(lambda key, value: None)
     store.deliver("tcp", f"{bytes(16).hex()} {HOST} {port}".encode())
     with pytest.raises(TransferError, match="could not be opened"):
-        open_receiver("tcp", store, HOST, pool(), WINDOW, 0.5, 1.0)
+        open_receiver("tcp", transport_end(store, pool(), WINDOW, 0.5, 1.0))
     assert settled(before)
 
 
@@ -401,7 +404,7 @@ def test_a_peer_that_says_what_no_such_link_says_ends_the_opening_at_once(kind: 
         speaking.join()
     start = time.monotonic()
     with pytest.raises(TransferError, match=f"1 bytes as '{keys[kind]}', which no such link says") as error:
-        opens(kind, store, HOST, pool(), WINDOW, 30.0, 30.0)
+        opens(kind, transport_end(store, pool(), WINDOW, 30.0, 30.0))
     assert not isinstance(error.value, TransferTimeout)
     assert time.monotonic() - start < 5.0
     assert kind == "gloo" or settled(before)
@@ -475,7 +478,7 @@ def send_and_stay(kind: str, pipe: Connection) -> None:
             store.deliver(*pipe.recv())
 
     threading.Thread(target=deliver, daemon=True).start()
-    link = open_sender(kind, store, HOST, pool(), WINDOW, 10.0, 30.0)
+    link = open_sender(kind, transport_end(store, pool(), WINDOW, 10.0, 30.0))
     send(link, 5, SLOT_BYTES)[1].wait()
     pipe.send(("ready", b""))
     time.sleep(60.0)
@@ -496,7 +499,7 @@ def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
             ready.set() if key == "ready" else store.deliver(key, value)
 
     threading.Thread(target=deliver, daemon=True).start()
-    link = open_receiver(kind, store, HOST, pool(), WINDOW, 30.0, 30.0)
+    link = open_receiver(kind, transport_end(store, pool(), WINDOW, 30.0, 30.0))
     slot, chunk = post(link, SLOT_BYTES)
     chunk.wait()
     assert content(slot.message(SLOT_BYTES)) == {5}

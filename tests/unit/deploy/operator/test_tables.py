@@ -1,4 +1,4 @@
-"""What the commands print."""
+"""What `baton status` prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from baton.api import Explanation, Option
 from baton.errors import InvalidRequest
-from deploy.cli.app import garbage_lines, option_table, show_explanations, transfer_table, worker_table
+from deploy.operator.tables import garbage_lines, option_table, print_explanations, transfer_table, worker_table
 
 WORKER = {
     "id": "decode-0",
@@ -124,7 +124,7 @@ EXPLANATION = Explanation(
 
 
 def shown(capsys: pytest.CaptureFixture[str], explanation: Explanation, as_json: bool = False) -> str:
-    show_explanations([explanation], explanation.request_id, as_json)
+    print_explanations([explanation], explanation.request_id, as_json)
     return capsys.readouterr().out
 
 
@@ -163,7 +163,7 @@ def test_an_explanation_as_json_is_json_where_a_class_has_no_objective(capsys: p
 
 def test_an_unknown_request_is_told_in_a_sentence() -> None:
     with pytest.raises(InvalidRequest, match="the router does not know a request 'req-9'; it keeps the latest few"):
-        show_explanations([], "req-9", as_json=False)
+        print_explanations([], "req-9", as_json=False)
 
 
 def test_the_options_fit_a_terminal_in_milliseconds_and_only_who_decodes_has_room_and_steps() -> None:

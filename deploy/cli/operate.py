@@ -1,0 +1,169 @@
+"""Commands of an operator: they look at a running cluster and change it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from baton import config as baton_config
+from baton.errors import ConfigError, InvalidRequest
+from deploy.cli.options import (
+    Address,
+    ApiKey,
+    AsJson,
+    ClientOptions,
+    ConfigFile,
+    TimeoutS,
+    console,
+    options_from_fields,
+)
+from deploy.operator.client import Client
+from deploy.operator.tables import print_explanations, print_status
+
+WorkerId = Annotated[str, typer.Argument(help="The worker's id, as shown by `baton status`.")]
+
+
+@options_from_fields
+def scale_pool(
+    pool: Annotated[str, typer.Argument(help="prefill or decode.")],
+    num_workers: Annotated[int, typer.Argument(metavar="N", min=0, help="The number of workers it should have.")],
+    target: ClientOptions,
+    wait: Annotated[bool, typer.Option(help="Wait until the pool has them.")] = True,
+    timeout_s: TimeoutS = 600.0,
+) -> None:
+    """Set the number of workers of a pool. Workers that leave hand over their work."""
+    from deploy.operator.orders import scale
+
+    with contextlib.closing(target.client()) as client:
+        scale(client, console, pool, num_workers, timeout_s=timeout_s if wait else 0, as_json=target.as_json)
+
+
+@options_from_fields
+def drain(worker: WorkerId, target: ClientOptions, timeout_s: TimeoutS = 600.0) -> None:
+    """Remove a worker: its work goes to others, and another one takes its place. Waits until it is gone."""
+    from deploy.operator.orders import drain
+
+    with contextlib.closing(target.client()) as client:
+        drain(client, console, worker, timeout_s, target.as_json)
+
+
+@options_from_fields
+def role(
+    worker: WorkerId, role: Annotated[str, typer.Argument(help="prefill or decode.")], target: ClientOptions
+) -> None:
+    """Move a worker to the other pool, with its cache; both pools' sizes follow."""
+    from deploy.operator.orders import set_role
+
+    with contextlib.closing(target.client()) as client:
+        set_role(client, console, worker, role, target.as_json)
+
+
+def status(
+    address: Address = baton_config.DEFAULT_ADDRESS,
+    explain: Annotated[
+        str, typer.Option(metavar="REQUEST", help="Explain how the request with this id was placed.")
+    ] = "",
+    live: Annotated[
+        bool, typer.Option("--watch", help="Show goodput, latencies and workers, updated every second.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show pools, workers, routers, controller and Redis; or explain how a request was placed."""
+    if live:
+        from deploy.operator.watch import watch
+
+        if explain or as_json:
+            raise InvalidRequest("--watch shows a picture that changes; leave out --explain and --json")
+        watch(address, Console())
+        return
+    with contextlib.closing(Client(address)) as client:
+        if explain:
+            print_explanations(client.explain(explain), explain, as_json)
+            return
+        report = client.status()
+    if as_json:
+        print(json.dumps(report, indent=2))  # noqa: T201
+    else:
+        print_status(report)
+
+
+def autoscale(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the decision and its reasons; there is no other mode.")
+    ] = False,
+    address: Address = baton_config.DEFAULT_ADDRESS,
+    seconds: Annotated[
+        float | None, typer.Option(help="Duration of the measurement.", show_default="autoscale.window_s", min=0.1)
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Repeat, window after window, with the cool-downs between changes.")
+    ] = False,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a running cluster for a while, and show how the autoscaler would size its pools.
+
+    Objectives and bounds are those of the configuration: router.slo_classes (the
+    strictest) and autoscale. With autoscale.enabled, the cluster's controller
+    does it by itself.
+    """
+    from deploy.scaling.command import run
+
+    if not dry_run:
+        raise InvalidRequest(
+            "the controller changes the pools: start the cluster with BATON_AUTOSCALE_ENABLED=true, or give --dry-run"
+        )
+    settings = baton_config.load(config)
+    with contextlib.closing(Client(address)) as client:
+        run(client, settings, seconds or settings.autoscale.window_s, watch, as_json)
+
+
+def doctor(
+    address: Annotated[
+        str, typer.Option(help="The router, host:port. Without it, the configured port.", envvar="BATON_ADDRESS")
+    ] = "",
+    part: Annotated[
+        str,
+        typer.Option(
+            help="laptop, cluster; or router, controller, worker: what that container needs in order to start."
+        ),
+    ] = "laptop",
+    config: ConfigFile = None,
+    api_key: ApiKey = "",
+    wait_s: Annotated[
+        float, typer.Option("--wait", help="Time, in seconds, in which to repeat the checks while one fails.")
+    ] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine, and the cluster if one runs, and say how to mend what is wrong.
+
+    Changes nothing. Exit status 1: a check failed.
+    """
+    from deploy.doctor import Place, diagnose, not_configured, show
+
+    if part not in list(Place):
+        raise InvalidRequest(f"--part must be one of {', '.join(Place)}; got {part!r}")
+    end_s = time.monotonic() + wait_s
+    while True:
+        try:
+            settings = baton_config.load(config)
+        except ConfigError as error:
+            checks = not_configured(error)
+            break
+        router = address or f"{settings.cluster.host}:{settings.cluster.grpc_port}"
+        checks = diagnose(settings, router, Place(part), api_key)
+        if all(check.state != "fail" for check in checks) or time.monotonic() >= end_s:
+            break
+        time.sleep(1)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))  # noqa: T201
+    else:
+        show(checks, Console())
+    if any(check.state == "fail" for check in checks):
+        raise typer.Exit(1)

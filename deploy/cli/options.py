@@ -1,0 +1,104 @@
+"""What commands have in common: where to print, the options that several of them take, and options from dataclasses."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from baton.config import DEFAULT_ADDRESS
+from deploy.operator.client import Client
+
+console = Console(stderr=True, soft_wrap=True, highlight=False)
+"""Standard error, for progress and errors; results go to standard output."""
+
+ApiKey = Annotated[
+    str, typer.Option(help="A tenant's key, if the cluster has tenants.", envvar="BATON_API_KEY", show_default=False)
+]
+Address = Annotated[str, typer.Option(help="The router, host:port.", envvar="BATON_ADDRESS")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
+TimeoutS = Annotated[
+    float, typer.Option("--timeout", help="Longest wait, in seconds. The order stands even if it is not done by then.")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    """How a command reaches the cluster, and how it answers."""
+
+    address: Address = DEFAULT_ADDRESS
+    api_key: ApiKey = ""
+    as_json: AsJson = False
+
+    def client(self) -> Client:
+        """A new client; the caller closes it."""
+        return Client(self.address, self.api_key)
+
+
+def print_error(error: BaseException) -> None:
+    console.print("error: ", style="red", end="")
+    console.print(str(error), markup=False)
+
+
+def options_from_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with every parameter that is a dataclass replaced by options, one for each annotated field.
+
+    A field without an annotation of Typer's is no option and keeps its default. A field of type `tuple[X, ...]` becomes
+    an option that may be repeated.
+    """
+    hints = typing.get_type_hints(command, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type)}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            parameters += [_parameter(field, kind) for field, kind in _options(groups[name])]
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        made = {name: _made(kind, values) for name, kind in groups.items()}
+        command(**made, **values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _options(group: type[Any]) -> Iterator[tuple[Field[Any], Any]]:
+    """The fields of the dataclass that are options, and their annotations."""
+    hints = typing.get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        if any(type(each).__module__.startswith("typer.") for each in getattr(hints[field.name], "__metadata__", ())):
+            yield field, hints[field.name]
+
+
+def _parameter(field: Field[Any], kind: Any) -> inspect.Parameter:
+    default = field.default
+    if _is_repeated(kind):
+        item, *_ = typing.get_args(typing.get_args(kind)[0])
+        kind, default = Annotated[(list[item] | None, *kind.__metadata__)], None  # type: ignore[valid-type]
+    assert default is not MISSING, f"the option {field.name} has no default"
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _made(group: type[Any], values: dict[str, Any]) -> Any:
+    """A value of the dataclass, from its options, which leave `values`."""
+    found: Mapping[str, Any] = {field.name: _value(kind, values.pop(field.name)) for field, kind in _options(group)}
+    return group(**found)
+
+
+def _value(kind: Any, value: Any) -> Any:
+    return tuple(value or ()) if _is_repeated(kind) else value
+
+
+def _is_repeated(kind: Any) -> bool:
+    return typing.get_origin(typing.get_args(kind)[0]) is tuple

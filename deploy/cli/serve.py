@@ -1,0 +1,129 @@
+"""Commands that start and end parts of a cluster: up, run, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton import config as baton_config
+from baton.api import GenerateRequest, Text
+from baton.config import Config
+from baton.errors import BatonError, Conflict
+from baton.telemetry import logs
+from deploy.cli.generate import print_answer
+from deploy.cli.options import ApiKey, ConfigFile, console, options_from_fields, print_error
+from deploy.local.part import Part
+from deploy.operator.client import Client
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """Settings of the cluster that have an option of their own; None: as configured."""
+
+    prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.", show_default="1")] = None
+    decode: Annotated[int | None, typer.Option(help="Number of decode workers.", show_default="1")] = None
+    routers: Annotated[
+        int | None, typer.Option(min=1, help="Number of router processes behind one address.", show_default="1")
+    ] = None
+    ray_address: Annotated[
+        str | None, typer.Option(help="host:port of a Ray cluster to run the workers in, instead of a new one.")
+    ] = None
+    model: Annotated[
+        str | None, typer.Option(help="A hub id, a local folder, or smollm2-135m-instruct (the default).")
+    ] = None
+
+    def applied(self, settings: Config) -> Config:
+        given = {name: value for name in _CLUSTER if (value := getattr(self, name)) is not None}
+        cluster = dataclasses.replace(settings.cluster, **given)
+        model = settings.model if self.model is None else dataclasses.replace(settings.model, id=self.model)
+        return dataclasses.replace(settings, cluster=cluster, model=model)
+
+
+_CLUSTER = ("prefill", "decode", "routers", "ray_address")
+
+
+@options_from_fields
+def up(
+    options: UpOptions,
+    config: ConfigFile = None,
+    ask: Annotated[str | None, typer.Option(help="A prompt to answer once the cluster is ready.")] = None,
+    api_key: ApiKey = "",
+) -> None:
+    """Serve a model on this machine: Redis, Ray, both pools and the routers. Ctrl-C ends all of it.
+
+    Prints `BATON READY grpc=HOST:PORT http=HOST:PORT` when it takes requests. Ports: BATON_GRPC_PORT, BATON_HTTP_PORT.
+    """
+    from deploy.local.up import up as run_up
+
+    settings = options.applied(_loaded(config))
+    asyncio.run(run_up(settings, console, lambda ready: _on_ready(ready, ask, api_key)))
+
+
+def run(
+    part: Annotated[
+        Part, typer.Argument(help="model: get the model into the cache, and end. router, controller: serve.")
+    ],
+    config: ConfigFile = None,
+) -> None:
+    """Run one part of a cluster in the foreground, as containers do. The parts find each other through Redis and Ray.
+
+    Workers run on any Ray node with room: ray start --address=HEAD:6379 --resources='{"baton_worker": 1}'
+
+    A node takes workers of one pool only if it says so: --labels baton.dev/pool=decode
+
+    Ray runs them at the lowest priority unless the node has RAY_worker_niceness=0 in its environment.
+    """
+    from deploy.local.parts import run as run_part
+
+    run_part(part, _loaded(config), console)
+
+
+def leave(
+    config: ConfigFile = None,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option("--timeout", help="Longest wait, in seconds.", show_default="time for a drain and a start"),
+    ] = None,
+) -> None:
+    """Have the workers of this machine leave the cluster; others take their place first. A pod's preStop hook.
+
+    Ends with status 1 if some of them are still there in the end.
+    """
+    from deploy.local.leave import leave as leave_cluster
+    from deploy.local.leave import own_hosts
+    from deploy.local.parts import with_model
+
+    settings = _loaded(config)
+    if timeout_s is None:
+        timeout_s = settings.cluster.drain_timeout_s + settings.cluster.start_timeout_s
+    left = asyncio.run(leave_cluster(with_model(settings, console), own_hosts(), timeout_s))
+    if left:
+        raise Conflict(f"still here after {timeout_s:g} s: {', '.join(left)}")
+
+
+def _loaded(config: Path | None) -> Config:
+    settings = baton_config.load(config)
+    logs.configure(settings.telemetry.log_level, settings.telemetry.log_format)
+    return settings
+
+
+def _on_ready(settings: Config, ask: str | None, api_key: str) -> None:
+    cluster = settings.cluster
+    address = f"{cluster.host}:{cluster.grpc_port}"
+    print(f"BATON READY grpc={address} http={cluster.host}:{cluster.http_port}", flush=True)  # noqa: T201
+    if ask is None:
+        return
+    console.print(f"==> A sample request: baton generate {ask!r} --max-tokens 24", style="dim")
+    console.print(ask, end="", style="bold", markup=False)
+    try:
+        sample = GenerateRequest(prompt=Text(ask), sampling={"max_tokens": 24, "temperature": 0.0})
+        with contextlib.closing(Client(address, api_key)) as client:
+            print_answer(sample, client, as_json=False)
+    except BatonError as error:
+        print_error(error)
+    console.print("==> Serving. Ctrl-C ends it; in another terminal: baton generate 'Hello'", style="dim")

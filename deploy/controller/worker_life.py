@@ -1,0 +1,279 @@
+"""The life of each worker, from its actor's creation to its end: start, follow, drain, end.
+
+    DOWN ── start ──> STARTING ── ready ──> READY ── leave ──> LEAVING ──> removed
+      ^── failed ────────┘                    │
+      └── gone ───────────────────────────────┘
+
+One task per worker follows its process. This room does what it is ordered to and remembers what it saw; which worker
+starts or leaves is decided by `reconcile` and ordered by the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from baton.cluster import Role
+from baton.config import ClusterConfig
+from baton.errors import BatonError, WorkerFailed
+from baton.rpc import channel, from_rpc_error
+from baton.tasks import cancel_and_wait
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from deploy.controller.reconcile import WorkerPhase
+from deploy.controller.serving_pools import PoolSpecs
+from deploy.processes import STABLE_S
+from deploy.ray_pools.actors import RayActors, Started, first_line
+
+logger = logging.getLogger(__name__)
+
+RESTART_BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
+"""Waits before the restarts of a worker that repeatedly fails to start, or dies soon after its start."""
+ADOPTION_S = 10.0
+"""Longest wait for adopted workers to report themselves ready; those whose node lives do so sooner."""
+RPC_SLACK_S = 10.0
+"""Time for a worker's answer beyond the time that the order gave it."""
+GONE_S = 5.0
+"""Longest wait, at the end, for Ray to remove the actors, which it does asynchronously."""
+GONE_POLL_S = 0.1
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ManagedWorker:
+    """A worker that the controller looks after. `task` follows its process from start to end."""
+
+    id: str
+    role: Role
+    phase: WorkerPhase = WorkerPhase.DOWN
+    is_placed: bool = False
+    """STARTING or later: a node has it."""
+    since_s: float = 0.0
+    """STARTING, READY: the time at which the phase began."""
+    is_wait_logged: bool = False
+    """STARTING: it was logged that the worker waits for room on a node."""
+    leased_s: float = 0.0
+    """READY: the time at which its lease was last seen."""
+    is_silent: bool = False
+    """READY: it has had no lease for so long that it counts as hanging."""
+    is_given_up: bool = False
+    """READY: it has been silent for so long that it is being killed."""
+    draining_since_s: float | None = None
+    """READY: the time since which its lease reports a drain that the controller has not ordered."""
+    is_draining: bool = False
+    """READY: its lease has reported such a drain for the duration of a lease."""
+    start_at_s: float = 0.0
+    """DOWN: the earliest time of its next start."""
+    num_failures: int = 0
+    """Consecutive failures to start."""
+    pid: int = 0
+    address: str = ""
+    pod: str = ""
+    """The Kubernetes pod in which it was placed last."""
+    actor: asyncio.Future[Any] | None = None
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether its process can answer, as far as is known."""
+        return self.phase is WorkerPhase.READY and not self.is_silent
+
+
+class WorkerLives:
+    """All managed workers, and what happens to them.
+
+    Attributes:
+        workers: the workers by id. A worker that has left is removed; `due` is set then, too.
+        due: set whenever something has happened that may call for another round of reconciling.
+        changed: notified with `due`, for tasks that wait for a worker.
+        failed: gets the error that must end the controller.
+        must_start: while true, a worker that cannot start as configured ends the controller.
+    """
+
+    def __init__(self, config: ClusterConfig, actors: RayActors, specs: PoolSpecs, *, must_start: bool) -> None:
+        self.workers: dict[str, ManagedWorker] = {}
+        self.due = asyncio.Event()
+        self.changed = asyncio.Condition()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.must_start = must_start
+        self._config = config
+        self._actors = actors
+        self._specs = specs
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    # -- orders --------------------------------------------------------------------------------------------------------
+
+    def start(self, worker: ManagedWorker) -> None:
+        """Starts the worker in a new actor."""
+        self._begin(worker, self._actors.create(worker.id, worker.role))
+
+    def adopt(self, worker: ManagedWorker) -> None:
+        """Takes over the worker in the actor that runs under its id."""
+        self._begin(worker, self._actors.get(worker.id))
+
+    def leave(self, worker: ManagedWorker) -> None:
+        """Drains the worker if it can answer, ends it and removes it, in a task of its own."""
+
+        async def leave(can_answer: bool) -> None:
+            if can_answer:
+                await self._drain(worker)
+            await self._end(worker, can_answer)
+            del self.workers[worker.id]
+            await self._notify()
+
+        can_answer = worker.is_serving
+        if worker.task and not can_answer:
+            worker.task.cancel()  # before it finds that the worker is ready
+        worker.phase = WorkerPhase.LEAVING
+        logger.info("%s leaves", worker.id)
+        self._send_off(leave(can_answer), f"{worker.id} leaves")
+
+    def give_up(self, worker: ManagedWorker) -> None:
+        """Kills a worker that hangs; it is started again like one that died."""
+        assert worker.actor is not None
+        worker.is_given_up = True
+        self._send_off(self._kill(worker.actor), f"{worker.id} is killed")
+
+    async def change_role(self, worker: ManagedWorker, role: Role) -> None:
+        """Has the worker change its role. Raises the worker's own error, or WorkerFailed."""
+        timeout_s = self._drain_timeout_s(worker.role)
+        async with channel(worker.address) as link:
+            request = worker_pb2.SetRoleRequest(role=role, timeout_s=timeout_s)
+            try:
+                await worker_pb2_grpc.WorkerControlStub(link).SetRole(request, timeout=timeout_s + RPC_SLACK_S)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, worker.id) from error
+
+    async def end_all(self) -> None:
+        """Has every worker leave the cluster, then ends its process. No other order may be under way."""
+        await cancel_and_wait(self._leaving)
+        phases = (WorkerPhase.READY, WorkerPhase.LEAVING)
+        await asyncio.gather(
+            *(self._end(w, w.is_placed and not w.is_silent and w.phase in phases) for w in self.workers.values())
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GONE_S):
+                while left := await self._actors.ids():
+                    for worker_id in left:
+                        await self._kill(asyncio.ensure_future(self._actors.get(worker_id)))
+                    await asyncio.sleep(GONE_POLL_S)
+
+    async def let_go(self) -> None:
+        """Stops following the workers and leaves them as they are."""
+        await cancel_and_wait(self._leaving)
+        await cancel_and_wait({worker.task for worker in self.workers.values() if worker.task})
+
+    async def settled(self, workers: Sequence[ManagedWorker]) -> None:
+        """Waits until none of the workers is starting, for `ADOPTION_S` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ADOPTION_S), self.changed:
+                await self.changed.wait_for(lambda: all(w.phase is not WorkerPhase.STARTING for w in workers))
+
+    # -- what happens to a worker --------------------------------------------------------------------------------------
+
+    def _begin(self, worker: ManagedWorker, actor: Coroutine[Any, Any, Any]) -> None:
+        worker.phase, worker.is_placed, worker.since_s = WorkerPhase.STARTING, False, time.monotonic()
+        worker.is_wait_logged = worker.is_silent = worker.is_given_up = worker.is_draining = False
+        worker.draining_since_s = None
+        worker.actor = asyncio.ensure_future(actor)
+        worker.task = self._spawn(self._tend(worker, worker.actor), worker.id)
+
+    async def _tend(self, worker: ManagedWorker, coming: asyncio.Future[Any]) -> None:
+        """Follows the worker from its start until its process has ended, for whatever reason."""
+        try:
+            actor = await asyncio.shield(coming)
+            await self._actors.placed(actor)
+            worker.is_placed = True
+            started = await self._started(worker, actor)
+            worker.pid, worker.address, worker.pod = started.pid, started.address, started.pod
+            worker.phase = WorkerPhase.READY
+            worker.since_s = worker.leased_s = time.monotonic()
+            logger.info("%s is ready, pid %d, at %s", worker.id, worker.pid, worker.address)
+            await self._notify()
+            await self._actors.ended(actor)
+        except BatonError as error:
+            if worker.phase is WorkerPhase.LEAVING:
+                return  # `leave` does the rest
+            is_stable = worker.phase is WorkerPhase.READY and time.monotonic() - worker.since_s > STABLE_S
+            worker.num_failures = 0 if is_stable else worker.num_failures + 1
+            if worker.phase is WorkerPhase.READY:
+                logger.warning("%s is gone (%s); starting it again", worker.id, first_line(error))
+            else:
+                logger.error("%s does not start: %s", worker.id, first_line(error))
+                if self.must_start:
+                    self._fail(error)
+        wait_s = RESTART_BACKOFF_S[min(worker.num_failures, len(RESTART_BACKOFF_S) - 1)]
+        worker.phase, worker.start_at_s = WorkerPhase.DOWN, time.monotonic() + wait_s
+        await self._kill(coming)
+        await self._notify()
+
+    async def _started(self, worker: ManagedWorker, actor: Any) -> Started:
+        timeout_s = self._config.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._actors.start(actor)
+        except TimeoutError:
+            raise WorkerFailed(f"{worker.id} was not ready within {timeout_s:g} s (cluster.start_timeout_s)") from None
+
+    async def _drain(self, worker: ManagedWorker) -> None:
+        """Drains the worker as far as possible; what is left is computed again elsewhere."""
+        timeout_s = self._drain_timeout_s(worker.role)
+        async with channel(worker.address) as link:
+            request = worker_pb2.DrainRequest(timeout_s=timeout_s)
+            try:
+                answer = await worker_pb2_grpc.WorkerControlStub(link).Drain(request, timeout=timeout_s + RPC_SLACK_S)
+            except grpc.aio.AioRpcError as error:
+                logger.warning("%s is not drained: %s", worker.id, from_rpc_error(error, worker.id))
+            else:
+                if answer.num_left:
+                    logger.warning("%s leaves with %d calls that others take over", worker.id, answer.num_left)
+
+    def _drain_timeout_s(self, role: Role) -> float:
+        own_s = self._specs.drain_timeout_s(role)
+        return self._config.drain_timeout_s if own_s is None else own_s
+
+    async def _end(self, worker: ManagedWorker, can_answer: bool) -> None:
+        """Ends the process and its actor. A worker that cannot answer has nothing to hand over."""
+        await cancel_and_wait([worker.task] if worker.task else [])
+        if worker.actor:
+            if can_answer:
+                with contextlib.suppress(BatonError):
+                    await self._actors.stop(await worker.actor, self._config.stop_timeout_s / 2)
+            await self._kill(worker.actor)
+
+    async def _kill(self, coming: asyncio.Future[Any]) -> None:
+        try:
+            actor = await coming
+        except BatonError:
+            return  # there is none
+        await self._actors.kill(actor)
+
+    def _send_off(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = self._spawn(work, name)
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task whose unexpected errors end the controller."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()):
+                self._fail(error)
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(ended)
+        return task
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def _notify(self) -> None:
+        self.due.set()
+        async with self.changed:
+            self.changed.notify_all()

@@ -1,0 +1,93 @@
+"""One side of a control stream: what leaves on it, pings and the peer's silence, and the rendezvous it carries."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import grpc
+
+from baton.messages import FromReceiver, FromSender, Ping, Rendezvous
+from baton.rpc.server import CHANNEL_OPTIONS
+from kvstore.transfer.pipeline.driven import post
+from kvstore.transfer.transport.rendezvous import RendezvousStore
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from baton.config import TransferConfig
+
+Out = TypeVar("Out", FromSender, FromReceiver)
+OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """Opens a channel with a TCP connection of its own, so that a peer's death is seen on it at once.
+
+    The control stream shows whether a peer is alive: transports notice its death late, or never.
+    """
+    return grpc.aio.insecure_channel(address, options=OPTIONS)
+
+
+class ControlStream(Generic[Out]):
+    """The part of a control stream that is the same on both sides. For one event loop.
+
+    Attributes:
+        rendezvous: the keys that both sides exchange while they open the transport.
+
+    Args:
+        peer_id: the worker on the other side.
+        now: on the event loop's clock, as in every method.
+    """
+
+    def __init__(self, peer_id: str, config: TransferConfig, now: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.rendezvous = RendezvousStore(
+            lambda key, value: post(loop, self._out.put_nowait, Rendezvous(key, value)), config.open_timeout_s
+        )
+        self._peer_id = peer_id
+        self._silence_s = config.op_timeout_s
+        self._ping_s = min(config.ping_s, config.op_timeout_s / 4)
+        self._heard_s = now
+        self._pinged_s = 0.0
+        self._out: asyncio.Queue[Out | Ping | Rendezvous | None] = asyncio.Queue()
+
+    @property
+    def ping_s(self) -> float:
+        """Time between two pings."""
+        return self._ping_s
+
+    def send(self, message: Out) -> None:
+        """Queues a message; no effect after `close`."""
+        self._out.put_nowait(message)
+
+    def heard(self, now: float) -> None:
+        """Notes that the peer has sent something."""
+        self._heard_s = now
+
+    def beat(self, now: float, period_s: float) -> str:
+        """Queues a ping if one is due, and returns why the peer counts as lost, or "" while it does not.
+
+        Args:
+            period_s: time between two calls.
+        """
+        if now - self._pinged_s >= self._ping_s - period_s / 2:
+            self._out.put_nowait(Ping())
+            self._pinged_s = now
+        if now - self._heard_s > self._silence_s:
+            return f"worker {self._peer_id} has been silent for {self._silence_s:g} s"
+        return ""
+
+    async def outgoing(self) -> AsyncIterator[Out | Ping | Rendezvous]:
+        """Yields the messages to write, until `close`."""
+        while (message := await self._out.get()) is not None:
+            yield message
+
+    def close(self) -> None:
+        """Ends `outgoing` after what is queued, and fails the rendezvous if it is still under way. Idempotent."""
+        self._out.put_nowait(None)
+        self.rendezvous.close()

@@ -1,0 +1,293 @@
+"""The reservations of a receiving worker: what its requests wait for, and what its connections bring.
+
+Requests add reservations, await them and release them; connections check offers against them and report commits, aborts
+and losses. The state machine decides; its instructions are carried out here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING
+
+from baton.errors import BatonError, ConfigError, TransferError, TransferRefused, text_of, transfer_error_of
+from baton.messages import Abort, Commit, FromReceiver, Hello, Nack, Offer, Ticket
+from kvstore.transfer.copy.blocks import BlockCopier
+from kvstore.transfer.pipeline.driven import DrivenMachine, seen_through
+from kvstore.transfer.pipeline.receive_loop import ChunkWriter
+from kvstore.transfer.protocol.layout import WIRE_DTYPES, mismatch, source_ranks
+from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed
+from kvstore.transfer.protocol.plan import TransferPlan, WireOptions, plan
+from kvstore.transfer.protocol.receive_state import Free, ReceiveInstruction, ReceivePhase, ReceiveState
+from kvstore.transfer.stats import TransferStats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.config import TransferConfig
+    from kvstore.transfer.connection.control_stream import ControlStream
+    from kvstore.transfer.local_worker import LocalWorker
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrival:
+    """What came in with a transfer."""
+
+    num_tokens: int
+    """Leading tokens whose KV is readable now."""
+    first_token: int | None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Reserved:
+    """What the event loop knows of one reservation."""
+
+    ticket: Ticket
+    block_ids: tuple[int, ...]
+    state_slot: int | None
+    partial: bool
+    settled: asyncio.Event
+    freed: asyncio.Future[tuple[int, ...]]
+    num_tokens: int | None = None
+    """The number of tokens that the first offer named."""
+    plans: list[TransferPlan] = dataclasses.field(default_factory=list)
+    first_token: int | None = None
+    error: BatonError | None = None
+    release_began: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceConnection:
+    """A connection on which transfers arrive, as reservations need it."""
+
+    number: int
+    hello: Hello
+    """What the sender said of itself."""
+    stream: ControlStream[FromReceiver]
+    writers: dict[int, ChunkWriter] = dataclasses.field(default_factory=dict)
+    """The transfers that may send on its transport now, by generation. The transport thread reads it."""
+
+
+class Reservations:
+    """The reservations of one worker. For one event loop."""
+
+    def __init__(self, worker: LocalWorker, config: TransferConfig) -> None:
+        self.worker = worker
+        self.config = config
+        self.layout = worker.layout()
+        self._stats = TransferStats()
+        self._state = ReceiveState()
+        self._machine: DrivenMachine[ReceiveState, ReceiveInstruction] = DrivenMachine(
+            self._state, self._on_instruction
+        )
+        self._reserved: dict[int, _Reserved] = {}
+        self._sources: dict[int, SourceConnection] = {}
+        self._sweep: asyncio.TimerHandle | None = None
+
+    @property
+    def stats(self) -> TransferStats:
+        """Counts of received transfers, without the messages that connections dropped."""
+        return dataclasses.replace(self._stats, fenced=self._state.num_fenced)
+
+    # -- the requests' side ------------------------------------------------------------------------------------------
+
+    def add(self, ticket: Ticket, block_ids: Sequence[int], state_slot: int | None, *, partial: bool) -> Ticket:
+        """Reserves blocks for a transfer, and returns its ticket with the reservation's generation.
+
+        Args:
+            partial: whether fewer tokens than `ticket.num_tokens`, and no first token, complete the transfer too.
+        """
+        loop = asyncio.get_running_loop()
+        expires_at = loop.time() + self.config.lease_s
+        ids = tuple(block_ids)
+        generation = self._machine.ask(lambda state: state.reserve(ticket.transfer_id, ids, expires_at))
+        ticket = dataclasses.replace(ticket, generation=generation)
+        self._reserved[generation] = _Reserved(
+            ticket=ticket,
+            block_ids=ids,
+            state_slot=state_slot,
+            partial=partial,
+            settled=asyncio.Event(),
+            freed=loop.create_future(),
+        )
+        if self._sweep is None:
+            self._sweep = loop.call_later(self.config.lease_s / 4, self._expire)
+        return ticket
+
+    async def wait_committed(self, ticket: Ticket) -> Arrival:
+        """Waits until the transfer is complete and readable; raises the error that ended it otherwise."""
+        reserved = self._reserved.get(ticket.generation)
+        if reserved is None:
+            raise TransferError(f"transfer {ticket.transfer_id} has been released")
+        await reserved.settled.wait()
+        if reserved.error is not None:
+            raise reserved.error
+        assert reserved.num_tokens is not None
+        return Arrival(reserved.num_tokens, reserved.first_token)
+
+    async def release(self, ticket: Ticket) -> tuple[int, ...]:
+        """Ends a reservation and hands its blocks back, once; an empty tuple for every call but the first.
+
+        Waits for one scatter at most, even if cancelled meanwhile.
+        """
+        reserved = self._reserved.get(ticket.generation)
+        if reserved is None or reserved.release_began:
+            return ()
+        reserved.release_began = True
+        self._machine.apply(lambda state: state.release(ticket.generation))
+        await seen_through(reserved.freed)
+        return reserved.freed.result()
+
+    def close(self, error: TransferError) -> None:
+        """Fails every transfer that is not committed. Blocks are still handed back by `release`."""
+        for reserved in list(self._reserved.values()):
+            self._fail(reserved.ticket, error)
+        if self._sweep is not None:
+            self._sweep.cancel()
+
+    def check(self) -> None:
+        """Raises AssertionError if the reservations contradict each other."""
+        self._machine.apply(lambda state: [])
+        self._machine.ask(lambda state: state.check())
+        assert len(self._state) == len(self._reserved)
+        written = {generation for generation, reserved in self._reserved.items() if not reserved.settled.is_set()}
+        assert all(source.writers.keys() <= written for source in self._sources.values())
+
+    # -- the connections' side ---------------------------------------------------------------------------------------
+
+    def attach(self, source: SourceConnection) -> None:
+        """Takes in a connection that has been welcomed."""
+        self._sources[source.number] = source
+
+    def detach(self, source: SourceConnection) -> None:
+        """Lets go of a connection, after `lost`."""
+        del self._sources[source.number]
+
+    def offer(self, source: SourceConnection, offer: Offer) -> None:
+        """Takes in an Offer: grants it, or refuses it if the two sides would not plan the same transfer."""
+        reserved = self._reserved.get(offer.generation)
+        phase = self._machine.ask(lambda state: state.state(offer.generation))
+        is_open = phase in (ReceivePhase.RESERVED, ReceivePhase.RECEIVING)
+        num_sources = 0
+        if reserved is not None and is_open and reserved.ticket.transfer_id == offer.transfer_id:
+            try:
+                self._prepare(source, offer, reserved)
+            except TransferRefused as error:
+                self._fail(reserved.ticket, error)
+                source.stream.send(Nack(offer.transfer_id, offer.generation, text_of(error)))
+                return
+            there, here = source.hello.layout, self.layout
+            num_sources = sum(len(source_ranks(there, here, rank)) for rank in range(here.tp_size))
+        ids = (source.number, offer.transfer_id, offer.generation)
+        self._machine.apply(lambda state: state.offer(*ids, offer.num_chunks, num_sources))
+
+    def commit(self, source: SourceConnection, commit: Commit) -> None:
+        """Takes in a Commit."""
+        ids = (source.number, commit.transfer_id, commit.generation)
+        reserved = self._reserved.get(commit.generation)
+        if commit.first_token is None and reserved is not None and not reserved.partial:
+            self._fail(reserved.ticket, TransferError("the sender committed without the first token"))
+        self._machine.apply(lambda state: state.commit(*ids, commit.first_token))
+
+    def abort(self, source: SourceConnection, abort: Abort) -> None:
+        """Takes in an Abort."""
+        error = transfer_error_of(abort.reason)
+        ids = (source.number, abort.transfer_id, abort.generation)
+        self._machine.apply(lambda state: state.abort(*ids, error))
+
+    def renew(self, source: SourceConnection) -> None:
+        """Extends the leases of what was offered on a connection, because its sender has pinged."""
+        expires_at = asyncio.get_running_loop().time() + self.config.lease_s
+        self._machine.ask(lambda state: state.renew(source.number, expires_at))
+
+    def lost(self, source: SourceConnection, error: TransferError) -> None:
+        """Fails what was offered on a connection, because it has ended."""
+        source.writers.clear()
+        self._machine.apply(lambda state: state.lost(source.number, error))
+
+    def _prepare(self, source: SourceConnection, offer: Offer, reserved: _Reserved) -> None:
+        """Lets the transport thread write the chunks, before they are granted. Idempotent.
+
+        Raises:
+            TransferRefused: the two sides would not plan the same transfer.
+        """
+        if offer.generation in source.writers:
+            return
+        planned = self._plan(source.hello, offer, reserved)
+        rank = source.hello.peer_rank
+        copier = BlockCopier(
+            self.worker.caches[rank], planned, self.layout, rank, reserved.block_ids, state_slot=reserved.state_slot
+        )
+        source.writers[offer.generation] = ChunkWriter(
+            reserved.ticket, source.number, copier, self._machine, self.config.checksum == "full"
+        )
+        reserved.num_tokens = offer.num_tokens
+        reserved.plans.append(planned)
+
+    def _plan(self, hello: Hello, offer: Offer, reserved: _Reserved) -> TransferPlan:
+        """Plans an offered transfer; raises TransferRefused if the sender has planned another one."""
+        ticket, config = reserved.ticket, self.config
+        offered = ticket.num_tokens if reserved.num_tokens is None else reserved.num_tokens
+        is_less = reserved.partial and reserved.num_tokens is None and offer.num_tokens < offered
+        if offer.num_tokens != offered and not is_less:
+            raise TransferRefused(f"{offered} tokens are expected, {offer.num_tokens} were offered")
+        if offer.wire_dtype not in WIRE_DTYPES:
+            raise TransferRefused(f"{offer.wire_dtype!r} is no data type that KV can have on the wire here")
+        if difference := mismatch(hello.layout, self.layout, offer.wire_dtype):
+            raise TransferRefused(difference)
+        if offer.chunk_bytes > config.slot_bytes:
+            raise TransferRefused(
+                f"chunks of {offer.chunk_bytes} bytes do not fit the slots of {config.slot_bytes} bytes here"
+            )
+        options = WireOptions(offer.chunk_bytes, config.span_tokens, offer.wire_dtype)
+        ranks = (hello.layout, hello.rank, self.layout, hello.peer_rank)
+        try:
+            planned = plan(*ranks, offer.num_tokens, ticket.skip_tokens, options)
+        except (ValueError, ConfigError) as error:
+            raise TransferRefused(str(error)) from error
+        if (planned.digest(config.checksum), len(planned.chunks)) != (offer.plan_digest, offer.num_chunks):
+            raise TransferRefused(
+                f"the two sides plan this transfer differently; here it is {len(planned.chunks)} chunks of "
+                f"{offer.chunk_bytes} bytes, spans of {config.span_tokens} tokens and checksum "
+                f"{config.checksum}"
+            )
+        return planned
+
+    # -- what the state machine decides ------------------------------------------------------------------------------
+
+    def _fail(self, ticket: Ticket, error: TransferError) -> None:
+        self._machine.apply(lambda state: state.fail(ticket.transfer_id, ticket.generation, error))
+
+    def _expire(self) -> None:
+        """Fails expired transfers, and comes again while there is a reservation."""
+        loop = asyncio.get_running_loop()
+        self._machine.apply(lambda state: state.expire(loop.time()))
+        self._sweep = loop.call_later(self.config.lease_s / 4, self._expire) if self._reserved else None
+
+    def _on_instruction(self, instruction: ReceiveInstruction) -> None:
+        if isinstance(instruction, Send):
+            if (source := self._sources.get(instruction.connection)) is not None:
+                source.stream.send(instruction.message)
+            return
+        reserved = self._reserved[instruction.generation]
+        match instruction:
+            case TransferCommitted():
+                reserved.first_token = instruction.first_token
+                reserved.settled.set()
+                self._stats.committed += 1
+                self._stats.num_bytes += sum(planned.num_bytes for planned in reserved.plans)
+                self._stats.num_chunks += sum(len(planned.chunks) for planned in reserved.plans)
+                self._drop_writers(instruction.generation)
+            case TransferFailed():
+                reserved.error = instruction.error
+                reserved.settled.set()
+                self._stats.count_failure(instruction.error)
+                self._drop_writers(instruction.generation)
+            case Free():
+                del self._reserved[instruction.generation]
+                reserved.freed.set_result(instruction.block_ids)
+
+    def _drop_writers(self, generation: int) -> None:
+        """Makes the transport threads drop further chunks of a transfer that has ended."""
+        for source in self._sources.values():
+            source.writers.pop(generation, None)

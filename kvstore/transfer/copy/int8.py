@@ -1,0 +1,63 @@
+"""Pages of K and V as int8 with a float32 scale each, as they travel when the wire's data type is int8."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvstore.transfer.protocol.plan import SCALE_BYTES, page_dims
+
+if TYPE_CHECKING:
+    from kvstore.transfer.protocol.plan import Chunk, TransferPlan
+
+INT8_MAX = 127
+
+
+def quantized(plan: TransferPlan, chunk: Chunk, values: torch.Tensor) -> torch.Tensor:
+    """Quantizes one layer's units, in wire order, to int8 units: `uint8`. May change `values`.
+
+    Values behind the last token are zeroed first: they are undefined, and would widen the scale of their page without
+    limit, or make it NaN.
+    """
+    wire = plan.groups[chunk.part]
+    num_units, num_heads = chunk.unit_hi - chunk.unit_lo, wire.head_hi - wire.head_lo
+    num_valid = plan.num_tokens - plan.skip_tokens - (chunk.unit_hi - 1) * plan.unit_tokens
+    out = torch.empty(num_units, wire.unit_bytes, dtype=torch.uint8, device=values.device)
+    scales, pages_out = _parts(plan, chunk, out)
+    widths = _page_widths(plan, chunk)
+    pages = torch.split(values.view(num_units, num_heads, -1).float(), widths, 2)
+    for number, (page, to) in enumerate(zip(pages, torch.split(pages_out, widths, 2), strict=True)):
+        page[-1].view(num_heads, plan.unit_tokens, -1)[:, num_valid:] = 0
+        # Not 0 for a page of zeros, and not subnormal: a quotient could leave the range.
+        scale = (page.abs().amax(2) / INT8_MAX).clamp_min_(torch.finfo(torch.float32).tiny)
+        scales[:, :, number] = scale
+        to.copy_((page / scale[:, :, None]).round_())
+    return out.view(-1)
+
+
+def dequantized(plan: TransferPlan, chunk: Chunk, payload: torch.Tensor) -> torch.Tensor:
+    """Returns the units of all layers of an int8 payload, in wire order, as `float32`."""
+    scales, pages = _parts(plan, chunk, payload.view(-1, plan.groups[chunk.part].unit_bytes))
+    values = pages.float()
+    for number, page in enumerate(torch.split(values, _page_widths(plan, chunk), 2)):
+        page.mul_(scales[:, :, number, None])
+    return values.view(-1)
+
+
+def _parts(plan: TransferPlan, chunk: Chunk, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views int8 units `uint8[units, unit_bytes]` as their two parts.
+
+    Returns:
+        Scales, `float32[units, heads, pages]`, and values, `int8[units, heads, numel]`.
+    """
+    wire = plan.groups[chunk.part]
+    num_heads, num_pages = wire.head_hi - wire.head_lo, len(_page_widths(plan, chunk))
+    end = num_heads * num_pages * SCALE_BYTES
+    scales = units[:, :end].view(torch.float32).view(-1, num_heads, num_pages)
+    return scales, units[:, end:].view(torch.int8).view(len(units), num_heads, -1)
+
+
+def _page_widths(plan: TransferPlan, chunk: Chunk) -> list[int]:
+    """Returns the number of elements of each page of a head of a unit."""
+    return [plan.unit_tokens * dim for dim in page_dims(plan.src.groups[chunk.part])]

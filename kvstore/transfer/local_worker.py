@@ -1,0 +1,42 @@
+"""This worker, as its hand-overs present it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.transfer.protocol.layout import layout_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from baton.engine.model.kv_cache import KVCache
+    from baton.messages import KvLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalWorker:
+    """One worker process: its identity, its caches and its address."""
+
+    worker_id: str
+    incarnation: str
+    """The id of this start of the process; a ticket names the incarnation that issued it."""
+    caches: Sequence[KVCache]
+    """One cache per rank; block ids mean the same on all of them."""
+    wire_compat: str
+    """The kind of KV; only workers of the same kind pair."""
+    host: str
+    """The address on which peers reach this worker's transports."""
+    num_kv_heads: Sequence[int] = ()
+    """KV heads of the whole model, one number per layer group; needed if ranks outnumber the heads."""
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices of the caches, one per rank."""
+        return [cache.device for cache in self.caches]
+
+    def layout(self) -> KvLayout:
+        """Returns how the KV lies in the caches."""
+        return layout_of(self.caches[0].spec, len(self.caches), self.num_kv_heads)

@@ -1,0 +1,124 @@
+"""Pulls: a worker fetches a prefix of a prompt from another worker's cache into its own.
+
+A pulled prefix goes into the worker's prefix cache, where the engine finds it like any other. A pull that fails, or
+finds less than expected, therefore costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from baton import wire
+from baton.blocks import block_keys
+from baton.engine.core.engine import Reserved
+from baton.engine.core.sequence import Purpose
+from baton.errors import BatonError, TransferTimeout
+from baton.messages import PrefixSource, Pull, SequenceSpec, Ticket
+from baton.rpc import from_rpc_error
+from baton.tasks import cancel_and_wait
+from baton.telemetry import tracing
+from baton.v1 import kv_pb2_grpc
+from kvstore.transfer.connection.control_stream import open_channel
+from kvstore.transfer.connection.reservations import Arrival
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from baton.engine.core.loop import EngineLoop
+    from kvstore.transfer.receiver import KvReceiver
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixPuller:
+    """Pulls prefixes into one worker's cache. For one event loop.
+
+    Attributes:
+        num_tokens: tokens pulled since the start.
+        num_failed: pulls that failed since the start.
+    """
+
+    def __init__(self, worker_id: str, loop: EngineLoop, receiver: KvReceiver, timeout_s: float) -> None:
+        self.num_tokens = 0
+        self.num_failed = 0
+        self._worker_id = worker_id
+        self._loop = loop
+        self._receiver = receiver
+        self._timeout_s = timeout_s
+
+    async def fetch(self, spec: SequenceSpec, source: PrefixSource, arrived_s: float, trace: Context) -> int:
+        """Pulls the part of a prompt that another worker has in its cache.
+
+        Args:
+            arrived_s: when the request came, on the monotonic clock: the pull waits for blocks in its place.
+            trace: the request's trace.
+
+        Returns:
+            The number of tokens that came; 0 if none did, for whatever reason: the engine computes what is missing.
+        """
+        if not self._loop.engine.runner.cache.spec.supports_prefix_reuse or source.worker_id == self._worker_id:
+            return 0
+        block_size = self._receiver.layout.block_size
+        num_tokens = min(source.num_tokens, len(spec.token_ids) - 1) // block_size * block_size
+        if num_tokens <= 0:
+            return 0
+        prefix = spec.prefix(num_tokens)
+        began_s = time.monotonic()
+        num_pulled = 0
+        try:
+            num_pulled = await self._fetch(prefix, source, arrived_s)
+            self.num_tokens += num_pulled
+        except BatonError as error:
+            self.num_failed += 1
+            logger.warning("the prefix of %s is computed, not pulled: %s", spec.sequence_id, error)
+        labels: tracing.Attributes = {"baton.source": source.worker_id, "baton.pulled_tokens": num_pulled}
+        tracing.record_span("kv.pull", trace, time.monotonic() - began_s, labels)
+        return num_pulled
+
+    async def _fetch(self, prefix: SequenceSpec, source: PrefixSource, arrived_s: float) -> int:
+        async with self._loop.sequence(prefix, Purpose.RECEIVE, arrived_s) as handle:
+            reserved = await handle.next()
+            assert isinstance(reserved, Reserved)
+            sequence, skip_tokens = reserved.sequence, reserved.skip_tokens
+            if skip_tokens >= sequence.num_tokens:
+                return 0
+            transfer_id = f"{sequence.sequence_id}/prefix@{self._worker_id}"
+            blocks = sequence.block_table
+            ticket = self._receiver.expect(transfer_id, sequence.num_tokens, skip_tokens, blocks, partial=True)
+            keys = tuple(block_keys(prefix.cache_seed, prefix.token_ids))
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    arrival = await self._pull(ticket, keys, source)
+            except TimeoutError:
+                raise TransferTimeout(f"it did not arrive within {self._timeout_s:g} s") from None
+            finally:
+                await self._receiver.release(ticket)
+            if arrival is None:
+                return 0
+            self._loop.adopt(sequence, arrival.num_tokens)
+            return arrival.num_tokens - skip_tokens
+
+    async def _pull(self, ticket: Ticket, keys: tuple[bytes, ...], source: PrefixSource) -> Arrival | None:
+        """Asks the source, and waits for the KV; returns None if the source has no more than is here already."""
+        channel = open_channel(source.address)
+        try:
+            stub: Any = kv_pb2_grpc.KvControlStub(channel)
+            asked = asyncio.ensure_future(stub.Pull(wire.pull_to_pb(Pull(ticket, keys))))
+            arriving = asyncio.create_task(self._receiver.wait_committed(ticket))
+            try:
+                await asyncio.wait({asked, arriving}, return_when=asyncio.FIRST_COMPLETED)
+                if arriving.done():
+                    arriving.result()  # a failure ends the wait for the source, which may be dead
+                response = await asked
+                return await arriving if response.num_tokens > ticket.skip_tokens else None
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, source.worker_id) from error
+            finally:
+                await cancel_and_wait((asked, arriving))
+        finally:
+            await channel.close()

@@ -1,0 +1,45 @@
+"""What the two state machines of a transfer share: instructions that both give, and the check of a transition."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from baton.errors import BatonError
+
+Message = TypeVar("Message", covariant=True)
+Phase = TypeVar("Phase", bound=enum.Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Generic[Message]):
+    """Send a message on a control stream."""
+
+    message: Message
+    connection: int = 0
+    """The connection's number; 0 where a machine has one connection only."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCommitted:
+    """The transfer is complete: every chunk is verified and in place at the receiver."""
+
+    generation: int
+    first_token: int | None = None
+    """The token after the prompt, at the receiver; None for a prefix, and at the sender."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """The transfer has failed, for this reason."""
+
+    generation: int
+    error: BatonError
+
+
+def checked_move(legal: Mapping[Phase, frozenset[Phase]], old: Phase, new: Phase) -> Phase:
+    """Returns `new`; raises AssertionError if the machine has no transition from `old` to it."""
+    assert new in legal[old], f"{old} -> {new}"
+    return new

@@ -1,0 +1,245 @@
+"""NCCL: a communicator of two GPUs for chunks, and a gloo pair beside it for signals."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from baton.errors import TransferError, TransferTimeout
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.transport import gloo
+from kvstore.transfer.transport.base import RECEIVER, SENDER, TransportEnd, TransportKind
+from kvstore.transfer.transport.nccl_turns import DeviceTurns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch._C._distributed_c10d import Store
+
+    from kvstore.transfer.transport.base import Operation, SignalOperation
+    from kvstore.transfer.transport.staging import Slot
+
+_TAG = 1
+"""NCCL ignores tags, but torch asks for one."""
+_MAX_CTAS = 4
+"""NCCL channels a pair: each costs about 6.5 MB of GPU memory, and blocks of the decode kernels."""
+_STAGED, _POSTED = (word.ljust(HEADER_BYTES, b"\0") for word in (b"baton: staged", b"baton: posted"))
+"""The signals with which the two sides begin a chunk."""
+_ID_BYTES = 128
+_LAUNCHER = threading.Lock()
+"""NCCL forbids issuing operations of several communicators of one device in parallel."""
+_TURNS: dict[torch.device, DeviceTurns] = {}
+
+
+def is_well_formed(peer: int, key: str, value: bytes) -> bool:
+    """Whether the side of rank `peer` sets this key to this value while it opens.
+
+    torch reads by length what it keeps in the store itself, except for the communicator's id.
+    """
+    where, _, rest = key.partition("/")
+    if where == "signals":
+        return gloo.is_well_formed(peer, rest, value)
+    if where == "nccl":
+        form = {f"device/{peer}": rb"[0-9a-f]{32}", f"turn/{peer}": b"taken"}.get(rest)
+        return form is not None and re.fullmatch(form, value) is not None
+    return key != "0" or (peer == SENDER and len(value) == _ID_BYTES)
+
+
+class NcclTransport:
+    """A communicator on a stream of its own for chunks, and a gloo pair for signals.
+
+    Half a transfer is a kernel that spins until the other half comes, and a GPU has few turns for them (see
+    `nccl_turns`). So a chunk begins on the gloo pair, in its place among the signals: the sender signals that the chunk
+    is staged; the receiver, once it has its turn, that its half is posted. An idle pair therefore keeps no GPU busy,
+    and the death of its peer is noticed on the gloo pair. `send_chunk` returns when the chunk has left; a receive is
+    posted in its `wait`.
+
+    The communicator is eager, because a lazy one makes another communicator at the first send, and nonblocking, so that
+    another thread can abort it. `WorkNCCL.wait()` would only make the current stream wait, so completion is an event on
+    the transport's own stream that the owner thread polls.
+    """
+
+    def __init__(self, end: TransportEnd, rank: int) -> None:
+        device = end.staging.device
+        self.slots = end.staging.share(end.max_slots)
+        # torch finds an eager communicator by the index of its device, and a tensor's device always has one.
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._peer = 1 - rank
+        self._op_timeout_s = end.op_timeout_s
+        self._aborted = threading.Event()
+        self._ending = threading.Lock()
+        self._group: Any = None
+        self._signalled: Operation | None = None
+        self._turns = _TURNS.setdefault(self._device, DeviceTurns()).join()
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        signals = PrefixStore("signals", end.rendezvous)
+        self._signals = gloo.GlooTransport(dataclasses.replace(end, rendezvous=signals), rank)
+        try:
+            self._open(end.rendezvous, rank, end.open_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, store: Store, rank: int, timeout_s: float) -> None:
+        """Makes the communicator and lets one byte cross: only then it is known that the two can reach each other."""
+        nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - a CPU build of torch has no such name
+        options = nccl.Options(is_high_priority_stream=False)
+        options._timeout = timedelta(seconds=max(timeout_s, self._op_timeout_s))
+        options.config.blocking = 0
+        options.config.min_ctas = 1
+        options.config.max_ctas = _MAX_CTAS
+        id_of, turn_of = "nccl/device/{}".format, "nccl/turn/{}".format
+        store.set(id_of(rank), self._turns.device.id)
+        goes_first = self._turns.device.id < store.get(id_of(self._peer)).decode()
+
+        def signal() -> None:
+            store.set(turn_of(rank), "taken")
+
+        def wait() -> None:
+            store.wait([turn_of(self._peer)], timedelta(seconds=timeout_s))
+
+        with self._turns.opening(goes_first, signal, wait, timeout_s):
+            self._group = nccl(store, rank, 2, options)
+            self._group.eager_connect_single_device(self._device)
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            self._launch("send" if rank == SENDER else "recv", byte, timeout_s).wait()
+
+    def send_signal(self, header: bytes) -> Operation:
+        return self._signals.send_signal(header)
+
+    def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
+        posted = self._signals.recv_signal()
+        with self._turns.sending(lambda: self._signal(_STAGED), lambda: _expect(_POSTED, posted), self._op_timeout_s):
+            operation = self._launch("send", slot.message(num_bytes), self._op_timeout_s)
+            operation.settle()
+        return operation
+
+    def recv_signal(self) -> SignalOperation:
+        return self._signals.recv_signal()
+
+    def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
+        return _NcclReceive(self, slot.message(num_bytes), self._signals.recv_signal())
+
+    def receive(self, message: torch.Tensor, staged: SignalOperation) -> None:
+        """Receives a chunk whose staging the peer announces in `staged`; called by `_NcclReceive.wait`."""
+        with self._turns.receiving(lambda: _expect(_STAGED, staged), lambda: self._signal(_POSTED), self._op_timeout_s):
+            self._launch("recv", message, self._op_timeout_s).wait()
+
+    def close(self) -> None:
+        self._signals.close()
+        self._abort_group()
+
+    def abort(self) -> None:
+        """Aborts in a thread of its own: the communicator's abort may wait for the device, the caller must not."""
+        self._aborted.set()
+        self._turns.abort()
+        threading.Thread(target=self._abort_group, name="kv-nccl-abort", daemon=True).start()
+
+    def stall(self) -> None:
+        """Counts an operation that did not end in time, and aborts."""
+        self._turns.stall()
+        self.abort()
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether `abort` was called."""
+        return self._aborted.is_set()
+
+    def _abort_group(self) -> None:
+        with self._ending:
+            group, self._group = self._group, None
+            if group is not None:
+                group.abort()
+
+    def _signal(self, word: bytes) -> None:
+        if self._signalled is not None:
+            self._signalled.wait()  # complete long ago: the peer has answered since
+        self._signalled = self._signals.send_signal(word)
+
+    def _launch(self, move: str, message: torch.Tensor, timeout_s: float) -> _NcclOperation:
+        """Starts a `send` or `recv` of `message`; the caller has the turn."""
+        group = self._group
+        if group is None:
+            raise TransferError("the nccl link was aborted")
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        staged = torch.cuda.current_stream(self._device)  # the thread's own: it does not wait for the engine's steps
+        try:
+            with _LAUNCHER, torch.cuda.stream(self._stream):
+                self._stream.wait_stream(staged)
+                getattr(group, move)([message], self._peer, _TAG).wait()  # makes our stream wait for NCCL's
+                done.record(self._stream)
+        except RuntimeError as error:
+            raise TransferError(f"the nccl link is broken: {error}") from error
+        return _NcclOperation(self, done, timeout_s)
+
+
+def num_nccl_stalls() -> int:
+    """Counts the NCCL operations of this process that did not end in time, since the start."""
+    return sum(turns.num_stalled for turns in _TURNS.values())
+
+
+def _expect(word: bytes, operation: SignalOperation) -> None:
+    operation.wait()
+    if operation.header != word:
+        raise TransferError("the nccl link is out of step: another message came than the one announced")
+
+
+class _NcclReceive:
+    def __init__(self, transport: NcclTransport, message: torch.Tensor, staged: SignalOperation) -> None:
+        self._transport = transport
+        self._message = message
+        self._staged = staged
+
+    def wait(self) -> None:
+        self._transport.receive(self._message, self._staged)
+
+
+class _NcclOperation:
+    def __init__(self, transport: NcclTransport, done: torch.cuda.Event, timeout_s: float) -> None:
+        self._transport = transport
+        self._done = done
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._failure: TransferError | None = None
+
+    def settle(self) -> None:
+        """Waits until the operation has ended, well or not: until then the slot is in use. `wait` raises the error."""
+        try:
+            self.wait()
+        except TransferError as error:
+            self._failure = error
+
+    def wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        while not self._done.query():  # type: ignore[no-untyped-call]
+            if self._transport.is_aborted:
+                break
+            if time.monotonic() > self._deadline:
+                self._transport.stall()
+                raise TransferTimeout(f"no bytes moved within {self._timeout_s:g} s")
+            time.sleep(50e-6)
+        if self._transport.is_aborted:  # which also ends the operation, with half of its bytes moved
+            raise TransferError("the nccl link was aborted")
+
+
+def _is_usable(devices: Sequence[torch.device]) -> bool:
+    """NCCL forbids transfers beside the collectives of several ranks in an order that not all agree on."""
+    return devices[0].type == "cuda" and len(devices) == 1 and dist.is_nccl_available()
+
+
+KIND = TransportKind(
+    open_sender=lambda end: NcclTransport(end, SENDER),
+    open_receiver=lambda end: NcclTransport(end, RECEIVER),
+    is_well_formed=is_well_formed,
+    is_usable=_is_usable,
+    stages_on_gpu=True,
+)

@@ -1,0 +1,71 @@
+"""How the completions endpoints write an answer, whole or as events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from baton.api import GenerateChunk, Timing, Usage
+
+TIMING_NAMES = tuple(field.name for field in fields(Timing))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How one of the two endpoints writes an answer. `timing` is not OpenAI's: where the time went."""
+
+    id: str
+    created: int
+    model: str
+    is_chat: bool
+    continuous_usage: bool
+    """Whether every event of a stream carries the usage so far."""
+
+    def whole(self, choices: Mapping[int, ChoiceAnswer], usage: Usage, timing: Timing) -> dict[str, Any]:
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        written = [self._choice(i, a) for i, a in choices.items()]
+        return {**self._head(kind), "choices": written, "usage": _usage(usage), "timing": _timing(timing)}
+
+    def chunk(self, index: int, chunk: GenerateChunk, is_first: bool) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "finish_reason": chunk.finish_reason, "logprobs": None}
+        if self.is_chat:
+            choice["delta"] = {**({"role": "assistant"} if is_first else {}), "content": chunk.text}
+        else:
+            choice["text"] = chunk.text
+        body = {**self._head("chat.completion.chunk" if self.is_chat else "text_completion"), "choices": [choice]}
+        return {**body, "usage": _usage(chunk.usage)} if self.continuous_usage and chunk.usage else body
+
+    def usage_chunk(self, usage: Usage, timing: Timing) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return {**self._head(kind), "choices": [], "usage": _usage(usage), "timing": _timing(timing)}
+
+    def _choice(self, index: int, answer: ChoiceAnswer) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason, "logprobs": None}
+        if self.is_chat:
+            choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
+        else:
+            choice["text"] = answer.text
+        return choice
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+@dataclass(slots=True)
+class ChoiceAnswer:
+    text: str = ""
+    finish_reason: str | None = None
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _timing(timing: Timing) -> dict[str, Any]:
+    return {name: getattr(timing, name) for name in TIMING_NAMES}

@@ -1,0 +1,106 @@
+"""What the bodies of OpenAI's completions endpoints have in common.
+
+What is part of OpenAI's or vLLM's API and not built yet is refused by name, unless it asks for what happens anyway.
+null stands for a field that is not set, where the field is known. Unknown fields are refused whatever their value, at
+any depth, and so are values of another type: "0.5" is no number, and 1.0 no count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from baton.chat import check_asks_for_nothing, unsupported_field
+from baton.errors import InvalidRequest
+from baton.sampling import SamplingParams
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (), "audio": (), "best_of": (1,), "detokenize": (True,), "echo": (False,),
+    "frequency_penalty": (0,), "function_call": ("none",), "functions": ([],), "logit_bias": ({},),
+    "length_penalty": (1,), "logprobs": (False,), "max_logprobs": (), "min_tokens": (0,), "modalities": (["text"],),
+    "parallel_tool_calls": (True, False), "prediction": (), "presence_penalty": (0,),
+    "reasoning_effort": (), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,), "use_beam_search": (False,),
+    "verbosity": ("medium",), "web_search_options": (),
+}  # fmt: skip
+"""OpenAI's and vLLM's fields that are not built yet -> the values that ask for nothing. null always does."""
+
+
+class StrictBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class SloBody(StrictBody):
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    e2e_ms: float | None = None
+
+
+class StreamOptionsBody(StrictBody):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with `include_usage`, every event carries the usage so far."""
+    include_obfuscation: bool | None = None
+
+
+def _listed(value: Any) -> Any:
+    return ([value] if value else []) if isinstance(value, str) else value
+
+
+class Body(BaseModel):
+    """What /v1/chat/completions and /v1/completions have in common."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptionsBody | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_listed)] = None
+    stop_token_ids: list[int] | None = None
+    n: int | None = None
+    ignore_eos: bool | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    """vLLM's name. Higher runs earlier here."""
+    slo: SloBody | None = None
+    """Ours: objectives in place of the SLO class's."""
+    # These do not change an answer.
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    store: bool | None = None
+    user: str | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """What the client set, by our names."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in NEUTRAL:
+                raise InvalidRequest(f"unknown field {name!a}; remove it or correct its name", name)
+            check_asks_for_nothing(name, value, NEUTRAL[name])
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise unsupported_field("stream_options.include_obfuscation")
+        asked = {field.name: getattr(self, field.name) for field in fields(SamplingParams)}
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in asked.items()
+            if value is not None and value != []
+        }
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream and self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)

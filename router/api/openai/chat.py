@@ -1,0 +1,28 @@
+"""The body of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.api import Chat, Prompt
+from baton.chat import ChatMessage
+from router.api.openai.body import Body
+
+
+class ChatBody(Body):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+
+    def prompt(self) -> Prompt:
+        return chat_of(self.messages)
+
+    def sampling(self) -> dict[str, Any]:
+        asked = super().sampling()
+        if self.max_completion_tokens is not None:
+            asked["max_tokens"] = self.max_completion_tokens
+        return asked
+
+
+def chat_of(messages: list[dict[str, Any]]) -> Chat:
+    """The chat of these messages. Raises InvalidRequest and Unsupported as `ChatMessage.parse` does."""
+    return Chat(tuple(ChatMessage.parse(message, index) for index, message in enumerate(messages)))

@@ -1,0 +1,36 @@
+"""The body of /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.api import Prompt, Text, TokenIds
+from baton.errors import InvalidRequest
+from router.api.openai.body import Body
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for /v1/completions."""
+
+
+class CompletionBody(Body):
+    prompt: Any
+
+    def prompts(self) -> list[Prompt]:
+        """One text, a list of texts, one list of token ids, or a list of such lists."""
+        match self.prompt:
+            case str(text):
+                return [Text(text)]
+            case [_, *_] as texts if all(isinstance(item, str) for item in texts):
+                return [Text(item) for item in texts]
+            case list(ids) if all(_is_token_id(item) for item in ids):
+                return [TokenIds(tuple(ids))]
+            case list(lists) if all(isinstance(ids, list) and all(_is_token_id(i) for i in ids) for ids in lists):
+                return [TokenIds(tuple(ids)) for ids in lists]
+        raise InvalidRequest("prompt must be a string, a list of strings, or lists of token ids", "prompt")
+
+    def sampling(self) -> dict[str, Any]:
+        return {"max_tokens": DEFAULT_COMPLETION_TOKENS, **super().sampling()}
+
+
+def _is_token_id(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)

@@ -1,0 +1,186 @@
+"""One choice of a request on its way through the router, and the values of an attempt to serve it.
+
+Choice     from the request to its end, changed as things happen: the prompt asked for, the answer so far, the record
+Attempt    one placement of a choice: the sequence as it is now, and the workers that serve it
+Outcome    how an attempt ended, the last thing that an exchange yields
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from opentelemetry.context import Context
+
+from baton.cluster import Worker
+from baton.messages import Decoding, PrefixSource, SequenceSpec
+from baton.sampling import FinishReason
+from kvstore.leases import Noted
+from router.admission import Claim, QueueEntry
+from router.dispatch.decisions import PlacementDecision
+from router.dispatch.retry import Failure
+from router.dispatch.worker_client import WorkerCallError, WorkerStream
+from router.placement import Job, Placement
+from router.placement.stale_hints import Hint
+from router.slo import StageLog
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Choice:
+    """One choice, filled in as things happen to it."""
+
+    spec: SequenceSpec
+    """The prompt and what is asked for, as of the request; attempts add the tokens emitted so far."""
+    claim: Claim
+    trace: Context
+
+    emitted: list[int] = field(default_factory=list)
+    """Tokens of the answer so far, from whatever worker or router."""
+    finish_reason: FinishReason | None = None
+    """Why the engine ended the answer; None: it has not."""
+    is_answered: bool = False
+    """Whether the client needs no more of it, because of the engine or a stop string. Set by the service: the attempt
+    that runs is then left."""
+
+    num_attempts: int = 0
+    failures: tuple[Failure, ...] = ()
+    """Consecutive ones, see `router.dispatch.retry`."""
+    retries: int = 0
+    """All failed attempts that were followed by another one."""
+    superseded: list[WorkerStream[Decoding]] = field(default_factory=list)
+    """Calls that the choice has moved from. They outlive their attempt and are left when the choice ends."""
+
+    began_s: float = 0.0
+    """When the latest attempt began, on the monotonic clock."""
+    stages: StageLog = field(default_factory=StageLog)
+    """Stages of its life; a move to another decode worker is a part of decoding."""
+    mode: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    source: str = ""
+    """Worker from which a prefix was to be pulled; empty: none."""
+    decision: PlacementDecision | None = None
+    """The first placement, explained."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in caches by the first attempt; later attempts find what it left behind."""
+    num_seen_tokens: int = 0
+    """Leading prompt tokens that came before: what a cache that forgets nothing would have had."""
+    block_keys: tuple[bytes, ...] = ()
+    """Keys of the prompt's blocks, as it was first placed."""
+
+    @property
+    def index(self) -> int:
+        return self.spec.choice_index
+
+    def next_spec(self, now_s: float, num_expected_tokens: int) -> SequenceSpec:
+        """The sequence as the next attempt sends it: with the tokens emitted so far, and what is left of its time."""
+        claim = self.claim
+        return replace(
+            self.spec,
+            token_ids=self.spec.token_ids + tuple(self.emitted),
+            attempt=self.num_attempts,
+            priority=claim.priority,
+            itl_s=claim.objective.itl_s,
+            num_expected_tokens=num_expected_tokens,
+            ttft_s=max(0.0, claim.arrived_s + claim.objective.ttft_s - now_s),
+        )
+
+    def leave_superseded(self) -> None:
+        """Leaves the calls that the choice has moved from; idempotent."""
+        for stream in self.superseded:
+            stream.leave()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceGroup:
+    """The choices of one request, served together: they share the prompt, the claim and the trace."""
+
+    choices: tuple[Choice, ...]
+
+    @staticmethod
+    def begin(
+        spec: SequenceSpec, claim: Claim, trace: Context, num_choices: int, noted: Mapping[int, Noted]
+    ) -> ChoiceGroup:
+        """Makes the choices of a request.
+
+        Args:
+            spec: the first choice's.
+            noted: what has been generated already, by choice.
+        """
+        return ChoiceGroup(
+            choices=tuple(
+                Choice(
+                    spec=replace(spec, choice_index=index) if index else spec,
+                    claim=claim,
+                    trace=trace,
+                    emitted=list(known.token_ids),
+                    finish_reason=known.finish_reason,
+                )
+                for index in range(num_choices)
+                for known in (noted.get(index, Noted()),)
+            )
+        )
+
+    def unanswered(self) -> ChoiceGroup:
+        """The choices of which the client still needs something."""
+        return ChoiceGroup(choices=tuple(choice for choice in self.choices if not choice.is_answered))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """The workers that serve an attempt, as they were when that was decided, whatever becomes of their leases."""
+
+    placement: Placement
+    decode: Worker
+    prefill: Worker | None
+    source: PrefixSource | None
+    hint: Hint | None
+    """What was believed of the cache of the worker that computes the prompt; None: the attempt is a move."""
+    moves_from: WorkerStream[Decoding] | None = None
+    """The call that decodes until now. It is left once the next calls have begun, so that its worker waits for them."""
+
+    def leave_old_call(self) -> None:
+        """Leaves the call that the choice moves from, if it moves; idempotent."""
+        if self.moves_from is not None:
+            self.moves_from.leave()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One placement of one choice."""
+
+    choice: Choice
+    spec: SequenceSpec
+    """The choice's, as of this attempt."""
+    assignment: Assignment
+    job: Job
+    entry: QueueEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The answer has come to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The choice goes on elsewhere; everything is prepared."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeaving:
+    """A worker asks for the choice to be moved before it has decoded any of it: there is nothing to move."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """A worker refused, failed or broke off."""
+
+    failure: WorkerCallError
+
+
+Outcome = Finished | Moved | WorkerLeaving | AttemptFailed

@@ -1,0 +1,264 @@
+"""Carries one attempt out: reserve, prefill, hand over, decode; what the workers answer comes out as it comes.
+
+    split         Decode(await_kv) --> ticket --> Prefill(ticket) --> first token --> KV handed over --> further tokens
+                  `----- the open call is the reservation -------------------------------------------------- ... ---'
+    aggregated    Decode --> all tokens
+
+The worker that computes the prompt may be given a source: a worker with a longer prefix of it, from which it pulls
+first. Leaving the exchange early leaves all its calls, which frees everything on the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+from baton.errors import TransferCancelled
+from baton.messages import Decoding, FirstToken, HandedOver, Migrate, NewTokens, PrefillReport, Ticket
+from baton.tasks import cancel_and_wait
+from router.dispatch.choice import Assignment, Attempt, AttemptFailed, Finished, Moved, Outcome, WorkerLeaving
+from router.dispatch.migration import Migration
+from router.dispatch.patience import Patience
+from router.dispatch.reports import Reports
+from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
+from router.placement import Mode
+from router.placement.pool_view import PoolView
+
+T = TypeVar("T")
+HAND_OVER_REPORT_S = 1.0
+"""How long a choice's last token waits for the prefill worker's report on the hand-over, which is there already, unless
+that worker hangs."""
+FINISHED = Finished()
+
+
+class _Holding(AsyncExitStack):
+    """The calls and bookings of an attempt, and the tasks that read from the calls: these end first, all together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.append(task)
+        return task
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        try:
+            if self._tasks:
+                await cancel_and_wait(self._tasks)
+        finally:
+            is_handled = await super().__aexit__(kind, error, traceback)
+        return bool(is_handled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HandOver:
+    """A hand-over that goes on behind the first token."""
+
+    prefill: WorkerStream[FirstToken | HandedOver]
+    ticket: Ticket
+    reading: asyncio.Task[Decoding]
+    """The read of the decode worker's first tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """An attempt whose first token is there."""
+
+    stream: WorkerStream[Decoding]
+    """The call that decodes."""
+    first: NewTokens
+    hand_over: _HandOver | None = None
+    """None: the worker that decodes has computed the prompt."""
+
+
+class Exchange:
+    """The calls of attempts to workers."""
+
+    def __init__(
+        self, *, client: WorkerClient, pools: PoolView, patience: Patience, migration: Migration, reports: Reports
+    ) -> None:
+        self._client = client
+        self._pools = pools
+        self._patience = patience
+        self._migration = migration
+        self._reports = reports
+
+    async def serve(self, attempt: Attempt) -> AsyncGenerator[NewTokens | Outcome]:
+        """The tokens of an attempt, as they come. The last value is its outcome; by then all its calls are left, but
+        for one that the choice has moved from.
+
+        Raises:
+            Overloaded: the first token did not come in time.
+        """
+        outcome: NewTokens | Outcome
+        try:
+            async with _Holding() as held:
+                is_split = attempt.assignment.placement.mode is Mode.SPLIT
+                begun = await (self._begin_split if is_split else self._begin_aggregated)(attempt, held)
+                if isinstance(begun, WorkerLeaving):
+                    outcome = begun
+                else:
+                    yield begun.first
+                    rest = _Rest(attempt, begun, held, migration=self._migration, reports=self._reports)
+                    while isinstance(outcome := await rest.next(), NewTokens):
+                        yield outcome
+        except WorkerCallError as failure:
+            outcome = AttemptFailed(failure)
+        finally:
+            attempt.assignment.leave_old_call()
+            self._patience.leave(attempt.entry)
+        yield outcome
+
+    async def _begin_aggregated(self, attempt: Attempt, held: _Holding) -> _Begun | WorkerLeaving:
+        worker, choice = attempt.assignment.decode, attempt.choice
+        held.enter_context(self._pools.decoding(worker, attempt.job))
+        queued = held.enter_context(ExitStack())
+        queued.enter_context(self._pools.computing(worker, attempt.job))
+        source = attempt.assignment.source
+        stream = await held.enter_async_context(
+            self._client.decode(worker, attempt.spec, await_kv=False, source=source, trace=choice.trace)
+        )
+        async with self._patience.wait_for_first_token(attempt):
+            message = await stream.read()
+        if isinstance(message, Migrate):
+            return WorkerLeaving(worker)
+        assert isinstance(message, NewTokens)
+        queued.close()
+        self._reports.prefill(attempt, message.report or PrefillReport())
+        return _Begun(stream=stream, first=message)
+
+    async def _begin_split(self, attempt: Attempt, held: _Holding) -> _Begun | WorkerLeaving:
+        assignment, stages = attempt.assignment, attempt.choice.stages
+        assert assignment.prefill is not None
+        held.enter_context(self._pools.decoding(assignment.decode, attempt.job))
+        queued = held.enter_context(ExitStack())
+        queued.enter_context(self._pools.computing(assignment.prefill, attempt.job))
+
+        trace = attempt.choice.trace
+        stages.asks_for_room(time.monotonic())
+        decode = await held.enter_async_context(
+            self._client.decode(assignment.decode, attempt.spec, await_kv=True, trace=trace)
+        )
+        async with self._patience.wait_for_first_token(attempt):
+            ticket = await decode.read()
+            if isinstance(ticket, Migrate):
+                return WorkerLeaving(assignment.decode)
+            assert isinstance(ticket, Ticket)
+            stages.has_room(time.monotonic())
+            prefill = await held.enter_async_context(
+                self._client.prefill(assignment.prefill, attempt.spec, ticket, source=assignment.source, trace=trace)
+            )
+            assignment.leave_old_call()
+            # The decode worker answers nothing before the hand-over; it is read so that its death is noticed at once.
+            computing = held.start(prefill.read())
+            reading = held.start(decode.read())
+            await asyncio.wait((computing, reading), return_when=asyncio.FIRST_COMPLETED)
+            if reading.done() and _gave_up(reading):
+                # So it looks as well when the first token is the last, and its message is behind this one.
+                await asyncio.wait((computing,), timeout=HAND_OVER_REPORT_S)
+            if not computing.done() and isinstance(reading.result(), Migrate):
+                return WorkerLeaving(assignment.decode)
+            first = await computing
+        assert isinstance(first, FirstToken)
+        queued.close()
+        self._reports.prefill(attempt, first.report)
+        return _Begun(
+            stream=decode,
+            first=NewTokens(token_ids=(first.token_id,), finish_reason=first.finish_reason),
+            hand_over=_HandOver(prefill=prefill, ticket=ticket, reading=reading),
+        )
+
+
+class _Rest:
+    """What follows an attempt's first token, one message at a time.
+
+    When the worker leaves its role, the tokens come on until another worker is ready.
+    """
+
+    def __init__(
+        self, attempt: Attempt, begun: _Begun, held: _Holding, *, migration: Migration, reports: Reports
+    ) -> None:
+        self._attempt = attempt
+        self._stream = begun.stream
+        self._held = held
+        self._migration = migration
+        self._reports = reports
+        self._is_finished = begun.first.finish_reason is not None
+        self._hand_over = begun.hand_over
+        self._handing_over: asyncio.Task[None] | None = None
+        """The wait for the prefill worker's report."""
+        self._preparing: asyncio.Task[Assignment | None] | None = None
+        """The preparation of a move; None: no move is asked for."""
+
+    async def next(self) -> NewTokens | Outcome:
+        """The next tokens; after the last ones, or where the choice goes on elsewhere, the outcome.
+
+        Raises:
+            WorkerCallError: a worker failed.
+        """
+        if self._is_finished:
+            return FINISHED
+        if self._hand_over is not None:
+            hand_over, self._hand_over = self._hand_over, None
+            message: Decoding | Moved = await self._first_decoded(hand_over)
+            if isinstance(message, Migrate):
+                return WorkerLeaving(self._stream.worker)
+            self._attempt.choice.stages.decodes(time.monotonic())
+        else:
+            message = await self._read()
+        while isinstance(message, Migrate):
+            if self._preparing is None:
+                self._preparing = self._held.start(self._migration.prepare(self._attempt, self._stream))
+            message = await self._read()
+        if isinstance(message, Moved):
+            return message
+        assert isinstance(message, NewTokens)
+        if message.finish_reason is not None:
+            self._is_finished = True
+            if self._handing_over is not None:
+                # The KV has arrived; a prefill worker that dies or stalls before it says so hurts nobody.
+                await asyncio.wait((self._handing_over,), timeout=HAND_OVER_REPORT_S)
+        return message
+
+    async def _first_decoded(self, hand_over: _HandOver) -> Decoding:
+        """The decode worker's first message. The side that sees the hand-over fail first ends the wait at once."""
+        report = self._reports.hand_over(hand_over.prefill, hand_over.ticket, self._attempt)
+        self._handing_over = self._held.start(report)
+        await asyncio.wait((self._handing_over, hand_over.reading), return_when=asyncio.FIRST_COMPLETED)
+        if not hand_over.reading.done():
+            self._handing_over.result()  # if it failed, nothing will come on the decode stream
+        return await hand_over.reading
+
+    async def _read(self) -> Decoding | Moved:
+        """The decode worker's next message, unless a move is ready before."""
+        stream, preparing = self._stream, self._preparing
+        if preparing is None:
+            return await stream.read()
+        reading = asyncio.create_task(stream.read())
+        try:
+            await asyncio.wait((preparing, reading), return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                return reading.result()
+        finally:
+            await cancel_and_wait((reading,))
+        if (assignment := preparing.result()) is not None:
+            stream.outlive_context()
+            self._attempt.choice.superseded.append(stream)
+            return Moved(assignment)
+        self._preparing = None  # the worker has stayed after all
+        return await stream.read()
+
+
+def _gave_up(reading: asyncio.Task[Decoding]) -> bool:
+    """Whether a decode worker's stream ended because the sender no longer wants its transfer."""
+    failure = reading.exception()
+    return isinstance(failure, WorkerCallError) and isinstance(failure.error, TransferCancelled)

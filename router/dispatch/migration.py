@@ -1,0 +1,89 @@
+"""Prepares the move of a choice whose decode worker leaves its role.
+
+While the tokens go on, the next worker pulls the KV that there is. Then the choice is placed once more, split, with the
+leaving worker as the one that prefills: its cache has all but the last few tokens, and what the next worker has not
+pulled yet is handed over as for any prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from dataclasses import replace
+
+from baton.cluster import Worker
+from baton.errors import WorkerDraining
+from baton.messages import Decoding, PrefixSource, SequenceSpec
+from baton.telemetry.instruments import Instruments
+from router.dispatch.choice import Assignment, Attempt
+from router.dispatch.selector import WorkerSelector
+from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
+from router.placement import Job, Mode, Placement
+
+logger = logging.getLogger(__name__)
+MOVE_RETRY_S = 1.0
+"""Mean time after which a choice that has to move and finds no worker with room looks again."""
+
+
+class Migration:
+    """Moves of one router's choices."""
+
+    def __init__(self, *, client: WorkerClient, selector: WorkerSelector, instruments: Instruments) -> None:
+        self._client = client
+        self._selector = selector
+        self._pools = selector.pools
+        self._instruments = instruments
+
+    async def prepare(self, attempt: Attempt, stream: WorkerStream[Decoding]) -> Assignment | None:
+        """Finds a worker with room, however long that takes, and has it pull the KV there is so far.
+
+        Args:
+            stream: the call that decodes until the choice has moved.
+
+        Returns:
+            None: meanwhile the worker that was to leave has stayed.
+        """
+        choice, leaving = attempt.choice, stream.worker
+        self._pools.leaves(leaving)
+        failed: set[str] = set()
+        while True:
+            prompt_ids = attempt.spec.token_ids[: attempt.spec.num_prompt_tokens]
+            spec = replace(attempt.spec, token_ids=prompt_ids + tuple(choice.emitted))
+            found = self._selector.destination(spec, choice.claim, failed)
+            if found is None:
+                failed.clear()
+                await asyncio.sleep(MOVE_RETRY_S * random.uniform(0.5, 1.5))
+                if self._pools.stays(leaving):
+                    return None
+                continue
+            placement, prompt = found
+            worker = self._pools.get(placement.decode_worker)
+            job = Job(
+                turn=attempt.entry.turn,
+                compute_s=0.0,
+                num_prompt_tokens=prompt.num_tokens,
+                num_expected_tokens=prompt.num_expected_tokens,
+            )
+            if not await self._pull(attempt, spec, job, worker, leaving):
+                failed.add(worker.info.id)
+                continue
+            split = Placement(mode=Mode.SPLIT, decode_worker=worker.info.id, prefill_worker=leaving.info.id)
+            return Assignment(
+                placement=split, decode=worker, prefill=leaving, source=None, hint=None, moves_from=stream
+            )
+
+    async def _pull(self, attempt: Attempt, spec: SequenceSpec, job: Job, worker: Worker, leaving: Worker) -> bool:
+        """Has a worker pull the sequence's KV from the leaving one. Returns whether it could."""
+        source = PrefixSource(leaving.info.id, leaving.info.address, len(spec.token_ids))
+        try:
+            with self._pools.decoding(worker, job):
+                async with self._client.fetch(worker, spec, source, trace=attempt.choice.trace) as fetching:
+                    fetched = await fetching.read()
+        except WorkerCallError as failure:
+            logger.warning("%s does not move to %s: %s", spec.sequence_id, worker.info.id, failure.error)
+            if isinstance(failure.error, WorkerDraining):
+                self._pools.leaves(worker)
+            return False
+        self._instruments.migrations.add(1, {"pulled": str(fetched.num_tokens > 0).lower()})
+        return True

@@ -1,0 +1,59 @@
+"""Books what workers report of prompts and hand-overs: with placement, which learns from it, and in the metrics."""
+
+from __future__ import annotations
+
+import time
+
+from baton.messages import FirstToken, HandedOver, PrefillReport, Ticket
+from baton.telemetry.instruments import Instruments
+from router.dispatch.choice import Attempt
+from router.dispatch.worker_client import WorkerStream
+from router.placement import PriceFit
+from router.placement.stale_hints import HintBook
+
+
+class Reports:
+    """Reports of one router's attempts."""
+
+    def __init__(self, *, hints: HintBook, prices: PriceFit, instruments: Instruments) -> None:
+        self._hints = hints
+        self._prices = prices
+        self._instruments = instruments
+
+    def prefill(self, attempt: Attempt, report: PrefillReport) -> None:
+        """Books that the prompt is computed and the first token here."""
+        hint, choice = attempt.assignment.hint, attempt.choice
+        if hint is None:
+            return  # it is a move: neither a prompt's queue nor a first token
+        # What was pulled may be gone again before the worker looked.
+        self._hints.settle(hint, max(0, report.num_cached_tokens - report.num_pulled_tokens))
+        if choice.num_cached_tokens is None and not choice.emitted:
+            choice.num_cached_tokens = report.num_cached_tokens
+        if report.num_pulled_tokens:
+            self._prices.pulled(report.num_pulled_tokens, report.pull_s)
+        now_s = time.monotonic()
+        choice.stages.computed(now_s, report.prefill_s, report.room_s)
+        elapsed_s = now_s - choice.began_s
+        if choice.decision is not None and attempt.spec.attempt == 0:
+            choice.decision.ttft_s = elapsed_s
+        prediction = attempt.assignment.placement.prediction
+        for what, predicted_s, measured_s in (
+            ("ttft", prediction.ttft_s, elapsed_s),
+            ("compute", prediction.compute_s, report.prefill_s),
+        ):
+            if measured_s > 0:
+                self._instruments.prediction_error.record(abs(predicted_s - measured_s) / measured_s, {"of": what})
+
+    async def hand_over(self, prefill: WorkerStream[FirstToken | HandedOver], ticket: Ticket, attempt: Attempt) -> None:
+        """Returns once the prefill worker has reported the hand-over, and books it.
+
+        Raises:
+            WorkerCallError: the hand-over failed, or that worker did.
+        """
+        report = await prefill.read()
+        assert isinstance(report, HandedOver)
+        if attempt.assignment.moves_from is None:
+            attempt.choice.stages.handed_over(time.monotonic(), report.exposed_s)
+        self._prices.handed_over(ticket.num_tokens - ticket.skip_tokens, report.exposed_s)
+        self._instruments.transfer_duration.record(report.transfer_s)
+        self._instruments.transfer_bytes.add(report.num_bytes)

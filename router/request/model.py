@@ -1,0 +1,34 @@
+"""What the service knows of the served model, and of the door by which a request came."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.api import ModelCard
+from router.admission import ModelFacts
+from router.prompt import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """The served model, as the router needs it."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    content_id: str
+    facts: ModelFacts
+    """What requests are checked against."""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """The server's address at which a request came, for its span."""
+
+    address: str = ""
+    """Host; empty: not known."""
+    port: int = 0
+    is_streamed: bool = True
+    """Whether the client reads the answer as it comes."""
+
+
+UNKNOWN_DOOR = Door()

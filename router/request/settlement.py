@@ -1,0 +1,299 @@
+"""The books of one request, settled exactly once, however it ended: usage, timing, metrics, spans, objectives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from opentelemetry.context import Context
+from opentelemetry.trace import SpanKind, StatusCode
+
+from baton.api import Chat, GenerateChunk, GenerateRequest, Timing, Usage
+from baton.errors import InvalidRequest, Overloaded, Unsupported
+from baton.sampling import FinishReason, SamplingParams
+from baton.telemetry import logs, tracing
+from baton.telemetry.instruments import Instruments
+from router.admission import Claim, SloCounts
+from router.admission.tenants import Tenant
+from router.dispatch.choice import Choice
+from router.request.model import Door
+from router.slo import SloOutcome, Stage, StagePhase, Stages, blame, classify, phases
+
+STAGE_LABELS = {stage: {"stage": stage.value} for stage in Stage}
+
+
+class Settlement:
+    """A request's books, open while the block is entered: timestamps while it runs, one entry in metrics and trace when
+    it ends. The request arrives when this is made.
+
+    Args:
+        trace: the client's.
+        slo_counts: filled in here.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        tenant: Tenant,
+        door: Door,
+        *,
+        model_id: str,
+        trace: Context | None,
+        instruments: Instruments,
+        slo_counts: SloCounts,
+    ) -> None:
+        self.arrived_s = time.monotonic()
+        self._arrived_ns = time.time_ns()
+        self.claim: Claim | None = None
+        """The request's; None: it has not been found valid yet."""
+        self._instruments = instruments
+        self._slo_counts = slo_counts
+        self._tenant = tenant
+        self._continuous_usage = request.continuous_usage
+        operation = "chat" if isinstance(request.prompt, Chat) else "text_completion"
+        self._model = {"model": model_id}
+        self._labels = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "baton",
+            "gen_ai.request.model": model_id,
+        }
+        name = f"{operation} {model_id}"
+        self._span = tracing.start_span(name, trace, self._labels, self._arrived_ns, SpanKind.SERVER)
+        self.trace = tracing.context_of(self._span)
+        logs.about(self._span.get_span_context())
+        if self._span.is_recording():
+            self._span.set_attribute("gen_ai.request.stream", door.is_streamed)
+            if door.address:
+                self._span.set_attributes({"server.address": door.address, "server.port": door.port})
+            if (seed := request.sampling.get("seed")) is not None:
+                self._span.set_attribute("gen_ai.request.seed", seed)
+        self._choices: Sequence[Choice] = ()
+        self._num_prompt_tokens = 0
+        self._num_delivered = 0
+        self._num_tokens: list[int] = []
+        """Tokens that left in this call, by choice."""
+        self._finish_reasons: dict[int, FinishReason] = {}
+        self._first_token_s = 0.0
+        self._ended_s = 0.0
+        """When the last chunk left, or the request failed; 0: not yet."""
+        self._life: list[StagePhase] = []
+        """The life of the first choice, and so of the request, once it has ended."""
+        self._stages = Stages()
+        self._num_unfinished = 0
+
+    def begin(
+        self,
+        choices: Sequence[Choice],
+        params: SamplingParams,
+        resume_from: Mapping[int, int],
+    ) -> None:
+        """Takes over the request's choices, now that they are known.
+
+        Args:
+            params: as the client asked for them.
+            resume_from: tokens that the client has of choices already.
+        """
+        spec = choices[0].spec
+        self._choices = choices
+        self._num_delivered = sum(resume_from.values())
+        self._num_prompt_tokens = spec.num_prompt_tokens
+        self._num_tokens = [0] * len(choices)
+        self._num_unfinished = len(choices)
+        if self._span.is_recording():
+            self._span.set_attributes(
+                {
+                    "gen_ai.response.id": spec.request_id,
+                    "gen_ai.response.model": self._model["model"],
+                    "gen_ai.request.max_tokens": params.max_tokens or 0,
+                    "gen_ai.request.temperature": params.temperature,
+                    "gen_ai.request.top_p": params.top_p,
+                    "gen_ai.request.top_k": float(params.top_k),
+                    "gen_ai.request.choice.count": params.n,
+                    "baton.request.num_stop_sequences": len(params.stop),
+                }
+            )
+
+    def book(self, chunk: GenerateChunk) -> GenerateChunk:
+        """Counts a chunk that leaves for the client; the request's last one gets usage and timing."""
+        now = time.monotonic()
+        self._first_token_s = self._first_token_s or now
+        index, num_tokens = chunk.choice_index, len(chunk.token_ids)
+        if num_tokens:
+            stages = self._choices[index].stages
+            if self._num_tokens[index]:
+                gap_s = (now - stages.last_token_s) / num_tokens
+                self._instruments.inter_token_latency.record(gap_s, times=num_tokens)
+            stages.last_token_s = now
+            self._num_tokens[index] += num_tokens
+        if chunk.finish_reason is not None:
+            self._finish_reasons[index] = chunk.finish_reason
+            self._num_unfinished -= 1
+        if self._num_unfinished:
+            return replace(chunk, usage=self.usage()) if self._continuous_usage else chunk
+        self._end(now)
+        return replace(chunk, usage=self.usage(), timing=self.timing())
+
+    def usage(self) -> Usage:
+        """The usage of the whole answer, with what the client had of it before."""
+        num_tokens = self._num_delivered + sum(self._num_tokens)
+        return Usage(self._num_prompt_tokens, num_tokens, self._choices[0].num_cached_tokens or 0)
+
+    @property
+    def _after_first_s(self) -> float:
+        """Seconds from the first token to the last; 0 where none came, because the client had them all."""
+        return max(0.0, self._choices[0].stages.last_token_s - self._first_token_s)
+
+    def _itl_s(self) -> float:
+        """Mean seconds between two tokens; 0 where there are no two."""
+        num_gaps = self._num_tokens[0] - 1
+        return self._after_first_s / num_gaps if num_gaps > 0 else 0.0
+
+    def _end(self, now_s: float) -> None:
+        self._ended_s = now_s
+        self._life = self._life_until(now_s)
+        self._stages = Stages.of(self._life, self._first_token_s)
+
+    def _life_until(self, now_s: float) -> list[StagePhase]:
+        noted = self._choices[0].stages.until(now_s) if self._choices else []
+        return phases(self.arrived_s, self._first_token_s, now_s, noted)
+
+    def timing(self) -> Timing:
+        first, stages = self._choices[0], self._stages
+        return Timing(
+            ttft_s=self._first_token_s - self.arrived_s,
+            total_s=stages.total_s,
+            queue_s=stages.queue_s,
+            admission_s=stages.decode_admission_s,
+            prefill_s=stages.prefill_s,
+            transfer_s=stages.transfer_s,
+            decode_s=stages.decode_s,
+            recovery_s=stages.recovery_s,
+            prefill_worker=first.prefill_worker,
+            decode_worker=first.decode_worker,
+            mode=first.mode,
+            retries=first.retries,
+        )
+
+    def __enter__(self) -> Settlement:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        """Settles the request. GeneratorExit and CancelledError mean that the client has left."""
+        if error is None or (self._num_tokens and self._num_unfinished == 0):
+            outcome = "ok"
+        elif isinstance(error, Overloaded):
+            outcome = "rejected"
+        elif isinstance(error, (InvalidRequest, Unsupported)):
+            outcome = "invalid"
+        else:
+            outcome = "error" if isinstance(error, Exception) else "cancelled"
+        if not self._ended_s:
+            self._end(time.monotonic())
+        self._instruments.requests.add(1, {**self._model, "outcome": outcome})
+        if outcome == "cancelled":
+            self._labels["error.type"] = outcome
+        elif outcome != "ok":
+            self._labels["error.type"] = type(error).__name__
+            self._span.set_status(StatusCode.ERROR, str(error))
+        slo = self._book_slo(outcome)
+        self._instruments.tenant_requests.add(1, {"tenant": self._tenant.id, "outcome": slo})
+        self._instruments.request_duration.record(self._ended_s - self.arrived_s, self._labels)
+        if self._first_token_s:
+            self._book_served()
+        if self._span.is_recording():
+            self._write_span(outcome, slo)
+        self._span.end(self._ns(self._ended_s))
+
+    def _book_slo(self, outcome: str) -> str:
+        """Classifies the request once, against its objectives."""
+        if self.claim is None or outcome == "invalid":
+            return outcome
+        labels = {**self._model, "slo_class": self.claim.slo_class}
+        if outcome == "ok":
+            outcome = self._book_stages(self.claim, labels)
+        self._slo_counts.met += outcome == SloOutcome.MET
+        self._slo_counts.missed += outcome == "error"
+        self._slo_counts.rejected += outcome == "rejected"
+        self._instruments.requests_slo.add(1, {**labels, "outcome": outcome})
+        return outcome
+
+    def _book_stages(self, claim: Claim, labels: dict[str, str]) -> SloOutcome:
+        """Books where the time of an answered request went, and which stage is to blame for a missed objective."""
+        objective, stages = claim.objective, self._stages
+        for stage, seconds in stages.by_stage().items():
+            self._instruments.stage_duration.record(seconds, STAGE_LABELS[stage])
+        outcome = classify(self._first_token_s - self.arrived_s, self._itl_s(), stages.total_s, objective)
+        if outcome is SloOutcome.MET:
+            self._instruments.tokens_slo_met.add(sum(self._num_tokens), labels)
+            return outcome
+        self._slo_counts.missed += 1
+        if outcome is SloOutcome.ITL_MISSED:
+            stages = Stages.of(self._life_until(self._choices[0].stages.last_token_s), self._first_token_s)
+        stage = blame(outcome, stages, objective, self._num_tokens[0] - 1)
+        self._instruments.slo_misses.add(1, {**labels, "outcome": outcome, "stage": stage})
+        self._span.set_attribute("baton.slo.blame", stage)
+        return outcome
+
+    def _book_served(self) -> None:
+        usage, first, instruments = self.usage(), self._choices[0], self._instruments
+        instruments.time_to_first_token.record(self._first_token_s - self.arrived_s, self._labels)
+        if self._num_tokens[0] > 1:
+            instruments.time_per_output_token.record(self._itl_s(), self._labels)
+        num_new = sum(self._num_tokens)
+        instruments.prompt_tokens.add(usage.prompt_tokens, self._model)
+        instruments.prefix_hit_tokens.add(usage.cached_tokens, self._model)
+        # Not less than what was found: another router may have seen that.
+        instruments.prefix_ceiling_tokens.add(max(first.num_seen_tokens, usage.cached_tokens), self._model)
+        instruments.generation_tokens.add(num_new, self._model)
+        kinds = (("prompt", usage.prompt_tokens), ("cached", usage.cached_tokens), ("generated", num_new))
+        for what, num_tokens in kinds:
+            instruments.tenant_tokens.add(num_tokens, {"tenant": self._tenant.id, "kind": what})
+        for reason in self._finish_reasons.values():
+            instruments.finished_choices.add(1, {**self._model, "reason": reason.value})
+
+    def _ns(self, at_s: float) -> int:
+        """Converts a time of the monotonic clock to the clock of traces, in nanoseconds."""
+        return self._arrived_ns + round((at_s - self.arrived_s) * 1e9)
+
+    def _write_span(self, outcome: str, slo: str) -> None:
+        """Writes the request's span, and a child for each phase: these follow one another without a gap."""
+        for stage, begin_s, end_s in self._life:
+            tracing.span_between(f"request.{stage}", self.trace, self._ns(begin_s), self._ns(end_s))
+        attributes: dict[str, str | int | float] = {"baton.outcome": outcome, "baton.slo": slo}
+        if error := self._labels.get("error.type"):
+            attributes["error.type"] = error
+        if self._first_token_s:
+            usage, first = self.usage(), self._choices[0]
+            reasons = [reason.value for _, reason in sorted(self._finish_reasons.items())]
+            self._span.set_attribute("gen_ai.response.finish_reasons", reasons)
+            attributes |= {
+                "gen_ai.response.time_to_first_chunk": self._first_token_s - self.arrived_s,
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.completion_tokens,
+                "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+                "baton.mode": first.mode,
+                "baton.prefill_worker": first.prefill_worker,
+                "baton.decode_worker": first.decode_worker,
+                "baton.prefix_source": first.source,
+                "baton.retries": first.retries,
+                **_predicted(first),
+            }
+        self._span.set_attributes(attributes)
+
+
+def _predicted(choice: Choice) -> dict[str, float]:
+    """The prediction with which a choice was placed, as span attributes."""
+    if choice.decision is None:
+        return {}
+    prediction = choice.decision.prediction
+    seconds = {
+        "wait_s": prediction.wait_s,
+        "room_s": prediction.room_s,
+        "pull_s": prediction.pull_s,
+        "compute_s": prediction.compute_s,
+        "exposed_s": prediction.exposed_s,
+        "step_s": prediction.step_s,
+        "ttft_s": prediction.ttft_s,
+    }
+    return {f"baton.predicted.{name}": value for name, value in seconds.items()}

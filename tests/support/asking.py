@@ -1,0 +1,52 @@
+"""What clients of a cluster under test ask with, and what they read afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import urllib.request
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from tests.integration.cluster import Served
+
+VOCABULARY = 49152
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(1, VOCABULARY), k=num_tokens)
+
+
+def sampling(num_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True, **more}
+
+
+def exposition(cluster: Served) -> str:
+    text: str = urllib.request.urlopen(f"http://{cluster.http}/metrics").read().decode()
+    return text
+
+
+def metric(cluster: Served, name: str, *labels: str) -> float:
+    """Sum over all label values, or over those with all of `labels`."""
+    lines = [line for line in exposition(cluster).splitlines() if line.startswith((name + "{", name + " "))]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in labels))
+
+
+@contextlib.contextmanager
+def held_by(cluster: Served) -> Iterator[dict[str, int]]:
+    """The block enters how many tokens each worker comes to hold; it is left once the router believes so."""
+
+    def believed(worker: str) -> float:
+        return metric(cluster, "baton_mirror_blocks", f'worker="{worker}"')
+
+    before = {worker["id"]: believed(worker["id"]) for worker in cluster.client.status()["workers"]}
+    num_tokens: dict[str, int] = {}
+    yield num_tokens
+    wait_until(
+        lambda: all(believed(worker) >= before[worker] + count // 16 for worker, count in num_tokens.items()),
+        60.0,
+        seen=lambda: {worker: believed(worker) for worker in num_tokens},
+    )

@@ -1,0 +1,21 @@
+"""What a side of a transport is opened with, in tests."""
+
+from __future__ import annotations
+
+from torch._C._distributed_c10d import Store
+
+from kvstore.transfer.transport.base import TransportEnd
+from kvstore.transfer.transport.staging import StagingPool
+
+
+def transport_end(
+    rendezvous: Store, staging: StagingPool, max_slots: int, open_timeout_s: float = 5.0, op_timeout_s: float = 5.0
+) -> TransportEnd:
+    return TransportEnd(
+        rendezvous=rendezvous,
+        host="127.0.0.1",
+        staging=staging,
+        max_slots=max_slots,
+        open_timeout_s=open_timeout_s,
+        op_timeout_s=op_timeout_s,
+    )
