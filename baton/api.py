@@ -15,16 +15,22 @@ from baton.sampling import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Text:
+    """A prompt of plain text."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
+    """A prompt of messages, which the model's chat template writes out."""
+
     messages: tuple[ChatMessage, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
+    """A prompt that the client has tokenized itself."""
+
     ids: tuple[int, ...]
 
 
@@ -58,6 +64,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """What a request used, in tokens."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -67,20 +75,20 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds of the first choice, as the router's clock tells. `router.slo` defines the stages."""
+    """The life of a request's first choice in seconds, on the router's clock. `router.slo` defines the stages."""
 
     ttft_s: float = 0.0
     total_s: float = 0.0
     """From the request's arrival to its last token: the sum of the six stages that follow."""
     queue_s: float = 0.0
-    """Before the first token, what is nothing of the rest; a prefix that is pulled arrives in this time."""
+    """Time before the first token that is none of the other stages; a prefix that is pulled arrives in this time."""
     admission_s: float = 0.0
     """Waiting for room on the decode worker, before the prompt was computed."""
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     """The part of the hand-over that came after the first token. The rest went on during the prefill."""
     decode_s: float = 0.0
-    """After the first token, what is nothing of the rest."""
+    """Time after the first token that is none of the other stages."""
     recovery_s: float = 0.0
     """Lost to workers that failed."""
     prefill_worker: str = ""
@@ -105,6 +113,8 @@ class GenerateChunk:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
+    """A served model, as clients see it."""
+
     id: str
     path: str
     max_model_len: int
@@ -113,7 +123,7 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A worker that could have been chosen; seconds. See `router.placement.Terms`."""
+    """A worker that could have been chosen, with what it would have cost, in seconds. See `router.placement.Terms`."""
 
     worker_id: str
     role: str

@@ -1,9 +1,8 @@
 """What processes say to each other, as plain values. `baton.wire` turns them into protobuf and back.
 
 Router -> worker: `PrefillRequest`, answered by `FirstToken` and `HandedOver`; `DecodeRequest`, answered by `Ticket` and
-`NewTokens`; `FetchRequest`, answered by `Fetched`; all in one stream of `Start` and `Cancel` one way and of `Event` the
-other way. Worker <-> worker: the
-messages of one KV session, `FromSender` and `FromReceiver`, and `Pull`.
+`NewTokens`; `FetchRequest`, answered by `Fetched`; all in one stream of `StartCall` and `CancelCall` one way and of
+`Event` the other way. Worker <-> worker: the messages of one KV session, `FromSender` and `FromReceiver`, and `Pull`.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ class SequenceSpec:
     priority: int = 0
     """Higher runs earlier."""
     ttft_s: float = math.inf
-    """The first token is due so long after the worker has got this."""
+    """Time within which the first token is due, from when the worker has received this."""
     itl_s: float = math.inf
     """Objective: mean time between tokens."""
     num_expected_tokens: int = 0
-    """Of the whole answer, for which a worker reserves room; 0: as many as its own settings say."""
+    """Expected tokens of the whole answer, for which a worker reserves room; 0: as many as its own settings say."""
 
     @property
     def max_tokens(self) -> int:
@@ -50,11 +49,13 @@ class SequenceSpec:
 
     @property
     def seed(self) -> int:
+        """The seed of its random numbers, which the router has settled."""
         assert self.sampling.seed is not None
         return self.sampling.seed
 
     @property
     def sequence_id(self) -> str:
+        """An id for logs and transfers, different for each attempt."""
         return f"{self.request_id}/{self.choice_index}/{self.attempt}"
 
     def prefix(self, num_tokens: int) -> SequenceSpec:
@@ -83,6 +84,8 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
+    """A recurrent state of a cache: one tensor for each sequence."""
+
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -90,7 +93,7 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The shape of a worker's KV cache, as it tells its peers. Every rank holds its share of each group's heads."""
+    """The shape of a worker's KV cache, as its peers receive it. Every rank holds its share of each group's heads."""
 
     block_size: int
     tp_size: int
@@ -119,7 +122,7 @@ class Ticket:
     decode_worker_id: str
     """The receiving worker's id."""
     incarnation: str
-    """Of the receiving worker: one per process start."""
+    """The receiving worker's incarnation: one per process start."""
     kv_address: str
     num_tokens: int
     """Tokens whose KV is handed over; the sequence's length before the first token."""
@@ -131,7 +134,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillReport:
-    """What a worker that computed a prompt tells of it, with the first token."""
+    """A worker's report on a prompt that it computed, sent with the first token."""
 
     num_cached_tokens: int = 0
     """Prompt tokens found in the worker's cache, pulled ones included."""
@@ -142,13 +145,15 @@ class PrefillReport:
     num_pulled_tokens: int = 0
     """Cached tokens that were not there when the request came."""
     pull_s: float = 0.0
-    """What pulling them took; a part of `queue_s`."""
+    """Time that pulling them took; a part of `queue_s`."""
     room_s: float = 0.0
     """The part of `queue_s` in which the worker had no room to begin the next sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
+    """The prompt is computed; the hand-over of its KV goes on."""
+
     token_id: int
     finish_reason: FinishReason | None
     report: PrefillReport
@@ -156,6 +161,8 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
+    """The decode worker has acknowledged the KV."""
+
     num_bytes: int
     num_chunks: int
     transfer_s: float
@@ -166,6 +173,8 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
+    """Tokens that a decode worker has drawn since its last message."""
+
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     report: PrefillReport | None = None
@@ -174,6 +183,8 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
+    """The worker computes a prompt and hands its KV over."""
+
     sequence: SequenceSpec
     ticket: Ticket | None
     """Where the blocks go; None: they stay."""
@@ -182,6 +193,8 @@ class PrefillRequest:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRequest:
+    """The worker generates an answer."""
+
     sequence: SequenceSpec
     await_kv: bool
     """Whether another worker computes the prompt."""
@@ -198,8 +211,10 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
+    """The pull of a prefix is over."""
+
     num_tokens: int
-    """Those that came; 0: nothing did, for whatever reason."""
+    """Tokens that came; 0: none did, for whatever reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +226,9 @@ class Migrate:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartCall:
+    """A call begins."""
+
     call_id: int
     request: PrefillRequest | DecodeRequest | FetchRequest | BatonError | None
     """An error: why the worker does not even read it. None: a kind that this version does not know."""
@@ -220,7 +237,9 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelCall:
+    """A call is left: whatever it holds on the worker is freed."""
+
     call_id: int
 
 
@@ -234,13 +253,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CallEnded:
     """The call's last event: nothing more comes, and nothing is held any more."""
 
 
 Decoding = Ticket | NewTokens | Migrate
-"""What the call of a choice that decodes on a worker may answer."""
-Event = FirstToken | HandedOver | Ticket | NewTokens | Fetched | Migrate | Failed | Ended
+"""The answers to the call of a choice that decodes on a worker."""
+Event = FirstToken | HandedOver | Ticket | NewTokens | Fetched | Migrate | Failed | CallEnded
 
 
 # The KV session. Every message about a transfer names its generation, so that one about a past reservation is dropped.
@@ -248,6 +267,8 @@ Event = FirstToken | HandedOver | Ticket | NewTokens | Fetched | Migrate | Faile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
+    """The sender's first message: who it is, and what it can send."""
+
     protocol_version: int
     worker_id: str
     incarnation: str
@@ -264,6 +285,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
+    """The receiver's answer to `Hello`: the transport that it chose."""
+
     incarnation: str
     link: str
     pair_epoch: int
@@ -290,12 +313,16 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
+    """A value by which the two ends of a transport find each other."""
+
     key: str
     value: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
+    """The sender is ready to send a transfer."""
+
     transfer_id: str
     generation: int
     plan_digest: bytes
@@ -309,12 +336,16 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
+    """The receiver expects the transfer's chunks."""
+
     transfer_id: str
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
+    """All chunks have been sent."""
+
     transfer_id: str
     generation: int
     first_token: int | None
@@ -323,12 +354,16 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class CommitAck:
+    """All chunks have arrived and are written."""
+
     transfer_id: str
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Nack:
+    """The receiver refuses the transfer, or gives it up."""
+
     transfer_id: str
     generation: int
     reason: str
@@ -336,6 +371,8 @@ class Nack:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
+    """The sender gives the transfer up."""
+
     transfer_id: str
     generation: int
     reason: str
@@ -343,6 +380,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class AbortAck:
+    """The receiver expects nothing more of the transfer, and frees its blocks."""
+
     transfer_id: str
     generation: int
 

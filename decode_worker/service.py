@@ -1,44 +1,36 @@
-"""Decode: reserves blocks, takes over what a prefill worker computed, and streams tokens."""
+"""Decodes an answer, after KV that another worker computed or after a prompt that is computed here (aggregated)."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from opentelemetry.context import Context
 
-from baton.engine.core.engine import Generated, Reserved
-from baton.engine.core.loop import EngineLoop, SequenceHandle
-from baton.engine.core.sequence import Purpose, Sequence
-from baton.errors import TransferCorrupted, WorkerDraining
+from baton.engine.core.outputs import Generated, Reserved
+from baton.engine.core.sequence import Purpose
+from baton.engine.core.serving import ServedSequence
+from baton.errors import TransferCorrupted
 from baton.messages import (
     DecodeRequest,
     Fetched,
     FetchRequest,
     NewTokens,
-    PrefillReport,
     PrefixSource,
     SequenceSpec,
     Ticket,
 )
 from baton.telemetry import tracing
-from kvstore.transfer.endpoint import KvEndpoint
+from kvstore.worker_context import WorkerContext
 
 
 class DecodeService:
-    """Args:
-    is_draining: whether the worker leaves this role.
-    """
+    """The handlers of `DecodeRequest` and `FetchRequest`."""
 
-    def __init__(
-        self, worker_id: str, loop: EngineLoop, kv: KvEndpoint, is_draining: Callable[[], bool] = lambda: False
-    ) -> None:
-        self._worker_id = worker_id
-        self._loop = loop
-        self._kv = kv
-        self._is_draining = is_draining
+    def __init__(self, worker: WorkerContext) -> None:
+        self._worker = worker
 
     async def decode(self, request: DecodeRequest, trace: Context) -> AsyncGenerator[Ticket | NewTokens]:
         """Serves one call, for as long as the generator is open.
@@ -47,9 +39,9 @@ class DecodeService:
             WorkerDraining: the worker takes no new work.
             TransferError: the KV did not come, or not with a token of the model's.
         """
-        self._require_staying()
+        self._worker.require_staying()
         spec = request.sequence
-        span = tracing.start_span("decode", trace, {"baton.worker": self._worker_id})
+        span = tracing.start_span("decode", trace, {"baton.worker": self._worker.worker_id})
         try:
             if request.await_kv:
                 serve: AsyncGenerator[Ticket | NewTokens] = self._after_hand_over(spec)
@@ -63,14 +55,10 @@ class DecodeService:
 
     async def fetch(self, request: FetchRequest, trace: Context) -> AsyncGenerator[Fetched]:
         """Pulls a prefix of a sequence that will come here, so that little is missing when it does."""
-        self._require_staying()
-        num_tokens = await self._kv.prefixes.fetch(request.sequence, request.source, time.monotonic(), trace)
-        self._require_staying()
+        self._worker.require_staying()
+        num_tokens = await self._worker.kv.prefixes.fetch(request.sequence, request.source, time.monotonic(), trace)
+        self._worker.require_staying()
         yield Fetched(num_tokens)
-
-    def _require_staying(self) -> None:
-        if self._is_draining():
-            raise WorkerDraining(f"{self._worker_id} takes no new work")
 
     async def _aggregated(
         self, spec: SequenceSpec, source: PrefixSource | None, trace: Context
@@ -78,64 +66,56 @@ class DecodeService:
         """Prefills here, from a prefix pulled from `source` if there is one, and decodes here."""
         arrived_s = time.monotonic()
         began_s = time.monotonic()
-        num_pulled = await self._kv.prefixes.fetch(spec, source, arrived_s, trace) if source else 0
+        num_pulled = await self._worker.kv.prefixes.fetch(spec, source, arrived_s, trace) if source else 0
         pull_s = time.monotonic() - began_s if num_pulled else 0.0
         async with (
-            self._loop.sequence(spec, Purpose.GENERATE, arrived_s) as handle,
-            contextlib.aclosing(self._tokens(handle)) as new,
+            self._worker.engine.sequence(spec, Purpose.GENERATE, arrived_s) as sequence,
+            contextlib.aclosing(_tokens(sequence)) as new,
         ):
-            yield replace(await anext(new), report=_report(handle.sequence, num_pulled, pull_s))
             async for message in new:
-                yield message
+                report = message.report and replace(message.report, num_pulled_tokens=num_pulled, pull_s=pull_s)
+                yield replace(message, report=report) if report else message
 
     async def _after_hand_over(self, spec: SequenceSpec) -> AsyncGenerator[Ticket | NewTokens]:
         """Reserves, answers with the ticket, waits for the KV, and decodes. The open call is the reservation."""
-        async with self._loop.sequence(spec, Purpose.RECEIVE) as handle:
-            reserved = await handle.next()
+        worker = self._worker
+        async with worker.engine.sequence(spec, Purpose.RECEIVE) as sequence:
+            reserved = await sequence.next()
             assert isinstance(reserved, Reserved)
-            sequence = reserved.sequence
-            ticket = self._kv.receiver.expect(
-                f"{sequence.sequence_id}@{self._worker_id}",
-                sequence.num_tokens,
-                reserved.skip_tokens,
-                sequence.block_table,
-                sequence.state_slot if sequence.state_slot >= 0 else None,
+            transfer_id = f"{spec.sequence_id}@{worker.worker_id}"
+            ticket = worker.kv.receiver.expect(
+                transfer_id, reserved.num_tokens, reserved.num_cached_tokens, reserved.block_ids
             )
             try:
                 yield ticket
-                arrival = await self._kv.receiver.wait_committed(ticket)
+                arrival = await worker.kv.receiver.wait_committed(ticket)
             finally:
                 # Whatever happened, no transfer writes these blocks from here on: `insert` uses them, or leaving the
                 # sequence's context frees them.
-                await self._kv.receiver.release(ticket)
-            # The router has the first token already, straight from the prefill worker, and its finish reason too.
-            assert arrival.first_token is not None
-            if arrival.first_token >= (vocab_size := self._loop.engine.runner.vocab_size):
-                raise TransferCorrupted(f"token {arrival.first_token} came with the KV; the model has {vocab_size}")
-            if self._loop.insert(sequence, arrival.first_token) is None:
-                async with contextlib.aclosing(self._tokens(handle)) as messages:
-                    async for message in messages:
+                await worker.kv.receiver.release(ticket)
+            first_token, vocab_size = arrival.first_token, worker.engine.vocab_size
+            if first_token is not None and first_token >= vocab_size:
+                raise TransferCorrupted(f"token {first_token} came with the KV; the model has {vocab_size}")
+            sequence.insert(first_token, arrival.num_tokens)
+            async with contextlib.aclosing(_tokens(sequence)) as messages:
+                async for message in messages:
+                    # The router has the first token already, straight from the prefill worker, and its finish reason
+                    # too. Where that ends the sequence there is nothing to add.
+                    if message.token_ids or first_token is None:
                         yield message
 
-    async def _tokens(self, handle: SequenceHandle) -> AsyncGenerator[NewTokens]:
-        """All further tokens; those that are ready together travel together."""
-        while True:
-            outputs = [await handle.next(), *handle.take_ready()]
-            generated = [output for output in outputs if isinstance(output, Generated)]
-            token_ids = tuple(output.token_id for output in generated)
-            finish_reason = generated[-1].finish_reason
-            yield NewTokens(token_ids, finish_reason)
-            if finish_reason is not None:
-                return
 
-
-def _report(sequence: Sequence, num_pulled: int, pull_s: float) -> PrefillReport:
-    """Once the first token of a sequence is there, which was computed here."""
-    return PrefillReport(
-        num_cached_tokens=sequence.num_cached_tokens,
-        queue_s=sequence.scheduled_s - sequence.arrival_s,
-        prefill_s=sequence.first_token_s - sequence.scheduled_s,
-        num_pulled_tokens=num_pulled,
-        pull_s=pull_s,
-        room_s=sequence.full_s,
-    )
+async def _tokens(sequence: ServedSequence) -> AsyncGenerator[NewTokens]:
+    """Yields all further tokens; those that are ready together travel together."""
+    while True:
+        outputs = [await sequence.next(), *sequence.take_ready()]
+        generated = [output for output in outputs if isinstance(output, Generated)]
+        if not generated:
+            continue
+        token_ids = tuple(token_id for output in generated for token_id in output.token_ids)
+        finish_reason = generated[-1].finish_reason
+        if token_ids or finish_reason is not None:
+            report = next((output.report for output in generated if output.report is not None), None)
+            yield NewTokens(token_ids, finish_reason, report)
+        if finish_reason is not None:
+            return

@@ -1,85 +1,66 @@
-"""Prefill: computes a prompt's KV and its first token, and hands the blocks over while it computes."""
+"""Computes a prompt's KV and its first token, and hands the blocks over while it computes."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 
 from opentelemetry.context import Context
 
-from baton.engine.core.engine import Admitted, Generated
-from baton.engine.core.loop import EngineLoop, SequenceHandle
+from baton.engine.core.outputs import Admitted, Generated
 from baton.engine.core.sequence import Purpose
-from baton.errors import TransferError, TransferRefused, WorkerDraining, WorkerFailed
-from baton.messages import FirstToken, HandedOver, PrefillReport, PrefillRequest
+from baton.engine.core.serving import ServedSequence
+from baton.errors import TransferError, TransferRefused, WorkerFailed
+from baton.messages import FirstToken, HandedOver, PrefillReport, PrefillRequest, Ticket
 from baton.telemetry import tracing
-from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.sender import OutgoingTransfer
+from kvstore.worker_context import WorkerContext
 
 
 class PrefillService:
-    """Args:
-    is_draining: whether the worker leaves this role.
-    """
+    """The handler of `PrefillRequest`."""
 
-    def __init__(
-        self, worker_id: str, loop: EngineLoop, kv: KvEndpoint, is_draining: Callable[[], bool] = lambda: False
-    ) -> None:
-        self._worker_id = worker_id
-        self._loop = loop
-        self._kv = kv
-        self._is_draining = is_draining
+    def __init__(self, worker: WorkerContext) -> None:
+        self._worker = worker
 
     async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[FirstToken | HandedOver]:
-        """In order: offer, pull what another worker holds, compute and send side by side, first token, hand-over.
+        """Offers, pulls what another worker holds, computes and sends side by side, and hands over, in this order.
 
         Raises:
             WorkerDraining: the worker takes no new work. An answer that goes on elsewhere is none: its KV is here.
             TransferRefused: the ticket is not of this sequence, or its worker's KV is of another kind.
         """
-        spec, ticket, source = request.sequence, request.ticket, request.source
-        if ticket and ticket.num_tokens != len(spec.token_ids):
-            raise TransferRefused(f"the ticket is for {ticket.num_tokens} tokens, the prompt has {len(spec.token_ids)}")
-        if self._is_draining() and not spec.is_continued:
-            raise WorkerDraining(f"{self._worker_id} takes no new work")
-        labels: tracing.Attributes = {"baton.worker": self._worker_id}
+        worker, spec, ticket, source = self._worker, request.sequence, request.ticket, request.source
+        _require_fitting(ticket, len(spec.token_ids))
+        if not spec.is_continued:
+            worker.require_staying()
         arrived_s = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
-            transfer = await stack.enter_async_context(self._kv.sender.transfer(ticket)) if ticket else None
-            await self._kv.sender.wait_for_room(self._loop.max_waiting(spec))
+            transfer = await stack.enter_async_context(worker.kv.sender.transfer(ticket)) if ticket else None
+            await worker.kv.sender.wait_for_room(worker.engine.max_waiting(spec))
             began_s = time.monotonic()
-            num_pulled = await self._kv.prefixes.fetch(spec, source, arrived_s, trace) if source else 0
+            num_pulled = await worker.kv.prefixes.fetch(spec, source, arrived_s, trace) if source else 0
             pull_s = time.monotonic() - began_s if num_pulled else 0.0
-            handle = await stack.enter_async_context(self._loop.sequence(spec, Purpose.PREFILL, arrived_s))
-            admitted = await handle.next()
+            sequence = await stack.enter_async_context(worker.engine.sequence(spec, Purpose.PREFILL, arrived_s))
+            admitted = await sequence.next()
             assert isinstance(admitted, Admitted)
             if transfer is not None:
-                await stack.enter_async_context(self._streaming(transfer, handle))
-            output = await handle.next()
-            assert isinstance(output, Generated)
-            sequence = output.sequence
-            queue_s = sequence.scheduled_s - sequence.arrival_s
-            prefill_s = sequence.first_token_s - sequence.scheduled_s
-            tracing.record_span("prefill.queue", trace, queue_s, labels, ended_s_ago=prefill_s)
-            computed = {**labels, "baton.cached_tokens": sequence.num_cached_tokens}
-            tracing.record_span("prefill.compute", trace, prefill_s, computed)
+                await stack.enter_async_context(self._streaming(transfer, sequence))
+            output = await _computed(sequence)
+            assert output.report is not None
+            # Room is reported where an answer is decoded; here the next prompt waits for the transfer before.
+            report = replace(output.report, num_pulled_tokens=num_pulled, pull_s=pull_s, room_s=0.0)
+            self._record(report, trace)
             # The first token goes out at once; the blocks stay held until the transfer is over.
-            yield FirstToken(
-                token_id=output.token_id,
-                finish_reason=output.finish_reason,
-                report=PrefillReport(
-                    num_cached_tokens=sequence.num_cached_tokens,
-                    queue_s=queue_s,
-                    prefill_s=prefill_s,
-                    num_pulled_tokens=num_pulled,
-                    pull_s=pull_s,
-                ),
-            )
+            first_token = output.token_ids[0] if output.token_ids else None
+            if first_token is not None:
+                yield FirstToken(token_id=first_token, finish_reason=output.finish_reason, report=report)
             if transfer is not None and output.finish_reason is None:
-                handed_over = await _finished(transfer, output.token_id)
-                sent = {
-                    **labels,
+                handed_over = await _finished(transfer, first_token)
+                sent: tracing.Attributes = {
+                    "baton.worker": worker.worker_id,
                     "baton.transfer_id": transfer.ticket.transfer_id,
                     "baton.bytes": handed_over.num_bytes,
                     "baton.chunks": handed_over.num_chunks,
@@ -88,23 +69,46 @@ class PrefillService:
                 tracing.record_span("kv.transfer", trace, handed_over.transfer_s, sent)
                 yield handed_over
 
+    def _record(self, report: PrefillReport, trace: Context) -> None:
+        labels: tracing.Attributes = {"baton.worker": self._worker.worker_id}
+        tracing.record_span("prefill.queue", trace, report.queue_s, labels, ended_s_ago=report.prefill_s)
+        computed = {**labels, "baton.cached_tokens": report.num_cached_tokens}
+        tracing.record_span("prefill.compute", trace, report.prefill_s, computed)
+
     @contextlib.asynccontextmanager
-    async def _streaming(self, transfer: OutgoingTransfer, handle: SequenceHandle) -> AsyncIterator[None]:
+    async def _streaming(self, transfer: OutgoingTransfer, sequence: ServedSequence) -> AsyncIterator[None]:
         """The transfer reads the sequence's blocks as they are computed, while the block is entered."""
-        sequence = handle.sequence
-        blocks = self._loop.pin(sequence)
+        pin = await sequence.pin()
         try:
-            transfer.attach(blocks, sequence.state_slot if sequence.state_slot >= 0 else None)
-            handle.watch(transfer.advance)
+            transfer.extend(pin.block_ids)
+            sequence.watch(transfer.on_progress)
             yield
         finally:
             try:
-                await transfer.close()  # the sequence's states, which cannot be pinned, are held until here
+                await transfer.close()
             finally:
-                self._loop.unpin(blocks)
+                self._worker.engine.unpin(pin)
 
 
-async def _finished(transfer: OutgoingTransfer, first_token: int) -> HandedOver:
+def _require_fitting(ticket: Ticket | None, num_tokens: int) -> None:
+    """Refuses a ticket of another sequence. A receiver may compute the last token of the prompt for itself."""
+    if ticket and ticket.num_tokens not in (num_tokens, num_tokens - 1):
+        raise TransferRefused(f"the ticket is for {ticket.num_tokens} tokens, the prompt has {num_tokens}")
+
+
+async def _computed(sequence: ServedSequence) -> Generated:
+    """Waits until the prompt is computed, with the first token of an engine that draws one then.
+
+    Raises:
+        TransferError: the engine has preempted the prompt, whose KV is computed again into other blocks.
+    """
+    output = await sequence.next()
+    if not isinstance(output, Generated):
+        raise TransferError(f"the prompt lost its blocks while it was handed over: {type(output).__name__}")
+    return output
+
+
+async def _finished(transfer: OutgoingTransfer, first_token: int | None) -> HandedOver:
     try:
         return await transfer.finish(first_token)
     except WorkerFailed as error:

@@ -30,6 +30,8 @@ from router.placement import Objective
 
 
 class Stage(StrEnum):
+    """The stages of a request's life, as the module's docstring defines them."""
+
     QUEUE = "queue"
     DECODE_ADMISSION = "decode_admission"
     PREFILL = "prefill"
@@ -39,7 +41,7 @@ class Stage(StrEnum):
 
 
 class SloOutcome(StrEnum):
-    """Of a request that was answered to its end."""
+    """How a request that was answered to its end met its objectives."""
 
     MET = "met"
     TTFT_MISSED = "ttft_missed"
@@ -48,9 +50,9 @@ class SloOutcome(StrEnum):
 
 
 EARLY = frozenset((Stage.RECOVERY, Stage.DECODE_ADMISSION, Stage.PREFILL))
-"""What comes before a first token, besides the queue."""
+"""Stages before a first token, besides the queue."""
 LATE = frozenset((Stage.RECOVERY, Stage.TRANSFER))
-"""What comes after it, besides decoding."""
+"""Stages after it, besides decoding."""
 
 
 class StagePhase(NamedTuple):
@@ -75,11 +77,11 @@ class StageLog:
     _lost_s: float = 0.0
     """The last token before a failure; 0: nothing is being recovered."""
     _first_token_s: float = 0.0
-    """Of the attempt that is served, at the router."""
+    """When the first token of the attempt that is served came to the router."""
     _second_token_s: float = 0.0
 
     def attempt(self, now_s: float) -> None:
-        """The choice is placed; whatever was tried before has failed."""
+        """Notes that the choice is placed; earlier attempts have failed."""
         if self.last_token_s:
             self._lost_s = self._lost_s or self.last_token_s
         elif self._began_s:
@@ -88,9 +90,11 @@ class StageLog:
         self._asked_s = 0.0
 
     def asks_for_room(self, now_s: float) -> None:
+        """Notes that a decode worker is asked for room."""
         self._asked_s = now_s
 
     def has_room(self, now_s: float) -> None:
+        """Notes that it has given a ticket."""
         self.noted.append(StagePhase(Stage.DECODE_ADMISSION, self._asked_s, now_s))
         self._asked_s = 0.0
 
@@ -111,18 +115,18 @@ class StageLog:
         self._first_token_s, self._second_token_s = now_s, 0.0
 
     def decodes(self, now_s: float) -> None:
-        """The attempt's second token has come."""
+        """Notes that the attempt's second token has come."""
         self._second_token_s = now_s
 
     def handed_over(self, now_s: float, exposed_s: float) -> None:
-        """The hand-over is reported, before or after that."""
+        """Notes the report of the hand-over, before or after that."""
         latest_s = self._second_token_s or now_s
         self.noted.append(
             StagePhase(Stage.TRANSFER, self._first_token_s, min(self._first_token_s + exposed_s, latest_s)),
         )
 
     def until(self, now_s: float) -> list[StagePhase]:
-        """All that is noted; what has not ended, ends now."""
+        """All that is noted; a stage that has not ended ends now."""
         if self._lost_s:
             return [*self.noted, StagePhase(Stage.RECOVERY, self._lost_s, now_s)]
         if self._asked_s:
@@ -209,6 +213,7 @@ class Stages:
 
     @property
     def recovery_s(self) -> float:
+        """Time that failed attempts cost, before and after the first token."""
         return self.early_recovery_s + self.late_recovery_s
 
     @property
@@ -217,6 +222,7 @@ class Stages:
         return sum(self.by_stage().values())
 
     def by_stage(self) -> dict[Stage, float]:
+        """Seconds of each stage."""
         return {
             Stage.QUEUE: self.queue_s,
             Stage.DECODE_ADMISSION: self.decode_admission_s,

@@ -74,7 +74,7 @@ def ticket_from_pb(message: worker_pb2.Ticket) -> m.Ticket:
     return from_pb(message, m.Ticket)
 
 
-def start_command(start: m.Start) -> worker_pb2.Command:
+def start_command(start: m.StartCall) -> worker_pb2.Command:
     """The command that opens a call."""
     command = worker_pb2.Command(call_id=start.call_id, trace=start.trace)
     request: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest | worker_pb2.FetchRequest
@@ -96,7 +96,7 @@ def start_command(start: m.Start) -> worker_pb2.Command:
     return command
 
 
-def cancel_command(cancel: m.Cancel) -> worker_pb2.Command:
+def cancel_command(cancel: m.CancelCall) -> worker_pb2.Command:
     """The command that cancels a call."""
     return worker_pb2.Command(call_id=cancel.call_id, cancel=worker_pb2.Cancel())
 
@@ -106,7 +106,7 @@ def serve_request(commands: Iterable[worker_pb2.Command]) -> worker_pb2.ServeReq
     return worker_pb2.ServeRequest(commands=commands)
 
 
-def commands(message: worker_pb2.ServeRequest, max_model_len: float = math.inf) -> list[m.Start | m.Cancel]:
+def commands(message: worker_pb2.ServeRequest, max_model_len: float = math.inf) -> list[m.StartCall | m.CancelCall]:
     """Reads a router's frame. A start that is too long or of a newer release is not read; it holds its refusal.
 
     Args:
@@ -125,16 +125,16 @@ def max_start_bytes(max_model_len: float) -> float:
     return MAX_CONTROL_BYTES + MAX_TOKEN_BYTES * max_model_len
 
 
-def _command(message: worker_pb2.Command, max_model_len: float) -> m.Start | m.Cancel:
+def _command(message: worker_pb2.Command, max_model_len: float) -> m.StartCall | m.CancelCall:
     if message.WhichOneof("command") == "cancel":
-        return m.Cancel(message.call_id)
+        return m.CancelCall(message.call_id)
     try:
         require_short(message, max_start_bytes(max_model_len), InvalidRequest)
         if path := unknown_field(message):
             raise Unsupported(f"this worker does not know the field {path} of a router's command")
-        return m.Start(message.call_id, _call_request(message), dict(message.trace))
+        return m.StartCall(message.call_id, _call_request(message), dict(message.trace))
     except (InvalidRequest, TransferRefused, Unsupported) as refusal:
-        return m.Start(message.call_id, refusal, {})
+        return m.StartCall(message.call_id, refusal, {})
 
 
 def _call_request(message: worker_pb2.Command) -> m.PrefillRequest | m.DecodeRequest | m.FetchRequest | None:
@@ -165,7 +165,7 @@ _EVENTS = Oneof(
     fetched=m.Fetched,
     migrate=m.Migrate,
     failed=m.Failed,
-    ended=m.Ended,
+    ended=m.CallEnded,
 )
 """All events but `NewTokens`, which travels with each token and is written out by hand."""
 

@@ -27,15 +27,15 @@ from baton import wire
 from baton.blocks import KEY_BYTES
 from baton.errors import BatonError, InvalidRequest, Unsupported
 from baton.messages import (
-    Cancel,
+    CallEnded,
+    CancelCall,
     DecodeRequest,
-    Ended,
     Event,
     FetchRequest,
     Migrate,
     PrefillRequest,
     SequenceSpec,
-    Start,
+    StartCall,
 )
 from baton.rpc.errors import to_failed
 from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
@@ -78,7 +78,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         self._decode = decode
         self._fetch = fetch
         self._max_model_len = max_model_len
-        self._running: dict[asyncio.Task[None], tuple[Start, Outbox[tuple[int, Event]]]] = {}
+        self._running: dict[asyncio.Task[None], tuple[StartCall, Outbox[tuple[int, Event]]]] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -110,7 +110,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         try:
             async for frame in requests:
                 for command in wire.commands(frame, self._max_model_len):
-                    if isinstance(command, Cancel):
+                    if isinstance(command, CancelCall):
                         _cancel(calls.get(command.call_id))
                     elif command.call_id in calls:
                         taken = InvalidRequest(f"call {command.call_id} of this stream is running already")
@@ -126,23 +126,23 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
                 _cancel(call)
             await asyncio.wait((writing, *calls.values()))
 
-    async def _run(self, start: Start, outbox: Outbox[tuple[int, Event]]) -> None:
+    async def _run(self, start: StartCall, outbox: Outbox[tuple[int, Event]]) -> None:
         call_id = start.call_id
         try:
             async with contextlib.aclosing(self._events(start)) as events:
                 async for event in events:
                     outbox.put((call_id, event))
-            outbox.put((call_id, Ended()))
+            outbox.put((call_id, CallEnded()))
         except BatonError as error:
             outbox.put((call_id, to_failed(error)))
         except asyncio.CancelledError:
-            outbox.put((call_id, Ended()))
+            outbox.put((call_id, CallEnded()))
             raise
         except Exception:  # a defect of ours: the log gets the traceback, the router a sentence
             logger.exception("a call failed unexpectedly")
             outbox.put((call_id, to_failed(BatonError("internal error; the worker's log says more"))))
 
-    def _events(self, start: Start) -> AsyncGenerator[Event]:
+    def _events(self, start: StartCall) -> AsyncGenerator[Event]:
         trace = tracing.from_metadata(start.trace.items())
         logs.about(tracing.span_of(trace))
         if isinstance(start.request, BatonError):

@@ -18,12 +18,12 @@ from baton import wire
 from baton.blocks import content_id
 from baton.cluster import VERSION, Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import Config
-from baton.engine.core.block_pool import Removed, Stored
+from baton.engine.core.block_pool import BlockEvent, Stored
 from baton.engine.core.engine import Engine
+from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.loop import EngineLoop
 from baton.engine.core.runner import Runner
 from baton.engine.core.scheduler import SchedulerLimits
-from baton.engine.model.kv_cache import KVSpec
 from baton.rpc import RpcServer
 from baton.tasks import cancel_and_wait
 from kvstore.index import Connection, IndexPublisher, RedisIndex
@@ -47,20 +47,17 @@ class Member:
         self.incarnation = os.urandom(8).hex()
         """One per process start; names this process in hand-overs."""
         self.content_id = content_id(config.model.revision)
-        self.wire_compat = wire_compat(config.model.revision, runner.cache.spec)
+        self.wire_compat = wire_compat(config.model.revision, runner.spec)
         limits = SchedulerLimits(
-            block_size=runner.cache.spec.block_size,
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
             output_reservation=config.engine.output_reservation,
-            num_state_slots=config.engine.max_num_seqs if runner.cache.states else 0,
         )
-        self.engine = Engine(runner, limits)
-        self.loop = EngineLoop(self.engine, config.engine.max_waiting, self._on_block_events, self._on_idle)
+        self.loop = EngineLoop(Engine(runner, limits), config.engine.max_waiting, self._on_block_events, self._on_idle)
         local = LocalWorker(
             worker_id=worker_id,
             incarnation=self.incarnation,
-            caches=runner.caches,
+            caches=self.loop.caches,
             wire_compat=self.wire_compat,
             host=host,
         )
@@ -121,7 +118,6 @@ class Member:
             keeper = self._keeper = LeaseKeeper(leases, self.worker_id, renew_s=settings.renew_s)
             epoch = await keeper.acquire()
             stack.push_async_callback(keeper.close)
-            spec = self.runner.cache.spec
             self._info = WorkerInfo(
                 id=self.worker_id,
                 role=self._role,
@@ -131,8 +127,8 @@ class Member:
                 epoch=epoch,
                 content_id=self.content_id,
                 wire_compat=self.wire_compat,
-                block_size=spec.block_size,
-                max_model_len=self.runner.max_model_len,
+                block_size=self.loop.spec.block_size,
+                max_model_len=self.loop.max_model_len,
                 chunk_tokens=self.config.engine.max_num_batched_tokens,
                 version=VERSION,
                 known_fields=wire.KNOWN_FIELDS,
@@ -171,12 +167,12 @@ class Member:
 
     def _publisher_of(self, epoch: int, index: RedisIndex) -> IndexPublisher | None:
         """None: what this model caches is of use to nobody."""
-        if not self.runner.cache.spec.supports_prefix_reuse:
+        if not self.loop.spec.supports_prefix_reuse:
             return None
-        return IndexPublisher(index, self.worker_id, epoch, self.engine.pool.keys)
+        return IndexPublisher(index, self.worker_id, epoch, self.loop.keys)
 
     def _load(self) -> WorkerLoad:
-        load = self.engine.load()
+        load = self.loop.load()
         return WorkerLoad(
             state=self._state,
             running=load.running,
@@ -196,7 +192,7 @@ class Member:
         if self._keeper is not None:
             self._keeper.renew_soon()
 
-    def _on_block_events(self, events: list[Stored | Removed]) -> None:
+    def _on_block_events(self, events: list[BlockEvent]) -> None:
         if self._publisher is None:
             return
         for event in events:

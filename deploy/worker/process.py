@@ -38,6 +38,7 @@ from deploy.processes import FENCED, tell_parent
 from deploy.worker.calls import CallServicer, max_message_bytes
 from deploy.worker.control import WorkerControl
 from deploy.worker.member import Member
+from kvstore.worker_context import WorkerContext
 from prefill_worker.service import PrefillService
 
 ARITHMETIC_LAYERS = 2
@@ -57,8 +58,8 @@ async def running(
     def is_draining() -> bool:
         return member.state is WorkerState.DRAINING
 
-    prefill = PrefillService(worker_id, member.loop, member.kv, is_draining)
-    decode = DecodeService(worker_id, member.loop, member.kv, is_draining)
+    worker = WorkerContext(worker_id, member.loop, member.kv, is_draining)
+    prefill, decode = PrefillService(worker), DecodeService(worker)
     calls = CallServicer(
         prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch, max_model_len=runner.max_model_len
     )

@@ -21,7 +21,7 @@ from kvstore.transfer.transport.nccl import num_nccl_stalls
 
 if TYPE_CHECKING:
     from baton.config import FaultsConfig, TransferConfig
-    from baton.engine.core.loop import EngineLoop
+    from baton.engine.core.serving import ServingEngine
     from kvstore.transfer.local_worker import LocalWorker
 
 
@@ -35,12 +35,12 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
     """
 
     def __init__(
-        self, worker: LocalWorker, loop: EngineLoop, config: TransferConfig, faults: FaultsConfig | None = None
+        self, worker: LocalWorker, engine: ServingEngine, config: TransferConfig, faults: FaultsConfig | None = None
     ) -> None:
         self.sender = KvSender(worker, config, faults)
         self.receiver = KvReceiver(worker, config)
-        self.prefixes = PrefixPuller(worker.worker_id, loop, self.receiver, config.pull_timeout_s)
-        self._loop = loop
+        self.prefixes = PrefixPuller(worker.worker_id, engine, self.receiver, config.pull_timeout_s)
+        self._engine = engine
 
     def counts(self) -> TransferCounts:
         """Returns the counts that the worker's lease publishes."""
@@ -85,17 +85,18 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         self, request: kv_pb2.PullRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.PullResponse:
         """Sends the cached part of a prefix to the worker that asks for it."""
-        cache = self._loop.engine.runner.cache
-        pull = wire.pull_from_pb(request, max_keys=cache.num_blocks * cache.spec.block_size // GRANULE)
+        block_size = self.sender.layout.block_size
+        max_keys = self._engine.caches[0].num_blocks * block_size // GRANULE
+        pull = wire.pull_from_pb(request, max_keys=max_keys)
         ticket = pull.ticket
-        blocks = self._loop.pin_prefix(pull.block_keys)
+        pin = await self._engine.pin_prefix(pull.block_keys)
         try:
-            num_tokens = min(len(blocks) * self.sender.layout.block_size, ticket.num_tokens)
+            num_tokens = min(len(pin.block_ids[0]) * block_size, ticket.num_tokens)
             if num_tokens <= ticket.skip_tokens:
                 return kv_pb2.PullResponse(num_tokens=0)
             async with self.sender.transfer(ticket, num_tokens) as transfer:
-                transfer.attach(blocks)
+                transfer.extend(pin.block_ids)
                 await transfer.finish(None)
             return kv_pb2.PullResponse(num_tokens=num_tokens)
         finally:
-            self._loop.unpin(blocks)
+            self._engine.unpin(pin)

@@ -15,7 +15,7 @@ import grpc
 
 from baton import wire
 from baton.blocks import block_keys
-from baton.engine.core.engine import Reserved
+from baton.engine.core.outputs import Reserved
 from baton.engine.core.sequence import Purpose
 from baton.errors import BatonError, TransferTimeout
 from baton.messages import PrefixSource, Pull, SequenceSpec, Ticket
@@ -29,7 +29,7 @@ from kvstore.transfer.connection.reservations import Arrival
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
-    from baton.engine.core.loop import EngineLoop
+    from baton.engine.core.serving import ServingEngine
     from kvstore.transfer.receiver import KvReceiver
 
 logger = logging.getLogger(__name__)
@@ -43,11 +43,11 @@ class PrefixPuller:
         num_failed: pulls that failed since the start.
     """
 
-    def __init__(self, worker_id: str, loop: EngineLoop, receiver: KvReceiver, timeout_s: float) -> None:
+    def __init__(self, worker_id: str, engine: ServingEngine, receiver: KvReceiver, timeout_s: float) -> None:
         self.num_tokens = 0
         self.num_failed = 0
         self._worker_id = worker_id
-        self._loop = loop
+        self._engine = engine
         self._receiver = receiver
         self._timeout_s = timeout_s
 
@@ -61,7 +61,7 @@ class PrefixPuller:
         Returns:
             The number of tokens that came; 0 if none did, for whatever reason: the engine computes what is missing.
         """
-        if not self._loop.engine.runner.cache.spec.supports_prefix_reuse or source.worker_id == self._worker_id:
+        if not self._engine.spec.supports_prefix_reuse or source.worker_id == self._worker_id:
             return 0
         block_size = self._receiver.layout.block_size
         num_tokens = min(source.num_tokens, len(spec.token_ids) - 1) // block_size * block_size
@@ -81,15 +81,14 @@ class PrefixPuller:
         return num_pulled
 
     async def _fetch(self, prefix: SequenceSpec, source: PrefixSource, arrived_s: float) -> int:
-        async with self._loop.sequence(prefix, Purpose.RECEIVE, arrived_s) as handle:
-            reserved = await handle.next()
+        async with self._engine.sequence(prefix, Purpose.RECEIVE, arrived_s) as sequence:
+            reserved = await sequence.next()
             assert isinstance(reserved, Reserved)
-            sequence, skip_tokens = reserved.sequence, reserved.skip_tokens
-            if skip_tokens >= sequence.num_tokens:
+            num_tokens, skip_tokens = reserved.num_tokens, reserved.num_cached_tokens
+            if skip_tokens >= num_tokens:
                 return 0
-            transfer_id = f"{sequence.sequence_id}/prefix@{self._worker_id}"
-            blocks = sequence.block_table
-            ticket = self._receiver.expect(transfer_id, sequence.num_tokens, skip_tokens, blocks, partial=True)
+            transfer_id = f"{prefix.sequence_id}/prefix@{self._worker_id}"
+            ticket = self._receiver.expect(transfer_id, num_tokens, skip_tokens, reserved.block_ids, partial=True)
             keys = tuple(block_keys(prefix.cache_seed, prefix.token_ids))
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -100,7 +99,7 @@ class PrefixPuller:
                 await self._receiver.release(ticket)
             if arrival is None:
                 return 0
-            self._loop.adopt(sequence, arrival.num_tokens)
+            sequence.adopt(arrival.num_tokens)
             return arrival.num_tokens - skip_tokens
 
     async def _pull(self, ticket: Ticket, keys: tuple[bytes, ...], source: PrefixSource) -> Arrival | None:

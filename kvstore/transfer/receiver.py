@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton import wire
+from baton.blocks import num_blocks_for
+from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.errors import TransferError, TransferRefused, text_of
 from baton.messages import FromSender, Hello, SessionFailed, Ticket
 from kvstore.transfer.connection.incoming import IncomingConnection
@@ -36,9 +38,10 @@ from kvstore.transfer.transport.select import LocalRank, StagingPools, choose_tr
 from kvstore.transfer.transport.shm import host_id
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
 
     from baton.config import TransferConfig
+    from baton.engine.core.kv_spec import BlockTables
     from kvstore.transfer.local_worker import LocalWorker
     from kvstore.transfer.pipeline.thread import TransportThread
     from kvstore.transfer.transport.base import ReceivingTransport
@@ -98,8 +101,7 @@ class KvReceiver:
         transfer_id: str,
         num_tokens: int,
         skip_tokens: int,
-        block_ids: Sequence[int],
-        state_slot: int | None = None,
+        block_ids: BlockTables,
         partial: bool = False,
     ) -> Ticket:
         """Reserves blocks for a transfer, and returns the ticket that lets a sender fill them.
@@ -107,17 +109,20 @@ class KvReceiver:
         Args:
             num_tokens: tokens of the sequence, or of the prefix.
             skip_tokens: leading tokens that are in the blocks already; a multiple of the block size.
-            block_ids: all blocks of the sequence, in order.
-            state_slot: the slot of the sequence's states, if the model has states.
+            block_ids: the sequence's block tables.
             partial: whether fewer tokens than `num_tokens`, and no first token, complete the transfer too.
 
         Raises:
-            ValueError: there are too few blocks, or `skip_tokens` is not block-aligned.
+            ValueError: there are too few blocks, an empty place is to be written, or `skip_tokens` is not
+                block-aligned.
         """
         block_size = self.layout.block_size
-        num_blocks = -(-num_tokens // block_size)
-        if len(block_ids) < num_blocks:
-            raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, got {len(block_ids)}")
+        num_blocks = num_blocks_for(num_tokens, block_size)
+        for table in block_ids[: len(self.layout.groups)]:
+            if len(table) < num_blocks:
+                raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, got {len(table)}")
+            if EMPTY_PLACE in table[skip_tokens // block_size : num_blocks]:
+                raise ValueError(f"KV cannot be received into an empty place of {table}")
         if skip_tokens % block_size or not 0 <= skip_tokens <= num_tokens:
             raise ValueError(f"skip_tokens must be a multiple of {block_size} up to {num_tokens}, got {skip_tokens}")
         ticket = Ticket(
@@ -131,7 +136,7 @@ class KvReceiver:
             wire_compat=self._worker.wire_compat,
             layout=self.layout,
         )
-        return self._reservations.add(ticket, block_ids, state_slot, partial=partial)
+        return self._reservations.add(ticket, block_ids, partial=partial)
 
     async def wait_committed(self, ticket: Ticket) -> Arrival:
         """Waits until a transfer is complete and readable.
@@ -145,7 +150,7 @@ class KvReceiver:
         """
         return await self._reservations.wait_committed(ticket)
 
-    async def release(self, ticket: Ticket) -> tuple[int, ...]:
+    async def release(self, ticket: Ticket) -> BlockTables:
         """Ends the reservation, in whatever phase, and hands its blocks back, once.
 
         Waits for one scatter at most, even if cancelled meanwhile: the blocks are the caller's then too, although the

@@ -4,7 +4,7 @@ The life of a transfer at the sender:
 
 1. `transfer` takes a ticket and offers as soon as there is a connection, while the prompt still waits: opening the
    connection and the round trip to the receiver hide in the queue, and pings renew the lease from the offer on.
-2. `attach` passes the blocks. The caller pins them until the block of `transfer` is left.
+2. `extend` passes the blocks. The caller pins them until the block of `transfer` is left.
 3. `advance`, on the engine's thread, reports what is computed, in all layers or in some; a prefix that is computed
    already needs none. The connection's transport thread gathers, checksums and sends chunk by chunk.
 4. `finish` passes the first token, if there is one: Commit follows the last chunk, CommitAck ends the transfer.
@@ -41,9 +41,11 @@ ROOM_POLL_S = 0.05
 """How often `wait_for_room` looks again: transport threads send between two ends of transfers."""
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator
 
     from baton.config import TransferConfig
+    from baton.engine.core.kv_spec import BlockTables
+    from baton.engine.core.outputs import KvProgress
     from baton.engine.core.runner import Fence
     from kvstore.transfer.local_worker import LocalWorker
 
@@ -153,10 +155,9 @@ class KvSender:
         """Ends all connections and their threads."""
         await self._connections.close()
 
-    def copier(self, rank: int, part: TransferPart, block_ids: Sequence[int], state_slot: int | None) -> BlockCopier:
+    def copier(self, rank: int, part: TransferPart, block_ids: BlockTables) -> BlockCopier:
         """Returns what gathers the chunks of a part out of a rank's cache."""
-        cache = self._worker.caches[rank]
-        return BlockCopier(cache, part.plan, self.layout, rank, block_ids, state_slot=state_slot)
+        return BlockCopier(self._worker.caches[rank], part.plan, self.layout, rank, block_ids)
 
     @property
     def is_checked(self) -> bool:
@@ -225,26 +226,38 @@ class OutgoingTransfer:
         self._parts = parts
         self._queues: list[ChunkQueue] = []
 
-    def attach(self, block_ids: Sequence[int], state_slot: int | None = None) -> None:
+    def extend(self, block_ids: BlockTables) -> None:
         """Makes the blocks readable, as far as `advance` reports them computed.
 
+        It may be called again, in any thread, by an engine that gives a sequence its blocks bit by bit, before it
+        advances into them.
+
         Args:
-            block_ids: all blocks of the sequence, in order; those of `ticket.skip_tokens` are not sent.
-            state_slot: the slot of the sequence's states, if the model has states.
+            block_ids: all blocks of the sequence so far; those of `ticket.skip_tokens` are not sent.
         """
+        if self._queues:
+            for queue in self._queues:
+                queue.extend(block_ids)
+            return
         for (rank, _), part in self._parts.items():
-            copier = self._sender.copier(rank, part, block_ids, state_slot)
+            copier = self._sender.copier(rank, part, block_ids)
             queue = ChunkQueue(self.ticket, copier, self._sender.is_checked)
             self._queues.append(queue)
             part.attach(queue)
 
+    def on_progress(self, progress: KvProgress) -> None:
+        """Takes an engine's report, in any thread, after the first `extend`."""
+        if progress.block_ids is not None:
+            self.extend(progress.block_ids)
+        self.advance(progress.num_tokens, progress.num_layers, progress.fence)
+
     def advance(self, num_tokens: int, num_layers: int, fence: Fence | None = None) -> None:
         """Reports that the first `num_tokens` tokens are computed in the model's first `num_layers` layers.
 
-        Called by any thread, after `attach`.
+        Called by any thread, after the first `extend`.
 
         Args:
-            fence: on a GPU, the event that must have passed before the blocks are read.
+            fence: what must have happened before these blocks are read.
         """
         for queue in self._queues:
             queue.advance(num_tokens, num_layers, fence)

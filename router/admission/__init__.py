@@ -1,4 +1,4 @@
-"""What is let in: validation of a request, a bound on how many are served at once, and who is in time."""
+"""Admission: tenants, validation of requests, a bound on how many are served at once, and which meet their deadline."""
 
 from router.admission.claim import Claim, SloCounts, claim_of
 from router.admission.gate import PATIENCE, Gate, QueueEntry

@@ -13,11 +13,13 @@ from router.placement import Objective, Weights
 
 LEAST_PRIORITY = -1000
 CUSTOM_CLASS = "custom"
-"""Of requests that set an objective of their own."""
+"""SLO class of requests that set an objective of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
+    """The claim of one request."""
+
     tenant: Tenant
     priority: int
     slo_class: str
@@ -29,7 +31,7 @@ class Claim:
 
 @dataclass(slots=True)
 class SloCounts:
-    """Requests since the router started, held against their objectives. Whoever cancels counts nowhere."""
+    """Requests since the router started, held against their objectives. Cancelled requests count nowhere."""
 
     met: int = 0
     missed: int = 0

@@ -1,12 +1,12 @@
-"""Who is let into the queues: those whose first token is predicted to come in time.
+"""Admits requests whose first token is predicted to come in time.
 
 The prediction is placement's, for the worker that it would choose. A request that the queue would make late is refused
-at once, with the seconds until it would not be; unless those before it are of a tenant that has more than its share of
-the queues (weighted max-min fairness, on seconds of computing). These are shed, newest first, as many as it takes.
-Nobody waits for those of a lower priority: the workers compute them later.
+at once, with the seconds until it would not be; unless the prompts before it are of a tenant that has more than its
+share of the queues (weighted max-min fairness, on seconds of computing). These are shed, newest first, as many as it
+takes. No request waits for one of a lower priority: the workers compute those later.
 
 A prompt that takes longer than its objective even on an idle worker cannot be helped by refusing others. It is
-computed when nothing else waits (its turn comes last), and refused only if that is not to be for PATIENCE objectives.
+computed when nothing else waits (its turn comes last), and refused only if that would take PATIENCE objectives.
 
 No clock, no queue of its own: prompts wait on the workers, which compute them in order of turn and deadline.
 """
@@ -34,15 +34,15 @@ class QueueEntry:
     tenant: Tenant
     priority: int
     ttft_s: float
-    """Left of its objective."""
+    """What is left of its TTFT objective."""
     worker_id: str = ""
-    """That is to compute its prompt."""
+    """The worker that would compute its prompt."""
     compute_s: float = 0.0
     turn: Turn = (0, False)
     """See `router.placement.Turn`."""
 
     def is_placed(self, placement: Placement) -> None:
-        """Where it would go."""
+        """Notes where it would go."""
         self.worker_id = placement.computes
         self.compute_s = placement.prediction.pull_s + placement.prediction.compute_s
         self.turn = -self.priority, self.compute_s > self.ttft_s
@@ -89,7 +89,7 @@ class Gate:
         return victims
 
     def left(self, entry: QueueEntry) -> None:
-        """Its prompt is computed, or it has gone; idempotent."""
+        """Removes an entry: its prompt is computed, or it has gone; idempotent."""
         queue = self._queues.get(entry.worker_id, {})
         if entry in queue:
             del queue[entry]
@@ -99,7 +99,7 @@ class Gate:
                 del self._shares[entry.tenant.id], self._num_entries[entry.tenant.id]
 
     def _late_s(self, entry: QueueEntry, prediction: Prediction) -> float:
-        """By how much waiting makes it late; 0 or less: it does not."""
+        """Seconds by which waiting makes it late; 0 or less: it does not."""
         if math.isinf(entry.ttft_s):
             return 0.0
         wait_s = max(prediction.wait_s, prediction.room_s)

@@ -1,4 +1,4 @@
-"""How long answers are, as far as answers so far tell."""
+"""Estimates how long answers are, from the answers so far."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 REMEMBERED = 256
 ENOUGH = 16
-"""Answers of a tenant before they count instead of everybody's."""
+"""Answers of a tenant before its own history is used instead of everybody's."""
 QUANTILE = 0.9
 
 

@@ -1,4 +1,4 @@
-"""Who asks. A tenant is whoever holds one of its API keys.
+"""Tenants. A request belongs to the tenant whose API key it carries.
 
 The tenants stand in one YAML file (`router.tenants_file`), read once at start:
 
@@ -45,8 +45,8 @@ class Tenant:
     slo_class: str = ""
     """What its requests are measured by when they do not say themselves."""
     max_priority: int = 0
-    """The highest `priority` its requests may ask for. 0 is what a request has that asks for none, so without this
-    nobody jumps a queue; asking for less than 0, to let others go first, is everybody's right."""
+    """The highest `priority` its requests may ask for. A request that asks for none has 0, so without this no request
+    jumps a queue; every tenant may ask for less than 0, to let others go first."""
     cache_scope: str = ""
     """Tenants of the same scope hit each other's cached prefixes. Empty: the tenant's own id, so that another one's
     scope can also name this tenant."""
@@ -114,13 +114,13 @@ class TenantBook:
         return {tenant.slo_class for tenant in (self._by_digest or {}).values()}
 
     def identify(self, api_key: str | None) -> Tenant:
-        """Whose key it is.
+        """The tenant of an API key.
 
-        The look-up needs no constant-time comparison: it compares digests, so its timing could tell at most a part of
-        a digest, from which no key follows.
+        The look-up needs no constant-time comparison: it compares digests, so its timing reveals at most a part
+        of a digest, from which no key follows.
 
         Raises:
-            Unauthenticated: nobody's, or there is none.
+            Unauthenticated: the key is no tenant's, or there is none.
         """
         if self._by_digest is None:
             return DEFAULT_TENANT

@@ -26,6 +26,7 @@ class ModelFacts:
 
 
 def check_model(name: str, model: ModelFacts) -> None:
+    """Raises ModelNotFound for another model than the served one; an empty name means that one."""
     if name not in ("", model.id):
         raise ModelNotFound(f"the model {name!r} is not served here; use {model.id!r}", "model")
 

@@ -42,7 +42,7 @@ class AnswerWriter:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
         self._stops = StopChecker(stops)
         self.num_awaited = num_delivered
-        """Of the delivered tokens, those not taken yet. If some are left when the answer ends, it is not the one that
+        """Delivered tokens that have not been taken yet. If some are left when the answer ends, it is not the one that
         the client has."""
         self._is_last_delivered = num_delivered > 0
         """Whether the client has the last token that was taken."""

@@ -15,7 +15,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 
 
 class ControllerClient:
-    """The controller that is known at the moment. Every method raises the controller's own typed errors.
+    """Orders to the controller that is known at the moment. Every method raises the controller's own typed errors.
 
     Raises:
         NoController: none is known, or the one that is does not answer.

@@ -30,10 +30,10 @@ CALLER: ContextVar[Tenant] = ContextVar("caller")
 
 
 class Authentication(grpc.aio.ServerInterceptor):
-    """Tells whose call of `Inference` it is, or refuses it before its message is parsed; so too an order of `Admin`,
-    for which it takes an operator's key.
+    """Identifies the tenant of a call of `Inference`, or refuses the call before its message is parsed; so too an order
+    of `Admin`, for which it takes an operator's key.
 
-    Health, reflection and what `Admin` only tells need none: nothing of it is a tenant's.
+    Health, reflection and the status of `Admin` need no key: nothing of it is a tenant's.
     """
 
     def __init__(self, tenants: TenantBook) -> None:
@@ -108,7 +108,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """Tells what runs; passes orders on to the controller."""
+    """Shows what runs, and passes orders on to the controller."""
 
     def __init__(
         self,

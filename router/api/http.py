@@ -50,9 +50,9 @@ T = TypeVar("T")
 
 MAX_BODY_BYTES = 8 * 2**20
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
-"""FastAPI's own, which it would ask the environment about with every request: the service has ours."""
+"""FastAPI's own telemetry, which would ask the environment with every request: the service has ours."""
 OPEN_PATHS = {"/", "/health", "/healthz", "/readyz", "/metrics"}
-"""What needs no API key: probes and scrapers have none, and the page at / has only what /metrics says."""
+"""Paths that need no API key: probes and scrapers have none, and the page at / shows only what /metrics shows."""
 
 
 def create_app(
@@ -291,7 +291,7 @@ async def _disconnected(request: Request) -> None:
 
 
 class _Authentication:
-    """Tells whose request it is, in `request.state.tenant`, or refuses it before its body is read."""
+    """Identifies the tenant, in `request.state.tenant`, or refuses a request before its body is read."""
 
     def __init__(self, app: ASGIApp, tenants: TenantBook) -> None:
         self._app = app

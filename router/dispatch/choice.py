@@ -70,6 +70,7 @@ class Choice:
 
     @property
     def index(self) -> int:
+        """Its place among the request's choices."""
         return self.spec.choice_index
 
     def next_spec(self, now_s: float, num_expected_tokens: int) -> SequenceSpec:

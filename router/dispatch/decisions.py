@@ -1,4 +1,4 @@
-"""Why a request went where it went: the latest decisions, kept to be explained."""
+"""Why requests went where they went: the latest placements, kept to be explained."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from router.admission import Claim
 from router.placement import Placement, Prediction
 
 KEPT = 256
-"""Decisions; one on a large pool holds some tens of KiB."""
+"""Placements that are kept; one on a large pool holds some tens of KiB."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PlacementDecision:
-    """About one choice, when it was first placed."""
+    """How one choice was first placed."""
 
     request_id: str
     choice_index: int
@@ -26,9 +26,9 @@ class PlacementDecision:
     prediction: Prediction
     num_expected_tokens: int
     outcome: str = "let in"
-    """Or why it was not, or not for long."""
+    """What became of it: admitted, or why it was not, or not for long."""
     ttft_s: float = 0.0
-    """Measured, from the placement on; 0: not yet."""
+    """Measured time to the first token, from the placement on; 0: not known yet."""
 
 
 class DecisionLog:
@@ -38,6 +38,7 @@ class DecisionLog:
         self._decisions: OrderedDict[tuple[str, str, int], PlacementDecision] = OrderedDict()
 
     def note(self, spec: SequenceSpec, claim: Claim, placement: Placement, prediction: Prediction) -> PlacementDecision:
+        """Keeps a new placement."""
         decision = PlacementDecision(
             request_id=spec.request_id,
             choice_index=spec.choice_index,
@@ -55,12 +56,12 @@ class DecisionLog:
         return decision
 
     def explain(self, request_id: str) -> list[PlacementDecision]:
-        """One for each choice, as far as they are still known, whatever the tenant."""
+        """The placements of a request's choices, as far as they are still known, whatever the tenant."""
         return [decision for (_, known, _), decision in self._decisions.items() if known == request_id]
 
 
 def explained(decision: PlacementDecision) -> Explanation:
-    """In plain values, the quickest worker first."""
+    """A placement in plain values, the quickest worker first."""
     claim, placement = decision.claim, decision.placement
     options = [
         Option(

@@ -21,9 +21,9 @@ from baton import messages, wire
 from baton.cluster import Worker
 from baton.errors import BatonError, Unsupported, WorkerFailed
 from baton.messages import (
+    CallEnded,
     DecodeRequest,
     Decoding,
-    Ended,
     Failed,
     Fetched,
     FetchRequest,
@@ -55,7 +55,7 @@ class WorkerCallError(Exception):
 class WorkerStream(Generic[Event]):
     """The answers of one call. Leaving the context cancels the call, which frees everything on the worker.
 
-    Answers that nobody reads wait here and hold up no other call.
+    Answers that are not read yet wait here and hold up no other call.
     """
 
     def __init__(self, worker: Worker, leave: Callable[[], None]) -> None:
@@ -88,11 +88,12 @@ class WorkerStream(Generic[Event]):
         self._outlives_context = True
 
     def deliver(self, event: Event) -> None:
+        """Adds an answer."""
         self._events.append(event)
         self._wake()
 
     def fail(self, failure: BatonError) -> None:
-        """No further answer comes."""
+        """Ends the call: no further answer comes."""
         self._failure = failure
         self._wake()
 
@@ -128,7 +129,7 @@ class _Link:
     ) -> WorkerStream[Any]:
         """Raises WorkerCallError where the worker does not know all that would be said: then nothing is."""
         call_id = next(self._call_ids)
-        command = wire.start_command(messages.Start(call_id, request, dict(tracing.to_metadata(trace))))
+        command = wire.start_command(messages.StartCall(call_id, request, dict(tracing.to_metadata(trace))))
         lacking = wire.fields_unknown_to(worker.info.known_fields)
         if lacking and (unknown := lacking & wire.fields_in(command)):
             sentence = f"{worker.info.id} is of an older release and does not know {wire.named(unknown)}"
@@ -143,10 +144,10 @@ class _Link:
 
     def _leave(self, call_id: int) -> None:
         if self._calls.pop(call_id, None) is not None:  # else the worker has ended it
-            self._outbox.put(wire.cancel_command(messages.Cancel(call_id)))
+            self._outbox.put(wire.cancel_command(messages.CancelCall(call_id)))
 
     async def _write(self) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # broken: whoever reads is told why
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # broken: the reader learns why
             while True:
                 await self._stream.write(wire.serve_request(await self._outbox.take(MAX_FRAME_COMMANDS)))
 
@@ -175,7 +176,7 @@ class _Link:
             case Failed():
                 del self._calls[call_id]
                 call.fail(from_failed(event, call.worker.info.id))
-            case Ended():
+            case CallEnded():
                 del self._calls[call_id]
                 call.fail(WorkerFailed(f"{call.worker.info.id} ended the call early"))
             case None:

@@ -2,7 +2,6 @@
 
 from router.placement.load import Job, LoadBook, Residence, Turn
 from router.placement.policy import (
-    DEFAULT_PRICES,
     DEFAULT_WEIGHTS,
     NO_OBJECTIVE,
     Candidate,
@@ -10,13 +9,12 @@ from router.placement.policy import (
     Objective,
     Placement,
     Prediction,
-    Prices,
     Prompt,
     Terms,
     Weights,
     place,
 )
-from router.placement.prices import PriceFit
+from router.placement.prices import DEFAULT_PRICES, PriceFit, Prices
 
 __all__ = [
     "DEFAULT_PRICES",

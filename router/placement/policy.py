@@ -4,21 +4,21 @@ For a worker that computes the prompt, the time to the first token is
 
     max(wait for those before it, wait for room to decode) + pulling a prefix + computing the rest
 
-where a prefix is pulled from whoever holds the longest one if that is quicker than computing it. What a worker's steps
-cost it has fitted itself (`baton.costs`); what moving KV costs, the router has (`Prices`). A decode worker that
+where a prefix is pulled from the worker that holds the longest one if that is quicker than computing it. A worker has
+fitted the costs of its steps itself (`baton.costs`), the router those of moving KV (`Prices`). A decode worker that
 computes a prompt does so between the steps of the sequences that it decodes, so it takes longer, and they do. Handing
 over costs what the computing did not hide. Then the answer's further tokens take as long as the decode worker's steps
 will be, and a worker whose steps would break the objective comes after all others.
 
 A prefix that every worker holds (a shared system prompt) makes all of them quicker alike, so only the overlap *in
-excess of the pool's* attracts, and only as far as the owner is not busier by more than it saves: then somebody else
+excess of the pool's* attracts, and only as far as the owner is not busier by more than it saves: then another worker
 pulls it, and a hot prefix spreads. Naive longest-prefix routing sends a whole trace with one system prompt to a single
 worker; this does not.
 
 A prompt that is computed away from its owner, pulled or not, takes room in a second cache, which later prompts miss.
 That costs this request nothing, so it is an extra, for each token that the chosen worker lacks and another one holds.
 Equal costs are broken by rendezvous hashing of the prompt's first blocks, so that a session stays near where it began
-even when nobody's cache is known.
+even when no cache is known.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ import xxhash
 
 from baton.cluster import Role
 from baton.costs import ITL_TARGET, LEAST_SHARE, PRIOR, StepCosts
+from router.placement.prices import DEFAULT_PRICES, Prices
 
 SESSION_BLOCKS = 2
-"""Leading blocks that tell sessions apart: the first alone is often a shared system prompt."""
+"""Leading blocks that distinguish sessions: the first alone is often a shared system prompt."""
 EQUAL_SHARE = 0.01
 """Costs that differ by less than this share are equal: predictions are no better."""
 
@@ -45,10 +46,12 @@ LARGE_POOL = 32
 SHORTLIST = 8
 """Then those that fewer others than this outdo, in what they hold and in what they have to do."""
 BREACH = 10.0
-"""A second of a step above the objective, in seconds."""
+"""Cost in seconds of a second by which a step exceeds the objective."""
 
 
 class Mode(StrEnum):
+    """How the workers of a request share its work."""
+
     SPLIT = "split"
     """A prefill worker computes the prompt and hands its KV over to a decode worker."""
     AGGREGATED = "aggregated"
@@ -57,10 +60,12 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
+    """What placement needs to know of a sequence."""
+
     num_tokens: int
     block_keys: tuple[bytes, ...]
     num_expected_tokens: int = 128
-    """Of the answer."""
+    """Expected tokens of the answer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +79,7 @@ class Candidate:
     wait_s: float = 0.0
     """Computing the prompts that come before this one, were the worker to do nothing else."""
     recent_s: float = 0.0
-    """What it has computed lately."""
+    """Prompt computing that it has done lately."""
     num_decoding: int = 0
     num_kv_tokens: int = 0
     """Context of the sequences that it decodes, or will."""
@@ -86,7 +91,7 @@ class Candidate:
     chunk_tokens: int = 2048
     """Prompt tokens in one step."""
     takes_work: bool = True
-    """Otherwise it is no more than a source of prefixes."""
+    """Whether it takes new work; a worker that does not is a source of prefixes only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +110,10 @@ class Weights:
     """What counts besides the seconds of this request's own answer."""
 
     affinity: float = 1.0
-    """Of computing a token, for each token that another worker holds and this one will hold as well."""
+    """Penalty for leaving a cached prefix: per token cached elsewhere but not here, as a multiple of the time to
+    compute that token."""
     interference: float = 0.02
-    """Of the time that computing a prompt takes, for each sequence that is decoded beside it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What moving KV takes: seconds, and seconds a token."""
-
-    pull_s: float = 2e-3
-    pull_s_per_token: float = 5e-6
-    exposed_s: float = 2e-3
-    """Of a hand-over, what comes after the first token."""
-    exposed_s_per_token: float = 1e-7
+    """Penalty for disturbing others: per sequence decoded beside the prompt, as a share of the time to compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +127,13 @@ class Prediction:
     pull_s: float
     compute_s: float
     exposed_s: float
-    """Of the hand-over, what comes after the first token."""
+    """Part of the hand-over that comes after the first token."""
     step_s: float
     """Between two tokens."""
 
     @property
     def ttft_s(self) -> float:
+        """Time to the first token."""
         return max(self.wait_s, self.room_s) + self.pull_s + self.compute_s
 
 
@@ -164,11 +160,13 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
+    """The workers of a request, and what was predicted for them."""
+
     mode: Mode
     decode_worker: str
     prefill_worker: str = ""
     source: str = ""
-    """Worker from which the one that computes the prompt pulls a prefix first; empty: nobody."""
+    """Worker from which the one that computes the prompt pulls a prefix first; empty: none."""
     source_tokens: int = 0
     """Leading prompt tokens that the source is believed to hold."""
     prediction: Prediction = Prediction(wait_s=0.0, room_s=0.0, pull_s=0.0, compute_s=0.0, exposed_s=0.0, step_s=0.0)
@@ -181,7 +179,7 @@ class Placement:
         return self.prefill_worker or self.decode_worker
 
 
-NO_OBJECTIVE, DEFAULT_WEIGHTS, DEFAULT_PRICES = Objective(), Weights(), Prices()
+NO_OBJECTIVE, DEFAULT_WEIGHTS = Objective(), Weights()
 
 
 def place(
@@ -208,7 +206,15 @@ def place(
     """
     if len(candidates) > LARGE_POOL:
         candidates = _shortlist(candidates, _session_of(prompt))
-    costs = _Costs(prompt, candidates, objective, weights, prices, pull_above_tokens, not_from)
+    costs = _Costs(
+        prompt,
+        candidates,
+        objective=objective,
+        weights=weights,
+        prices=prices,
+        pull_above_tokens=pull_above_tokens,
+        not_from=not_from,
+    )
     pools = {role: [c for c in candidates if c.role is role and c.takes_work] for role in Role}
     decodes = costs.on_decode(pools[Role.DECODE])
     prefills = costs.on_prefill(pools[Role.PREFILL]) if mode != Mode.AGGREGATED else []
@@ -233,10 +239,10 @@ NUM_CACHED_TOKENS, WAIT_S, NUM_KV_TOKENS = map(attrgetter, ("num_cached_tokens",
 
 
 def _shortlist(candidates: Sequence[Candidate], session: int) -> list[Candidate]:
-    """Those that are worth a closer look: whom SHORTLIST others of their role outdo is left out.
+    """The candidates that are worth a closer look: one that SHORTLIST others of its role outdo is left out.
 
-    The cost falls with what a worker holds and rises with what it has to do, so among workers of one speed somebody
-    outdone never costs less than who outdoes it. What a decode worker has to do is of two kinds, prompts and decoding;
+    The cost falls with what a worker holds and rises with what it has to do, so among workers of one speed a worker
+    never costs less than one that outdoes it. What a decode worker has to do is of two kinds, prompts and decoding;
     each is looked at by itself, so one that is second best in both may be missed.
     """
     chosen: dict[str, Candidate] = {}
@@ -252,7 +258,9 @@ def _shortlist(candidates: Sequence[Candidate], session: int) -> list[Candidate]
 
 
 def _not_outdone(pool: Sequence[Candidate], to_do: Callable[[Candidate], float]) -> list[Candidate]:
-    """Those beside whom fewer than SHORTLIST others hold as much and have as little to do; of equals, the first."""
+    """The candidates beside which fewer than SHORTLIST others hold as much and have as little to do; of equals, the
+    first.
+    """
     found: list[Candidate] = []
     least: list[float] = []
     """What the SHORTLIST least busy of those found have to do."""
@@ -270,13 +278,14 @@ def _session_of(prompt: Prompt) -> int:
 
 
 class _Costs:
-    """Of one request on each candidate. The loops over candidates are here: plain arithmetic on local names, since this
-    is done for every request and every worker."""
+    """The costs of one request on each candidate. The loops over candidates are here: plain arithmetic on local names,
+    since this is done for every request and every worker."""
 
     def __init__(
         self,
         prompt: Prompt,
         candidates: Sequence[Candidate],
+        *,
         objective: Objective,
         weights: Weights,
         prices: Prices,
@@ -378,7 +387,7 @@ class _Costs:
         )
 
     def _owner(self) -> Candidate:
-        """Of those that hold the longest prefix, the one with the least to do."""
+        """The source of a prefix: the least busy of the workers that hold the longest one."""
         owners = [c for c in self._sources if c.num_cached_tokens == self._longest]
         least = min((c.wait_s, c.num_kv_tokens) for c in owners)
         idle = [c for c in owners if (c.wait_s, c.num_kv_tokens) == least]

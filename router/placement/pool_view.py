@@ -1,4 +1,4 @@
-"""The router's view of the workers: their leases, what it sent them itself, and whom it mistrusts."""
+"""The router's view of the workers: their leases, what it sent them itself, and which of them it mistrusts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from router.placement import Candidate, Job, LoadBook, Prompt, Residence, Turn
 UNKNOWN_LENGTH = 2**31 - 1
 """Context of a model that does not say its own: then the workers' limit is what counts."""
 SUSPICION_S = 10.0
-"""A worker whose stream broke is passed over for so long, unless it comes back as a new incarnation."""
+"""Time for which a worker whose stream broke is passed over, unless it comes back as a new incarnation."""
 SHORT = 8
-"""A worker that holds less than one such part of the sequence that most of its role hold has something wrong with it,
-or its lease has: it takes only what fits it, and what the others hold stays everybody's limit. A prefill worker is also
-judged by the decode workers, who could do without it."""
+"""A worker that holds less than one such part of the sequence that most of its role hold is broken, or its lease is: it
+takes only what fits it, and what the others hold stays the limit of all requests. A prefill worker is also judged by
+the decode workers, which could do without it."""
 LEAVING_S = 3.0
-"""A worker that has said on a stream that it leaves its role is not asked for so long; by then its lease says so."""
+"""Time for which a worker that asked on a stream to have its choices moved gets no work; by then its lease says that it
+leaves its role."""
 
 
 class PoolView:
@@ -50,11 +51,11 @@ class PoolView:
         """Workers that hold much less than others do -> the longest sequence that each of them holds."""
         self._block_size = GRANULE
         self._books: dict[tuple[str, int], LoadBook] = {}
-        """By worker and epoch: an incarnation's jobs are none of the next one's."""
+        """Load by worker and epoch: an incarnation's jobs are none of the next one's."""
         self._ready: list[LoadBook] = []
-        """Of the workers that take traffic."""
+        """Load of the workers that take traffic."""
         self._draining: list[LoadBook] = []
-        """Of those from which no more than prefixes can be had."""
+        """Load of the workers that drain: only prefixes can be had from them."""
         self._lacking: dict[str, frozenset[str]] = {}
         """Workers of an older release -> fields that they do not know."""
         self._residence = Residence()
@@ -64,6 +65,7 @@ class PoolView:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
+        """All workers that have a lease, by id."""
         return tuple(self._workers.values())
 
     def max_model_len(self) -> int | None:
@@ -72,11 +74,11 @@ class PoolView:
 
     @property
     def block_size(self) -> int:
-        """Most workers', in tokens; a granule while none is known."""
+        """The block size of most workers, in tokens; a granule while none is known."""
         return self._block_size
 
     async def update(self, workers: Collection[Worker]) -> None:
-        """Takes over what the leases say; whoever has none is gone."""
+        """Takes over the leases; a worker without one is gone."""
         self._workers = {worker.info.id: worker for worker in sorted(workers, key=lambda worker: worker.info.id)}
         infos = [worker.info for worker in self._workers.values()]
         lengths = {info.id: min(info.max_model_len, self._longest) for info in infos}
@@ -119,6 +121,7 @@ class PoolView:
                 await self._changed.wait()
 
     def get(self, worker_id: str) -> Worker:
+        """The worker of this id. Raises KeyError where it has no lease."""
         return self._workers[worker_id]
 
     def suspect(self, worker: Worker) -> None:
@@ -126,12 +129,12 @@ class PoolView:
         self._suspects[worker.info.id, worker.info.epoch] = self._clock() + SUSPICION_S
 
     def leaves(self, worker: Worker) -> None:
-        """It takes no new work in its role; its lease may not say so yet."""
+        """Notes that a worker takes no new work in its role; its lease may not say so yet."""
         info = worker.info
         self._leaving[info.id, info.epoch, info.role] = self._clock() + LEAVING_S
 
     def stays(self, worker: Worker) -> bool:
-        """It has said that it leaves its role, and its lease says that it has not, and does not."""
+        """Whether a worker that announced to leave its role has stayed, according to its lease."""
         now = self._workers.get(worker.info.id)
         return now is not None and now.info.role is worker.info.role and self.is_trusted(now)
 
@@ -148,7 +151,7 @@ class PoolView:
         return {worker_id for worker_id, length in self._short.items() if length < num_tokens}
 
     def with_room(self, num_tokens: int, excluded: Collection[str]) -> set[str]:
-        """The decode workers that have room for so many tokens, as far as is known, were none of them cached there."""
+        """The decode workers that have room for `num_tokens`, as far as is known, if none of them is cached there."""
         return {
             book.worker_id
             for book in self._ready
@@ -159,6 +162,7 @@ class PoolView:
         }
 
     def is_trusted(self, worker: Worker) -> bool:
+        """Whether a worker takes work, and neither broke off nor leaves its role."""
         return worker.load.state is WorkerState.READY and self._is_trusted(worker.info.id, worker.info.epoch)
 
     def _is_trusted(self, worker_id: str, epoch: int) -> bool:
@@ -169,6 +173,7 @@ class PoolView:
         return self._leaving.get((worker_id, epoch, role), 0.0) <= now
 
     def is_ready(self, role: Role) -> bool:
+        """Whether a worker of this role takes work."""
         return any(w.info.role is role and self.is_trusted(w) for w in self.workers)
 
     def candidates(self, prompt: Prompt, turn: Turn, excluded: Collection[str] = ()) -> list[Candidate]:
@@ -193,7 +198,7 @@ class PoolView:
         return [book.seen(turn, min(held.get(book.worker_id, 0) * book.block_size, num_tokens), now) for book in ready]
 
     def wait_s(self, worker: Worker, turn: Turn) -> float:
-        """Computing the prompts whose turn is not after `turn`."""
+        """Seconds of computing the prompts whose turn is not after `turn`."""
         return self._books[worker.info.id, worker.info.epoch].wait_s(turn, self._clock())
 
     @contextlib.contextmanager

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from baton.fit import CostFit
-from router.placement.policy import DEFAULT_PRICES, Prices
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What moving KV takes: seconds, and seconds a token."""
+
+    pull_s: float = 2e-3
+    pull_s_per_token: float = 5e-6
+    exposed_s: float = 2e-3
+    """Part of a hand-over that comes after the first token."""
+    exposed_s_per_token: float = 1e-7
+
+
+DEFAULT_PRICES = Prices()
 
 
 class PriceFit:
-    """Over all pairs of workers: one seldom has enough transfers of its own."""
+    """What moving KV costs over all pairs of workers: one pair seldom has enough transfers of its own."""
 
     def __init__(self, prior: Prices = DEFAULT_PRICES) -> None:
         self._pull = CostFit((prior.pull_s, prior.pull_s_per_token))
@@ -15,12 +30,12 @@ class PriceFit:
         self.prices = prior
 
     def pulled(self, num_tokens: int, took_s: float) -> None:
-        """A prefix has arrived."""
+        """Learns how long the pull of a prefix took."""
         self._pull.observe((1.0, num_tokens), took_s)
         self._update()
 
     def handed_over(self, num_tokens: int, exposed_s: float) -> None:
-        """A prompt's KV has arrived so long after its first token."""
+        """Learns how long after the first token a prompt's KV arrived."""
         self._exposed.observe((1.0, num_tokens), exposed_s)
         self._update()
 

@@ -1,7 +1,7 @@
-"""Holds what placement believed of a worker's cache against what the worker found there.
+"""Compares what placement believed of a worker's cache with what the worker found there.
 
-The one that computes a prompt says how much of it was cached. Less than believed: the hint was stale. It is counted,
-and the mirror takes back what was wrong, unless the worker's events have told it more since.
+The worker that computes a prompt reports how much of it was cached. Less than believed means that the hint was stale.
+It is counted, and the mirror takes back what was wrong, unless events of the worker have come since.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Hint:
     worker_id: str
     block_size: int
     keys: tuple[bytes, ...]
-    """Of the leading blocks that it could use if it held them."""
+    """Keys of the leading blocks that it could use if it held them."""
     as_of: Position | None
     """Where the mirror stood in the worker's events; None: it knew nothing of the worker."""
 

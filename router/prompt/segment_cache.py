@@ -26,11 +26,11 @@ from baton.errors import InvalidRequest
 MAX_BYTES = 64 * 2**20
 """Kept at most: about 25 to 35 MB of English text, and its tokens."""
 LARGEST_SHARE = 1 / 16
-"""Of what is kept at most, for one segment: else a single one could make all others go."""
+"""Largest segment that is kept, as a share of MAX_BYTES: otherwise a single one could evict all others."""
 MIN_CHARACTERS = 64
-"""Of a segment that another one follows: shorter ones would cost more than they save."""
+"""Shortest segment that is kept when another one follows: shorter ones would cost more than they save."""
 OVERHEAD_BYTES = 300
-"""Of a kept segment, beside its text and its tokens: about what the dictionary and the objects take."""
+"""Bytes of a kept segment beside its text and its tokens: about what the dictionary and the objects take."""
 
 
 def encode_batch(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
@@ -67,8 +67,8 @@ class SegmentEncoder:
         """The token ids of `text`.
 
         Args:
-            scope: whose prompt it is. How long this takes tells what came before, so only prompts of the same scope
-                share segments.
+            scope: the tenant's cache scope. The time that this takes reveals what came before, so only prompts of the
+                same scope share segments.
 
         Raises:
             InvalidRequest: the text is not valid Unicode.

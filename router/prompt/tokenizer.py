@@ -32,6 +32,8 @@ SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
+    """The tokenizer of one model, with the limits and defaults that its folder states."""
+
     chat_template: ChatTemplate
     vocab_size: int
     """One more than the highest token id."""

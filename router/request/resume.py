@@ -36,6 +36,7 @@ class Call:
 
     @staticmethod
     def of_current_task() -> Call:
+        """The call that the current task serves."""
         return Call(driver=_current_task())
 
     def is_driven_here(self) -> None:
@@ -45,6 +46,7 @@ class Call:
         self.driver = _current_task()
 
     def begin(self, digest: bytes, group: ChoiceGroup) -> None:
+        """Notes the choices, now that they are known."""
         self.digest, self.group = digest, group
 
     def noted(self) -> dict[int, Noted]:

@@ -26,7 +26,7 @@ from router.dispatch.choice import Choice
 logger = logging.getLogger(__name__)
 FLUSH_S = 0.2
 READ_S = 2.0
-"""How long a request that is continued waits for what was noted of it: as long as some hundred tokens take."""
+"""How long a request that is continued waits for its record: as long as some hundred tokens take."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,11 +34,11 @@ class _Noting:
     """A request in flight."""
 
     digest: bytes
-    """Of everything that determines the tokens."""
+    """Digest of everything that determines the tokens."""
     choices: Sequence[Choice]
     num_written: list[int]
     fields: list[bytes] = field(default_factory=list)
-    """Of its record, those that were written."""
+    """Fields of its record that were written."""
 
 
 class Journal:
@@ -49,7 +49,7 @@ class Journal:
         self._writer = secrets.token_bytes(WRITER_BYTES)
         self._notings: dict[RecordKey, _Noting] = {}
         self._ended: list[Ended] = []
-        """To be forgotten in the store."""
+        """Requests whose records the store has to forget."""
 
     @contextlib.contextmanager
     def noting(self, key: RecordKey, digest: bytes, choices: Sequence[Choice]) -> Iterator[None]:
@@ -72,7 +72,7 @@ class Journal:
             self._ended.append(Ended(key, tuple(noting.fields)))
 
     async def recall(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
-        """What a router has noted of this request, by choice; empty: none has, or it cannot be had in time."""
+        """What a router has recorded of this request, by choice; empty: nothing, or it cannot be had in time."""
         try:
             async with asyncio.timeout(READ_S):
                 return await self._store.read(key, digest)
@@ -112,7 +112,7 @@ class Journal:
         await self._store.close()
 
     def _entry(self, key: RecordKey, noting: _Noting) -> Entry | None:
-        """What is new; taken for written from here on."""
+        """What is new of a request, counted as written from here on."""
         parts = []
         for index, choice in enumerate(noting.choices):
             start, end = noting.num_written[index], len(choice.emitted)
@@ -127,7 +127,7 @@ class Journal:
 
 
 def digest_of(content_id: str, spec: SequenceSpec) -> bytes:
-    """Of everything that determines the tokens of a request, but for the choices' index."""
+    """A digest of everything that determines the tokens of a request, but for the choices' index."""
     asked = (content_id, spec.num_prompt_tokens, spec.sampling)
     digest = hashlib.blake2b(repr(asked).encode(), digest_size=DIGEST_BYTES)
     digest.update(array("I", spec.token_ids).tobytes())

@@ -16,7 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from baton.config import EngineConfig, ModelConfig, load
-from baton.engine.core.engine import Engine, Generated
+from baton.engine.core.engine import Engine
+from baton.engine.core.outputs import Generated
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.transformers_runner import TransformersRunner
@@ -60,11 +61,9 @@ class Baton:
         config = EngineConfig(num_threads=1, kv_cache_gib=0.5)
         runner = TransformersRunner(ModelConfig(path=str(path), dtype="float32", device="cpu"), config)
         limits = SchedulerLimits(
-            block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             output_reservation=config.output_reservation,
-            num_state_slots=0,
         )
         self._engine = Engine(runner, limits)
         self._num_runs = 0

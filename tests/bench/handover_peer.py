@@ -20,7 +20,8 @@ import uvloop
 
 from baton import wire
 from baton.config import TransferConfig
-from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
+from baton.engine.core.kv_spec import KVSpec, LayerGroup
+from baton.engine.model.kv_cache import KVCache
 from baton.messages import Ticket
 from baton.rpc.server import SERVER_OPTIONS
 from baton.v1 import kv_pb2_grpc, worker_pb2
@@ -32,8 +33,17 @@ from tests.bench.peer import serve
 HOST = "127.0.0.1"
 NUM_LAYERS = 30
 SPEC = KVSpec(
-    16,
-    (LayerGroup(name="all", layers=tuple(range(NUM_LAYERS)), num_kv_heads=3, k_dim=64, v_dim=64, dtype=torch.float32),),
+    (
+        LayerGroup(
+            name="all",
+            layers=tuple(range(NUM_LAYERS)),
+            num_kv_heads=3,
+            k_dim=64,
+            v_dim=64,
+            block_size=16,
+            dtype="float32",
+        ),
+    ),
 )
 """SmolLM2-135M's: 46,080 bytes a token."""
 NUM_BLOCKS = 160
@@ -78,7 +88,7 @@ class Prefill(_End):
             while time.perf_counter() < computed_s:  # noqa: ASYNC110 - busy on purpose
                 await asyncio.sleep(0)
             wall, cpu = time.perf_counter(), time.process_time()
-            transfer.attach(self.block_ids(num_tokens))
+            transfer.extend((tuple(self.block_ids(num_tokens)),))
             done = await transfer.finish(1)
             wall = time.perf_counter() - wall
         return {"wall_s": wall, "cpu_s": time.process_time() - cpu, "num_bytes": done.num_bytes}
@@ -86,7 +96,7 @@ class Prefill(_End):
     async def hand_over_layers(self, mode: str, num_tokens: int, ticket: str, layer_s: float, streamed: bool) -> Answer:
         """A layer is computed every `layer_s`; what is exposed is the time from the last one to the commit."""
         async with self._senders[mode].transfer(_ticket(ticket)) as transfer:
-            transfer.attach(self.block_ids(num_tokens))
+            transfer.extend((tuple(self.block_ids(num_tokens)),))
             for layer in range(NUM_LAYERS):
                 await asyncio.sleep(layer_s)
                 if streamed:
@@ -138,7 +148,7 @@ class Decode(_End):
 
     async def expect(self, mode: str, num_tokens: int) -> Answer:
         cpu = time.process_time()
-        ticket = self._doors[mode].receiver.expect("bench", num_tokens, 0, self.block_ids(num_tokens))
+        ticket = self._doors[mode].receiver.expect("bench", num_tokens, 0, (tuple(self.block_ids(num_tokens)),))
         self._expected = (mode, ticket, cpu)
         return {"ticket": wire.ticket_to_pb(ticket).SerializeToString().hex()}
 

@@ -123,13 +123,13 @@ class CancelBench:
             await other.end()
         await _until(self.is_idle)
         for member in self._members.values():
-            member.engine.check()
+            member.loop.engine.check()
         return took_s if was_seen else None
 
     def is_idle(self) -> bool:
         """No block is reserved, held or pinned, and no staging slot in use."""
         return all(
-            m.engine.is_idle and m.engine.pool.counts().in_use == 0 and m.kv.counts().slots_in_use == 0
+            m.loop.engine.is_idle and m.loop.engine.pool.counts().in_use == 0 and m.kv.counts().slots_in_use == 0
             for m in self._members.values()
         )
 
@@ -138,7 +138,7 @@ class CancelBench:
 
     def _is_in(self, phase: Phase, stream: Stream) -> bool:
         on_prefill = list(self._sequences(Role.PREFILL, stream))
-        decode = self._members[Role.DECODE].engine.scheduler
+        decode = self._members[Role.DECODE].loop.engine.scheduler
         on_decode = list(self._sequences(Role.DECODE, stream))
         is_reserved = any(sequence in decode.reserved for sequence in on_decode)
         match phase:
@@ -159,7 +159,7 @@ class CancelBench:
         return not any(list(self._sequences(role, stream)) for role in Role)
 
     def _sequences(self, role: Role, stream: Stream) -> Iterator[Sequence]:
-        scheduler = self._members[role].engine.scheduler
+        scheduler = self._members[role].loop.engine.scheduler
         for sequence in (*scheduler.waiting, *scheduler.running, *scheduler.reserved):
             if sequence.spec.request_id == stream.request_id:
                 yield sequence

@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.engine import Engine, Generated
-from baton.engine.core.runner import Fence
+from baton.engine.core.engine import Engine
+from baton.engine.core.outputs import Generated
+from baton.engine.core.runner import Fence, StepOutput
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.transformers_runner import TransformersRunner
@@ -39,9 +40,7 @@ def test_tokens_equal_generate_in_float32(model_dir: Path) -> None:
     runner = TransformersRunner(ModelConfig(path=str(model_dir), dtype="float32", device="cuda"), config)
     engine = Engine(
         runner,
-        SchedulerLimits(
-            block_size=16, max_num_seqs=64, max_num_batched_tokens=512, output_reservation=512, num_state_slots=0
-        ),
+        SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=512, output_reservation=512),
     )
     reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).cuda().eval()
     generator = torch.Generator().manual_seed(0)
@@ -50,9 +49,10 @@ def test_tokens_equal_generate_in_float32(model_dir: Path) -> None:
         engine.add(make_spec(str(index), prompt), Purpose.GENERATE, now=0.0)
     answers: dict[str, list[int]] = {}
     while batch := engine.schedule(0.0)[0]:
+        names = {part.sequence_key: engine.sequences[part.sequence_key].spec.request_id for part in batch.parts}
         for output in engine.commit(batch, runner.execute(batch), 0.0):
             assert isinstance(output, Generated)
-            answers.setdefault(output.sequence.spec.request_id, []).append(output.token_id)
+            answers.setdefault(names[output.sequence_key], []).extend(output.token_ids)
         engine.check()
     for index, prompt in enumerate(prompts):
         ids = torch.tensor([prompt], device="cuda")
@@ -66,9 +66,7 @@ def test_a_reader_that_waits_for_a_layers_fence_reads_the_final_rows(model_dir: 
     runner = TransformersRunner(ModelConfig(path=str(model_dir), device="cuda"), config)
     engine = Engine(
         runner,
-        SchedulerLimits(
-            block_size=16, max_num_seqs=64, max_num_batched_tokens=4096, output_reservation=512, num_state_slots=0
-        ),
+        SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=4096, output_reservation=512),
     )
     prompt = torch.randint(3, 49000, (3000,), generator=torch.Generator().manual_seed(1)).tolist()
     sequence = engine.add(make_spec("read", prompt), Purpose.PREFILL, now=0.0)
@@ -77,14 +75,14 @@ def test_a_reader_that_waits_for_a_layers_fence_reads_the_final_rows(model_dir: 
     group.fill_(float("nan"))
     torch.cuda.synchronize()
     batch, _ = engine.schedule(0.0)
-    full = torch.tensor(sequence.block_table[:-1], device="cuda")
+    full = torch.tensor(sequence.block_ids[0][:-1], device="cuda")
     copies: list[torch.Tensor] = []
 
     def layer_done(layer: int, fence: Fence | None) -> None:
         assert layer == len(copies)
         assert fence is not None
         with torch.cuda.stream(reader):
-            reader.wait_event(fence)
+            fence.wait(reader)
             copies.append(group[layer, full])
 
     sampled = runner.execute(batch, layer_done)
@@ -102,11 +100,9 @@ def test_a_step_without_a_token_to_sample_is_over_when_execute_returns(model_dir
     runner = TransformersRunner(ModelConfig(path=str(model_dir), device="cuda"), EngineConfig(num_blocks=1024))
     engine = Engine(
         runner,
-        SchedulerLimits(
-            block_size=16, max_num_seqs=64, max_num_batched_tokens=2048, output_reservation=512, num_state_slots=0
-        ),
+        SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=2048, output_reservation=512),
     )
     engine.add(make_spec("chunked", [7] * 3000), Purpose.PREFILL, now=0.0)
     batch, _ = engine.schedule(0.0)
-    assert runner.execute(batch) == []
+    assert runner.execute(batch) == StepOutput(((),), (2048,))
     assert torch.cuda.current_stream().query()

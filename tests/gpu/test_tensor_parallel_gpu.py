@@ -67,8 +67,8 @@ def test_a_reader_that_waits_for_a_layers_fence_reads_both_ranks_final_rows(engi
         for cache, reader in zip(caches, readers, strict=True):
             with torch.cuda.stream(reader):
                 if fence is not None:  # the last layer's is told after the step
-                    reader.wait_event(fence)
-                copies[-1].append(cache.groups[0][layer, list(sequence.block_table)])
+                    fence.wait(reader)
+                copies[-1].append(cache.groups[0][layer, list(sequence.block_ids[0])])
 
     engine.runner.execute(batch, layer_done)
     for device in range(2):
@@ -76,5 +76,5 @@ def test_a_reader_that_waits_for_a_layers_fence_reads_both_ranks_final_rows(engi
     assert len(copies) == 4
     for layer, parts in enumerate(copies):
         for cache, copy in zip(caches, parts, strict=True):
-            assert copy.equal(cache.groups[0][layer, list(sequence.block_table)])
+            assert copy.equal(cache.groups[0][layer, list(sequence.block_ids[0])])
             assert copy.any()

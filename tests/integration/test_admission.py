@@ -25,8 +25,7 @@ import uvloop
 
 from baton.cluster import Role
 from baton.config import Config, RouterConfig, SloClassConfig, TransferConfig
-from baton.engine.core.runner import LayerDone, ignore_layer
-from baton.engine.core.scheduler import Batch
+from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.v1 import inference_pb2
 from deploy.worker.process import running
@@ -53,9 +52,9 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 class SlowRunner(ArithmeticRunner):
     """Each step takes as long as its tokens: what a worker of a larger model would."""
 
-    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
-        time.sleep(S_PER_TOKEN * sum(part.num_tokens for part in batch))
-        return super().execute(batch, layer_done)
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        time.sleep(S_PER_TOKEN * step.num_scheduled_tokens)
+        return super().execute(step, on_layer_done)
 
 
 def run_slow_worker(role: Role, worker_id: str, config_json: str) -> None:

@@ -23,19 +23,21 @@ from safetensors.torch import load_file, save_file
 
 from baton.chat import ChatMessage
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.engine import Engine, Generated
+from baton.engine.core.engine import Engine
 from baton.engine.core.loop import EngineLoop
-from baton.engine.core.runner import Fence, LayerDone
-from baton.engine.core.scheduler import Batch, SchedulerLimits
+from baton.engine.core.outputs import Generated
+from baton.engine.core.runner import Fence, OnLayerDone, StepInput
+from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.transformers_model import LLAMA_FAMILY, ModelRank, Step, load_config
+from baton.engine.model.transformers_model import LLAMA_FAMILY, ModelRank, RankStep, load_config
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import ConfigError, InvalidRequest, ModelLoadError
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from decode_worker.service import DecodeService
 from deploy.worker.calls import CallServicer
+from kvstore.worker_context import WorkerContext
 from router.dispatch.worker_client import WorkerCallError
 from router.prompt import Tokenizer
 from tests.unit.router.dispatch.test_worker_client import router, served, worker_at
@@ -153,11 +155,9 @@ def make_engine(folder: Path, config: EngineConfig = ENGINE) -> Engine:
 
 def engine_of(runner: TransformersRunner, config: EngineConfig) -> Engine:
     limits = SchedulerLimits(
-        block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         output_reservation=8,
-        num_state_slots=0,
     )
     return Engine(runner, limits)
 
@@ -177,14 +177,16 @@ def answers(engine: Engine, specs: list[SequenceSpec], steps_between: int) -> tu
     """Runs all specs; each arrives `steps_between` steps after the one before, so that batches are mixed."""
     waiting, added = list(specs), list[Sequence]()
     tokens: dict[str, list[int]] = {spec.request_id: [] for spec in specs}
+    names: dict[int, str] = {}
     num_steps = 0
     while waiting or engine.load().running or engine.load().waiting:
         while waiting and num_steps >= steps_between * len(added):
             added.append(engine.add(waiting.pop(0), Purpose.GENERATE, float(num_steps)))
+            names[added[-1].key] = added[-1].spec.request_id
         batch, _ = engine.schedule(float(num_steps))
         for output in engine.commit(batch, engine.runner.execute(batch), float(num_steps)):
             assert isinstance(output, Generated)
-            tokens[output.sequence.spec.request_id].append(output.token_id)
+            tokens[names[output.sequence_key]] += output.token_ids
         engine.check()
         num_steps += 1
     return list(tokens.values()), added
@@ -224,18 +226,18 @@ def test_what_others_left_in_the_blocks_does_not_matter(tmp_path: Path) -> None:
     prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 17, 16, 60)]
     specs = [make_spec(f"{i}", prompt, 20, ignore_eos=True) for i, prompt in enumerate(prompts)]
     clean, spoiled = make_engine(tmp_path), make_engine(tmp_path)
-    for group in spoiled.runner.cache.groups:
+    for group in spoiled.runner.caches[0].groups:
         group.fill_(float("nan"))
     assert answers(spoiled, specs, steps_between=2)[0] == answers(clean, specs, steps_between=2)[0]
 
 
-def rows_of(cache: KVCache, batch: Batch, layer: int) -> torch.Tensor:
+def rows_of(cache: KVCache, batch: StepInput, layer: int) -> torch.Tensor:
     """A copy of K and V of all known tokens of a batch in one layer: `[tokens, heads, k_dim + v_dim]`."""
-    group, block_size = cache.group_of(layer), cache.spec.block_size
+    group, block_size = cache.spec.groups[cache.group_of(layer)], cache.spec.block_size
     pages = cache.layer(layer).view(cache.num_blocks, group.num_kv_heads, -1)
     rows = []
-    for part in batch:
-        blocks = pages[list(part.block_table)]
+    for part in batch.parts:
+        blocks = pages[list(part.block_ids[0])]
         shape = (*blocks.shape[:2], block_size)
         keys = blocks[:, :, : block_size * group.k_dim].reshape(*shape, group.k_dim)
         values = blocks[:, :, block_size * group.k_dim :].reshape(*shape, group.v_dim)
@@ -256,19 +258,19 @@ def test_a_layer_that_is_done_is_final(kind: str, extra: dict[str, Any], tmp_pat
     while batch := engine.schedule(0.0)[0]:
         seen: list[list[torch.Tensor]] = []
 
-        def layer_done(layer: int, fence: Fence | None, batch: Batch = batch, seen: Any = seen) -> None:
+        def layer_done(layer: int, fence: Fence | None, batch: StepInput = batch, seen: Any = seen) -> None:
             assert fence is None
             assert layer == len(seen)
-            seen.append([rows_of(engine.runner.cache, batch, other) for other in range(4)])
+            seen.append([rows_of(engine.runner.caches[0], batch, other) for other in range(4)])
 
         sampled = engine.runner.execute(batch, layer_done)
-        final = [rows_of(engine.runner.cache, batch, layer) for layer in range(4)]
+        final = [rows_of(engine.runner.caches[0], batch, layer) for layer in range(4)]
         assert len(seen) == 4
         for layer, then in enumerate(seen):
             assert [other for other in range(4) if then[other].equal(final[other])] == list(range(layer + 1))
         engine.commit(batch, sampled, 0.0)
         num_steps += 1
-        num_decodes += sum(part.num_tokens == 1 for part in batch)
+        num_decodes += sum(part.num_scheduled_tokens == 1 for part in batch.parts)
     assert num_steps > 5
     assert num_decodes > 12
 
@@ -319,8 +321,8 @@ def test_the_pool_bounds_the_context_and_memory_bounds_the_pool(tmp_path: Path) 
     assert make_engine(tmp_path, replace(ENGINE, num_blocks=3)).runner.max_model_len == 48
     assert make_engine(tmp_path, replace(ENGINE, max_model_len=100)).runner.max_model_len == 100
     runner = make_engine(tmp_path, replace(ENGINE, num_blocks=0, kv_cache_gib=2**-10)).runner
-    assert runner.cache.num_blocks == 2**20 // runner.cache.spec.block_bytes
-    assert runner.cache.spec.block_bytes == 4 * 2 * 16 * (16 + 16) * 4  # layers, heads, tokens, K and V, float32
+    assert runner.num_blocks == (2**20 // runner.spec.block_bytes,)
+    assert runner.spec.block_bytes == 4 * 2 * 16 * (16 + 16) * 4  # layers, heads, tokens, K and V, float32
     assert runner.max_model_len == 512
 
 
@@ -347,9 +349,9 @@ def test_the_first_steps_are_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyP
     compute = ModelRank.compute
     computed: list[tuple[int, int]] = []
 
-    def noted(self: ModelRank, step: Step, layer_done: LayerDone) -> torch.Tensor:
-        computed.extend((part.start, part.num_tokens) for part in step.parts)
-        return compute(self, step, layer_done)
+    def noted(self: ModelRank, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
+        computed.extend((part.num_computed_tokens, part.num_scheduled_tokens) for part in step.parts)
+        return compute(self, step, on_layer_done)
 
     monkeypatch.setattr(ModelRank, "compute", noted)
     make_engine(tmp_path)
@@ -358,7 +360,7 @@ def test_the_first_steps_are_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyP
     make_engine(tmp_path, replace(ENGINE, num_blocks=2))
     assert computed == [(0, 32), (31, 1)]
 
-    def failing(self: ModelRank, step: Step, layer_done: LayerDone) -> torch.Tensor:
+    def failing(self: ModelRank, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ModelRank, "compute", failing)
@@ -687,7 +689,7 @@ async def test_a_token_id_without_an_embedding_is_refused_by_itself(tmp_path: Pa
     kv: Any = None  # nothing is handed over or pulled here
     good = make_spec("good", list(range(30)), 40, ignore_eos=True)
     bad = make_spec("bad", [*range(30), VOCAB_SIZE], 40, ignore_eos=True)
-    servicer = CallServicer(decode=DecodeService("decode-0", loop, kv).decode)
+    servicer = CallServicer(decode=DecodeService(WorkerContext("decode-0", loop, kv)).decode)
     async with asyncio.timeout(60), served(servicer) as (_, port), router() as calls:
         steps = asyncio.create_task(loop.run())
         worker = worker_at(port)

@@ -30,16 +30,16 @@ from baton import wire
 from baton.blocks import block_keys
 from baton.cluster import Role, Worker, WorkerLoad, WorkerState
 from baton.config import Config, EngineConfig, IndexConfig, TransferConfig
-from baton.engine.core.engine import Reserved
+from baton.engine.core.outputs import Reserved
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import BatonError, TransferCorrupted
 from baton.messages import (
     Abort,
+    CallEnded,
     Commit,
     DecodeRequest,
     Decoding,
-    Ended,
     Event,
     Failed,
     FetchRequest,
@@ -54,7 +54,7 @@ from baton.messages import (
     PrefixSource,
     Pull,
     SequenceSpec,
-    Start,
+    StartCall,
     Ticket,
     Welcome,
 )
@@ -159,10 +159,10 @@ class Cluster:
     async def check(self) -> None:
         """Nobody holds anything any more, the books are in order, and both still serve."""
         for member in (self.prefill, self.decode):
-            assert await eventually(lambda member=member: member.engine.is_idle, ANSWER_S), member.worker_id  # type: ignore[misc]
-            member.engine.check()
+            assert await eventually(lambda member=member: member.loop.engine.is_idle, ANSWER_S), member.worker_id  # type: ignore[misc]
+            member.loop.engine.check()
             member.kv.receiver.check()
-            assert member.engine.pool.counts().in_use == 0
+            assert member.loop.engine.pool.counts().in_use == 0
         await self.serve_well()
 
 
@@ -228,7 +228,7 @@ class Answer:
 
 async def call(member: Member, request: Any, change: Change) -> Answer:
     """One call of a router. A decode worker that has given a ticket, or began to answer, has done its part."""
-    command = wire.start_command(Start(1, request, {}))
+    command = wire.start_command(StartCall(1, request, {}))
     change(command)
     async with channel(member.info.address) as link:
         stub: Any = worker_pb2_grpc.WorkerCallsStub(link)
@@ -250,7 +250,7 @@ async def call(member: Member, request: Any, change: Change) -> Answer:
 
 
 def is_enough(event: Event | None) -> bool:
-    return isinstance(event, (Ended, Ticket, NewTokens))
+    return isinstance(event, (CallEnded, Ticket, NewTokens))
 
 
 async def pull(member: Member, request: Pull, change: Change) -> Answer:
@@ -339,9 +339,13 @@ async def reserved_for_a_prefix(cluster: Cluster, spec: SequenceSpec) -> AsyncIt
         await alone.read()
         output = await handle.next()
         assert isinstance(output, Reserved)
-        blocks, receiver = output.sequence.block_table, cluster.decode.kv.receiver
+        receiver = cluster.decode.kv.receiver
         ticket = receiver.expect(
-            f"{spec.request_id}/prefix", len(spec.token_ids), output.skip_tokens, blocks, None, True
+            f"{spec.request_id}/prefix",
+            len(spec.token_ids),
+            output.num_cached_tokens,
+            output.block_ids,
+            partial=True,
         )
         try:
             yield ticket
@@ -528,7 +532,7 @@ def test_a_token_that_is_none_of_the_models_never_reaches_the_engine(loop: Loop,
         spec = small_spec(f"token-{next(cluster.numbers)}", tuple(range(7, 7 + 32)))
         async with reserved(cluster, spec) as (ticket, stream):
             async with cluster.prefill.kv.sender.transfer(ticket) as transfer:
-                transfer.attach((0, 1))
+                transfer.extend(((0, 1),))
                 await transfer.finish(2**32 - 1)
             with pytest.raises(WorkerCallError, match="token 4294967295 came with the KV") as caught:
                 await stream.read()

@@ -22,8 +22,7 @@ import uvloop
 from baton.cluster import Role
 from baton.config import Config, EngineConfig, ModelConfig, RouterConfig, TransferConfig
 from baton.engine.core.engine import Engine
-from baton.engine.core.runner import Fence
-from baton.engine.core.scheduler import Batch
+from baton.engine.core.runner import Fence, StepInput
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.transformers_model import LLAMA_FAMILY
 from baton.engine.model.transformers_runner import TransformersRunner
@@ -115,7 +114,7 @@ def test_no_layer_is_told_before_all_ranks_have_it(tmp_path: Path) -> None:
         while batch := engine.schedule(0.0)[0]:
             told: list[list[torch.Tensor]] = []
 
-            def layer_done(layer: int, fence: Fence | None, batch: Batch = batch, told: Any = told) -> None:
+            def layer_done(layer: int, fence: Fence | None, batch: StepInput = batch, told: Any = told) -> None:
                 assert fence is None
                 assert layer == len(told)
                 told.append([rows_of(cache, batch, layer) for cache in engine.runner.caches])

@@ -30,6 +30,7 @@ from tests.unit.kvstore.transfer.peers import (
     prefill_side,
     same_blocks,
     send,
+    tables_of,
     with_link,
 )
 
@@ -109,7 +110,7 @@ async def kill_receiver(step: str, prefill: Prefill, decode: Child) -> float:
     ticket = await decode.expect(step, 160, TARGET)
     failed = prefill.sender.stats.failed
     async with prefill.sender.transfer(ticket) as transfer:
-        transfer.attach(SOURCE, 3)
+        transfer.extend(tables_of(transfer, SOURCE, 3))
         (part,) = transfer._parts.values()
         if step in ("between chunks", "last chunk"):
             transfer.advance(160, 2 if step == "between chunks" else 5)
@@ -147,7 +148,7 @@ async def test_a_prefill_worker_is_killed_at_each_step(config: TransferConfig) -
             async with child("prefill", config, number) as prefill, going_on(other, decode):
                 took_s[step] = await kill_sender(step, prefill, decode)
         async with child("prefill", config, 99) as prefill:
-            ticket = decode.receiver.expect("next", 160, 0, TARGET, state_slot=3)
+            ticket = decode.receiver.expect("next", 160, 0, tables_of(decode.receiver, TARGET, 3))
             assert await prefill.ask("send", ticket, SOURCE, 160, 5, 9) == "committed"
             assert same_blocks(filled_cache(1), SOURCE, decode.cache, TARGET)
         assert decode.num_pairs_ever == 1 + len(SENDER_STEPS) + 1
@@ -156,8 +157,8 @@ async def test_a_prefill_worker_is_killed_at_each_step(config: TransferConfig) -
 
 async def kill_sender(step: str, prefill: Child, decode: Decode) -> float:
     killed_s: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-    decode.cache.clear_blocks(TARGET)
-    ticket = decode.receiver.expect(step, 160, 0, TARGET, state_slot=3)
+    decode.cache.clear_blocks([TARGET] * 2)
+    ticket = decode.receiver.expect(step, 160, 0, tables_of(decode.receiver, TARGET, 3))
 
     def watch(kind: str, message: Any) -> bool:
         if kind != step or killed_s.done() or not is_childs(message):
@@ -189,12 +190,12 @@ async def kill_sender(step: str, prefill: Child, decode: Decode) -> float:
     else:
         with pytest.raises(TransferError):
             await decode.receiver.wait_committed(ticket)
-    assert await decode.receiver.release(ticket) == tuple(TARGET)
+    assert (await decode.receiver.release(ticket))[0] == tuple(TARGET)
     took_s = time.monotonic() - killed_s.result()
     assert await eventually(lambda: decode.receiver.num_connections == 1)
     if step == "<commit_ack":
         assert same_blocks(filled_cache(1), SOURCE, decode.cache, TARGET)
-    decode.cache.clear_blocks(TARGET)
+    decode.cache.clear_blocks([TARGET] * 2)
     decode.receiver.check()
     decode.door.watch = lambda kind, message: True
     return took_s
@@ -217,7 +218,7 @@ async def test_a_decode_worker_that_is_stopped_is_given_up_and_fenced(config: Tr
         assert await decode.ask("release") == tuple(TARGET)
         ticket = await decode.expect("stopped", 160, TARGET)
         async with going_on(prefill, other), prefill.sender.transfer(ticket) as transfer:
-            transfer.attach(SOURCE, 3)
+            transfer.extend(tables_of(transfer, SOURCE, 3))
             transfer.advance(160, 2)
             (part,) = transfer._parts.values()
             assert await eventually(lambda: part.granted and transfer._queues[0].unsent_bytes == 0)
@@ -229,7 +230,7 @@ async def test_a_decode_worker_that_is_stopped_is_given_up_and_fenced(config: Tr
             with pytest.raises(BatonError):
                 await transfer.finish(1)
         kept = prefill.cache.groups[0][:, SOURCE].clone()
-        prefill.cache.clear_blocks(SOURCE)  # somebody else's by now
+        prefill.cache.clear_blocks([SOURCE] * 2)  # somebody else's by now
         decode.signal(signal.SIGCONT)
         assert await decode.ask("outcome") in ("TransferError", "TransferTimeout")
         assert await decode.ask("release") == tuple(TARGET)
@@ -247,14 +248,14 @@ async def test_a_prefill_worker_that_is_stopped_is_given_up_and_fenced(config: T
         decode_side(config) as decode,
         prefill_side(config, caches=[filled_cache(8)]) as other,
     ):
-        ticket = decode.receiver.expect("stopped", 160, 0, TARGET, state_slot=3)
+        ticket = decode.receiver.expect("stopped", 160, 0, tables_of(decode.receiver, TARGET, 3))
         answering = asyncio.create_task(prefill.ask("send", ticket, SOURCE, 160, 5, 1))
         assert await eventually(lambda: not is_blank(decode.cache, TARGET))
         async with going_on(other, decode):
             stopped_s = prefill.signal(signal.SIGSTOP)
             with pytest.raises(TransferError):
                 await decode.receiver.wait_committed(ticket)
-            assert await decode.receiver.release(ticket) == tuple(TARGET)
+            assert (await decode.receiver.release(ticket))[0] == tuple(TARGET)
         assert time.monotonic() - stopped_s < OP_TIMEOUT_S + 1.0
         await hand_over(other, decode, SOURCE, TARGET, name="in its place")
         prefill.signal(signal.SIGCONT)
@@ -262,7 +263,7 @@ async def test_a_prefill_worker_that_is_stopped_is_given_up_and_fenced(config: T
         await asyncio.sleep(0.3)
         assert same_blocks(other.cache, SOURCE, decode.cache, TARGET)
         assert not torch.equal(other.cache.groups[0], filled_cache(1).groups[0])
-        again = decode.receiver.expect("again", 160, 0, TARGET, state_slot=3)
+        again = decode.receiver.expect("again", 160, 0, tables_of(decode.receiver, TARGET, 3))
         assert await prefill.ask("send", again, SOURCE, 160, 5, 1) == "committed"
         assert same_blocks(filled_cache(1), SOURCE, decode.cache, TARGET)
         (connection,) = (c for c in decode.receiver._connections.values() if c._peer_id == "prefill-9")

@@ -30,8 +30,16 @@ def test_the_vocabulary_needs_no_grpc() -> None:
     assert loaded_by(modules, (*HEAVY, "grpc", "google.protobuf", "redis")) == set()
 
 
-def test_the_scheduler_needs_no_torch() -> None:
-    assert loaded_by("baton.engine.core.scheduler, baton.engine.core.block_pool", (*HEAVY, "grpc", "baton.v1")) == set()
+CORE = ("engine", "group_pool", "kv_spec", "loop", "outputs", "runner", "scheduler", "sequence", "serving", "step_fit")
+
+
+def test_the_engines_core_needs_no_torch() -> None:
+    modules = ", ".join(f"baton.engine.core.{module}" for module in CORE)
+    assert loaded_by(modules, (*HEAVY, "grpc", "baton.v1")) == set()
+
+
+def test_the_simulator_needs_no_torch() -> None:
+    assert loaded_by("deploy.lab.simulate.run, deploy.lab.simulate.command", ("torch", "transformers", "ray")) == set()
 
 
 def test_what_can_be_refused_before_anything_starts_is_refused_without_their_imports() -> None:

@@ -1,4 +1,4 @@
-"""Which KV blocks are free, cached or in use.
+"""Which KV blocks of one layer group are free, cached or in use.
 
 A block is in exactly one of three places: the free list, the cache (nobody uses it, its content is known under a key)
 or in use (reference count > 0; it may have a key as well and then be shared). Which cached block is evicted,
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from baton.cluster import BlockCounts
 from baton.engine.core.eviction import EvictionOrder
+from baton.engine.core.kv_spec import EMPTY_PLACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,16 @@ class Removed:
     key: bytes
 
 
+BlockEvent = Stored | Removed
+
+
 class BlockPool:
+    """The blocks of one layer group.
+
+    Raises:
+        ValueError: there is no block at all.
+    """
+
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, got {num_blocks}")
@@ -42,7 +52,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self._events: list[Stored | Removed] = []
+        self._events: list[BlockEvent] = []
 
     @property
     def num_available(self) -> int:
@@ -50,7 +60,7 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks that hold the longest known prefix of `keys`. They are not acquired yet."""
+        """Returns the blocks that hold the longest known prefix of `keys`. They are not acquired yet."""
         blocks: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -60,15 +70,26 @@ class BlockPool:
         return blocks
 
     def num_matching(self, keys: Sequence[bytes]) -> int:
-        """How many blocks `match` would find, without a look at each: a cached block's whole prefix is cached too."""
+        """Returns how many blocks `match` would find, without a look at each: a cached block's prefix is cached too."""
         return bisect_left(keys, True, key=lambda key: key not in self._block_of)
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Takes one reference on each block, all of them cached or in use: somebody reads them."""
+        """Takes one reference on each block, all of them cached or in use. Empty places are passed over."""
         for block in blocks:
+            if block == EMPTY_PLACE:
+                continue
             if self._refs[block] == 0:
                 self._cached.remove(self._key_of[block])
             self._refs[block] += 1
+
+    def fits(self, blocks: Sequence[int], num_fresh: int) -> bool:
+        """Returns whether `num_fresh` blocks are available beside `blocks`, which `match` has found."""
+        return sum(not self._refs[block] for block in blocks) + num_fresh <= self.num_available
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Counts blocks as used now, which keeps them in the cache for longer."""
+        self.acquire(blocks)
+        self.release(blocks)
 
     def reuse(self, blocks: Sequence[int], num_fresh: int) -> list[int] | None:
         """Takes the blocks that a sequence has found, and fresh ones after them, all or nothing.
@@ -77,10 +98,8 @@ class BlockPool:
             None when fewer than `num_fresh` are available beside those found. They are kept for the next try: they
             count as used, but not as found.
         """
-        num_cached = sum(not self._refs[block] for block in blocks)
-        if num_cached + num_fresh > self.num_available:
-            self.acquire(blocks)
-            self.release(blocks)
+        if not self.fits(blocks, num_fresh):
+            self.touch(blocks)
             return None
         self._find(blocks)
         fresh = self.allocate(num_fresh)
@@ -103,9 +122,28 @@ class BlockPool:
         self._cached.allocated(num_blocks)
         return blocks
 
+    def fork(self, shared: Sequence[int], copied: Sequence[int]) -> list[int] | None:
+        """Takes blocks for a second sequence that goes on from what a first one has computed (copy on write).
+
+        Args:
+            shared: full blocks, which nobody writes any more: both sequences read them.
+            copied: blocks that the first sequence still writes. Each gets a fresh counterpart, into which its content
+                must be copied; one reference on it is taken until the caller has seen to that.
+
+        Returns:
+            The fresh blocks, one for each of `copied`; None, and nothing is taken, when too few are available.
+        """
+        fresh = self.allocate(len(copied))
+        if fresh is not None:
+            self.acquire(shared)
+            self.acquire(copied)
+        return fresh
+
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one reference on each block of one sequence, given in sequence order."""
+        """Drops one reference on each block of one sequence, given in sequence order. Empty places are passed over."""
         for block in reversed(blocks):
+            if block == EMPTY_PLACE:
+                continue
             assert self._refs[block] > 0, f"block {block} released more often than acquired"
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -137,19 +175,20 @@ class BlockPool:
         return known
 
     def references(self) -> dict[int, int]:
-        """Reference counts of the blocks in use."""
+        """Returns the reference counts of the blocks in use."""
         return {block: refs for block, refs in enumerate(self._refs) if refs}
 
     def keys(self) -> list[bytes]:
-        """Every key whose content is readable here."""
+        """Returns every key whose content is readable here."""
         return list(self._block_of)
 
-    def take_events(self) -> list[Stored | Removed]:
-        """What changed since the last call, in order."""
+    def take_events(self) -> list[BlockEvent]:
+        """Returns what changed since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def counts(self) -> BlockCounts:
+        """Returns how many blocks are in each place."""
         in_use = self.num_blocks - self.num_available
         return BlockCounts(self.num_blocks, free=len(self._free), cached=len(self._cached), in_use=in_use)
 

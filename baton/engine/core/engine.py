@@ -2,7 +2,7 @@
 
 A step is three calls, straight down: `schedule` (pure decisions) -> `runner.execute` (tensors, in a thread) ->
 `commit` (bookkeeping, outputs, events). Everything but `execute` happens on one thread, so there are no locks. While a
-batch executes, sequences may be added, aborted or inserted: what the batch uses is only given away at its commit.
+step executes, sequences may be added, aborted or inserted: what the step uses is only given away at its commit.
 
 The verbs are JetStream's: a PREFILL sequence is admitted with all its blocks and ends HELD with them, a RECEIVE
 sequence is reserved and later `insert`ed (or its KV `adopt`ed by the cache), and generation is what the running batch
@@ -14,76 +14,37 @@ the known one of the same content), and its sequence may end first. Pinned block
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 from baton.blocks import GRANULE
-from baton.cluster import BlockCounts
-from baton.costs import StepCosts
-from baton.engine.core.block_pool import BlockPool, Removed, Stored
-from baton.engine.core.runner import Runner
-from baton.engine.core.scheduler import Batch, Scheduler, SchedulerLimits
+from baton.engine.core.block_pool import BlockEvent
+from baton.engine.core.group_pool import GroupPool
+from baton.engine.core.kv_spec import BlockTables
+from baton.engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Reserved
+from baton.engine.core.runner import Runner, StepInput, StepOutput
+from baton.engine.core.scheduler import Scheduler, SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.step_fit import StepFit, StepSize
 from baton.errors import InvalidRequest
-from baton.messages import SequenceSpec
+from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """A RECEIVE sequence has its blocks; the leading `skip_tokens` tokens are already in them."""
-
-    sequence: Sequence
-    skip_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """A PREFILL sequence has the blocks of all its tokens; the first `num_computed_tokens` are already in them."""
-
-    sequence: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """A sequence's next token."""
-
-    sequence: Sequence
-    token_id: int
-    finish_reason: FinishReason | None
-
-
-Output = Reserved | Admitted | Generated
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
-    running: int
-    waiting: int
-    queued_tokens: int
-    blocks: BlockCounts
-    preemptions: int
-    """Since the start."""
-    costs: StepCosts
-    """As the steps so far have shown."""
-    busy_s: float
-    """Spent in steps, since the start."""
-    computed_tokens: int
-    """In those steps."""
-
-
 class Engine:
+    """The scheduler, the block pools and the books of one runner. It neither waits nor computes."""
+
     def __init__(self, runner: Runner, limits: SchedulerLimits) -> None:
         self.runner = runner
-        self.pool = BlockPool(runner.cache.num_blocks)
+        self.pool = GroupPool(runner.spec, runner.num_blocks)
         self.scheduler = Scheduler(self.pool, limits)
+        self.sequences: dict[int, Sequence] = {}
+        """Sequences that are not finished, by key."""
         self._fit = StepFit()
         self._busy_s = 0.0
         self._num_computed_tokens = 0
-        self._sequences: set[Sequence] = set()
-        self._pins: Counter[int] = Counter()
+        self._pins: dict[int, BlockTables] = {}
+        self._pin_ids = itertools.count()
 
     def add(self, spec: SequenceSpec, purpose: Purpose, now: float) -> Sequence:
         """Queues a sequence.
@@ -102,20 +63,60 @@ class Engine:
                 f"token id {bad} is none of the model's, whose embedding has rows 0 to {self.runner.vocab_size - 1}"
             )
         sequence = Sequence(spec=spec, purpose=purpose, arrival_s=now)
-        self._sequences.add(sequence)
+        self.sequences[sequence.key] = sequence
         self.scheduler.add(sequence)
         return sequence
 
-    def insert(self, sequence: Sequence, first_token: int, now: float) -> FinishReason | None:
-        """The KV of a RESERVED sequence has arrived, with the token sampled from it.
+    def fork(self, parent: Sequence, spec: SequenceSpec, now: float) -> Sequence | None:
+        """Adds a sequence that goes on from what another one has computed, between two steps.
+
+        It shares the parent's full blocks; the last one is copied by its first step, which computes the last token of
+        `spec` for itself and so draws its own next one. Parallel choices fork once the prompt is computed; beams fork
+        at every token.
+
+        Args:
+            spec: its tokens begin with those that the parent has computed, or are a prefix of them.
 
         Returns:
-            Set if that token already ends the sequence; then nothing more comes.
+            None when there is no room for it now: it can be added like any other then.
+
+        Raises:
+            ValueError: the tokens differ, or a state, which cannot be cropped, is ahead of them.
         """
-        sequence.num_computed_tokens = sequence.num_tokens
-        sequence.first_token_s = now
-        finish_reason = sequence.append(first_token, self.runner.eos_token_ids, self.runner.max_model_len)
-        self.scheduler.register_computed_blocks(sequence)
+        assert parent.status in (Status.RUNNING, Status.HELD), parent.status
+        assert not parent.in_flight, "a sequence is forked while a step computes it"
+        child = Sequence(spec=spec, purpose=Purpose.GENERATE, arrival_s=now)
+        num_shared = min(parent.num_computed_tokens, child.num_tokens - 1)
+        if child.token_ids[:num_shared] != parent.token_ids[:num_shared]:
+            raise ValueError(f"{child.sequence_id} does not begin with the tokens of {parent.sequence_id}")
+        if self.runner.spec.states and num_shared != parent.num_computed_tokens:
+            raise ValueError(f"the state of {parent.sequence_id} is ahead of {num_shared} tokens")
+        if not self.scheduler.fork(parent, child, now):
+            return None
+        self.sequences[child.key] = child
+        return child
+
+    def insert(
+        self, sequence: Sequence, first_token: int | None, now: float, num_tokens: int | None = None
+    ) -> FinishReason | None:
+        """Lets a RESERVED sequence run whose KV has arrived.
+
+        Args:
+            first_token: the next token, sampled by the worker that computed the KV; None: it is drawn here.
+            num_tokens: leading tokens whose KV arrived, where it is not all of them: the others are computed here.
+
+        Returns:
+            Set if the first token already ends the sequence; then nothing more comes.
+        """
+        known = sequence.num_tokens
+        num_tokens = known if num_tokens is None else num_tokens
+        if first_token is None:
+            num_tokens = min(num_tokens, known - 1)  # the last one's logits are needed
+        self._book_computed(sequence, num_tokens)
+        finish_reason = None
+        if first_token is not None:
+            sequence.first_token_s = now
+            finish_reason = sequence.append(first_token, self.runner.eos_token_ids, self.runner.max_model_len)
         if finish_reason is None:
             self.scheduler.insert(sequence)
         else:
@@ -123,100 +124,98 @@ class Engine:
         return finish_reason
 
     def adopt(self, sequence: Sequence, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` tokens of a RESERVED sequence has arrived: its full blocks become findable.
+        """Makes the full blocks of a RESERVED sequence findable, of whose tokens the first `num_tokens` have arrived.
 
         The sequence stays RESERVED; ended, it leaves these blocks in the cache. No transfer may write them any more.
         A sequence that is only to fill the cache has `max_tokens` 0, and so reserves no room for an answer.
         """
         assert sequence.status is Status.RESERVED, sequence.status
         assert num_tokens <= sequence.num_tokens, f"{num_tokens} of {sequence.num_tokens} tokens have arrived"
-        sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_tokens)
-        self.scheduler.register_computed_blocks(sequence)
+        self._book_computed(sequence, max(sequence.num_computed_tokens, num_tokens))
 
-    def pin(self, sequence: Sequence) -> tuple[int, ...]:
-        """Takes a reference on each block of a sequence, for a reader: nobody else gets them until `unpin`.
+    def pin(self, sequence: Sequence) -> Pin:
+        """Takes a reference on each block of a sequence, for a reader: nobody else gets them until `unpin`."""
+        return self._pin(sequence.block_ids)
 
-        Returns:
-            The block table as it is now: what to read, and what to unpin.
+    def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:
+        """Pins the longest cached prefix of a chain of keys, one per granule of 16 tokens (see `baton.blocks`).
+
+        A model with per-sequence states has none: its blocks are never cached.
         """
-        return self._pin(sequence.block_table)
+        granules = self.pool.key_tokens // GRANULE
+        return self._pin(tuple(tuple(blocks) for blocks in self.pool.match(keys[granules - 1 :: granules])))
 
-    def pin_prefix(self, keys: SequenceOf[bytes]) -> tuple[int, ...]:
-        """Pins the longest cached prefix of a chain of keys, one a granule of 16 tokens (see `baton.blocks`).
+    def unpin(self, pin: Pin) -> None:
+        """Drops what one `pin` or `pin_prefix` took."""
+        if any(pin.block_ids):
+            assert pin.pin_id in self._pins, f"pin {pin.pin_id} is unpinned more often than pinned"
+            self.pool.release(self._pins.pop(pin.pin_id))
 
-        Returns:
-            Its blocks, in order; none for a model with per-sequence states, whose blocks are never cached.
-        """
-        granules = self.scheduler.limits.block_size // GRANULE
-        return self._pin(self.pool.match(keys[granules - 1 :: granules]))
-
-    def unpin(self, blocks: SequenceOf[int]) -> None:
-        """Drops what one `pin` or `pin_prefix` took; `blocks` as it returned them."""
-        for block in blocks:
-            assert self._pins[block] > 0, f"block {block} is unpinned more often than pinned"
-            self._pins[block] -= 1
-            if not self._pins[block]:
-                del self._pins[block]
-        self.pool.release(blocks)
-
-    def schedule(self, now: float) -> tuple[Batch, list[Output]]:
-        """The next step to execute (empty: nothing can run now), and who got blocks to transfer from or to."""
-        batch, admitted = self.scheduler.schedule(now)
-        for part in batch:
-            part.sequence.in_flight = True
-        if self.runner.cache.states:
-            self.runner.cache.clear_state([p.sequence.state_slot for p in batch if p.start == 0])
-        outputs: list[Output] = []
-        for sequence in admitted:
+    def schedule(self, now: float) -> tuple[StepInput, list[Output]]:
+        """Returns the next step to execute (empty: nothing can run now), and which sequences got or lost blocks."""
+        schedule = self.scheduler.schedule(now)
+        for part in schedule.step.parts:
+            self.sequences[part.sequence_key].in_flight = True
+        outputs: list[Output] = [Preempted(sequence.key) for sequence in schedule.preempted]
+        for sequence in schedule.admitted:
+            num_cached_tokens = sequence.num_computed_tokens
             if sequence.status is Status.RESERVED:
-                outputs.append(Reserved(sequence, sequence.num_computed_tokens))
+                outputs.append(Reserved(sequence.key, sequence.block_ids, sequence.num_tokens, num_cached_tokens))
             elif sequence.purpose is Purpose.PREFILL:
-                outputs.append(Admitted(sequence))
-        return batch, outputs
+                outputs.append(Admitted(sequence.key, sequence.block_ids, num_cached_tokens))
+        return schedule.step, outputs
 
-    def commit(self, batch: Batch, sampled: list[int], now: float) -> list[Output]:
-        """Books an executed batch."""
+    def commit(self, step: StepInput, output: StepOutput, now: float) -> list[Output]:
+        """Books an executed step."""
         outputs: list[Output] = []
-        tokens = iter(sampled)
-        for part in batch:
-            sequence = part.sequence
-            token_id = next(tokens) if part.sample else None
+        for index, part in enumerate(step.parts):
+            sequence = self.sequences[part.sequence_key]
             sequence.in_flight = False
+            if sequence.copies:
+                self.scheduler.copied(sequence)
             if sequence.aborted:
                 self._finish(sequence)
                 continue
-            sequence.num_computed_tokens += part.num_tokens
+            token_ids, finish_reason = self._append(sequence, output.sampled_token_ids[index])
+            num_computed_tokens = min(output.num_computed_tokens[index], sequence.num_tokens)
+            sequence.num_computed_tokens = num_computed_tokens
+            is_whole = num_computed_tokens == part.end
+            sequence.num_kv_tokens = part.num_kv_tokens if is_whole else (num_computed_tokens,) * len(part.block_ids)
             self.scheduler.register_computed_blocks(sequence)
-            if token_id is None:
+            if not token_ids:
                 continue
-            sequence.first_token_s = sequence.first_token_s or now
-            finish_reason = sequence.append(token_id, self.runner.eos_token_ids, self.runner.max_model_len)
+            report = None
+            if not sequence.first_token_s:
+                sequence.first_token_s = now
+                report = _report(sequence)
             if sequence.purpose is Purpose.PREFILL:
                 self.scheduler.remove(sequence, Status.HELD)
             elif finish_reason is not None:
                 self._finish(sequence)
-            outputs.append(Generated(sequence, token_id, finish_reason))
+            logprobs = output.logprobs[index][: len(token_ids)] if output.logprobs else None
+            outputs.append(Generated(sequence.key, token_ids, finish_reason, logprobs, report))
         return outputs
 
     def learn(self, size: StepSize, took_s: float) -> None:
-        """A step of this size has taken so long."""
+        """Learns from what a step of this size took."""
         self._busy_s += took_s
         self._num_computed_tokens += size.num_new
         self._fit.observe(size, took_s)
         self.scheduler.costs = self._fit.costs
 
-    def abandon(self, batch: Batch) -> list[Sequence]:
-        """A batch could not be executed: takes its sequences out and returns those that were not aborted already."""
-        for part in batch:
-            part.sequence.in_flight = False
-            self._finish(part.sequence)
-        return [part.sequence for part in batch if not part.sequence.aborted]
+    def abandon(self, step: StepInput) -> list[Sequence]:
+        """Takes the sequences of a step out that could not be executed. Returns those that were not aborted already."""
+        sequences = [self.sequences[part.sequence_key] for part in step.parts]
+        for sequence in sequences:
+            sequence.in_flight = False
+            self._finish(sequence)
+        return [sequence for sequence in sequences if not sequence.aborted]
 
     def end(self, sequence: Sequence) -> None:
         """Takes a sequence out in whatever status it is, and frees what it holds; idempotent.
 
-        The blocks of a sequence in the executing batch are freed at its commit. The caller sees to it that no transfer
-        still writes the blocks of a RESERVED one; who reads has pinned.
+        The blocks of a sequence in the executing step are freed at its commit. The caller must make sure that no
+        transfer still writes the blocks of a RESERVED one; a transfer that reads has pinned them.
         """
         if sequence.in_flight:
             sequence.aborted = True
@@ -225,16 +224,17 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """No sequence is known and nothing is pinned: nothing waits, runs, or holds blocks."""
-        return not self._sequences and not self._pins
+        """Whether no sequence is known and nothing is pinned: nothing waits, runs, or holds blocks."""
+        return not self.sequences and not self._pins
 
     def load(self) -> EngineLoad:
+        """Returns what the engine has to do and what it holds."""
         return EngineLoad(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting) + len(self.scheduler.reserved),
             queued_tokens=sum(
                 s.num_tokens - self.scheduler.num_present_tokens(s)
-                for s in self._sequences
+                for s in self.sequences.values()
                 if s.status in (Status.WAITING, Status.RUNNING)
             ),
             blocks=self.pool.counts(),
@@ -244,19 +244,53 @@ class Engine:
             computed_tokens=self._num_computed_tokens,
         )
 
-    def take_block_events(self) -> list[Stored | Removed]:
+    def take_block_events(self) -> list[BlockEvent]:
+        """Returns what became cached and what was evicted since the last call, in order."""
         return self.pool.take_events()
 
     def check(self) -> None:
         """Asserts that nothing is leaked: every used block is pinned or held by a sequence that is still known."""
-        self.scheduler.check((s for s in self._sequences if s.status is Status.HELD), self._pins.elements())
-        assert all(s.status is not Status.FINISHED for s in self._sequences), "a finished sequence is kept"
+        held = (s for s in self.sequences.values() if s.status is Status.HELD)
+        self.scheduler.check(held, self._pins.values())
+        finished = [s for s in self.sequences.values() if s.status is Status.FINISHED]
+        assert not finished, "a finished sequence is kept"
 
-    def _pin(self, blocks: SequenceOf[int]) -> tuple[int, ...]:
-        self.pool.acquire(blocks)
-        self._pins.update(blocks)
-        return tuple(blocks)
+    def _append(self, sequence: Sequence, sampled: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Adds sampled tokens, up to the one that ends the sequence, and of a PREFILL sequence only the first.
+
+        Returns:
+            Those that were added, and why the sequence ends, if it does.
+        """
+        eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
+        for count, token_id in enumerate(sampled, start=1):
+            finish_reason = sequence.append(token_id, eos_token_ids, max_model_len)
+            if finish_reason is not None or sequence.purpose is Purpose.PREFILL:
+                return sampled[:count], finish_reason
+        return sampled, None
+
+    def _book_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        assert num_tokens <= sequence.num_tokens, f"{num_tokens} of {sequence.num_tokens} known tokens are computed"
+        sequence.num_computed_tokens = num_tokens
+        sequence.num_kv_tokens = (num_tokens,) * len(sequence.block_ids)
+        self.scheduler.register_computed_blocks(sequence)
+
+    def _pin(self, tables: BlockTables) -> Pin:
+        pin = Pin(next(self._pin_ids), tables)
+        if any(tables):
+            self.pool.acquire(tables)
+            self._pins[pin.pin_id] = tables
+        return pin
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence, Status.FINISHED)
-        self._sequences.discard(sequence)
+        self.sequences.pop(sequence.key, None)
+
+
+def _report(sequence: Sequence) -> PrefillReport:
+    """Returns how a sequence was computed here, now that its first token is there."""
+    return PrefillReport(
+        num_cached_tokens=sequence.num_cached_tokens,
+        queue_s=sequence.scheduled_s - sequence.arrival_s,
+        prefill_s=sequence.first_token_s - sequence.scheduled_s,
+        room_s=sequence.blocked_s,
+    )

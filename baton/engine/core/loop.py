@@ -10,29 +10,27 @@ import time
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from baton.engine.core.block_pool import Removed, Stored
-from baton.engine.core.engine import Engine, Output
-from baton.engine.core.runner import Fence, LayerDone
-from baton.engine.core.scheduler import Batch
+from baton.engine.core.block_pool import BlockEvent
+from baton.engine.core.engine import Engine
+from baton.engine.core.kv_spec import KVSpec
+from baton.engine.core.outputs import EngineLoad, Generated, KvProgress, OnProgress, Output, Pin
+from baton.engine.core.runner import Fence, OnLayerDone, StepInput
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
 from baton.errors import BatonError, Overloaded, WorkerFailed
 from baton.messages import SequenceSpec
-from baton.sampling import FinishReason
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int, Fence | None], None]
-"""Told `(num_tokens, num_layers, fence)`: see `SequenceHandle.watch`."""
-
 
 class EngineLoop:
-    """Owns the engine's thread and the queue of every sequence's outputs.
+    """Baton's engine behind its face (`serving.ServingEngine`): owns its thread and the queue of every sequence.
 
     `on_block_events` is called on the event loop between two steps with what became cached and what was evicted, in
-    order: an eviction before a step or a transfer can overwrite the block. Nobody waits until others know of it: that
-    would hold up the step for a round trip and still be too late for whoever has looked already. A worker that is asked
+    order: an eviction before a step or a transfer can overwrite the block. The step does not wait until others know of
+    it: that would cost a round trip, and still be too late for those who have looked already. A worker that is asked
     for what it has evicted finds nothing in its own table. `on_idle` is called when the last sequence and the last pin
     have gone.
     """
@@ -41,7 +39,7 @@ class EngineLoop:
         self,
         engine: Engine,
         max_waiting: int,
-        on_block_events: Callable[[list[Stored | Removed]], None] = lambda events: None,
+        on_block_events: Callable[[list[BlockEvent]], None] = lambda events: None,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
@@ -49,128 +47,135 @@ class EngineLoop:
         self._max_waiting = max_waiting
         self._on_block_events = on_block_events
         self._on_idle = on_idle
-        self._outputs: dict[Sequence, asyncio.Queue[Output | BatonError]] = {}
-        self._watchers: dict[Sequence, tuple[Progress, ...]] = {}
+        self._outputs: dict[int, asyncio.Queue[Output | BatonError]] = {}
+        """By sequence key."""
+        self._watchers: dict[int, tuple[OnProgress, ...]] = {}
         """Changed on the event loop and read by the engine's thread: values are replaced, never changed in place."""
-        self._num_layers = engine.runner.cache.spec.num_layers
+        self._num_layers = engine.runner.spec.num_layers
         self._wake = asyncio.Event()
         self._was_idle = False
 
-    async def run(self) -> None:
-        """Steps until cancelled. A step in progress is waited for, so no thread outlives this call."""
-        with ThreadPoolExecutor(1, "engine") as thread:
-            while True:
-                batch, outputs = self.engine.schedule(time.monotonic())
-                # What the last step stored, and what this one evicted: told before anybody writes to those blocks.
-                self._publish_block_events()
-                self._deliver(outputs)
-                if not batch:
-                    self._note_idleness()
-                    self._wake.clear()
-                    await self._wake.wait()
-                    continue
-                size, began_s = StepSize.of(batch), time.monotonic()
-                step = asyncio.get_running_loop().run_in_executor(
-                    thread, self.engine.runner.execute, batch, self._teller(batch)
-                )
-                try:
-                    sampled = await step
-                except Exception as error:  # the model's own code: any failure ends this batch, not the worker
-                    logger.exception("a step failed")
-                    failure = WorkerFailed(f"the engine could not compute a step: {error}")
-                    for sequence in self.engine.abandon(batch):
-                        self._outputs[sequence].put_nowait(failure)
-                else:
-                    ended_s = time.monotonic()
-                    self.engine.learn(size, ended_s - began_s)
-                    outputs = self.engine.commit(batch, sampled, ended_s)
-                    for part in batch:  # once more: who began to watch after the step's last layer has not been told
-                        self._tell(part.sequence, part.end, self._num_layers, None)
-                    self._deliver(outputs)
+    # -- what is known of the engine -----------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> KVSpec:
+        return self.engine.runner.spec
+
+    @property
+    def caches(self) -> SequenceOf[Any]:
+        return self.engine.runner.caches
+
+    @property
+    def vocab_size(self) -> int:
+        return self.engine.runner.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.runner.max_model_len
+
+    def load(self) -> EngineLoad:
+        """See `ServingEngine.load`."""
+        return self.engine.load()
+
+    def keys(self) -> list[bytes]:
+        """See `ServingEngine.keys`."""
+        return self.engine.pool.keys()
 
     def max_waiting(self, spec: SequenceSpec) -> float:
-        """How many may wait already when this one comes. An answer that goes on was let in when it began: refusing it
-        would end a stream."""
+        """See `ServingEngine.max_waiting`. An answer that goes on was let in when it began: refusing it would end a
+        stream."""
         return math.inf if spec.is_continued else self._max_waiting
+
+    # -- sequences -----------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def sequence(
         self, spec: SequenceSpec, purpose: Purpose, arrived_s: float | None = None
     ) -> AsyncIterator[SequenceHandle]:
-        """A sequence in the engine for as long as the block is entered; leaving it frees all it holds.
-
-        Args:
-            arrived_s: when its request came, on the monotonic clock, if that was not just now: its place in the queue.
-
-        Raises:
-            Overloaded: too many sequences wait already; see `max_waiting`.
-            InvalidRequest: see `Engine.add`.
-        """
+        """See `ServingEngine.sequence`."""
         if len(self.engine.scheduler.waiting) >= self.max_waiting(spec):
             raise Overloaded("the worker's queue is full; try again later")
         sequence = self.engine.add(spec, purpose, time.monotonic() if arrived_s is None else arrived_s)
         self._was_idle = False
-        queue = self._outputs[sequence] = asyncio.Queue()
+        queue = self._outputs[sequence.key] = asyncio.Queue()
         self._wake.set()
         try:
             yield SequenceHandle(self, sequence, queue)
         finally:
-            del self._outputs[sequence]
-            self._watchers.pop(sequence, None)
+            del self._outputs[sequence.key]
+            self._watchers.pop(sequence.key, None)
             self.engine.end(sequence)
             self._wake.set()
 
     def hand_back(self, reason: BatonError) -> None:
-        """Raises `reason` where sequences are waited for that hold nothing yet and have not begun."""
+        """See `ServingEngine.hand_back`."""
         for sequence in self.engine.scheduler.waiting:
-            if not sequence.was_admitted and sequence in self._outputs:
-                self._outputs[sequence].put_nowait(reason)
+            if not sequence.was_admitted and sequence.key in self._outputs:
+                self._outputs[sequence.key].put_nowait(reason)
 
-    def insert(self, sequence: Sequence, first_token: int) -> FinishReason | None:
-        """See `Engine.insert`."""
-        finish_reason = self.engine.insert(sequence, first_token, time.monotonic())
-        self._wake.set()
-        return finish_reason
+    async def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:
+        """See `ServingEngine.pin_prefix`."""
+        pin = self.engine.pin_prefix(keys)
+        self._was_idle = self._was_idle and not any(pin.block_ids)
+        return pin
 
-    def adopt(self, sequence: Sequence, num_tokens: int) -> None:
-        """See `Engine.adopt`."""
-        self.engine.adopt(sequence, num_tokens)
-        self._wake.set()
-
-    def pin(self, sequence: Sequence) -> tuple[int, ...]:
-        """See `Engine.pin`."""
-        return self.engine.pin(sequence)
-
-    def pin_prefix(self, keys: SequenceOf[bytes]) -> tuple[int, ...]:
-        """See `Engine.pin_prefix`."""
-        blocks = self.engine.pin_prefix(keys)
-        self._was_idle = self._was_idle and not blocks
-        return blocks
-
-    def unpin(self, blocks: SequenceOf[int]) -> None:
-        """See `Engine.unpin`. A sequence that waits for blocks may be admitted now."""
-        self.engine.unpin(blocks)
+    def unpin(self, pin: Pin) -> None:
+        """See `ServingEngine.unpin`. A sequence that waits for blocks may be admitted now."""
+        self.engine.unpin(pin)
         self._wake.set()
 
-    def watch(self, sequence: Sequence, progress: Progress) -> None:
-        """See `SequenceHandle.watch`."""
-        progress(sequence.num_computed_tokens, self._num_layers, None)
-        self._watchers[sequence] = (*self._watchers.get(sequence, ()), progress)
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _teller(self, batch: Batch) -> LayerDone:
-        def layer_done(layer: int, fence: Fence | None) -> None:
-            for part in batch:
-                self._tell(part.sequence, part.end, layer + 1, fence)
+    async def run(self) -> None:
+        """Steps until cancelled. A step in progress is waited for, so no thread outlives this call."""
+        with ThreadPoolExecutor(1, "engine") as thread:
+            while True:
+                step, outputs = self.engine.schedule(time.monotonic())
+                # What the last step stored, and what this one evicted: published before those blocks are overwritten.
+                self._publish_block_events()
+                self._deliver(outputs)
+                if not step:
+                    self._note_idleness()
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                await self._step(step, thread)
 
-        return layer_done
+    async def _step(self, step: StepInput, thread: ThreadPoolExecutor) -> None:
+        size, began_s = StepSize.of(step), time.monotonic()
+        executing = asyncio.get_running_loop().run_in_executor(
+            thread, self.engine.runner.execute, step, self._layer_reporter(step)
+        )
+        try:
+            output = await executing
+        except Exception as error:  # the model's own code: any failure ends this batch, not the worker
+            logger.exception("a step failed")
+            failure = WorkerFailed(f"the engine could not compute a step: {error}")
+            for sequence in self.engine.abandon(step):
+                self._outputs[sequence.key].put_nowait(failure)
+            return
+        ended_s = time.monotonic()
+        self.engine.learn(size, ended_s - began_s)
+        outputs = self.engine.commit(step, output, ended_s)
+        # The promise of one report per step, for runners that report no layers and for watchers that came after them.
+        for part, num_tokens in zip(step.parts, output.num_computed_tokens, strict=True):
+            self._report(part.sequence_key, min(num_tokens, part.end), self._num_layers, None)
+        self._deliver(outputs)
 
-    def _tell(self, sequence: Sequence, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
-        for progress in self._watchers.get(sequence, ()):
-            progress(num_tokens, num_layers, fence)
+    def _layer_reporter(self, step: StepInput) -> OnLayerDone:
+        def on_layer_done(layer: int, fence: Fence | None) -> None:
+            for part in step.parts:
+                self._report(part.sequence_key, part.end, layer + 1, fence)
+
+        return on_layer_done
+
+    def _report(self, sequence_key: int, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
+        for on_progress in self._watchers.get(sequence_key, ()):
+            on_progress(KvProgress(num_tokens, num_layers, fence))
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
-            queue = self._outputs.get(output.sequence)
+            queue = self._outputs.get(output.sequence_key)
             if queue is not None:  # else its owner has just left, and `end` frees it
                 queue.put_nowait(output)
 
@@ -179,7 +184,7 @@ class EngineLoop:
             self._on_block_events(events)
 
     def _note_idleness(self) -> None:
-        """Once each time nothing is held any more: the engine checks itself and says that it is idle."""
+        """Has the engine check itself and says that it is idle, once each time nothing is held any more."""
         if self.engine.is_idle and not self._was_idle:
             self._was_idle = True
             self._check()
@@ -192,43 +197,48 @@ class EngineLoop:
             self.self_check = str(error)
             logger.error("self-check failed: %s", error)
 
+    # -- what a handle asks --------------------------------------------------------------------------------------------
+
+    def watch(self, sequence: Sequence, on_progress: OnProgress) -> None:
+        """See `ServedSequence.watch`."""
+        on_progress(KvProgress(sequence.num_computed_tokens, self._num_layers))
+        self._watchers[sequence.key] = (*self._watchers.get(sequence.key, ()), on_progress)
+
+    def insert(self, sequence: Sequence, first_token: int | None, num_tokens: int | None) -> None:
+        """See `ServedSequence.insert`."""
+        finish_reason = self.engine.insert(sequence, first_token, time.monotonic(), num_tokens)
+        if finish_reason is not None:
+            self._deliver([Generated(sequence.key, (), finish_reason)])
+        self._wake.set()
+
+    def adopt(self, sequence: Sequence, num_tokens: int) -> None:
+        """See `ServedSequence.adopt`."""
+        self.engine.adopt(sequence, num_tokens)
+        self._wake.set()
+
 
 class SequenceHandle:
-    """A sequence's outputs, in order."""
+    """A sequence of an `EngineLoop` (`serving.ServedSequence`)."""
 
     def __init__(self, loop: EngineLoop, sequence: Sequence, queue: asyncio.Queue[Output | BatonError]) -> None:
-        self.loop = loop
-        self.sequence = sequence
+        self._loop = loop
+        self._sequence = sequence
         self._queue = queue
 
-    async def next(self) -> Output:
-        """The next output.
+    @property
+    def key(self) -> int:
+        """Identifies the sequence in the engine's outputs."""
+        return self._sequence.key
 
-        Raises:
-            WorkerFailed: the step that would have made it failed.
-            BatonError: it was handed back (`EngineLoop.hand_back`).
-        """
+    async def next(self) -> Output:
+        """See `ServedSequence.next`."""
         output = await self._queue.get()
         if isinstance(output, BatonError):
             raise output
         return output
 
-    def watch(self, progress: Progress) -> None:
-        """Calls `progress(num_tokens, num_layers, fence)` as the sequence's KV comes into its blocks.
-
-        A call says: the KV of the first `num_tokens` tokens is there, in the model's first `num_layers` layers, for a
-        reader that has waited for `fence` on its own stream (None: at once). That stays true for as long as the blocks
-        are held or pinned. It is called at once with what is computed already, in all layers; then from the engine's
-        thread after each layer of each step that computes this sequence; and on the event loop at the step's end, with
-        all layers again. A step begins with one layer and more tokens than the step before, which takes nothing back.
-
-        `progress` must be quick, since a step waits for it, must not raise, and must be safe to call in either thread.
-        It is called no more once the sequence's context is left, but for a call that is under way at that moment.
-        """
-        self.loop.watch(self.sequence, progress)
-
     def take_ready(self) -> list[Output]:
-        """Outputs that are there already, so that a slow reader gets several tokens at once."""
+        """See `ServedSequence.take_ready`."""
         ready: list[Output] = []
         while not self._queue.empty():
             output = self._queue.get_nowait()
@@ -237,3 +247,19 @@ class SequenceHandle:
                 break
             ready.append(output)
         return ready
+
+    async def pin(self) -> Pin:
+        """See `ServedSequence.pin`. A PREFILL sequence gets all its blocks when it is admitted."""
+        return self._loop.engine.pin(self._sequence)
+
+    def watch(self, on_progress: OnProgress) -> None:
+        """See `ServedSequence.watch`."""
+        self._loop.watch(self._sequence, on_progress)
+
+    def insert(self, first_token: int | None, num_tokens: int | None = None) -> None:
+        """See `ServedSequence.insert`."""
+        self._loop.insert(self._sequence, first_token, num_tokens)
+
+    def adopt(self, num_tokens: int) -> None:
+        """See `ServedSequence.adopt`."""
+        self._loop.adopt(self._sequence, num_tokens)

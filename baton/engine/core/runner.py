@@ -1,49 +1,151 @@
-"""What an engine needs of a model: execute one batch over a KV cache."""
+"""What an engine asks of a model: compute one step over a KV cache.
+
+A step is a value. `StepInput` says what to compute and holds nothing that changes, so a runner may read it while the
+event loop goes on, in another thread or process. `StepOutput` says what was sampled and how far computing got.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
-import torch
+from baton.engine.core.kv_spec import BlockTables, KVSpec
+from baton.sampling import SamplingParams
 
-from baton.engine.core.scheduler import Batch
-from baton.engine.model.kv_cache import KVCache
+UNKNOWN_TOKEN = -1
+"""In `StepPart.token_ids` of a step that is planned while the one before runs: the token which that one samples for the
+sequence. A runner that allows it keeps the tokens it has sampled, by `sequence_key`, and fills them in. The engine
+knows no token id below 0."""
 
-Fence = torch.cuda.Event
-"""Recorded on the stream that computes: a reader makes its own stream wait for it. On a CPU there is none."""
-LayerDone = Callable[[int, Fence | None], None]
-"""Told a model layer's index when K and V of that layer, for all tokens of the batch, are in all ranks' caches."""
+
+class Fence(Protocol):
+    """What must have happened before KV is read. A `torch.cuda.Event` is one; a handle of another process may be."""
+
+    def wait(self, stream: Any) -> None:
+        """Makes `stream`, the reader's CUDA stream, wait until the KV is there."""
+        ...
+
+
+OnLayerDone = Callable[[int, Fence | None], None]
+"""Receives a layer's index once K and V of all layers up to that one, for all tokens of the step, are in all ranks'
+caches, for a reader that has waited for the fence (None: at once)."""
 
 
 def ignore_layer(layer: int, fence: Fence | None) -> None:
-    """The `LayerDone` of a caller who only wants the whole step."""
+    """The `OnLayerDone` of a caller who only wants the whole step."""
+
+
+class StepPart(NamedTuple):
+    """What a step computes of one sequence: `token_ids`, at the positions from `num_computed_tokens` on.
+
+    A named tuple, because a step makes one per sequence: a frozen dataclass takes three times as long.
+    """
+
+    sequence_key: int
+    """Identifies the sequence within its engine."""
+    token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    """Leading tokens whose KV is in the blocks before the step."""
+    block_ids: BlockTables
+    """The sequence's block tables; they may be longer than this step needs."""
+    num_kv_tokens: tuple[int, ...]
+    """Tokens in each table's blocks after the step."""
+    sample: bool
+    """Whether the known tokens end here, so that this step yields the next one."""
+    is_decoding: bool
+    """Whether this is one token of a sequence that has begun to answer."""
+    sampling: SamplingParams
+    choice_index: int
+    """With `sampling.seed` and the position, the counter of the random number that draws the next token."""
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        """One past the last computed position: the position of the token that is sampled."""
+        return self.num_computed_tokens + len(self.token_ids)
+
+
+class BlockCopy(NamedTuple):
+    """A block whose content goes into another one, in every layer of a group and on every rank."""
+
+    group: int
+    """Index into the block tables."""
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step of an engine."""
+
+    parts: tuple[StepPart, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    """Copies to perform, in order, before anything is computed."""
+
+    def __bool__(self) -> bool:
+        return bool(self.parts)
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return sum(len(part.token_ids) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What came of a step: one entry per part, in the order of `StepInput.parts`."""
+
+    sampled_token_ids: tuple[tuple[int, ...], ...]
+    """The sequence's next tokens, none to several."""
+    num_computed_tokens: tuple[int, ...]
+    """Leading tokens of the sequence whose KV is in its blocks now."""
+    logprobs: tuple[tuple[float, ...], ...] | None = None
+    """One per sampled token."""
+
+    @classmethod
+    def one_each(cls, step: StepInput, sampled: Sequence[int]) -> StepOutput:
+        """Returns the output of a step that has computed every token, with one id for each part that samples."""
+        ids = iter(sampled)
+        return cls(
+            tuple([(next(ids),) if part.sample else () for part in step.parts]),
+            tuple([part.num_computed_tokens + len(part.token_ids) for part in step.parts]),
+        )
 
 
 class Runner(Protocol):
-    """A model bound to a KV cache. Two exist: `TransformersRunner` and `ArithmeticRunner`."""
+    """A model bound to a KV cache."""
 
-    cache: KVCache
-    """Rank 0's, which the engine's own process computes with; the others' are of the same shape."""
+    spec: KVSpec
+    """Shape of each rank's cache."""
+    num_blocks: tuple[int, ...]
+    """Blocks for each block table; of the states' table, the sequences that can have one at a time."""
     max_model_len: int
     """Longest sequence the model and the cache can hold, in tokens."""
     vocab_size: int
     """Rows of the embedding: a token id is less."""
     eos_token_ids: frozenset[int]
+    name: str
+    """The engine that computes, as other workers see it."""
+    sampler: str
+    """The contract of its random numbers: samplers of one name draw the same token from the same logits, seed, choice
+    and position."""
 
     @property
-    def caches(self) -> Sequence[KVCache]:
-        """All ranks', each with its part of the heads; block ids mean the same in all of them."""
+    def caches(self) -> Sequence[Any]:
+        """Every rank's cache, each with its part of the heads, in a type of the runner's that the hand-over knows.
+        Block ids mean the same in all of them."""
         ...
 
-    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
-        """Computes a batch: writes its KV into the caches and samples.
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        """Computes a step: performs its copies, writes its KV into the caches and samples.
 
-        Called from one thread at a time, never the event loop's. `layer_done` is called in that thread, once a layer,
-        in rising order. On return all KV and states are in the caches, also for readers that wait for no fence.
-
-        Returns:
-            One token id for every part with `sample`, in batch order.
+        States of a sequence that begins (`num_computed_tokens` 0) are zeroed first. It is called from one thread at a
+        time, never the event loop's. `on_layer_done` is called in that thread, with rising layers, as often as the
+        runner can: at best once per layer, possibly not at all. On return all KV and states are in the caches, also for
+        readers that wait for no fence.
         """
         ...
 

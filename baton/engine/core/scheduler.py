@@ -16,62 +16,62 @@ Pure decisions: no tensors, no I/O, and time is an argument.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from baton.blocks import extend_block_keys, num_blocks_for
+from baton.blocks import extend_block_keys
 from baton.costs import ITL_TARGET, LEAST_SHARE, PRIOR, StepCosts
-from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.group_pool import GroupPool
+from baton.engine.core.kv_spec import BlockTables
+from baton.engine.core.runner import StepInput, StepPart
 from baton.engine.core.sequence import Purpose, Sequence, Status
 
 LEAST_STEP = 0.5
-"""Share of the objective that a step may take whatever the sequences' tokens are due: who is behind stays so."""
+"""A step may always take this share of the ITL objective, even if sequences are late: shorter steps could not catch up.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    block_size: int
+    """Bounds of a step, from the worker's settings."""
+
     max_num_seqs: int
     max_num_batched_tokens: int
     output_reservation: int
-    num_state_slots: int
-    """Rows of the KV cache's state tensors; 0 for models without per-sequence state."""
+    """Answer tokens for which blocks are reserved at admission."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What a step computes of one sequence: `token_ids` at positions `start`, `start + 1`, ..."""
+class Schedule:
+    """What a call of `Scheduler.schedule` has decided."""
 
-    token_ids: tuple[int, ...]
-    start: int
-    block_table: tuple[int, ...]
-    """Blocks of positions 0 to the last computed one."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def end(self) -> int:
-        """One past the last computed position."""
-        return self.start + self.num_tokens
+    step: StepInput
+    admitted: tuple[Sequence, ...] = ()
+    """Sequences that have their blocks now."""
+    preempted: tuple[Sequence, ...] = ()
+    """Sequences that gave their blocks up, and wait again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduled(Part):
-    """A part of a step, and whose it is."""
+@dataclass(slots=True)
+class _Plan:
+    """A step while it is put together."""
 
-    sequence: Sequence
-    sample: bool
-    """The known tokens end here, so this step yields the next one."""
+    budget: int
+    """Tokens that may still be added."""
+    sequences: list[Sequence] = field(default_factory=list)
+    parts: list[StepPart] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
 
-
-Batch = tuple[Scheduled, ...]
+    def add(self, sequence: Sequence, part: StepPart) -> None:
+        self.sequences.append(sequence)
+        self.parts.append(part)
+        self.budget -= len(part.token_ids)
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
+    """Decides what each step computes, and takes the blocks for it from the pool."""
+
+    def __init__(self, pool: GroupPool, limits: SchedulerLimits) -> None:
         self.pool = pool
         self.limits = limits
         self.costs: StepCosts = PRIOR
@@ -80,9 +80,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.reserved: list[Sequence] = []
         self.num_preemptions = 0
+        self._preempted: list[Sequence] = []
         self._full_since_s: float | None = None
-        """The first that waits has had no room since."""
-        self._state_slots = list(range(limits.num_state_slots - 1, -1, -1))
+        """Since when the head of the queue has lacked room."""
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""
@@ -95,73 +95,74 @@ class Scheduler:
         sequence.status = Status.RUNNING
         self.running.append(sequence)
 
-    def schedule(self, now: float) -> tuple[Batch, list[Sequence]]:
-        """The next step, and the sequences that it admits, which now have their blocks.
+    def schedule(self, now: float) -> Schedule:
+        """Returns the next step.
 
         Sequences that decode come first. Prompts, computed in part or waiting, follow in order of `_urgency`, as far as
-        blocks, batch size, the token budget and the objectives of who decodes go.
+        blocks, batch size, the token budget and the objectives of the decoding sequences allow.
         """
-        budget = self.limits.max_num_batched_tokens
-        scheduled: list[Scheduled] = []
-        for sequence in [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1]:
+        plan = _Plan(self.limits.max_num_batched_tokens)
+        self._preempted = []
+        for sequence in [s for s in self.running if len(s.token_ids) - s.num_computed_tokens == 1]:
             is_running = sequence.status is Status.RUNNING  # not preempted by one before it
-            if budget > 0 and is_running and self._grow(sequence, sequence.num_tokens, scheduled):
-                scheduled.append(self._part(sequence, 1))
-                budget -= 1
+            if plan.budget > 0 and is_running and self._grow(sequence, len(sequence.token_ids), plan):
+                plan.add(sequence, self._part(sequence, 1))
         self._note_full(now)
-        prompts = [s for s in self.running if s.num_tokens - s.num_computed_tokens > 1] + self.waiting
-        if not prompts:
-            return tuple(scheduled), []
-        if len(prompts) > 1:
-            prompts.sort(key=lambda sequence: self._urgency(sequence, now))
-        room_s = self._computing_room_s(scheduled, now)
-        least = budget // LEAST_SHARE
-        admitted: list[Sequence] = []
+        prompts = [s for s in self.running if len(s.token_ids) - s.num_computed_tokens > 1] + self.waiting
+        if prompts:
+            if len(prompts) > 1:
+                prompts.sort(key=lambda sequence: self._urgency(sequence, now))
+            self._schedule_prompts(plan, prompts, now)
+        copies = [copy for sequence in plan.sequences if sequence.copies for copy in sequence.copies]
+        return Schedule(StepInput(tuple(plan.parts), tuple(copies)), tuple(plan.admitted), tuple(self._preempted))
+
+    def _schedule_prompts(self, plan: _Plan, prompts: list[Sequence], now: float) -> None:
+        """Adds what the step computes of prompts, the most urgent first."""
+        room_s = self._computing_room_s(plan.sequences, now)
+        least = plan.budget // LEAST_SHARE
         may_admit = True
         for sequence in prompts:
-            is_waiting = sequence.status is Status.WAITING
-            if is_waiting:
-                is_tried = may_admit and (budget > 0 or sequence.awaits_kv)
+            if sequence.status is Status.WAITING:
+                is_tried = may_admit and (plan.budget > 0 or sequence.awaits_kv)
                 if not is_tried or not self._admit(sequence, now):
                     may_admit = False  # nobody overtakes the first that waits
                     if is_tried:
                         self._full_since_s = now
                     continue
-                admitted.append(sequence)
-            if sequence.status is not Status.RUNNING or budget <= 0:
+                plan.admitted.append(sequence)
+            if sequence.status is not Status.RUNNING or plan.budget <= 0:
                 continue
             num_missing, context = sequence.num_tokens - sequence.num_computed_tokens, sequence.num_computed_tokens
-            num_tokens = min(budget, num_missing)
+            num_tokens = min(plan.budget, num_missing)
             within = self.costs.tokens_within(room_s, context, num_tokens) if room_s < math.inf else num_tokens
             num_tokens = min(num_tokens, max(within, least))
-            if num_tokens < 1 or not self._grow(sequence, context + num_tokens, scheduled):
-                budget = 0 if num_tokens < 1 else budget
+            if num_tokens < 1 or not self._grow(sequence, context + num_tokens, plan):
+                plan.budget = 0 if num_tokens < 1 else plan.budget
                 continue
-            scheduled.append(self._part(sequence, num_tokens))
+            plan.add(sequence, self._part(sequence, num_tokens))
             least = max(0, least - num_tokens)
             # Where the time is used up, what is left of the least share goes to the next.
-            budget = budget - num_tokens if within >= num_missing else min(budget - num_tokens, least)
+            plan.budget = plan.budget if within >= num_missing else min(plan.budget, least)
             room_s -= num_tokens * (self.costs.s_per_token + self.costs.s_per_pair * (context + num_tokens / 2))
-        return tuple(scheduled), admitted
 
     def num_present_tokens(self, sequence: Sequence) -> int:
-        """Leading tokens of a waiting or running sequence that need not be computed here any more: they are computed,
-        cached as it waits, or come from elsewhere."""
+        """Returns how many leading tokens of a waiting or running sequence need not be computed here any more: they are
+        computed, cached while it waits, or received."""
         if sequence.status is not Status.WAITING:
             return sequence.num_computed_tokens
         if sequence.awaits_kv:
             return sequence.num_tokens
-        return self.pool.num_matching(self._reusable_keys(sequence)) * self.limits.block_size
+        return self.pool.num_matching_tokens(self._reusable_keys(sequence))
 
     def _note_full(self, now: float) -> None:
         if self._full_since_s is not None:
             for sequence in self.waiting:
                 if not sequence.was_admitted:
-                    sequence.full_s += now - max(self._full_since_s, sequence.arrival_s)
+                    sequence.blocked_s += now - max(self._full_since_s, sequence.arrival_s)
             self._full_since_s = None
 
     def _urgency(self, sequence: Sequence, now: float) -> tuple[int, bool, float, float]:
-        """Least first: by priority; those that can still make their deadline; by deadline; by arrival.
+        """Returns the sort key, least first: priority, whether it must miss its deadline, deadline, arrival.
 
         A sequence that has begun to answer and must be computed again comes before all others of its priority.
         """
@@ -171,7 +172,7 @@ class Scheduler:
         return -spec.priority, self._must_be_late(sequence, now), sequence.deadline_s, sequence.arrival_s
 
     def _must_be_late(self, sequence: Sequence, now: float) -> bool:
-        """Even if it were computed alone from now on, after what the cache holds of it."""
+        """Returns whether its first token would be late even if it were computed alone from now on."""
         spare_s = sequence.deadline_s - now
         if spare_s == math.inf:
             return False
@@ -182,15 +183,15 @@ class Scheduler:
             return False
         return self.costs.prefill_s(num_tokens, self.num_present_tokens(sequence), chunk) > spare_s
 
-    def _computing_room_s(self, decoding: list[Scheduled], now: float) -> float:
-        """How long prompts may compute beside these sequences in the step that begins now.
+    def _computing_room_s(self, decoding: list[Sequence], now: float) -> float:
+        """Returns how long prompts may compute beside these sequences in the step that begins now.
 
         The next token of each is due when its mean interval so far would reach the objective, so an answer that went
         quickly has time to spare.
         """
         step_s, num_kv_tokens = math.inf, 0
-        for part in decoding:
-            sequence, num_kv_tokens = part.sequence, num_kv_tokens + part.end
+        for sequence in decoding:
+            num_kv_tokens += len(sequence.token_ids)
             if (itl_s := sequence.spec.itl_s) < math.inf and sequence.num_generated_tokens:
                 due_s = sequence.first_token_s + ITL_TARGET * itl_s * sequence.num_generated_tokens
                 step_s = min(step_s, max(due_s - now, LEAST_STEP * itl_s))
@@ -200,16 +201,41 @@ class Scheduler:
 
     def register_computed_blocks(self, sequence: Sequence) -> None:
         """Names the blocks that have become full, so that other sequences can share them."""
-        if self.limits.num_state_slots:
-            return  # a state cannot be cropped to a prefix: blocks alone restore nothing
-        block_size = self.limits.block_size
-        num_full = sequence.num_computed_tokens // block_size
-        if num_full > len(sequence.block_keys):
-            known = sequence.token_ids[: sequence.num_computed_tokens]
-            sequence.block_keys += extend_block_keys(sequence.spec.cache_seed, sequence.block_keys, known, block_size)
-        for index in range(sequence.num_registered_blocks, num_full):
-            sequence.block_table[index] = self.pool.register(sequence.block_table[index], sequence.block_keys[index])
-        sequence.num_registered_blocks = max(sequence.num_registered_blocks, num_full)
+        pool = self.pool
+        num_full = sequence.num_computed_tokens // pool.key_tokens
+        if num_full <= sequence.num_registered_keys or not pool.caches_prefixes:
+            return
+        keys = self._keys(sequence, num_full)[:num_full]
+        tables = list(sequence.block_ids)
+        for group, size in enumerate(pool.block_sizes):
+            first = sequence.num_registered_keys * pool.key_tokens // size
+            group_keys = pool.keys_of(keys, group)
+            if first < len(group_keys):
+                tables[group] = tuple(pool.register(tables[group], group, first, group_keys))
+        sequence.block_ids = tuple(tables)
+        sequence.num_registered_keys = num_full
+
+    def fork(self, parent: Sequence, child: Sequence, now: float) -> bool:
+        """Lets a new sequence run that goes on from what a running one has computed of the tokens they share.
+
+        Its last known token is computed for itself, so that it draws its own next one. Full blocks are shared, the last
+        one is copied by the child's first step.
+
+        Returns:
+            False, and nothing has changed, when there is no room for it.
+        """
+        if len(self.running) + len(self.reserved) >= self.limits.max_num_seqs:
+            return False
+        num_shared = min(parent.num_computed_tokens, child.num_tokens - 1)
+        forked = self.pool.fork(parent.block_ids, num_shared)
+        if forked is None:
+            return False
+        tables, child.copies = forked
+        num_keys = min(parent.num_registered_keys, num_shared // self.pool.key_tokens)
+        child.block_keys = parent.block_keys[:num_keys]
+        child.num_registered_keys = num_keys
+        self._let_run(child, tables, num_shared, now)
+        return True
 
     def remove(self, sequence: Sequence, status: Status) -> None:
         """Takes a sequence out; its blocks go back unless it is HELD."""
@@ -221,112 +247,133 @@ class Scheduler:
             self.give_back(sequence)
 
     def give_back(self, sequence: Sequence) -> None:
-        """Returns a sequence's blocks and state slot."""
-        self.pool.release(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_registered_blocks = 0
-        if sequence.state_slot >= 0:
-            self._state_slots.append(sequence.state_slot)
-            sequence.state_slot = -1
+        """Returns a sequence's blocks."""
+        self.pool.release(sequence.block_ids)
+        self.copied(sequence)
+        sequence.block_ids = ()
+        sequence.num_block_tokens = 0
+        sequence.num_kv_tokens = ()
+        sequence.num_registered_keys = 0
 
-    def check(self, others: Iterable[Sequence] = (), pinned: Iterable[int] = ()) -> None:
-        """Asserts that the pool is whole, and that every reference to a block has a holder.
+    def copied(self, sequence: Sequence) -> None:
+        """Notes that a forked sequence's copies are performed, or not wanted any more."""
+        if sequence.copies:
+            self.pool.release_sources(sequence.copies)
+            sequence.copies = ()
+
+    def check(self, others: Iterable[Sequence] = (), pinned: Iterable[BlockTables] = ()) -> None:
+        """Asserts that the books are right.
 
         Args:
             others: sequences that hold blocks and are not here any more: the HELD ones.
-            pinned: blocks that transfers hold, each as often as it is pinned.
+            pinned: block tables that transfers hold, each as often as it is pinned.
         """
-        self.pool.check()
         holders = [*self.running, *self.reserved, *others]
-        held = Counter(block for sequence in holders for block in sequence.block_table)
-        held.update(pinned)
-        assert len(held) == self.pool.counts().in_use, f"{self.pool.counts().in_use} blocks in use, {len(held)} held"
-        assert held == self.pool.references(), "a block has more or fewer references than holders"
-        slots = sum(sequence.state_slot >= 0 for sequence in holders)
-        assert slots + len(self._state_slots) == self.limits.num_state_slots, "a state slot is lost"
+        copies = (copy for sequence in holders for copy in sequence.copies)
+        self.pool.check([*(sequence.block_ids for sequence in holders), *pinned], copies)
+        for sequence in holders:
+            sizes = (*self.pool.block_sizes, math.inf)
+            for table, size, number in zip(sequence.block_ids, sizes, sequence.num_kv_tokens, strict=False):
+                assert len(table) * size >= number, f"{number} tokens are in {len(table)} blocks"
 
-    def _part(self, sequence: Sequence, num_tokens: int) -> Scheduled:
+    def _part(self, sequence: Sequence, num_tokens: int) -> StepPart:
         assert num_tokens > 0, f"{sequence.sequence_id} is scheduled with nothing to compute"
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-        return Scheduled(
-            token_ids=tuple(sequence.token_ids[start:end]),
-            start=start,
-            block_table=tuple(sequence.block_table[: num_blocks_for(end, self.limits.block_size)]),
-            sequence=sequence,
-            sample=end == sequence.num_tokens,
+        return StepPart(
+            sequence.key,
+            tuple(sequence.token_ids[start:end]),
+            start,
+            sequence.block_ids,
+            (end,) * len(sequence.block_ids),
+            end == len(sequence.token_ids),
+            num_tokens == 1 and len(sequence.token_ids) > sequence.spec.num_prompt_tokens,
+            sequence.spec.sampling,
+            sequence.spec.choice_index,
         )
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Gives a waiting sequence its cached prefix and all blocks it is expected to need; all or nothing."""
         if len(self.running) + len(self.reserved) >= self.limits.max_num_seqs:
             return False
-        receives = sequence.awaits_kv
-        cached = self.pool.match(self._reusable_keys(sequence))
-        num_fresh = max(0, self._expected_blocks(sequence) - len(cached))
-        has_slot = not self.limits.num_state_slots or self._state_slots
-        blocks = self.pool.reuse(cached, num_fresh) if has_slot else None
-        if blocks is None:
+        found = self.pool.match(self._reusable_keys(sequence))
+        tables = self.pool.reuse(found, self._expected_blocks(sequence))
+        if tables is None:
             return False
-        sequence.block_table = blocks
-        sequence.num_computed_tokens = len(cached) * self.limits.block_size
-        sequence.num_registered_blocks = len(cached)
-        if self.limits.num_state_slots:
-            sequence.state_slot = self._state_slots.pop()
+        num_found = len(found[0]) * self.pool.block_sizes[0]
+        sequence.num_registered_keys = num_found // self.pool.key_tokens
+        self.waiting.remove(sequence)
+        self._let_run(sequence, tables, num_found, now)
+        return True
+
+    def _let_run(self, sequence: Sequence, tables: BlockTables, num_computed_tokens: int, now: float) -> None:
+        """Books the blocks of a sequence that is admitted."""
+        receives = sequence.awaits_kv
+        self._take(sequence, tables)
+        sequence.num_computed_tokens = num_computed_tokens
+        sequence.num_kv_tokens = (num_computed_tokens,) * len(tables)
         if not sequence.was_admitted:
             sequence.was_admitted = True
             sequence.scheduled_s = now
-            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.spec.num_prompt_tokens)
-        self.waiting.remove(sequence)
+            sequence.num_cached_tokens = min(num_computed_tokens, sequence.spec.num_prompt_tokens)
         sequence.status = Status.RESERVED if receives else Status.RUNNING
         (self.reserved if receives else self.running).append(sequence)
-        return True
+
+    def _take(self, sequence: Sequence, tables: BlockTables) -> None:
+        sequence.block_ids = tables
+        sequence.num_block_tokens = self.pool.num_tokens_in(tables)
 
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Of the leading blocks that a sequence may have from the cache."""
-        if self.limits.num_state_slots:
-            return []  # a state cannot be cropped to a prefix
-        block_size = self.limits.block_size
+        """Returns the keys of the leading blocks that a sequence may have from the cache."""
+        if not self.pool.caches_prefixes:
+            return []
         # The last known token is computed here, so its block cannot come from the cache; unless the KV arrives anyway.
-        num_blocks = (sequence.num_tokens - (not sequence.awaits_kv)) // block_size
-        if len(sequence.block_keys) < num_blocks:
-            known = sequence.token_ids[: num_blocks * block_size]
-            sequence.block_keys += extend_block_keys(sequence.spec.cache_seed, sequence.block_keys, known, block_size)
-        return sequence.block_keys[:num_blocks]
+        num_keys = (sequence.num_tokens - (not sequence.awaits_kv)) // self.pool.key_tokens
+        return self._keys(sequence, num_keys)[:num_keys]
 
-    def _expected_blocks(self, sequence: Sequence) -> int:
-        """Blocks for the known tokens and the expected rest of the answer, never more than the pool has."""
+    def _keys(self, sequence: Sequence, num_keys: int) -> list[bytes]:
+        """Works out at least the first `num_keys` block keys of a sequence."""
+        if len(sequence.block_keys) < num_keys:
+            unit = self.pool.key_tokens
+            known = sequence.token_ids[: num_keys * unit]
+            sequence.block_keys += extend_block_keys(sequence.spec.cache_seed, sequence.block_keys, known, unit)
+        return sequence.block_keys
+
+    def _expected_blocks(self, sequence: Sequence) -> tuple[int, ...]:
+        """Returns the blocks for the known tokens and the expected rest of the answer, never more than the pool has."""
         num_tokens = sequence.num_tokens
         if sequence.purpose is not Purpose.PREFILL:
             num_left = sequence.spec.max_tokens - sequence.num_output_tokens
             expected = sequence.spec.num_expected_tokens or self.limits.output_reservation
             num_tokens += min(num_left, max(0, expected - sequence.num_output_tokens))
-        return min(num_blocks_for(num_tokens, self.limits.block_size), self.pool.num_blocks)
+        return self.pool.num_blocks_for(min(num_tokens, self.pool.capacity))
 
-    def _grow(self, sequence: Sequence, num_tokens: int, scheduled: list[Scheduled]) -> bool:
-        """Blocks for the first `num_tokens` tokens; preempts the youngest of least priority when none are left.
+    def _grow(self, sequence: Sequence, num_tokens: int, plan: _Plan) -> bool:
+        """Takes blocks for the first `num_tokens` tokens; preempts the youngest of least priority when none are left.
 
         A preempted sequence is the most urgent one that waits, and is computed again from what the cache still holds.
         PREFILL sequences are spared: a transfer may be reading their blocks. They got all they need when they were
         admitted, so it is never one of them that grows. Returns False when the sequence itself had to give way or must
         sit this step out.
         """
-        num_missing = num_blocks_for(num_tokens, self.limits.block_size) - len(sequence.block_table)
-        if num_missing <= 0:
+        if num_tokens <= sequence.num_block_tokens:
             return True
-        while (blocks := self.pool.allocate(num_missing)) is None:
+        wanted = self.pool.num_blocks_for(num_tokens)
+        missing = [max(0, number - len(table)) for number, table in zip(wanted, sequence.block_ids, strict=True)]
+        while (blocks := self.pool.allocate(missing)) is None:
             preemptible = [s for s in self.running if s.purpose is not Purpose.PREFILL]
             if preemptible == [sequence]:
                 return False  # nobody else may give way: the other blocks are for transfers, which end
-            taken = {part.sequence for part in scheduled}
+            taken = set(plan.sequences)
             victim = max((s for s in preemptible if s not in taken), key=lambda s: (-s.spec.priority, s.arrival_s))
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.block_table += blocks
+        self._take(sequence, tuple(table + new for table, new in zip(sequence.block_ids, blocks, strict=True)))
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
+        self._preempted.append(sequence)
         self.running.remove(sequence)
         self.give_back(sequence)
         sequence.num_computed_tokens = 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.engine.core.kv_spec import BlockTables
+from baton.engine.core.runner import BlockCopy
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
 
 
 class Purpose(Enum):
-    """What a worker wants of a sequence."""
+    """What a worker asks of a sequence."""
 
     GENERATE = "generate"
     """Prefill here and decode here (aggregated mode)."""
@@ -20,7 +23,7 @@ class Purpose(Enum):
     It gets all its blocks at once and is never preempted, so a transfer can follow the computing.
     """
     RECEIVE = "receive"
-    """Reserve blocks for KV that comes from elsewhere; then decode here, or just leave it in the cache."""
+    """Reserve blocks for KV that another worker computes; then decode here, or leave it in the cache."""
 
 
 class Status(Enum):
@@ -38,31 +41,44 @@ class Status(Enum):
     """Holds nothing, for good."""
 
 
+_KEYS = itertools.count()
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
+    """What the engine knows of one choice. It never leaves the engine: what others get are values."""
+
     spec: SequenceSpec
     purpose: Purpose
     arrival_s: float
     token_ids: list[int] = field(init=False)
     """All known tokens: prompt and answer. Computed tokens catch up with them."""
+    key: int = field(default_factory=_KEYS.__next__)
+    """Identifies it within this process."""
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     """Leading tokens whose KV is in the blocks."""
+    num_kv_tokens: tuple[int, ...] = ()
+    """Tokens in the blocks of each table; empty while nothing is computed."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at the first admission."""
-    block_table: list[int] = field(default_factory=list)
+    block_ids: BlockTables = ()
+    """A block table per layer group, and the states' one; empty while it holds nothing."""
+    num_block_tokens: int = 0
+    """Tokens that the blocks of every layer group hold."""
+    copies: tuple[BlockCopy, ...] = ()
+    """Copies that its first step performs, after a fork. The sources are held until then."""
     block_keys: list[bytes] = field(default_factory=list)
-    """Keys of the leading full blocks, as far as worked out."""
-    num_registered_blocks: int = 0
-    state_slot: int = -1
-    """Row in the KV cache's state tensors; -1 while it has none."""
+    """Keys of the leading full blocks, as far as they were computed; one per `GroupPool.key_tokens` tokens."""
+    num_registered_keys: int = 0
+    """Leading block keys under which its blocks are known to the prefix cache."""
     was_admitted: bool = False
     in_flight: bool = False
-    """Part of the batch that is being executed: its blocks must not be given away."""
+    """Whether it is part of the step that is being executed: its blocks must not be given away."""
     aborted: bool = False
     scheduled_s: float = 0.0
-    full_s: float = 0.0
-    """Of its wait for the first admission, how long whoever was first had no room."""
+    blocked_s: float = 0.0
+    """Time before the first admission during which the head of the queue lacked KV blocks."""
     first_token_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -75,7 +91,7 @@ class Sequence:
 
     @property
     def awaits_kv(self) -> bool:
-        """Its KV comes from elsewhere. Once it has been preempted it is computed here, like any other."""
+        """Whether its KV is to be received. Once it has been preempted it is computed here, like any other."""
         return self.purpose is Purpose.RECEIVE and not self.was_admitted
 
     @property
@@ -92,11 +108,11 @@ class Sequence:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Of the answer, those that were generated since it came here."""
+        """Answer tokens that were generated since it came here."""
         return len(self.token_ids) - len(self.spec.token_ids)
 
     def append(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
-        """Adds a sampled token and says whether the sequence ends with it."""
+        """Adds a sampled token and returns why the sequence ends with it; None: it goes on."""
         self.token_ids.append(token_id)
         if token_id in self.spec.sampling.stop_token_ids or (
             token_id in eos_token_ids and not self.spec.sampling.ignore_eos

@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.costs import PRIOR, StepCosts
-from baton.engine.core.scheduler import Batch
+from baton.engine.core.runner import StepInput
 from baton.fit import CostFit
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a step does; see `StepCosts.step_s`."""
+    """What a step computes; see `StepCosts.step_s`."""
 
     num_new: int = 0
     num_pairs: int = 0
@@ -25,26 +25,30 @@ class StepSize:
     num_kv_tokens: int = 0
 
     @classmethod
-    def of(cls, batch: Batch) -> StepSize:
-        """Of a batch that is not executed yet."""
+    def of(cls, step: StepInput) -> StepSize:
+        """Returns the size of a step."""
         num_new = num_pairs = num_decoding = num_kv_tokens = 0
-        for part in batch:
-            num_new += part.num_tokens
-            if part.num_tokens == 1 and part.sequence.num_output_tokens:
+        for part in step.parts:
+            num_tokens, start = len(part.token_ids), part.num_computed_tokens
+            num_new += num_tokens
+            if part.is_decoding:
                 num_decoding += 1
-                num_kv_tokens += part.end
+                num_kv_tokens += start + 1
             else:
-                num_pairs += part.num_tokens * (part.start + part.end) // 2
+                num_pairs += num_tokens * (2 * start + num_tokens) // 2
         return cls(num_new, num_pairs, num_decoding, num_kv_tokens)
 
 
 class StepFit:
+    """The costs that explain the steps so far. It learns from sizes and times alone, whatever engine took them."""
+
     def __init__(self, prior: StepCosts = PRIOR) -> None:
         self._decoding = CostFit((prior.s_overhead + prior.s_weights, prior.s_per_sequence, prior.s_per_kv_token))
         self._computing = CostFit((prior.s_overhead, prior.s_per_token, prior.s_per_pair))
         self.costs = prior
 
     def observe(self, size: StepSize, took_s: float) -> None:
+        """Learns from one step."""
         if size.num_new == size.num_decoding:
             self._decoding.observe((1.0, size.num_decoding, size.num_kv_tokens), took_s)
         else:
@@ -59,7 +63,7 @@ class StepFit:
         if self._decoding.num_observations:
             s_overhead = min(s_overhead, s_decoding)
         else:
-            s_decoding = s_overhead  # who never decodes never sees what reading the weights takes
+            s_decoding = s_overhead  # without a step of decoding alone, what reading the weights takes is not seen
         self.costs = StepCosts(
             s_overhead=s_overhead,
             s_per_token=s_per_token,

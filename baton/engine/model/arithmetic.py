@@ -23,11 +23,12 @@ from functools import cache
 
 import torch
 
-from baton.engine.core.runner import LayerDone, ignore_layer
-from baton.engine.core.scheduler import Batch, Scheduled
-from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
-from baton.engine.sampling.pipeline import sample
-from baton.messages import SequenceSpec
+from baton.blocks import num_blocks_for
+from baton.engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
+from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.sampling.pipeline import SAMPLER, sample
+from baton.sampling import SamplingParams
 
 
 class ArithmeticRunner:
@@ -51,61 +52,74 @@ class ArithmeticRunner:
         layer_s: float = 0.0,
         token_s: float = 0.0,
     ) -> None:
-        states = (StateSpec("token_sum", (1,), torch.int64),) if with_state else ()
-        spec = KVSpec(
-            block_size,
-            (
-                LayerGroup(
-                    name="all", layers=tuple(range(num_layers)), num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.int64
-                ),
-            ),
-            states,
+        states = (StateSpec("token_sum", (1,), "int64"),) if with_state else ()
+        group = LayerGroup(
+            name="all",
+            layers=tuple(range(num_layers)),
+            block_size=block_size,
+            num_kv_heads=1,
+            k_dim=1,
+            v_dim=1,
+            dtype="int64",
         )
-        self.cache = KVCache(spec, num_blocks, 2 * max_num_seqs)
+        self.spec = KVSpec((group,), states)
+        self.cache = KVCache(self.spec, num_blocks, max_num_seqs)
         self.caches = (self.cache,)
+        self.num_blocks = self.cache.table_sizes
+        self.name = "arithmetic"
+        self.sampler = SAMPLER
         self.vocab_size = vocab_size
         self.max_model_len = min(max_model_len, num_blocks * block_size)
         self.eos_token_ids = eos_token_ids
         self.layer_s = layer_s
         self.token_s = token_s
 
-    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
-        num_layers = self.cache.spec.num_layers
-        layer_s = self.layer_s + self.token_s * sum(part.num_tokens for part in batch) / num_layers
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        """See `Runner.execute`."""
+        self.cache.copy_blocks(step.copies)
+        if self.cache.states:
+            self.cache.clear_states([_state(part) for part in step.parts if part.num_computed_tokens == 0])
+        num_layers = self.spec.num_layers
+        layer_s = self.layer_s + self.token_s * step.num_scheduled_tokens / num_layers
         for layer in range(num_layers):
             if layer_s:
                 time.sleep(layer_s)
-            for part in batch:
+            for part in step.parts:
                 self._write(layer, part)
-            layer_done(layer, None)
-        for part in batch:
+            on_layer_done(layer, None)
+        for part in step.parts:
             for state in self.cache.states.values():
-                state[part.sequence.state_slot] += sum(part.token_ids)
-        return [
-            drawn(self._answer(part), part.sequence.spec, part.end, self.vocab_size) for part in batch if part.sample
-        ]
+                state[_state(part)] += sum(part.token_ids)
+        return StepOutput.one_each(
+            step,
+            [
+                drawn(self._answer(part), part.sampling, part.choice_index, part.end, self.vocab_size)
+                for part in step.parts
+                if part.sample
+            ],
+        )
 
     def close(self) -> None:
-        pass
+        """Ends nothing: it has started no process."""
 
     def _pages(self, layer: int) -> torch.Tensor:
-        """`[block, K or V, token]`."""
-        return self.cache.layer(layer).view(-1, 2, self.cache.spec.block_size)
+        """Returns a layer as `[block, K or V, token]`."""
+        return self.cache.layer(layer).view(-1, 2, self.spec.block_size)
 
-    def _write(self, layer: int, part: Scheduled) -> None:
-        block_size, pages = self.cache.spec.block_size, self._pages(layer)
-        for position, token_id in enumerate(part.token_ids, part.start):
-            page = pages[part.block_table[position // block_size]]
+    def _write(self, layer: int, part: StepPart) -> None:
+        block_size, pages = self.spec.block_size, self._pages(layer)
+        for position, token_id in enumerate(part.token_ids, part.num_computed_tokens):
+            page = pages[part.block_ids[0][position // block_size]]
             page[0, position % block_size] = token_id
             page[1, position % block_size] = (position + 1) * token_id
 
-    def _answer(self, part: Scheduled) -> int:
-        blocks = torch.tensor(part.block_table)
-        num_tokens = part.end
-        layers = [self._pages(layer)[blocks].unbind(1) for layer in range(self.cache.spec.num_layers)]
+    def _answer(self, part: StepPart) -> int:
+        num_tokens = part.num_kv_tokens[0]
+        blocks = torch.tensor(part.block_ids[0][: num_blocks_for(num_tokens, self.spec.block_size)])
+        layers = [self._pages(layer)[blocks].unbind(1) for layer in range(self.spec.num_layers)]
         tokens = layers[0][0].flatten()[:num_tokens]
         weighted = tokens * torch.arange(1, num_tokens + 1)
-        state = sum(int(state[part.sequence.state_slot]) for state in self.cache.states.values())
+        state = sum(int(state[_state(part)]) for state in self.cache.states.values())
         num_wrong = 0
         for keys, values in layers:
             num_wrong += int((keys.flatten()[:num_tokens] != tokens).sum())
@@ -113,24 +127,29 @@ class ArithmeticRunner:
         return (int(weighted.sum()) + num_wrong + state) % modulus(self.vocab_size)
 
 
+def _state(part: StepPart) -> int:
+    """Returns the row of a sequence's state, the only block of its last table."""
+    return part.block_ids[-1][0]
+
+
 @cache
 def modulus(vocab_size: int) -> int:
-    """The largest prime up to `vocab_size`."""
+    """Returns the largest prime up to `vocab_size`."""
     return next(n for n in range(vocab_size, 1, -1) if all(n % d for d in range(2, math.isqrt(n) + 1)))
 
 
-def drawn(answer: int, spec: SequenceSpec, position: int, vocab_size: int) -> int:
-    """What a request gets where a greedy one gets `answer`."""
-    if spec.sampling.top_k < 2:
+def drawn(answer: int, sampling: SamplingParams, choice_index: int, position: int, vocab_size: int) -> int:
+    """Returns what a request gets where a greedy one gets `answer`."""
+    if sampling.top_k < 2:
         return answer
-    (index,) = sample(-0.1 * torch.arange(spec.sampling.top_k)[None], [spec], [position])
+    (index,) = sample(-0.1 * torch.arange(sampling.top_k)[None], [sampling], [choice_index], [position])
     return (answer + index) % modulus(vocab_size)
 
 
 def expected_tokens(
     prompt: SequenceOf[int], num_tokens: int, vocab_size: int = 49152, with_state: bool = False
 ) -> list[int]:
-    """What `ArithmeticRunner` answers to a prompt, worked out without a cache."""
+    """Returns what `ArithmeticRunner` answers to a prompt, worked out without a cache."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         state = sum(tokens) if with_state else 0

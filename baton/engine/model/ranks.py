@@ -31,7 +31,7 @@ import torch.multiprocessing as multiprocessing
 from torch._C._distributed_c10d import Store, TCPStore
 
 from baton.engine.core.runner import ignore_layer
-from baton.engine.model.transformers_model import ModelRank, Step
+from baton.engine.model.transformers_model import ModelRank, RankStep
 from baton.errors import ModelLoadError
 from baton.parent import die_with
 
@@ -92,7 +92,7 @@ class OtherRanks:
         self._ready = True
 
     @contextlib.contextmanager
-    def computing(self, step: Step) -> Generator[None]:
+    def computing(self, step: RankStep) -> Generator[None]:
         """They compute `step`, as this process must within the block. An error there ends the process."""
         self._step_began_s = time.monotonic()
         try:

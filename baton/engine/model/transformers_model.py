@@ -20,10 +20,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.runner import LayerDone
-from baton.engine.core.scheduler import Part
+from baton.engine.core.kv_spec import KVSpec, LayerGroup
+from baton.engine.core.runner import BlockCopy, OnLayerDone, StepPart
 from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step, step_context
-from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
+from baton.engine.model.kv_cache import KVCache, torch_dtype
 from baton.errors import ModelLoadError
 from baton.model_files import require_runnable
 
@@ -39,15 +39,16 @@ BY_HEAD = "colwise"
 ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
 """Rotary embeddings that transformers computes from a config; `longest_sequence` says how far each holds."""
 NUM_NAMED = 3
-"""Of tensors that a message is about, so many are named."""
+"""Tensors that a message names at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What every rank computes. `parts` are in packed order; of those in `sampling` the last token's logits."""
+class RankStep:
+    """What every rank computes. `parts` are in packed order; those in `sampling` want their last token's logits."""
 
-    parts: Sequence[Part]
+    parts: Sequence[StepPart]
     sampling: Sequence[int]
+    copies: Sequence[BlockCopy] = ()
 
 
 class ModelRank:
@@ -70,7 +71,7 @@ class ModelRank:
             self.model, report = AutoModelForCausalLM.from_pretrained(
                 model.path,
                 config=load_config(model.path),
-                dtype=cache.spec.groups[0].dtype,
+                dtype=torch_dtype(cache.spec.groups[0].dtype),
                 attn_implementation=ATTENTION_NAME,
                 local_files_only=True,
                 output_loading_info=True,
@@ -84,18 +85,21 @@ class ModelRank:
         self.cache = cache
 
     @torch.inference_mode()
-    def compute(self, step: Step, layer_done: LayerDone) -> torch.Tensor:
-        """Writes the KV of this rank's heads and returns logits, `[len(step.sampling) or 1, vocabulary]`.
+    def compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
+        """Performs the copies, writes the KV of this rank's heads and returns logits.
 
-        On a GPU both are there when its current stream has come so far.
+        On a GPU all are there when its current stream has come so far.
+
+        Returns:
+            `[len(step.sampling) or 1, vocabulary]`.
         """
         device, parts = self.cache.device, step.parts
+        self.cache.copy_blocks(step.copies)
         token_ids = torch.tensor([[token for part in parts for token in part.token_ids]], device=device)
-        positions = torch.cat([torch.arange(p.start, p.end) for p in parts])[None].to(device)
-        ends = torch.tensor([p.num_tokens for p in parts]).cumsum(0) - 1
-        if begun := begun_blocks(self.cache, parts):
-            self.cache.clear_blocks(begun)
-        set_step(step_context(self.cache, parts, layer_done))
+        positions = torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None].to(device)
+        ends = torch.tensor([len(p.token_ids) for p in parts]).cumsum(0) - 1
+        self.cache.clear_blocks(begun_blocks(self.cache, parts))
+        set_step(step_context(self.cache, parts, on_layer_done))
         # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
         rows = ends[list(step.sampling)].to(device) if step.sampling else 1
         logits: torch.Tensor = self.model(
@@ -105,12 +109,16 @@ class ModelRank:
 
 
 def in_one_line(error: Exception) -> str:
-    """What a library's error says, with its class: the text of some, such as KeyError, means nothing alone."""
+    """Returns a library's error with its class: the text of some, such as KeyError, means nothing alone."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def load_config(path: str) -> Any:
-    """Raises ModelLoadError: the folder does not hold a model that runs here."""
+    """Reads a model folder's configuration.
+
+    Raises:
+        ModelLoadError: it does not hold a model that runs here.
+    """
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the library raises no narrower class
@@ -129,7 +137,7 @@ def load_config(path: str) -> Any:
 
 
 def longest_sequence(config: Any, asked: int) -> int:
-    """How many tokens a sequence may have: `asked`, or what the model says where that is 0, as far as it is computed.
+    """Returns how many tokens a sequence may have: `asked`, or what the model says where that is 0, within its RoPE.
 
     transformers chooses the frequencies of `longrope` (Ding et al., 2024) and `dynamic` once a forward pass, by the
     highest position in it. Ours holds many sequences, and K that is in the cache stays as it was rotated. So sequences
@@ -164,8 +172,8 @@ def longest_sequence(config: Any, asked: int) -> int:
     return num_tokens
 
 
-def rank_spec(config: Any, block_size: int, dtype: torch.dtype, num_ranks: int) -> KVSpec:
-    """The KV layout of one rank of a dense model: one group of all layers, no state.
+def rank_spec(config: Any, block_size: int, dtype: str, num_ranks: int) -> KVSpec:
+    """Returns the KV layout of one rank of a dense model: one group of all layers, no state.
 
     Raises:
         ModelLoadError: the heads cannot be shared out evenly over so many ranks.
@@ -185,9 +193,15 @@ def rank_spec(config: Any, block_size: int, dtype: torch.dtype, num_ranks: int) 
         )
     layers = tuple(range(config.num_hidden_layers))
     group = LayerGroup(
-        name="all", layers=layers, num_kv_heads=num_kv_heads // num_ranks, k_dim=head_dim, v_dim=head_dim, dtype=dtype
+        name="all",
+        layers=layers,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads // num_ranks,
+        k_dim=head_dim,
+        v_dim=head_dim,
+        dtype=dtype,
     )
-    return KVSpec(block_size, (group,))
+    return KVSpec((group,))
 
 
 def _require_complete(path: str, name: str, report: dict[str, Any]) -> None:

@@ -11,21 +11,30 @@ import torch
 
 from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.runner import Fence, LayerDone, ignore_layer
-from baton.engine.core.scheduler import Batch, Part
+from baton.engine.core.kv_spec import KVSpec
+from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.model.attention import order_for_packing
-from baton.engine.model.kv_cache import KVCache, KVSpec
+from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.ranks import OtherRanks
-from baton.engine.model.transformers_model import ModelRank, Step, in_one_line, load_config, longest_sequence, rank_spec
-from baton.engine.sampling.pipeline import sample
+from baton.engine.model.transformers_model import (
+    ModelRank,
+    RankStep,
+    in_one_line,
+    load_config,
+    longest_sequence,
+    rank_spec,
+)
+from baton.engine.sampling.pipeline import SAMPLER, sample
 from baton.errors import ModelLoadError
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
 from baton.model_files import end_of_sequence_ids
+from baton.sampling import SamplingParams
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FULL_LENGTH_SEQUENCES = 64
 """The pool is not made larger than this many sequences of full length."""
 WARM_UP_TOKENS = 64
+NO_SAMPLING = SamplingParams(temperature=0.0)
+"""What ranks get instead of a request's parameters: rank 0 samples."""
 
 
 class TransformersRunner:
@@ -58,6 +67,10 @@ class TransformersRunner:
             for rank, device in enumerate(devices)
         )
         self.cache = self.caches[0]
+        self.spec = spec
+        self.num_blocks = self.cache.table_sizes
+        self.name = "transformers"
+        self.sampler = SAMPLER
         self.max_model_len = min(model_len, num_blocks * engine.block_size)
         self.vocab_size: int = config.vocab_size  # loading refuses an embedding of another size
         self.eos_token_ids = frozenset(end_of_sequence_ids(Path(model.path)))
@@ -71,46 +84,62 @@ class TransformersRunner:
             self.close()
             raise
 
-    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
-        order = order_for_packing(batch)
-        sampling = [row for row, index in enumerate(order) if batch[index].sample]
-        parts = [Part(batch[index].token_ids, batch[index].start, batch[index].block_table) for index in order]
-        logits = self._compute(Step(parts, sampling), layer_done)
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        """See `Runner.execute`."""
+        order = order_for_packing(step.parts)
+        packed = [step.parts[index] for index in order]
+        sampling = [row for row, part in enumerate(packed) if part.sample]
+        stripped = [part._replace(sampling=NO_SAMPLING) for part in packed] if self._others else packed
+        logits = self._compute(RankStep(stripped, sampling, step.copies), on_layer_done)
         if not sampling:
             self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
-            return []
-        sequences = [batch[order[row]].sequence for row in sampling]
-        sampled = sample(logits, [s.spec for s in sequences], [s.num_tokens for s in sequences])
-        by_batch_index = {order[row]: token for row, token in zip(sampling, sampled, strict=True)}
-        return [by_batch_index[index] for index in sorted(by_batch_index)]
+            return StepOutput.one_each(step, ())
+        drawing = [packed[row] for row in sampling]
+        sampled = sample(
+            logits, [p.sampling for p in drawing], [p.choice_index for p in drawing], [p.end for p in drawing]
+        )
+        by_index = {order[row]: token for row, token in zip(sampling, sampled, strict=True)}
+        return StepOutput.one_each(step, [by_index[index] for index in sorted(by_index)])
 
     def close(self) -> None:
+        """See `Runner.close`."""
         if self._others is not None:
             self._others.close()
 
-    def _compute(self, step: Step, layer_done: LayerDone) -> torch.Tensor:
+    def _compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
         if self._others is None:
-            return self.rank.compute(step, layer_done)
+            return self.rank.compute(step, on_layer_done)
         with self._others.computing(step):
-            logits = self.rank.compute(step, _one_behind(layer_done))
+            logits = self.rank.compute(step, _one_behind(on_layer_done))
             self._wait_for_stream()
-        layer_done(self.cache.spec.num_layers - 1, None)
+        on_layer_done(self.spec.num_layers - 1, None)
         return logits
 
     def _warm_up(self) -> None:
-        """A prompt and a step of decoding in blocks that are nobody's yet.
+        """Computes a prompt and a step of decoding, in blocks that are nobody's yet.
 
-        A process's first step loads kernels, which takes seconds on a GPU. It is to be neither some client's first
-        token nor what steps are taken to cost.
+        A process's first step loads kernels, which takes seconds on a GPU. It must neither delay a client's first token
+        nor count among what steps cost.
 
         Raises:
             ModelLoadError: the device has too little memory for a step, or the like.
         """
         num_tokens = min(WARM_UP_TOKENS, self.max_model_len)
-        blocks = tuple(range(num_blocks_for(num_tokens, self.cache.spec.block_size)))
+        blocks = tuple(range(num_blocks_for(num_tokens, self.spec.block_size)))
         try:
-            for part in (Part((0,) * num_tokens, 0, blocks), Part((0,), num_tokens - 1, blocks)):
-                self._compute(Step([part], [0]), ignore_layer)
+            for begin in (0, num_tokens - 1):
+                part = StepPart(
+                    sequence_key=0,
+                    token_ids=(0,) * (num_tokens - begin),
+                    num_computed_tokens=begin,
+                    block_ids=(blocks,),
+                    num_kv_tokens=(num_tokens,),
+                    sample=True,
+                    is_decoding=begin > 0,
+                    sampling=NO_SAMPLING,
+                    choice_index=0,
+                )
+                self._compute(RankStep([part], [0]), ignore_layer)
             self._wait_for_stream()
         except Exception as error:  # the model's own code
             raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
@@ -120,22 +149,22 @@ class TransformersRunner:
             torch.cuda.current_stream(self.cache.device).synchronize()
 
 
-def _one_behind(layer_done: LayerDone) -> LayerDone:
-    """Tells each layer when the next one begins.
+def _one_behind(on_layer_done: OnLayerDone) -> OnLayerDone:
+    """Reports each layer when the next one begins.
 
     By then the ranks have summed what their attention over it gave, and each had written its KV before that. The last
-    layer is left to whoever waits for the step.
+    layer is left to the caller, which waits for the step.
     """
 
     def next_began(layer: int, fence: Fence | None) -> None:
         if layer > 0:
-            layer_done(layer - 1, fence)
+            on_layer_done(layer - 1, fence)
 
     return next_began
 
 
 def _devices(name: str, num_ranks: int) -> list[torch.device]:
-    """One a rank. Raises ModelLoadError: the ranks cannot have theirs."""
+    """Returns one device per rank. Raises ModelLoadError: the ranks cannot have theirs."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         if num_ranks > 1 and torch.cuda.is_available():
             raise ModelLoadError(
@@ -158,9 +187,9 @@ def _devices(name: str, num_ranks: int) -> list[torch.device]:
 
 
 def _pool_gib(model: ModelConfig, engine: EngineConfig, spec: KVSpec, devices: Sequence[torch.device]) -> float:
-    """Of each rank. Raises ConfigError: there is no room for it."""
+    """Returns the size of each rank's pool. Raises ConfigError: there is no room for it."""
     share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
-    weights = weights_bytes(Path(model.path), str(spec.groups[0].dtype).removeprefix("torch.")) // len(devices)
+    weights = weights_bytes(Path(model.path), spec.groups[0].dtype) // len(devices)
     if devices[0].type == "cuda":
         free, total = torch.cuda.mem_get_info(devices[0])
         room = Room(free=min(free, int(share * total)), num_pools=1, needed=weights, on_gpu=True)
@@ -170,7 +199,7 @@ def _pool_gib(model: ModelConfig, engine: EngineConfig, spec: KVSpec, devices: S
 
 
 def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> None:
-    """Raises ModelLoadError: the other ranks' caches do not fit."""
+    """Raises ModelLoadError unless the other ranks' caches fit."""
     if not folder.is_dir():
         return
     found = os.statvfs(folder)
@@ -181,7 +210,7 @@ def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> N
         )
 
 
-def _dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
+def _dtype(name: str, device: torch.device, config: Any) -> str:
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
-    return DTYPES[name]
+        return "float32" if device.type == "cpu" else str(config.dtype or torch.bfloat16).removeprefix("torch.")
+    return name

@@ -11,24 +11,31 @@ from collections.abc import Sequence
 import torch
 
 from baton.engine.sampling.random import uniform
-from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 
+SAMPLER = "inverse-transform-blake2b/1"
+"""Name of the contract: the same seed, choice, position and logits give the same token in every release with it."""
 NUCLEUS_CANDIDATES = 256
+"""Tokens in which a nucleus is looked for before all of them are sorted."""
 
 
-def sample(logits: torch.Tensor, specs: Sequence[SequenceSpec], positions: Sequence[int]) -> list[int]:
-    """One token for each row.
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], choices: Sequence[int], positions: Sequence[int]
+) -> list[int]:
+    """Returns one token for each row.
 
     Args:
         logits: `[rows, vocab_size]`, any floating dtype.
+        params: each with the seed set, unless it is greedy.
+        choices: index of each row's choice within its request.
         positions: of the tokens to sample, counted from the first prompt token.
     """
     tokens: list[int] = logits.argmax(dim=-1).tolist()
-    for row, (spec, position) in enumerate(zip(specs, positions, strict=True)):
-        if spec.sampling.temperature > 0:
-            number = uniform(spec.seed, spec.choice_index, position)
-            tokens[row] = _sample_row(logits[row].float(), spec.sampling, number)
+    for row, (sampling, choice_index, position) in enumerate(zip(params, choices, positions, strict=True)):
+        if sampling.temperature > 0:
+            assert sampling.seed is not None
+            number = uniform(sampling.seed, choice_index, position)
+            tokens[row] = _sample_row(logits[row].float(), sampling, number)
     return tokens
 
 

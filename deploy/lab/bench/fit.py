@@ -17,7 +17,7 @@ from baton.costs import StepCosts
 from baton.engine.core.step_fit import StepSize
 from baton.fit import CostFit
 from deploy.lab.simulate.costs import CostModel
-from router.placement.policy import DEFAULT_PRICES
+from router.placement.prices import DEFAULT_PRICES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

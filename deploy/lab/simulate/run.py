@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-import torch
-
 from baton.config import RouterConfig
 from baton.errors import ConfigError
 from deploy.lab.simulate.baselines import BASELINES
@@ -88,7 +86,7 @@ def run_all(
     for policy, _ in runs:
         if policy not in POLICIES:
             raise ConfigError(f"no policy is called {policy!r}; there are {', '.join(POLICIES)}")
-    with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn"), torch.set_num_threads, (1,)) as processes:
+    with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn")) as processes:
         running = {processes.submit(run_policy, *run): index for index, run in enumerate(runs)}
         results = {}
         for ended in as_completed(running):

@@ -10,21 +10,19 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from baton.cluster import WorkerLoad, WorkerState
-from baton.engine.core.engine import Engine, Generated, Output
-from baton.engine.core.runner import LayerDone, ignore_layer
+from baton.engine.core.engine import Engine
+from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup
+from baton.engine.core.outputs import Generated, Reserved
+from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
-from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
 from baton.messages import SequenceSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
-    from baton.engine.core.scheduler import Batch
     from deploy.lab.simulate.costs import CostModel
 
 KEY_BYTES = 16
@@ -45,26 +43,38 @@ class CostlyRunner:
     """A model without tensors: the answer is the sequence's own next number."""
 
     def __init__(self, shape: WorkerShape) -> None:
-        group = LayerGroup(name="none", layers=(0,), num_kv_heads=1, k_dim=1, v_dim=0, dtype=torch.uint8)
-        self.cache = KVCache(KVSpec(shape.block_tokens, (group,)), 1, 1)
-        self.cache.num_blocks = shape.num_blocks
-        self.caches = (self.cache,)
+        group = LayerGroup(
+            name="none",
+            layers=(0,),
+            block_size=shape.block_tokens,
+            num_kv_heads=1,
+            k_dim=1,
+            v_dim=0,
+            dtype="uint8",
+        )
+        self.spec = KVSpec((group,))
+        self.num_blocks: tuple[int, ...] = (shape.num_blocks,)
+        self.caches = ()
+        self.name = self.sampler = "simulated"
         self.max_model_len = shape.num_blocks * shape.block_tokens
         self.vocab_size = sys.maxsize
         self.eos_token_ids: frozenset[int] = frozenset()
 
-    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
-        return [part.sequence.token_ids[-1] + 1 for part in batch if part.sample]
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        """See `Runner.execute`."""
+        return StepOutput.one_each(step, [part.token_ids[-1] + 1 for part in step.parts if part.sample])
 
     def close(self) -> None:
-        pass
+        """Ends nothing: it has started no process."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Step:
     """What the worker is doing: `num_steps` equal steps from `began_s` on."""
 
-    batch: Batch
+    input: StepInput
+    sequences: dict[int, Sequence]
+    """Whose it is, by key."""
     began_s: float
     step_s: float
     num_steps: int
@@ -72,11 +82,26 @@ class _Step:
     @property
     def num_tokens(self) -> int:
         """Computed in each of them."""
-        return sum(part.num_tokens for part in self.batch)
+        return self.input.num_scheduled_tokens
 
     @property
     def ends_s(self) -> float:
         return self.began_s + self.num_steps * self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReserved:
+    """A sequence that receives KV has its blocks; the first `num_cached_tokens` tokens are in them already."""
+
+    sequence: Sequence
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptComputed:
+    """A prefill worker has a prompt's first token; the blocks are held."""
+
+    sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +123,9 @@ class SimulatedWorker:
         self.shape = shape
         self.costs = costs
         limits = SchedulerLimits(
-            block_size=shape.block_tokens,
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=shape.max_num_batched_tokens,
             output_reservation=shape.output_reservation,
-            num_state_slots=0,
         )
         self.engine = Engine(CostlyRunner(shape), limits)
         self.num_requests = 0
@@ -130,15 +153,15 @@ class SimulatedWorker:
     def num_cached_tokens(self, keys: SequenceOf[bytes], num_tokens: int) -> int:
         """Leading tokens of a prompt that the prefix cache holds; the last token is always computed."""
         usable = keys[: (num_tokens - 1) // self.shape.block_tokens]
-        return len(self.engine.pool.match(usable)) * self.shape.block_tokens
+        return self.engine.pool.num_matching_tokens(usable)
 
-    def pin(self, keys: SequenceOf[bytes]) -> tuple[int, ...]:
+    def pin(self, keys: SequenceOf[bytes]) -> BlockTables:
         """The cached blocks of a prefix, which stay what they are until `unpin`."""
-        blocks = tuple(self.engine.pool.match(keys))
+        blocks = tuple(tuple(table) for table in self.engine.pool.match(keys))
         self.engine.pool.acquire(blocks)
         return blocks
 
-    def unpin(self, blocks: SequenceOf[int]) -> None:
+    def unpin(self, blocks: BlockTables) -> None:
         self.engine.pool.release(blocks)
 
     def insert(self, sequence: Sequence, now: float) -> bool:
@@ -149,7 +172,7 @@ class SimulatedWorker:
     def end(self, sequence: Sequence) -> None:
         self.engine.end(sequence)
 
-    def finish(self, now: float) -> list[Tokens | Output]:
+    def finish(self, now: float) -> list[Tokens | PromptComputed]:
         """Ends the step that is due, if any. What came of it."""
         if (step := self._step) is None:
             return []
@@ -157,13 +180,14 @@ class SimulatedWorker:
         self._step = None
         return self._finish(step, now)
 
-    def begin(self, now: float) -> list[Output]:
-        """Begins the next step, if there is anything to do. Who got blocks."""
-        batch, admitted = self.engine.schedule(now)
+    def begin(self, now: float) -> list[BlocksReserved]:
+        """Begins the next step, if there is anything to do. Returns the sequences that got blocks to receive KV."""
+        step, outputs = self.engine.schedule(now)
         self.engine.take_block_events()
-        if batch:
-            self._step = self._begin(batch, now)
-        return admitted
+        if step:
+            self._step = self._begin(step, now)
+        sequences = self.engine.sequences
+        return [BlocksReserved(sequences[o.sequence_key], o.num_cached_tokens) for o in outputs if type(o) is Reserved]
 
     def load(self, now: float, state: WorkerState) -> WorkerLoad:
         """As a worker says it of itself."""
@@ -183,38 +207,38 @@ class SimulatedWorker:
             computed_tokens=num_tokens,
         )
 
-    def _begin(self, batch: Batch, now: float) -> _Step:
+    def _begin(self, step: StepInput, now: float) -> _Step:
         scheduler = self.engine.scheduler
-        everybody = not scheduler.waiting and len(batch) == len(scheduler.running)
+        everybody = not scheduler.waiting and len(step.parts) == len(scheduler.running)
         leap = self.shape.max_num_batched_tokens if everybody else 1
-        for part in batch:
-            sequence = part.sequence
-            if part.num_tokens == 1 and sequence.num_output_tokens:
-                room = len(sequence.block_table) * self.shape.block_tokens - part.end
+        sequences = {part.sequence_key: self.engine.sequences[part.sequence_key] for part in step.parts}
+        for part in step.parts:
+            sequence = sequences[part.sequence_key]
+            if part.is_decoding:
+                room = sequence.num_block_tokens - part.end
                 leap = min(leap, 1 + room, sequence.spec.max_tokens - sequence.num_output_tokens)
             else:
                 leap = 1
-                self.computed_tokens += part.num_tokens
-        size = StepSize.of(batch)
+                self.computed_tokens += part.num_scheduled_tokens
+        size = StepSize.of(step)
         step_s = self.costs.step_s(size)
         self.engine.learn(size, step_s)
-        return _Step(batch, now, step_s, leap)
+        return _Step(input=step, sequences=sequences, began_s=now, step_s=step_s, num_steps=leap)
 
-    def _finish(self, step: _Step, now: float) -> list[Tokens | Output]:
+    def _finish(self, step: _Step, now: float) -> list[Tokens | PromptComputed]:
         self.busy_s += step.num_steps * step.step_s
         self._stepped_tokens += step.num_steps * step.num_tokens
-        outputs = self.engine.commit(step.batch, self.engine.runner.execute(step.batch), now)
-        happened: list[Tokens | Output] = []
-        for output in outputs:
-            if not isinstance(output, Generated) or output.sequence.purpose is Purpose.PREFILL:
-                happened.append(output)
-                continue
-            happened.append(self._leap(output, step))
+        happened: list[Tokens | PromptComputed] = []
+        for output in self.engine.commit(step.input, self.engine.runner.execute(step.input), now):
+            assert isinstance(output, Generated)
+            sequence = step.sequences[output.sequence_key]
+            is_prefill = sequence.purpose is Purpose.PREFILL
+            happened.append(PromptComputed(sequence) if is_prefill else self._leap(sequence, output, step))
         return happened
 
-    def _leap(self, output: Generated, step: _Step) -> Tokens:
+    def _leap(self, sequence: Sequence, output: Generated, step: _Step) -> Tokens:
         """The tokens of one sequence: the first is the engine's, the others follow it at once."""
-        sequence, num_more = output.sequence, step.num_steps - 1
+        num_more = step.num_steps - 1
         finished = output.finish_reason is not None
         if num_more:
             first = sequence.token_ids[-1] + 1

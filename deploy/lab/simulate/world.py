@@ -22,19 +22,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from baton.cluster import Role
-from baton.engine.core.engine import Generated, Reserved
 from baton.engine.core.sequence import Purpose, Status
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from deploy.lab.simulate.members import Members
 from deploy.lab.simulate.policy import WorkerView
 from deploy.lab.simulate.scaler import Scaler, Start
-from deploy.lab.simulate.worker import Tokens, key_of
+from deploy.lab.simulate.worker import BlocksReserved, PromptComputed, Tokens, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from baton.engine.core.engine import Output
+    from baton.engine.core.kv_spec import BlockTables
     from baton.engine.core.sequence import Sequence as EngineSequence
     from deploy.lab.simulate.costs import CostModel
     from deploy.lab.simulate.policy import Decision, Placer
@@ -233,7 +232,7 @@ class World:
         flight: _Flight,
         sequence: EngineSequence,
         num_tokens: int,
-        pinned: tuple[SimulatedWorker, tuple[int, ...]],
+        pinned: tuple[SimulatedWorker, BlockTables],
     ) -> None:
         del self._flights[sequence]
         source, blocks = pinned
@@ -246,7 +245,7 @@ class World:
 
     @staticmethod
     def _view(worker: SimulatedWorker, keys: tuple[bytes, ...], request: TraceRequest) -> WorkerView:
-        pool, scheduler = worker.engine.pool, worker.engine.scheduler
+        blocks, scheduler = worker.engine.pool.counts(), worker.engine.scheduler
         return WorkerView(
             index=worker.index,
             num_cached_tokens=worker.num_cached_tokens(keys, request.num_prompt_tokens),
@@ -254,8 +253,8 @@ class World:
             booked_tokens=worker.booked_tokens,
             num_requests=worker.num_requests,
             num_waiting=len(scheduler.waiting),
-            used_blocks=pool.num_blocks - pool.num_available,
-            num_blocks=pool.num_blocks,
+            used_blocks=blocks.in_use,
+            num_blocks=blocks.total,
             tokens_per_s=worker.costs.tokens_per_s,
             costs=worker.engine.scheduler.costs,
             chunk_tokens=worker.shape.max_num_batched_tokens,
@@ -307,32 +306,32 @@ class World:
             self._happen(worker, admitted)
         self._await(worker)
 
-    def _happen(self, worker: SimulatedWorker, happened: Tokens | Output) -> None:
+    def _happen(self, worker: SimulatedWorker, happened: Tokens | PromptComputed | BlocksReserved) -> None:
         if isinstance(happened, Tokens):
             self._note(self._flights[happened.sequence], happened)
-        elif isinstance(happened, Reserved):
+        elif isinstance(happened, BlocksReserved):
             flight = self._flights[happened.sequence]
             if happened.sequence is flight.pulling:
                 self._move(flight, happened)
                 return
             if happened.sequence is flight.moving:
-                took_s = self._costs.transfer_s(happened.sequence.num_tokens - happened.skip_tokens)
+                took_s = self._costs.transfer_s(happened.sequence.num_tokens - happened.num_cached_tokens)
                 self._at(self.now + took_s, lambda: self._taken_over(flight, happened.sequence))
                 return
             flight.receiving, flight.began_s = happened.sequence, self.now
             flight.computing = flight.computes.add(flight.spec, Purpose.PREFILL, flight.keys, self.now)
             self._flights[flight.computing] = flight
             self._wake(flight.computes)
-        elif isinstance(happened, Generated):
+        else:
             self._computed(self._flights[happened.sequence], happened.sequence)
 
-    def _move(self, flight: _Flight, reserved: Reserved) -> None:
+    def _move(self, flight: _Flight, reserved: BlocksReserved) -> None:
         """The prefix travels, as much of it as the source still has and the target lacks."""
         sequence, (source, keys) = reserved.sequence, flight.source
         blocks = source.pin(keys)
-        num_there = min(len(blocks) * self._trace.block_tokens, sequence.num_tokens)
-        num_tokens = max(num_there, reserved.skip_tokens)
-        took_s = self._costs.transfer_s(num_tokens - reserved.skip_tokens)
+        num_there = min(len(blocks[0]) * self._trace.block_tokens, sequence.num_tokens)
+        num_tokens = max(num_there, reserved.num_cached_tokens)
+        took_s = self._costs.transfer_s(num_tokens - reserved.num_cached_tokens)
         self._at(self.now + took_s, lambda: self._pulled(flight, sequence, num_tokens, (source, blocks)))
 
     def _computed(self, flight: _Flight, sequence: EngineSequence) -> None:

@@ -22,9 +22,8 @@ from kvstore.transfer.protocol.receive_state import Free, ReceiveInstruction, Re
 from kvstore.transfer.stats import TransferStats
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from baton.config import TransferConfig
+    from baton.engine.core.kv_spec import BlockTables
     from kvstore.transfer.connection.control_stream import ControlStream
     from kvstore.transfer.local_worker import LocalWorker
 
@@ -43,11 +42,10 @@ class _Reserved:
     """What the event loop knows of one reservation."""
 
     ticket: Ticket
-    block_ids: tuple[int, ...]
-    state_slot: int | None
+    block_ids: BlockTables
     partial: bool
     settled: asyncio.Event
-    freed: asyncio.Future[tuple[int, ...]]
+    freed: asyncio.Future[BlockTables]
     num_tokens: int | None = None
     """The number of tokens that the first offer named."""
     plans: list[TransferPlan] = dataclasses.field(default_factory=list)
@@ -91,7 +89,7 @@ class Reservations:
 
     # -- the requests' side ------------------------------------------------------------------------------------------
 
-    def add(self, ticket: Ticket, block_ids: Sequence[int], state_slot: int | None, *, partial: bool) -> Ticket:
+    def add(self, ticket: Ticket, block_ids: BlockTables, *, partial: bool) -> Ticket:
         """Reserves blocks for a transfer, and returns its ticket with the reservation's generation.
 
         Args:
@@ -99,13 +97,11 @@ class Reservations:
         """
         loop = asyncio.get_running_loop()
         expires_at = loop.time() + self.config.lease_s
-        ids = tuple(block_ids)
-        generation = self._machine.ask(lambda state: state.reserve(ticket.transfer_id, ids, expires_at))
+        generation = self._machine.ask(lambda state: state.reserve(ticket.transfer_id, block_ids, expires_at))
         ticket = dataclasses.replace(ticket, generation=generation)
         self._reserved[generation] = _Reserved(
             ticket=ticket,
-            block_ids=ids,
-            state_slot=state_slot,
+            block_ids=block_ids,
             partial=partial,
             settled=asyncio.Event(),
             freed=loop.create_future(),
@@ -125,7 +121,7 @@ class Reservations:
         assert reserved.num_tokens is not None
         return Arrival(reserved.num_tokens, reserved.first_token)
 
-    async def release(self, ticket: Ticket) -> tuple[int, ...]:
+    async def release(self, ticket: Ticket) -> BlockTables:
         """Ends a reservation and hands its blocks back, once; an empty tuple for every call but the first.
 
         Waits for one scatter at most, even if cancelled meanwhile.
@@ -215,9 +211,7 @@ class Reservations:
             return
         planned = self._plan(source.hello, offer, reserved)
         rank = source.hello.peer_rank
-        copier = BlockCopier(
-            self.worker.caches[rank], planned, self.layout, rank, reserved.block_ids, state_slot=reserved.state_slot
-        )
+        copier = BlockCopier(self.worker.caches[rank], planned, self.layout, rank, reserved.block_ids)
         source.writers[offer.generation] = ChunkWriter(
             reserved.ticket, source.number, copier, self._machine, self.config.checksum == "full"
         )
@@ -285,7 +279,7 @@ class Reservations:
                 self._drop_writers(instruction.generation)
             case Free():
                 del self._reserved[instruction.generation]
-                reserved.freed.set_result(instruction.block_ids)
+                reserved.freed.set_result(reserved.block_ids)
 
     def _drop_writers(self, generation: int) -> None:
         """Makes the transport threads drop further chunks of a transfer that has ended."""

@@ -27,15 +27,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from baton.engine.core.kv_spec import EMPTY_PLACE
+from baton.engine.model.kv_cache import torch_dtype
 from kvstore.transfer.copy import int8
-from kvstore.transfer.protocol.layout import heads_of, torch_dtype
+from kvstore.transfer.protocol.layout import heads_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from baton.engine.model.kv_cache import KVCache, LayerGroup
+    from baton.engine.core.kv_spec import BlockTables, LayerGroup
+    from baton.engine.core.runner import Fence
+    from baton.engine.model.kv_cache import KVCache
     from baton.messages import KvLayout
     from kvstore.transfer.copy.checksum import Checksum
     from kvstore.transfer.protocol.plan import Chunk, TransferPlan
@@ -53,18 +57,18 @@ class Runs:
     """The runs of each unit of a block, in wire order: `[units per block, runs per unit]`."""
 
 
-def runs_of(group: LayerGroup, block_size: int, unit_tokens: int, head_lo: int, head_hi: int) -> Runs:
+def runs_of(group: LayerGroup, unit_tokens: int, head_lo: int, head_hi: int) -> Runs:
     """Computes the runs of the heads `head_lo:head_hi` (the cache's own numbers) in units of `unit_tokens`."""
-    pieces = []
+    pieces, block_size = [], group.block_size
     for unit in range(block_size // unit_tokens):
         at: list[tuple[int, int]] = []
         for head in range(head_lo, head_hi):
-            page = head * group.page_numel(block_size)
+            page = head * group.page_numel
             for dim in (group.k_dim, group.v_dim):
                 at.append((page + unit * unit_tokens * dim, unit_tokens * dim))
                 page += block_size * dim
         pieces.append(_joined(at))
-    row_numel = group.row_numel(block_size)
+    row_numel = group.row_numel
     numel = math.gcd(row_numel, *(number for at in pieces for piece in at for number in piece))
     of_unit = [[run for start, size in at for run in range(start // numel, (start + size) // numel)] for at in pieces]
     return Runs(numel, row_numel // numel, np.array(of_unit, dtype=np.int64))
@@ -87,8 +91,7 @@ class BlockCopier:
     Args:
         layout: the layout of the side that `cache` belongs to: the plan's source or its destination.
         rank: the rank of that side.
-        block_ids: all blocks of the sequence on this side, in order; the first holds token 0.
-        state_slot: the slot of the sequence's states, in a cache that has any.
+        block_ids: the sequence's block tables on this side; the first block of a table holds token 0.
         stream: the stream on which the copies run on a GPU; by default the calling thread's current one.
     """
 
@@ -98,19 +101,14 @@ class BlockCopier:
         plan: TransferPlan,
         layout: KvLayout,
         rank: int,
-        block_ids: Sequence[int],
+        block_ids: BlockTables,
         *,
-        state_slot: int | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.plan = plan
-        if cache.spec.states and state_slot is None:
-            raise ValueError("this model's sequences carry a state; state_slot is needed")
-        if not all(0 <= block < cache.num_blocks for block in block_ids):
-            raise ValueError(f"a cache of {cache.num_blocks} blocks does not have all of {list(block_ids)}")
         self._cache = cache
-        self._blocks = np.array(block_ids, dtype=np.int64)
-        self._state_slot = state_slot
+        self._tables: list[NDArray[np.int64]] = []
+        self.extend(block_ids)
         self._stream = stream
         self._first_unit = plan.skip_tokens // plan.unit_tokens
         self._indices: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -118,9 +116,7 @@ class BlockCopier:
         self._runs: list[Runs] = []
         for ours, model, wire in zip(cache.spec.groups, layout.groups, plan.groups, strict=True):
             first = heads_of(model.num_kv_heads, layout.tp_size, rank).start
-            self._runs.append(
-                runs_of(ours, layout.block_size, plan.unit_tokens, wire.head_lo - first, wire.head_hi - first)
-            )
+            self._runs.append(runs_of(ours, plan.unit_tokens, wire.head_lo - first, wire.head_hi - first))
         self._bytes = {
             part: group.view(len(group), -1, runs.numel).view(torch.uint8).numpy()
             for part, (group, runs, wire) in enumerate(zip(cache.groups, self._runs, plan.groups, strict=True))
@@ -128,18 +124,38 @@ class BlockCopier:
         }
         """The groups that travel without conversion, as bytes, `uint8[layers, runs, bytes]`; shares memory."""
 
+    def extend(self, block_ids: BlockTables) -> None:
+        """Takes the sequence's block tables, which have grown. Any thread may call it.
+
+        Raises:
+            ValueError: the cache has no such blocks, or another number of tables.
+        """
+        if len(block_ids) != self._cache.spec.num_tables:
+            raise ValueError(f"a sequence has {self._cache.spec.num_tables} block tables here, got {len(block_ids)}")
+        for table, num_blocks in zip(block_ids, self._cache.table_sizes, strict=True):
+            if not all(block == EMPTY_PLACE or 0 <= block < num_blocks for block in table):
+                raise ValueError(f"a cache of {num_blocks} blocks does not have all of {list(table)}")
+        # What stands in an empty place is never read at the other side, but it must not be junk that spoils a sum.
+        tables = ([table[-1] if block == EMPTY_PLACE else block for block in table] for table in block_ids)
+        self._tables = [np.array(list(table), dtype=np.int64) for table in tables]
+
     def gather(
         self,
         chunk: Chunk,
         payload: torch.Tensor,
-        fence: torch.cuda.Event | None = None,
+        fence: Fence | None = None,
         checksum: Checksum | None = None,
     ) -> None:
-        """Fills `payload`, `uint8[chunk.num_bytes]`, once the GPU has passed `fence`; updates `checksum` with it."""
+        """Fills `payload`, `uint8[chunk.num_bytes]`, once `fence` has been reached; updates `checksum` with it.
+
+        This is the only place where a fence is waited for.
+        """
+        if fence is not None:
+            fence.wait(self._own_stream())
         if self._is_bytewise(chunk):
             self._gather_bytes(chunk, payload, checksum)
             return
-        with self._on_stream(fence):
+        with self._on_stream():
             if chunk.part < len(self._runs):
                 self._gather_blocks(chunk, payload)
             else:
@@ -158,7 +174,7 @@ class BlockCopier:
             return
         if checksum is not None:
             checksum.update(payload)
-        with self._on_stream(None):
+        with self._on_stream():
             payload = payload.to(self._cache.device, non_blocking=True)
             if chunk.part < len(self._runs):
                 self._scatter_blocks(chunk, payload)
@@ -231,7 +247,7 @@ class BlockCopier:
             runs = self._runs[part]
             units = np.arange(self._first_unit + unit_lo, self._first_unit + unit_hi)
             blocks, units_of_block = np.divmod(units, len(runs.of_unit))
-            index = self._blocks[blocks][:, None] * runs.per_row + runs.of_unit[units_of_block]
+            index = self._tables[part][blocks][:, None] * runs.per_row + runs.of_unit[units_of_block]
             self._indices[key] = torch.from_numpy(index.ravel())
         return self._indices[key]
 
@@ -243,16 +259,19 @@ class BlockCopier:
     def _state(self, chunk: Chunk) -> torch.Tensor:
         """Returns the bytes of the sequence's state; shares memory."""
         name = self._cache.spec.states[chunk.part - len(self._runs)].name
-        return self._cache.states[name][self._state_slot].view(-1).view(torch.uint8)
+        return self._cache.states[name][int(self._tables[-1][0])].view(-1).view(torch.uint8)
+
+    def _own_stream(self) -> torch.cuda.Stream | None:
+        """Returns the stream on which the copies run; None on a CPU."""
+        if self._cache.device.type == "cpu":
+            return None
+        return self._stream or torch.cuda.current_stream(self._cache.device)
 
     @contextlib.contextmanager
-    def _on_stream(self, fence: torch.cuda.Event | None) -> Iterator[None]:
-        if self._cache.device.type == "cpu":
+    def _on_stream(self) -> Iterator[None]:
+        if (stream := self._own_stream()) is None:
             yield
             return
-        stream = self._stream or torch.cuda.current_stream(self._cache.device)
-        if fence is not None:
-            stream.wait_event(fence)
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()

@@ -23,6 +23,7 @@ from kvstore.transfer.protocol.plan import EVERY_LAYER
 if TYPE_CHECKING:
     import torch
 
+    from baton.engine.core.kv_spec import BlockTables
     from baton.engine.core.runner import Fence
     from baton.messages import Ticket
     from kvstore.transfer.copy.blocks import BlockCopier
@@ -32,6 +33,15 @@ if TYPE_CHECKING:
     from kvstore.transfer.transport.base import Operation, SendingTransport
     from kvstore.transfer.transport.faults import FaultInjector
     from kvstore.transfer.transport.staging import Slot
+
+
+class ReadyChunk(NamedTuple):
+    """A chunk that may be gathered once its fence has been reached."""
+
+    seq: int
+    """Its number within the transfer."""
+    chunk: Chunk
+    fence: Fence | None
 
 
 class ChunkQueue:
@@ -55,13 +65,13 @@ class ChunkQueue:
         self._lock = threading.Lock()
         self._spans = _spans(plan)
         """The chunks that are not ready yet."""
-        self._ready: deque[int] = deque()
+        self._ready: deque[tuple[int, Fence | None]] = deque()
+        """The chunks that may be gathered, each with the fence that made it ready."""
         self._unsent_bytes = 0
         self._num_layers = 1 + max(max(group.layers) for group in plan.src.groups)
         self._tokens_in_all_layers = 0
         self._step = (0, 0)
         """Tokens that the current step ends with, and layers that it has completed."""
-        self._fence: Fence | None = None
         self._finished = False
 
     @property
@@ -77,35 +87,38 @@ class ChunkQueue:
     def advance(self, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
         """Notes that the first `num_tokens` tokens are computed in the model's first `num_layers` layers."""
         with self._lock:
-            self._fence = fence or self._fence
             self._step = (num_tokens, num_layers)
             if num_layers >= self._num_layers:
                 self._tokens_in_all_layers = max(self._tokens_in_all_layers, num_tokens)
-            self._find_ready()
+            self._find_ready(fence)
         self._wake()
 
     def finish(self) -> None:
         """Notes that everything is computed, states included."""
         with self._lock:
             self._finished = True
-            self._find_ready()
+            self._find_ready(None)
         self._wake()
 
-    def take_ready(self) -> tuple[int, Chunk] | None:
-        """Returns the number of the next chunk that can be gathered, and the chunk; None if there is none yet."""
+    def extend(self, block_ids: BlockTables) -> None:
+        """Takes the sequence's block tables, which have grown."""
+        self._copier.extend(block_ids)
+
+    def take_ready(self) -> ReadyChunk | None:
+        """Returns the next chunk that can be gathered; None if there is none yet."""
         with self._lock:
             if not self._ready:
                 return None
-            seq = self._ready.popleft()
+            seq, fence = self._ready.popleft()
             chunk = self.plan.chunks[seq]
             self._unsent_bytes -= chunk.num_bytes
-            return seq, chunk
+            return ReadyChunk(seq, chunk, fence)
 
-    def gather(self, chunk: Chunk, payload: torch.Tensor) -> int:
+    def gather(self, ready: ReadyChunk, payload: torch.Tensor) -> int:
         """Fills `payload`, `uint8[chunk.num_bytes]`, and returns its checksum; 0 if chunks are not checked."""
         self.began_s = self.began_s or time.monotonic()
         checksum = new_checksum(payload.device) if self._checked else None
-        self._copier.gather(chunk, payload, self._fence, checksum)
+        self._copier.gather(ready.chunk, payload, ready.fence, checksum)
         return checksum.digest() if checksum else 0
 
     def header(self, seq: int, chunk: Chunk, checksum: int, at: Place) -> h.Header:
@@ -127,12 +140,12 @@ class ChunkQueue:
             checksum=checksum,
         )
 
-    def _find_ready(self) -> None:
+    def _find_ready(self, fence: Fence | None) -> None:
         """Moves ready chunks to the queue: spans and their chunks in order; a step may work on several spans."""
         for span in self._spans:
             while span.chunks and self._is_ready(span.num_tokens, span.chunks[0].num_layers):
                 seq = span.chunks.popleft().seq
-                self._ready.append(seq)
+                self._ready.append((seq, fence))
                 self._unsent_bytes += self.plan.chunks[seq].num_bytes
             if span.num_tokens > max(self._step[0], self._tokens_in_all_layers) and not self._finished:
                 break
@@ -187,8 +200,7 @@ class _Announced(NamedTuple):
     """A chunk that an earlier message has announced."""
 
     queue: ChunkQueue
-    seq: int
-    chunk: Chunk
+    ready: ReadyChunk
     slot: Slot
 
 
@@ -245,7 +257,7 @@ class SendLoop:
         self._heartbeat_s = heartbeat_s
         self._changed = threading.Condition()
         self._queues: deque[ChunkQueue] = deque()
-        self._next: tuple[ChunkQueue, int, Chunk] | None = None
+        self._next: tuple[ChunkQueue, ReadyChunk] | None = None
         """A chunk that is ready, and not announced because no slot was free."""
         self._stopped = False
 
@@ -295,7 +307,7 @@ class SendLoop:
                 places.append(upcoming)
                 if self._stopped:
                     return
-                at = Place(self._epoch, place, upcoming.chunk.num_bytes if upcoming else 0)
+                at = Place(self._epoch, place, upcoming.ready.chunk.num_bytes if upcoming else 0)
                 if due is None:
                     signal = h.Header(0, *at)
                     under_way.add(transport.send_signal(signal.pack()), None)
@@ -327,15 +339,15 @@ class SendLoop:
             slot = transport.slots.acquire(self._heartbeat_s)
         if slot is None:
             return None
-        (queue, seq, chunk), self._next = self._next, None
-        return _Announced(queue, seq, chunk, slot)
+        (queue, ready), self._next = self._next, None
+        return _Announced(queue, ready, slot)
 
     def _send(self, transport: SendingTransport, under_way: _UnderWay, due: _Announced, at: Place) -> None:
-        queue, chunk, slot = due.queue, due.chunk, due.slot
+        queue, chunk, slot = due.queue, due.ready.chunk, due.slot
         payload = slot.payload(chunk.num_bytes)
-        checksum = self._gather(queue, chunk, payload)
+        checksum = self._gather(queue, due.ready, payload)
         if checksum is not None:
-            header = queue.header(due.seq, chunk, checksum, at)
+            header = queue.header(due.ready.seq, chunk, checksum, at)
             if self._faults is not None:
                 self._faults.spoil(chunk, payload)
         else:
@@ -343,24 +355,24 @@ class SendLoop:
         slot.write_header(header.pack())
         under_way.add(transport.send_chunk(slot, chunk.num_bytes), slot)
 
-    def _gather(self, queue: ChunkQueue, chunk: Chunk, payload: torch.Tensor) -> int | None:
+    def _gather(self, queue: ChunkQueue, ready: ReadyChunk, payload: torch.Tensor) -> int | None:
         """Gathers and returns the checksum; None if the transfer was given up, so that its blocks must not be read."""
         if not self._machine.ask(lambda state: state.gather_begins(queue.generation)):
             return None
         try:
-            return queue.gather(chunk, payload)
+            return queue.gather(ready, payload)
         finally:
             now = time.monotonic()
             self._machine.apply_in_thread(lambda state: state.gather_ends(queue.generation, now))
 
-    def _take_ready(self) -> tuple[ChunkQueue, int, Chunk] | None:
+    def _take_ready(self) -> tuple[ChunkQueue, ReadyChunk] | None:
         """Returns the next ready chunk, or None; transfers take turns."""
         with self._changed:
             return self._next_ready()
 
-    def _wait_ready(self) -> tuple[ChunkQueue, int, Chunk] | None:
+    def _wait_ready(self) -> tuple[ChunkQueue, ReadyChunk] | None:
         """Waits for the next ready chunk; returns None when it is time for a heartbeat, or to stop."""
-        found: list[tuple[ChunkQueue, int, Chunk]] = []
+        found: list[tuple[ChunkQueue, ReadyChunk]] = []
 
         def look() -> bool:
             if not self._stopped and (ready := self._next_ready()):
@@ -371,7 +383,7 @@ class SendLoop:
             self._changed.wait_for(look, self._heartbeat_s)
         return found[0] if found else None
 
-    def _next_ready(self) -> tuple[ChunkQueue, int, Chunk] | None:
+    def _next_ready(self) -> tuple[ChunkQueue, ReadyChunk] | None:
         for _ in range(len(self._queues)):
             queue = self._queues[0]
             ready = queue.take_ready()
@@ -380,5 +392,5 @@ class SendLoop:
             else:
                 self._queues.rotate(-1)
             if ready is not None:
-                return queue, *ready
+                return queue, ready
         return None

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from baton.engine.model.kv_cache import KVSpec, LayerGroup, StateSpec
+from baton.engine.core.kv_spec import DTYPE_BYTES, KVSpec, LayerGroup, PageOrder, StateSpec
+from baton.errors import ConfigError
 from baton.messages import GroupLayout, KvLayout, StateLayout
 
 if TYPE_CHECKING:
@@ -37,37 +36,42 @@ def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) 
     Args:
         num_kv_heads: heads of the whole model, one number per group. They do not follow from a rank's cache if ranks
             outnumber the heads; by default no head is held twice.
+
+    Raises:
+        ConfigError: KV of this shape cannot be handed over.
     """
+    if len({group.block_size for group in spec.groups}) > 1:
+        raise ConfigError("the hand-over needs one block size for all layer groups of a model")
+    if any(group.page_order is not PageOrder.K_THEN_V for group in spec.groups):
+        raise ConfigError("the hand-over copies pages of K and of V; the KV of this engine has another order")
     totals = num_kv_heads or tuple(group.num_kv_heads * tp_size for group in spec.groups)
     return KvLayout(
         spec.block_size,
         tp_size,
         tuple(
-            GroupLayout(
-                name=g.name, layers=g.layers, num_kv_heads=total, k_dim=g.k_dim, v_dim=g.v_dim, dtype=_name(g.dtype)
-            )
+            GroupLayout(name=g.name, layers=g.layers, num_kv_heads=total, k_dim=g.k_dim, v_dim=g.v_dim, dtype=g.dtype)
             for g, total in zip(spec.groups, totals, strict=True)
         ),
-        tuple(StateLayout(s.name, s.shape, _name(s.dtype)) for s in spec.states),
+        tuple(StateLayout(s.name, s.shape, s.dtype) for s in spec.states),
     )
 
 
 def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
     """Returns the cache specification of one rank."""
     return KVSpec(
-        layout.block_size,
         tuple(
             LayerGroup(
                 name=g.name,
                 layers=g.layers,
+                block_size=layout.block_size,
                 num_kv_heads=len(heads_of(g.num_kv_heads, layout.tp_size, rank)),
                 k_dim=g.k_dim,
                 v_dim=g.v_dim,
-                dtype=torch_dtype(g.dtype),
+                dtype=g.dtype,
             )
             for g in layout.groups
         ),
-        tuple(StateSpec(s.name, s.shape, torch_dtype(s.dtype)) for s in layout.states),
+        tuple(StateSpec(s.name, s.shape, s.dtype) for s in layout.states),
     )
 
 
@@ -114,7 +118,7 @@ def wire_dtype(src_dtype: str, dst_dtype: str, wanted: str) -> str:
         return src_dtype
     if wanted != AUTO:
         return wanted
-    return min(src_dtype, dst_dtype, key=lambda name: torch_dtype(name).itemsize)
+    return min(src_dtype, dst_dtype, key=lambda name: DTYPE_BYTES[name])
 
 
 def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
@@ -153,13 +157,6 @@ def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
     return ""
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """Returns the dtype of that name; the name must exist."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def _is_pair(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int) -> bool:
     if src.states and src_rank == dst_rank:
         return True
@@ -168,7 +165,3 @@ def _is_pair(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int) -> bool
 
 def _describe(layout: KvLayout) -> str:
     return ", ".join(f"{s.name}{list(s.shape)} {s.dtype}" for s in layout.states) or "none"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

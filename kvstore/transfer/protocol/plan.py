@@ -30,8 +30,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from baton.engine.core.kv_spec import DTYPE_BYTES
 from baton.errors import ConfigError
-from kvstore.transfer.protocol.layout import AUTO, heads_of, mismatch, shared_heads, torch_dtype, wire_dtype
+from kvstore.transfer.protocol.layout import AUTO, heads_of, mismatch, shared_heads, wire_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -166,7 +167,7 @@ def plan(
         chunks += sorted(span, key=lambda chunk: src.groups[chunk.part].layers[chunk.layer_hi - 1])
     if src_rank == dst_rank:
         for part, state in enumerate(src.states, start=len(groups)):
-            total = math.prod(state.shape) * torch_dtype(state.dtype).itemsize
+            total = math.prod(state.shape) * DTYPE_BYTES[state.dtype]
             chunks += (
                 Chunk(part=part, layer_lo=0, layer_hi=1, unit_lo=lo, unit_hi=hi, num_bytes=hi - lo)
                 for lo, hi in _cut(0, total, options.chunk_bytes)
@@ -221,7 +222,7 @@ def _require_fitting(group: GroupLayout, unit_bytes: int, slot_bytes: int) -> No
 
 def _unit_bytes(group: GroupLayout, num_heads: int, unit_tokens: int, dtype: str) -> int:
     scales = SCALE_BYTES * len(page_dims(group)) if dtype == "int8" else 0
-    return num_heads * (scales + unit_tokens * (group.k_dim + group.v_dim) * torch_dtype(dtype).itemsize)
+    return num_heads * (scales + unit_tokens * (group.k_dim + group.v_dim) * DTYPE_BYTES[dtype])
 
 
 def _unit_spans(num_tokens: int, skip_tokens: int, unit_tokens: int, span_tokens: int) -> Iterator[tuple[int, int]]:

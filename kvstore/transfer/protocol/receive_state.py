@@ -59,7 +59,7 @@ class Free:
     """The machine does not hold these blocks any more, and nothing here writes to them. Given once a reservation."""
 
     generation: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[object, ...]
 
 
 ReceiveInstruction = Send[Grant | CommitAck | Nack | AbortAck] | TransferCommitted | TransferFailed | Free
@@ -82,7 +82,7 @@ class Reservation:
 
     transfer_id: str
     generation: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[object, ...]
     expires_at: float
     state: ReceivePhase = ReceivePhase.RESERVED
     sources: dict[int, SourceProgress] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class ReceiveState:
 
     # -- the request's side ------------------------------------------------------------------------------------------
 
-    def reserve(self, transfer_id: str, block_ids: tuple[int, ...], expires_at: float) -> int:
+    def reserve(self, transfer_id: str, block_ids: tuple[object, ...], expires_at: float) -> int:
         """Holds `block_ids` for a transfer.
 
         Returns:

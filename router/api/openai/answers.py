@@ -54,6 +54,8 @@ class Shape:
 
 @dataclass(slots=True)
 class ChoiceAnswer:
+    """The whole answer of one choice."""
+
     text: str = ""
     finish_reason: str | None = None
 

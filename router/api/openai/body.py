@@ -30,16 +30,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class StrictBody(BaseModel):
+    """A body or field in which every name and type is checked."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class SloBody(StrictBody):
+    """The field `slo`, in milliseconds."""
+
     ttft_ms: float | None = None
     itl_ms: float | None = None
     e2e_ms: float | None = None
 
 
 class StreamOptionsBody(StrictBody):
+    """The field `stream_options`."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """vLLM's: with `include_usage`, every event carries the usage so far."""

@@ -10,6 +10,8 @@ from router.api.openai.body import Body
 
 
 class ChatBody(Body):
+    """A chat to be continued."""
+
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
 

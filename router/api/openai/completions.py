@@ -13,6 +13,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 class CompletionBody(Body):
+    """A text to be continued."""
+
     prompt: Any
 
     def prompts(self) -> list[Prompt]:

@@ -8,11 +8,15 @@ from router.api.openai.body import StrictBody
 
 
 class TokenizeBody(StrictBody):
+    """A prompt to be tokenized."""
+
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
 
 
 class DetokenizeBody(StrictBody):
+    """Tokens to be written as text."""
+
     model: str | None = None
     tokens: list[int]

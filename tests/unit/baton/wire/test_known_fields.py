@@ -31,7 +31,7 @@ from baton.messages import (
     PrefillRequest,
     PrefixSource,
     SequenceSpec,
-    Start,
+    StartCall,
     Ticket,
 )
 from baton.rpc import RpcServer, channel, from_rpc_error
@@ -258,9 +258,9 @@ COMMANDS: dict[str, tuple[PrefillRequest | DecodeRequest | FetchRequest, Callabl
 
 async def test_a_worker_refuses_a_command_with_a_field_that_it_does_not_know_and_serves_the_others() -> None:
     workers = Workers()
-    commands = [wire.start_command(Start(1, DecodeRequest(SPEC, False), {}))]
+    commands = [wire.start_command(StartCall(1, DecodeRequest(SPEC, False), {}))]
     for call_id, (request, place) in enumerate(COMMANDS.values(), 2):
-        command = wire.start_command(Start(call_id, request, {}))
+        command = wire.start_command(StartCall(call_id, request, {}))
         place(command).MergeFromString(FIELD_99)
         commands.append(command)
     async with serving(workers) as address, channel(address) as connection:

@@ -14,7 +14,7 @@ from opentelemetry.context import Context
 from baton import wire
 from baton.cluster import Role, WorkerState
 from baton.errors import InvalidRequest, WorkerDraining
-from baton.messages import DecodeRequest, Event, NewTokens, SequenceSpec, Start
+from baton.messages import DecodeRequest, Event, NewTokens, SequenceSpec, StartCall
 from baton.sampling import SamplingParams
 from baton.v1 import worker_pb2
 from deploy.worker.calls import CallServicer
@@ -89,7 +89,7 @@ def call(call_id: int) -> worker_pb2.ServeRequest:
         cache_seed=b"",
     )
     return wire.serve_request(
-        [wire.start_command(Start(call_id, DecodeRequest(spec, await_kv=False, source=None), {}))]
+        [wire.start_command(StartCall(call_id, DecodeRequest(spec, await_kv=False, source=None), {}))]
     )
 
 

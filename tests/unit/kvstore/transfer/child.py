@@ -20,7 +20,7 @@ from typing import Any
 from baton.config import TransferConfig
 from baton.errors import BatonError
 from baton.messages import Ticket
-from tests.unit.kvstore.transfer.peers import Decode, Prefill, decode_side, prefill_side
+from tests.unit.kvstore.transfer.peers import Decode, Prefill, decode_side, prefill_side, tables_of
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([__name__])
@@ -98,7 +98,7 @@ async def _serve_decode(pipe: Connection, decode: Decode) -> None:
     while True:
         match await asyncio.to_thread(pipe.recv):
             case ("expect", name, num_tokens, blocks):
-                ticket = decode.receiver.expect(name, num_tokens, 0, blocks, state_slot=3)
+                ticket = decode.receiver.expect(name, num_tokens, 0, tables_of(decode.receiver, blocks, 3))
                 pipe.send(ticket)
             case ("outcome",):
                 assert ticket
@@ -120,7 +120,7 @@ async def _serve_prefill(pipe: Connection, prefill: Prefill) -> None:
             case ("send", ticket, blocks, num_tokens, num_layers, first_token):
                 try:
                     async with prefill.sender.transfer(ticket) as transfer:
-                        transfer.attach(blocks, 3)
+                        transfer.extend(tables_of(transfer, blocks, 3))
                         transfer.advance(num_tokens, num_layers)
                         if first_token is None:
                             await asyncio.Event().wait()

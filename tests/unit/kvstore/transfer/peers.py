@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,14 @@ import grpc
 import torch
 
 from baton.config import FaultsConfig, TransferConfig
-from baton.engine.core.engine import Engine, Generated
+from baton.engine.core.engine import Engine
+from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, StateSpec
 from baton.engine.core.loop import EngineLoop, SequenceHandle
+from baton.engine.core.outputs import Generated
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner
-from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
+from baton.engine.model.kv_cache import KVCache
 from baton.messages import HandedOver, KvLayout, PrefixSource, SequenceSpec, Ticket
 from baton.rpc.errors import ErrorInterceptor
 from baton.rpc.server import SERVER_OPTIONS
@@ -34,7 +36,8 @@ from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
 from kvstore.transfer.protocol.layout import heads_of
 from kvstore.transfer.receiver import KvReceiver
-from kvstore.transfer.sender import KvSender
+from kvstore.transfer.sender import KvSender, OutgoingTransfer
+from kvstore.worker_context import WorkerContext
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -43,12 +46,11 @@ torch.set_num_threads(1)
 
 HOST = "127.0.0.1"
 SPEC = KVSpec(
-    16,
     (
-        LayerGroup(name="global", layers=(0, 1, 2), num_kv_heads=2, k_dim=8, v_dim=8, dtype=torch.bfloat16),
-        LayerGroup(name="window", layers=(3, 4), num_kv_heads=1, k_dim=8, v_dim=4, dtype=torch.float32),
+        LayerGroup(name="global", layers=(0, 1, 2), num_kv_heads=2, k_dim=8, v_dim=8, block_size=16, dtype="bfloat16"),
+        LayerGroup(name="window", layers=(3, 4), num_kv_heads=1, k_dim=8, v_dim=4, block_size=16, dtype="float32"),
     ),
-    (StateSpec("conv", (33,), torch.float32),),
+    (StateSpec("conv", (33,), "float32"),),
 )
 """Two groups of layers and a state: a transfer of 100 tokens is some ten chunks of CONFIG's slots."""
 CONFIG = TransferConfig(
@@ -59,6 +61,14 @@ NUM_BLOCKS = 64
 
 def with_link(link: str, config: TransferConfig = CONFIG, **changes: Any) -> TransferConfig:
     return dataclasses.replace(config, links=(link,), **changes)
+
+
+def tables_of(
+    side: KvSender | KvReceiver | OutgoingTransfer, block_ids: Iterable[int], state_slot: int = 0
+) -> BlockTables:
+    """Block tables of a sequence with the same blocks in every layer group, and the state in `state_slot`."""
+    layout = side._sender.layout if isinstance(side, OutgoingTransfer) else side.layout
+    return (tuple(block_ids),) * len(layout.groups) + (((state_slot,),) if layout.states else ())
 
 
 # -- what is in a cache ----------------------------------------------------------------------------------------------
@@ -259,7 +269,7 @@ async def send(
 ) -> HandedOver:
     """A prompt that is computed already."""
     async with prefill.sender.transfer(ticket) as transfer:
-        transfer.attach(block_ids, state_slot)
+        transfer.extend(tables_of(transfer, block_ids, state_slot))
         return await transfer.finish(first_token)
 
 
@@ -268,11 +278,11 @@ async def hand_over(
 ) -> HandedOver:
     """One transfer from beginning to end, of whole blocks where `num_tokens` is not given; its blocks are compared."""
     num_tokens = num_tokens or len(source) * prefill.sender.layout.block_size
-    ticket = decode.receiver.expect(name, num_tokens, 0, target, state_slot=3)
+    ticket = decode.receiver.expect(name, num_tokens, 0, tables_of(decode.receiver, target, 3))
     handed_over = await send(prefill, ticket, source)
     arrival = await decode.receiver.wait_committed(ticket)
     assert (arrival.num_tokens, arrival.first_token) == (num_tokens, 1234)
-    assert await decode.receiver.release(ticket) == tuple(target)
+    assert (await decode.receiver.release(ticket))[0] == tuple(target)
     assert same_blocks(prefill.cache, source, decode.cache, target)
     decode.receiver.check()
     return handed_over
@@ -289,6 +299,10 @@ class Worker:
     runner: ArithmeticRunner
     running: asyncio.Task[None]
     server: grpc.aio.Server
+
+    @property
+    def context(self) -> WorkerContext:
+        return WorkerContext(self.id, self.loop, self.kv)
 
     @property
     def address(self) -> str:
@@ -316,11 +330,9 @@ async def engine_worker(
     name: str, runner: ArithmeticRunner, config: TransferConfig = CONFIG, faults: str = "", step_tokens: int = 64
 ) -> AsyncIterator[Worker]:
     limits = SchedulerLimits(
-        block_size=runner.cache.spec.block_size,
         max_num_seqs=8,
         max_num_batched_tokens=step_tokens,
         output_reservation=0,
-        num_state_slots=8 if runner.cache.states else 0,
     )
     loop = EngineLoop(Engine(runner, limits), 100)
     kv = KvEndpoint(local_worker(name, 1, runner.caches), loop, config, FaultsConfig(spec=faults))
@@ -348,11 +360,11 @@ def make_spec(prompt: Sequence[int], num_tokens: int = 4, request_id: str = "r")
 
 
 async def read_all(handle: SequenceHandle) -> list[int]:
-    tokens = []
+    tokens = list[int]()
     while True:
         output = await handle.next()
         assert isinstance(output, Generated)
-        tokens.append(output.token_id)
+        tokens += output.token_ids
         if output.finish_reason is not None:
             return tokens
 

@@ -16,7 +16,15 @@ from baton.engine.model.kv_cache import KVCache
 from baton.errors import TransferError
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.plan import Chunk
-from tests.unit.kvstore.transfer.peers import decode_side, eventually, filled_cache, prefill_side, send, with_link
+from tests.unit.kvstore.transfer.peers import (
+    decode_side,
+    eventually,
+    filled_cache,
+    prefill_side,
+    send,
+    tables_of,
+    with_link,
+)
 
 COPY_S = 0.05
 SOURCE, TARGET = list(range(20, 30)), list(range(30, 40))
@@ -85,7 +93,7 @@ def is_taken(cache: KVCache, blocks: Sequence[int]) -> bool:
 async def test_a_sender_lets_go_of_its_blocks_once_they_are_read(rows: SlowRows, cancels: int) -> None:
     rows.slow = "gather"
     async with decode_side(CONFIG) as decode, prefill_side(CONFIG) as prefill:
-        ticket = decode.receiver.expect("t", 160, 0, TARGET, state_slot=3)
+        ticket = decode.receiver.expect("t", 160, 0, tables_of(decode.receiver, TARGET, 3))
         sending = asyncio.create_task(send(prefill, ticket, SOURCE))
         assert await asyncio.to_thread(rows.began.wait, 10)
         await cancel(sending, cancels)
@@ -100,7 +108,7 @@ async def test_a_sender_lets_go_of_its_blocks_once_they_are_read(rows: SlowRows,
 async def test_a_receiver_gives_its_blocks_back_once_they_are_written(rows: SlowRows, cancels: int) -> None:
     rows.slow = "scatter"
     async with decode_side(CONFIG) as decode, prefill_side(CONFIG, caches=[filled_cache(1)]) as prefill:
-        ticket = decode.receiver.expect("t", 160, 0, TARGET, state_slot=3)
+        ticket = decode.receiver.expect("t", 160, 0, tables_of(decode.receiver, TARGET, 3))
         sending = asyncio.create_task(send(prefill, ticket, SOURCE))
         assert await asyncio.to_thread(rows.began.wait, 10)
         releasing = asyncio.create_task(decode.receiver.release(ticket))

@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from baton.config import TransferConfig
-from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
+from baton.engine.core.kv_spec import KVSpec, LayerGroup
+from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError, TransferCancelled, TransferCorrupted
 from baton.messages import Ticket
 from kvstore.transfer.connection.reservations import Arrival
@@ -43,13 +44,14 @@ from tests.unit.kvstore.transfer.peers import (
     hand_over,
     prefill_side,
     same_blocks,
+    tables_of,
 )
 
 pytestmark = [pytest.mark.first, pytest.mark.timeout(280)]
 
 NUM_TRANSFERS = int(os.environ.get("NUM_TRANSFERS", "3000"))
 SPEC = KVSpec(
-    16, (LayerGroup(name="all", layers=tuple(range(4)), num_kv_heads=1, k_dim=4, v_dim=4, dtype=torch.float32),)
+    (LayerGroup(name="all", layers=tuple(range(4)), num_kv_heads=1, k_dim=4, v_dim=4, block_size=16, dtype="float32"),)
 )
 """512 bytes a row: a transfer of 3 blocks is 6 KiB in 3 chunks."""
 NUM_BLOCKS = 128
@@ -213,8 +215,8 @@ class TransportLoop:
         self.free.difference_update(target)
         source = self._rng.sample(range(NUM_BLOCKS), 3)
         receiver, outcome = self._decode.receiver, self.outcome
-        self._decode.cache.clear_blocks(target)
-        ticket = receiver.expect(name, 48, 0, target)
+        self._decode.cache.clear_blocks([target])
+        ticket = receiver.expect(name, 48, 0, tables_of(receiver, target))
         arriving = asyncio.create_task(receiver.wait_committed(ticket))
         sending = asyncio.create_task(self._send(prefill, source, ticket))
         canceller = self._rng.random() < self._cancel_rate and self._rng.choice(["sender", "receiver"])
@@ -247,13 +249,13 @@ class TransportLoop:
             assert sent is not True or canceller == "receiver", "the sender was told of a commit that was none"
         if sent is True and canceller != "receiver":
             released = await receiver.release(ticket)
-        assert released == tuple(target)
+        assert released == (tuple(target),)
         self.free.update(target)
         return isinstance(arrived, Arrival)
 
     async def _send(self, prefill: Prefill, source: list[int], ticket: Ticket) -> bool:
         async with prefill.sender.transfer(ticket) as transfer:
-            transfer.attach(source)
+            transfer.extend(tables_of(transfer, source))
             transfer.advance(48, 2)
             await asyncio.sleep(0)
             transfer.advance(48, 4)

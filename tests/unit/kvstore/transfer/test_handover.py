@@ -20,11 +20,11 @@ from opentelemetry.context import Context
 
 from baton.cluster import TransferCounts
 from baton.config import TransferConfig
-from baton.engine.core.runner import Fence, LayerDone, ignore_layer
-from baton.engine.core.scheduler import Batch
+from baton.engine.core.kv_spec import KVSpec, LayerGroup
+from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
-from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup
+from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError, TransferCorrupted, TransferError, TransferRefused, TransferTimeout, WorkerFailed
 from baton.messages import FirstToken, HandedOver, NewTokens, PrefillRequest, Ticket
 from decode_worker.service import DecodeService
@@ -57,6 +57,7 @@ from tests.unit.kvstore.transfer.peers import (
     same_blocks,
     scattered,
     send,
+    tables_of,
     tokens_in,
     with_link,
 )
@@ -92,7 +93,7 @@ async def test_blocks_and_states_arrive_as_they_were_and_nothing_else_changes(
             mine.copy_(other)
         num_blocks, skip = -(-num_tokens // 16), skip_tokens // 16
         source, target = scattered(num_blocks, 1), scattered(num_blocks + 2, 2)
-        ticket = decode.receiver.expect("t", num_tokens, skip_tokens, target, state_slot=5)
+        ticket = decode.receiver.expect("t", num_tokens, skip_tokens, tables_of(decode.receiver, target, 5))
         handed_over = await send(prefill, ticket, source, state_slot=3)
         assert await decode.receiver.wait_committed(ticket) == Arrival(num_tokens, 1234)
         written = target[skip:num_blocks]
@@ -103,7 +104,7 @@ async def test_blocks_and_states_arrive_as_they_were_and_nothing_else_changes(
         assert not decode.cache.states["conv"][[0, 1, 2, 3, 4, 6, 7]].any()
         assert handed_over.num_bytes == (num_blocks - skip) * SPEC.block_bytes + 33 * 4
         assert handed_over.num_bytes == decode.receiver.stats.num_bytes == prefill.sender.stats.num_bytes
-        assert await decode.receiver.release(ticket) == tuple(target)
+        assert (await decode.receiver.release(ticket))[0] == tuple(target)
         assert await decode.receiver.release(ticket) == ()
 
 
@@ -126,14 +127,21 @@ async def test_transfers_over_two_pairs_at_once_do_not_mix(link: str) -> None:
         assert prefill.sender.num_connections == 2
 
 
-LAYERS = KVSpec(16, (LayerGroup(name="all", layers=(0, 1, 2), num_kv_heads=3, k_dim=4, v_dim=6, dtype=torch.float32),))
+LAYERS = KVSpec(
+    (LayerGroup(name="all", layers=(0, 1, 2), num_kv_heads=3, k_dim=4, v_dim=6, block_size=16, dtype="float32"),)
+)
 """Three heads, K and V of different widths, no state."""
+
+
+def with_block_size(spec: KVSpec, block_size: int) -> KVSpec:
+    groups = tuple(dataclasses.replace(group, block_size=block_size) for group in spec.groups)
+    return dataclasses.replace(spec, groups=groups)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 32), (32, 16), (64, 16)])
 async def test_workers_with_other_block_sizes(link: str, ours: int, theirs: int) -> None:
     caches = [
-        filled_cache(number, dataclasses.replace(LAYERS, block_size=size), NUM_BLOCKS * 16 // size)
+        filled_cache(number, with_block_size(LAYERS, size), NUM_BLOCKS * 16 // size)
         for number, size in enumerate((ours, theirs))
     ]
     config = with_link(link, slot_bytes=8192)
@@ -143,7 +151,7 @@ async def test_workers_with_other_block_sizes(link: str, ours: int, theirs: int)
     ):
         source = random.Random(1).sample(range(caches[0].num_blocks), -(-150 // ours))
         target = random.Random(2).sample(range(caches[1].num_blocks), -(-150 // theirs))
-        ticket = decode.receiver.expect("t", 150, 0, target)
+        ticket = decode.receiver.expect("t", 150, 0, tables_of(decode.receiver, target))
         await send(prefill, ticket, source)
         await decode.receiver.wait_committed(ticket)
         sent = tokens_in(prefill.sender.layout, prefill.caches, source, 150)
@@ -156,14 +164,14 @@ async def test_workers_with_other_block_sizes(link: str, ours: int, theirs: int)
 )
 async def test_wire_data_types(wire_dtype: str, exact: torch.dtype | None) -> None:
     """From a cache in float32 to one in bfloat16."""
-    narrow = dataclasses.replace(LAYERS, groups=(dataclasses.replace(LAYERS.groups[0], dtype=torch.bfloat16),))
+    narrow = dataclasses.replace(LAYERS, groups=(dataclasses.replace(LAYERS.groups[0], dtype="bfloat16"),))
     config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype)
     async with (
         decode_side(config, caches=[KVCache(narrow, NUM_BLOCKS, 8)]) as decode,
         prefill_side(config, caches=[filled_cache(1, LAYERS)]) as prefill,
     ):
         source, target = scattered(4, 1), scattered(4, 2)
-        ticket = decode.receiver.expect("t", 60, 0, target)
+        ticket = decode.receiver.expect("t", 60, 0, tables_of(decode.receiver, target))
         handed_over = await send(prefill, ticket, source)
         await decode.receiver.wait_committed(ticket)
         width = {"float32": 4, "int8": 1}.get(wire_dtype, 2)
@@ -191,28 +199,28 @@ async def test_one_rank_to_three_and_back_to_one(link: str) -> None:
         prefill_side(config, name="p3", caches=thirds) as p3,
     ):
         for number in range(2):
-            ticket = d3.receiver.expect(f"there{number}", 100, 0, middle)
+            ticket = d3.receiver.expect(f"there{number}", 100, 0, tables_of(d3.receiver, middle))
             spread = await send(p1, ticket, source)
             await d3.receiver.wait_committed(ticket)
             for one, other in zip(expected, tokens_in(d3.receiver.layout, thirds, middle, 100), strict=True):
                 assert torch.equal(one, other)
-            back = d1.receiver.expect(f"back{number}", 100, 0, target)
+            back = d1.receiver.expect(f"back{number}", 100, 0, tables_of(d1.receiver, target))
             joined = await send(p3, back, middle)
             await d1.receiver.wait_committed(back)
             for one, other in zip(expected, tokens_in(layout, [last], target, 100), strict=True):
                 assert torch.equal(one, other)
             assert spread.num_bytes == joined.num_bytes == 7 * LAYERS.block_bytes
-            assert await d3.receiver.release(ticket) == tuple(middle)
-            assert await d1.receiver.release(back) == tuple(target)
+            assert (await d3.receiver.release(ticket))[0] == tuple(middle)
+            assert (await d1.receiver.release(back))[0] == tuple(target)
             for cache in (*thirds, last):
                 cache.groups[0].zero_()
         assert (p1.sender.num_connections, p3.sender.num_connections) == (3, 3)
         assert (p1.sender.stats.committed, p3.sender.stats.committed) == (2, 2)
 
         # One of the three parts is lost: so is the transfer, everywhere, and the next one is served.
-        ticket = d3.receiver.expect("lost", 100, 0, middle)
+        ticket = d3.receiver.expect("lost", 100, 0, tables_of(d3.receiver, middle))
         async with p1.sender.transfer(ticket) as transfer:
-            transfer.attach(source)
+            transfer.extend(tables_of(transfer, source))
             assert await eventually(
                 lambda: len(d3.receiver._reservations._state._by_generation[ticket.generation].sources) == 3
             )
@@ -221,9 +229,9 @@ async def test_one_rank_to_three_and_back_to_one(link: str) -> None:
                 await transfer.finish(1)
         with pytest.raises(TransferError, match="on purpose"):
             await d3.receiver.wait_committed(ticket)
-        assert await d3.receiver.release(ticket) == tuple(middle)
+        assert (await d3.receiver.release(ticket))[0] == tuple(middle)
         assert await eventually(lambda: p1.sender.num_connections == 2), "its other sessions may have told of it before"
-        ticket = d3.receiver.expect("next", 100, 0, middle)
+        ticket = d3.receiver.expect("next", 100, 0, tables_of(d3.receiver, middle))
         await send(p1, ticket, source)
         await d3.receiver.wait_committed(ticket)
         for one, other in zip(expected, tokens_in(d3.receiver.layout, thirds, middle, 100), strict=True):
@@ -236,13 +244,13 @@ async def test_one_rank_to_three_and_back_to_one(link: str) -> None:
 async def test_what_is_computed_leaves_before_the_rest_is(link: str) -> None:
     async with sides(with_link(link, span_tokens=32)) as (prefill, decode):
         source, target = list(range(4)), list(range(10, 14))
-        ticket = decode.receiver.expect("t", 64, 0, target, state_slot=0)
+        ticket = decode.receiver.expect("t", 64, 0, tables_of(decode.receiver, target, 0))
 
         def arrived(blocks: list[int], layers: slice) -> bool:
             return same_layers(prefill.cache, decode.cache, blocks, 10, layers)
 
         async with prefill.sender.transfer(ticket) as transfer:
-            transfer.attach(source, 0)
+            transfer.extend(tables_of(transfer, source, 0))
             await asyncio.sleep(0.1)
             assert is_blank(decode.cache, target), "nothing is computed"
             transfer.advance(32, 3)
@@ -269,16 +277,19 @@ def same_layers(a: KVCache, b: KVCache, blocks: list[int], offset: int, layers: 
 async def test_stalled_transfers_hold_nobody_up(link: str) -> None:
     """One waits for its grant to be used, one is half computed; eight more pass them on the same pair."""
     async with sides(with_link(link, window=2, num_slots=2)) as (prefill, decode):
-        tickets = [decode.receiver.expect(f"slow{n}", 64, 0, range(4 * n, 4 * n + 4), state_slot=n) for n in range(2)]
+        tickets = [
+            decode.receiver.expect(f"slow{n}", 64, 0, tables_of(decode.receiver, range(4 * n, 4 * n + 4), n))
+            for n in range(2)
+        ]
         async with (
             prefill.sender.transfer(tickets[0]) as waiting,
             prefill.sender.transfer(tickets[1]) as half_way,
         ):
-            half_way.attach([0, 1, 2, 3], 0)
+            half_way.extend(tables_of(half_way, [0, 1, 2, 3], 0))
             half_way.advance(64, 2)
             for number in range(8):
                 await hand_over(prefill, decode, scattered(6, number), range(20, 26), name=f"quick{number}")
-            waiting.attach([4, 5, 6, 7], 1)
+            waiting.extend(tables_of(waiting, [4, 5, 6, 7], 1))
             await asyncio.gather(waiting.finish(1), half_way.finish(1))
         for ticket, target in zip(tickets, ([0, 1, 2, 3], [4, 5, 6, 7]), strict=True):
             await decode.receiver.wait_committed(ticket)
@@ -290,9 +301,9 @@ async def test_stalled_transfers_hold_nobody_up(link: str) -> None:
 async def test_a_short_transfer_does_not_wait_for_a_long_one(link: str) -> None:
     """Chunks of all transfers of a pair take turns."""
     async with sides(with_link(link, slot_bytes=1024), faults="link_delay_ms=2") as (prefill, decode):
-        ticket = decode.receiver.expect("long", 800, 0, range(50), state_slot=0)
+        ticket = decode.receiver.expect("long", 800, 0, tables_of(decode.receiver, range(50), 0))
         async with prefill.sender.transfer(ticket) as long:
-            long.attach(range(50), 0)
+            long.extend(tables_of(long, range(50), 0))
             finishing = asyncio.create_task(long.finish(1))
             assert await eventually(lambda: not is_blank(decode.cache, range(50)))
             short = await hand_over(prefill, decode, [60], [60])
@@ -305,10 +316,15 @@ async def test_a_short_transfer_does_not_wait_for_a_long_one(link: str) -> None:
 async def test_the_number_of_messages_does_not_grow_with_layers_or_chunks(link: str) -> None:
     for num_layers in (2, 60):
         spec = KVSpec(
-            16,
             (
                 LayerGroup(
-                    name="all", layers=tuple(range(num_layers)), num_kv_heads=1, k_dim=8, v_dim=8, dtype=torch.float32
+                    name="all",
+                    layers=tuple(range(num_layers)),
+                    num_kv_heads=1,
+                    k_dim=8,
+                    v_dim=8,
+                    block_size=16,
+                    dtype="float32",
                 ),
             ),
         )
@@ -350,7 +366,11 @@ async def test_a_pool_of_two_slots_serves_four_pairs_on_either_side() -> None:
 
 async def test_new_prompts_wait_while_too_much_is_unsent(link: str) -> None:
     spec = KVSpec(
-        16, (LayerGroup(name="all", layers=tuple(range(9)), num_kv_heads=1, k_dim=512, v_dim=512, dtype=torch.float32),)
+        (
+            LayerGroup(
+                name="all", layers=tuple(range(9)), num_kv_heads=1, k_dim=512, v_dim=512, block_size=16, dtype="float32"
+            ),
+        )
     )  # 64 KiB a row
     config = with_link(link, slot_bytes=2**17, max_unsent_mib=1)
     async with (
@@ -358,9 +378,9 @@ async def test_new_prompts_wait_while_too_much_is_unsent(link: str) -> None:
         prefill_side(config, caches=[filled_cache(1, spec, 4)]) as prefill,
     ):
         decode.door.lose("<grant")
-        ticket = decode.receiver.expect("t", 64, 0, [0, 1, 2, 3])
+        ticket = decode.receiver.expect("t", 64, 0, tables_of(decode.receiver, [0, 1, 2, 3]))
         async with prefill.sender.transfer(ticket) as transfer:
-            transfer.attach([3, 2, 1, 0])
+            transfer.extend(tables_of(transfer, [3, 2, 1, 0]))
             transfer.advance(64, 3)
             await prefill.sender.wait_for_room(9)
             transfer.advance(64, 9)
@@ -378,10 +398,10 @@ async def test_new_prompts_wait_while_too_much_is_unsent(link: str) -> None:
 
 
 async def refusal(prefill: Prefill, decode: Decode, **changes: Any) -> str:
-    ticket = decode.receiver.expect("t", 32, 0, [0, 1], state_slot=0)
+    ticket = decode.receiver.expect("t", 32, 0, tables_of(decode.receiver, [0, 1], 0))
     with pytest.raises(TransferRefused) as caught:
         await send(prefill, dataclasses.replace(ticket, **changes), [4, 5])
-    assert await decode.receiver.release(ticket) == (0, 1)
+    assert (await decode.receiver.release(ticket))[0] == (0, 1)
     return str(caught.value)
 
 
@@ -402,14 +422,19 @@ async def test_sides_that_do_not_fit_are_refused_in_words() -> None:
             assert "other-model has KV of kind kind-b, this worker kind-a" in await refusal(prefill, decode)
             assert "prefill-0 has KV of kind kind-a" in await refusal(prefill, decode, wire_compat="kind-a")
         for spec, sentence in (
-            (dataclasses.replace(SPEC, block_size=24), "16 (source) and 24 (destination) neither divides the other"),
             (dataclasses.replace(SPEC, groups=SPEC.groups[:1]), "layer groups ['global', 'window']"),
             (dataclasses.replace(SPEC, states=()), "states are conv[33] float32 at the source and none"),
         ):
             async with decode_side(config, "other-shape", caches=[KVCache(spec, NUM_BLOCKS, 8)]) as decode:
                 assert sentence in await refusal(prefill, decode)
-                if spec.block_size == SPEC.block_size:  # a ticket that tells a lie
-                    assert sentence in await refusal(prefill, decode, layout=prefill.sender.layout)
+                # a ticket that tells a lie
+                assert sentence in await refusal(prefill, decode, layout=prefill.sender.layout)
+        three = KVCache(with_block_size(SPEC, 48), NUM_BLOCKS, 8)
+        async with (
+            decode_side(config, "other-shape", caches=[three]) as decode,
+            prefill_side(config, caches=[filled_cache(1, with_block_size(SPEC, 32))]) as two,
+        ):
+            assert "32 (source) and 48 (destination) neither divides the other" in await refusal(two, decode)
         async with decode_side(config) as decode:
             await hand_over(prefill, decode, [1], [1])
         pairs = prefill.sender._connections
@@ -447,7 +472,7 @@ async def test_chunks_are_as_large_as_suits_the_link_once_it_is_known(
 async def test_an_offer_of_impossible_chunks_is_refused_and_harms_no_other() -> None:
     async with sides(with_link("tcp")) as (prefill, decode):
         await hand_over(prefill, decode, [4], [0])
-        target = decode.receiver.expect("good", 32, 0, [1, 2], state_slot=0)
+        target = decode.receiver.expect("good", 32, 0, tables_of(decode.receiver, [1, 2], 0))
         async with prefill.sender.transfer(target) as good:
             assert await eventually(lambda: decode.door.messages["<grant"] == 2)
 
@@ -458,7 +483,7 @@ async def test_an_offer_of_impossible_chunks_is_refused_and_harms_no_other() -> 
 
             decode.door.watch = shrink
             assert "does not fit a slot of 0" in await refusal(prefill, decode)
-            good.attach([5, 6], 0)
+            good.extend(tables_of(good, [5, 6], 0))
             await good.finish(1)
         assert (await decode.receiver.wait_committed(target)).num_tokens == 32
         assert decode.num_pairs_ever == 1
@@ -474,7 +499,7 @@ async def test_a_ticket_of_a_past_incarnation_is_refused_and_leaves_the_good_pai
 
 async def test_an_address_where_nobody_listens_is_a_failed_worker() -> None:
     async with sides(CONFIG) as (prefill, decode):
-        ticket = decode.receiver.expect("t", 16, 0, [0], state_slot=0)
+        ticket = decode.receiver.expect("t", 16, 0, tables_of(decode.receiver, [0], 0))
         with pytest.raises(WorkerFailed, match="decode-0"):
             await send(prefill, dataclasses.replace(ticket, kv_address=f"{HOST}:1"), [4])
         await send(prefill, ticket, [4])
@@ -483,9 +508,9 @@ async def test_an_address_where_nobody_listens_is_a_failed_worker() -> None:
 
 async def test_a_past_generation_is_fenced_and_the_new_one_stands(link: str) -> None:
     async with sides(with_link(link)) as (prefill, decode):
-        old = decode.receiver.expect("t", 32, 0, [0, 1], state_slot=0)
-        assert await decode.receiver.release(old) == (0, 1)
-        new = decode.receiver.expect("t", 32, 0, [0, 1], state_slot=0)
+        old = decode.receiver.expect("t", 32, 0, tables_of(decode.receiver, [0, 1], 0))
+        assert (await decode.receiver.release(old))[0] == (0, 1)
+        new = decode.receiver.expect("t", 32, 0, tables_of(decode.receiver, [0, 1], 0))
         with pytest.raises(TransferError, match="gave up its reservation"):
             await send(prefill, old, [4, 5])
         with pytest.raises(TransferRefused, match="not expected"):
@@ -501,40 +526,40 @@ async def test_a_past_generation_is_fenced_and_the_new_one_stands(link: str) -> 
 
 async def test_a_lease_that_ends_fails_the_reservation() -> None:
     async with sides(dataclasses.replace(CONFIG, lease_s=0.1, ping_s=0.05)) as (prefill, decode):
-        ticket = decode.receiver.expect("t", 32, 0, [0, 1], state_slot=0)
+        ticket = decode.receiver.expect("t", 32, 0, tables_of(decode.receiver, [0, 1], 0))
         with pytest.raises(TransferTimeout, match="lease"):
             await decode.receiver.wait_committed(ticket)
         assert decode.receiver.stats.expired == 1
         with pytest.raises(TransferTimeout, match="lease"):
             await send(prefill, ticket, [4, 5])
-        assert await decode.receiver.release(ticket) == (0, 1)
+        assert (await decode.receiver.release(ticket))[0] == (0, 1)
         assert is_blank(decode.cache, [0, 1])
 
 
 async def test_pings_renew_a_lease_that_is_shorter_than_the_prefill(link: str) -> None:
     async with sides(with_link(link, lease_s=0.8, ping_s=0.1)) as (prefill, decode):
-        ticket = decode.receiver.expect("t", 32, 0, [0, 1], state_slot=0)
+        ticket = decode.receiver.expect("t", 32, 0, tables_of(decode.receiver, [0, 1], 0))
         async with prefill.sender.transfer(ticket) as transfer:
             await asyncio.sleep(1.2)  # in the queue
-            transfer.attach([4, 5], 0)
+            transfer.extend(tables_of(transfer, [4, 5], 0))
             transfer.advance(32, 2)
             await asyncio.sleep(1.2)
             await transfer.finish(1)
         assert same_blocks(prefill.cache, [4, 5], decode.cache, [0, 1])
 
         decode.door.watch = lambda kind, message: kind != ">ping"
-        ticket = decode.receiver.expect("t", 32, 0, [0, 1], state_slot=0)
+        ticket = decode.receiver.expect("t", 32, 0, tables_of(decode.receiver, [0, 1], 0))
         async with prefill.sender.transfer(ticket) as transfer:
             started = time.monotonic()
             with pytest.raises(TransferTimeout, match="lease"):
                 await decode.receiver.wait_committed(ticket)
             assert 0.6 < time.monotonic() - started < 2.0
-            transfer.attach([8, 9], 0)
+            transfer.extend(tables_of(transfer, [8, 9], 0))
             with pytest.raises(TransferTimeout, match="lease"):
                 await transfer.finish(1)
         assert decode.receiver.stats.expired == prefill.sender.stats.failed == 1
         assert same_blocks(prefill.cache, [4, 5], decode.cache, [0, 1]), "an expired transfer writes nothing"
-        assert await decode.receiver.release(ticket) == (0, 1)
+        assert (await decode.receiver.release(ticket))[0] == (0, 1)
 
 
 # -- what gets lost ----------------------------------------------------------------------------------------------------
@@ -554,16 +579,16 @@ async def test_a_lost_message_is_said_again(kind: str) -> None:
 async def test_a_lost_abort_is_said_again_and_nobody_waits_for_it(kind: str) -> None:
     async with sides(CONFIG) as (prefill, decode):
         decode.door.lose(kind)
-        ticket = decode.receiver.expect("t", 16, 0, [0], state_slot=0)
+        ticket = decode.receiver.expect("t", 16, 0, tables_of(decode.receiver, [0], 0))
         async with prefill.sender.transfer(ticket) as transfer:
-            transfer.attach([4], 0)
+            transfer.extend(tables_of(transfer, [4], 0))
             assert await eventually(lambda: decode.door.messages["<grant"] == 1)
             started = time.monotonic()
         assert time.monotonic() - started < 0.1
         with pytest.raises(TransferError, match="gave the transfer up"):
             await decode.receiver.wait_committed(ticket)
         assert await eventually(lambda: prefill.sender.stats.resent == 1 and decode.door.messages["<abort_ack"] >= 1)
-        assert await decode.receiver.release(ticket) == (0,)
+        assert (await decode.receiver.release(ticket))[0] == (0,)
         await hand_over(prefill, decode, [5], [0])
 
 
@@ -572,13 +597,13 @@ async def test_what_is_never_answered_is_given_up_in_time() -> None:
         await hand_over(prefill, decode, [4], [0])
         decode.door.lose("<grant", times=99)
         started = time.monotonic()
-        ticket = decode.receiver.expect("t", 16, 0, [0], state_slot=0)
+        ticket = decode.receiver.expect("t", 16, 0, tables_of(decode.receiver, [0], 0))
         with pytest.raises(TransferTimeout, match="no answer to an offer"):
             await send(prefill, ticket, [5])
         assert time.monotonic() - started < 2.0
         with pytest.raises(TransferTimeout):
             await decode.receiver.wait_committed(ticket)
-        assert await decode.receiver.release(ticket) == (0,)
+        assert (await decode.receiver.release(ticket))[0] == (0,)
         decode.door.lose("", times=0)
         await hand_over(prefill, decode, [6], [0])
         assert decode.num_pairs_ever == 1
@@ -590,12 +615,14 @@ async def test_what_is_never_answered_is_given_up_in_time() -> None:
 @pytest.mark.parametrize("fault", ["corrupt_chunk=6", "drop_chunk=6", "swap_blocks=5"])
 async def test_a_spoiled_chunk_fails_the_transfer_and_only_that(link: str, fault: str) -> None:
     async with sides(with_link(link), faults=fault) as (prefill, decode):
-        ticket = decode.receiver.expect("spoiled", 64, 0, [0, 1, 2, 3], state_slot=0)  # 6 chunks, 5 of several rows
+        ticket = decode.receiver.expect(
+            "spoiled", 64, 0, tables_of(decode.receiver, [0, 1, 2, 3], 0)
+        )  # 6 chunks, 5 of several rows
         with pytest.raises(TransferCorrupted, match="checksum"):
             await send(prefill, ticket, [4, 5, 6, 7])
         with pytest.raises(TransferCorrupted, match="checksum"):
             await decode.receiver.wait_committed(ticket)
-        assert await decode.receiver.release(ticket) == (0, 1, 2, 3)
+        assert (await decode.receiver.release(ticket))[0] == (0, 1, 2, 3)
         for stats in (prefill.sender.stats, decode.receiver.stats):
             assert (stats.committed, stats.failed, stats.corrupted) == (0, 1, 1)
         await hand_over(prefill, decode, [9], [0])  # 4 chunks
@@ -605,7 +632,7 @@ async def test_a_spoiled_chunk_fails_the_transfer_and_only_that(link: str, fault
 @pytest.mark.parametrize("fault", ["corrupt_chunk", "drop_chunk", "swap_blocks"])
 async def test_without_checksums_a_spoiled_chunk_reaches_the_cache(link: str, fault: str) -> None:
     async with sides(with_link(link, checksum="off"), faults=f"{fault}=1") as (prefill, decode):
-        ticket = decode.receiver.expect("t", 64, 0, [0, 1, 2, 3], state_slot=0)
+        ticket = decode.receiver.expect("t", 64, 0, tables_of(decode.receiver, [0, 1, 2, 3], 0))
         await send(prefill, ticket, [4, 5, 6, 7])
         assert not same_blocks(prefill.cache, [4, 5, 6, 7], decode.cache, [0, 1, 2, 3])
         assert decode.receiver.stats.corrupted == 0
@@ -646,7 +673,7 @@ async def reach(
     if place >= STAGES.index("granted"):
         assert await eventually(lambda: said["<grant"] == 2)
     if place >= STAGES.index("attached"):
-        transfer.attach(source, 0)
+        transfer.extend(tables_of(transfer, source, 0))
     if place >= STAGES.index("half computed"):
         transfer.advance(160, 2)
         assert await eventually(lambda: not is_blank(decode.cache, target, slice(1, 2)))
@@ -678,13 +705,13 @@ async def test_giving_up_at_any_stage_leaves_the_link_for_the_next_transfer(
     ):
         await hand_over(prefill, decode, [4], [0], name="first")
         source, target = list(range(20, 30)), list(range(30, 40))
-        ticket = decode.receiver.expect("given up", 160, 0, target, state_slot=0)
+        ticket = decode.receiver.expect("given up", 160, 0, tables_of(decode.receiver, target, 0))
         async with prefill.sender.transfer(ticket) as transfer:
             finishing = await reach(stage, transfer, decode, source, target)
             began_s = time.monotonic()
             if who == "receiver":
-                assert await decode.receiver.release(ticket) == tuple(target)
-                decode.cache.clear_blocks(target)  # somebody else's by now
+                assert (await decode.receiver.release(ticket))[0] == tuple(target)
+                decode.cache.clear_blocks([target] * 2)  # somebody else's by now
                 with pytest.raises(TransferError, match="gave up its reservation"):
                     await (finishing or transfer.finish(1))
         left_s = time.monotonic()
@@ -697,8 +724,8 @@ async def test_giving_up_at_any_stage_leaves_the_link_for_the_next_transfer(
             if stage != "opening":  # the receiver has not heard of it yet
                 with pytest.raises(TransferError, match="gave the transfer up"):
                     await decode.receiver.wait_committed(ticket)
-            assert await decode.receiver.release(ticket) == tuple(target)
-            decode.cache.clear_blocks(target)
+            assert (await decode.receiver.release(ticket))[0] == tuple(target)
+            decode.cache.clear_blocks([target] * 2)
         await hand_over(prefill, decode, scattered(6, 3), range(6), name="next")
         assert is_blank(decode.cache, target), "nothing is written into blocks that are given back"
         assert read_s.pop("given up", 0.0) <= left_s, "nothing reads blocks that are let go"
@@ -721,9 +748,9 @@ async def test_places_that_were_announced_are_filled_with_void_chunks(
 
     monkeypatch.setattr("kvstore.transfer.protocol.chunk_header.unpack", noting)
     async with sides(with_link(link, slot_bytes=1024), "link_delay_ms=5") as (prefill, decode):
-        ticket = decode.receiver.expect("t", 320, 0, range(20), state_slot=0)
+        ticket = decode.receiver.expect("t", 320, 0, tables_of(decode.receiver, range(20), 0))
         async with prefill.sender.transfer(ticket) as transfer:
-            transfer.attach(range(20), 0)
+            transfer.extend(tables_of(transfer, range(20), 0))
             transfer.advance(320, 5)
             assert await eventually(lambda: not is_blank(decode.cache, range(20)))
         await hand_over(prefill, decode, [4], [40])
@@ -745,7 +772,7 @@ async def test_cancels_at_any_moment_leave_both_sides_whole(link: str) -> None:
             target = rng.sample(sorted(free), 6)
             free.difference_update(target)
             source = rng.sample(range(NUM_BLOCKS), 6)
-            ticket = decode.receiver.expect(f"t{index}", 90, 0, target, state_slot=0)
+            ticket = decode.receiver.expect(f"t{index}", 90, 0, tables_of(decode.receiver, target, 0))
             sending = asyncio.create_task(send(prefill, ticket, source, 5, 0))
             who = rng.choice(["sender", "receiver", "nobody"])
             if who != "nobody":
@@ -765,9 +792,9 @@ async def test_cancels_at_any_moment_leave_both_sides_whole(link: str) -> None:
             assert who != "nobody" or outcome == "committed"
             if who != "receiver":
                 released = await decode.receiver.release(ticket)
-            assert released == tuple(target)
-            assert free.isdisjoint(released)
-            free.update(released)
+            assert released[0] == tuple(target)
+            assert free.isdisjoint(released[0])
+            free.update(released[0])
             outcomes[f"{who} {outcome}"] += 1
 
         await hand_over(prefill, decode, [0], [0])
@@ -793,12 +820,12 @@ async def test_the_pair_that_was_idle_longest_makes_room(link: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
         decodes = [await stack.enter_async_context(decode_side(config, f"d{n}")) for n in range(4)]
         prefill = await stack.enter_async_context(prefill_side(config))
-        busy = decodes[0].receiver.expect("busy", 16, 0, [9], state_slot=0)
+        busy = decodes[0].receiver.expect("busy", 16, 0, tables_of(decodes[0].receiver, [9], 0))
         async with prefill.sender.transfer(busy) as transfer:
             for number in (1, 2, 3):
                 await hand_over(prefill, decodes[number], [number], [0])
             assert await eventually(lambda: [d.receiver.num_connections for d in decodes] == [1, 0, 0, 1])
-            transfer.attach([8], 0)
+            transfer.extend(tables_of(transfer, [8], 0))
             await transfer.finish(1)
         assert same_blocks(prefill.cache, [8], decodes[0].cache, [9])
         await hand_over(prefill, decodes[1], [5], [5])
@@ -829,7 +856,7 @@ async def test_where_the_best_link_cannot_be_made_the_next_one_is_used(lost: str
 async def test_where_no_link_can_be_made_every_transfer_says_so() -> None:
     async with sides(dataclasses.replace(CONFIG, open_timeout_s=0.4)) as (prefill, decode):
         decode.door.watch = lambda kind, message: not kind.endswith("rendezvous")
-        ticket = decode.receiver.expect("t", 16, 0, [0], state_slot=0)
+        ticket = decode.receiver.expect("t", 16, 0, tables_of(decode.receiver, [0], 0))
         with pytest.raises(TransferError, match="did not join the link"):
             await send(prefill, ticket, [4])
         decode.door.lose("", times=0)
@@ -841,7 +868,7 @@ async def test_closing_leaves_no_thread_file_or_task(link: str) -> None:
     async def cycle() -> None:
         async with sides(with_link(link)) as (prefill, decode):
             await hand_over(prefill, decode, range(7), range(7))
-            pending = decode.receiver.expect("pending", 100, 0, list(range(7, 14)), state_slot=1)
+            pending = decode.receiver.expect("pending", 100, 0, tables_of(decode.receiver, list(range(7, 14)), 1))
             cancelled = asyncio.create_task(send(prefill, pending, list(range(7))))
             await asyncio.sleep(0.001)
             cancelled.cancel()
@@ -859,11 +886,11 @@ async def test_closing_leaves_no_thread_file_or_task(link: str) -> None:
 async def test_a_closing_decode_worker_fails_what_waits_on_both_sides(link: str) -> None:
     async with prefill_side(with_link(link)) as prefill:
         async with decode_side(with_link(link)) as decode:
-            done = decode.receiver.expect("done", 16, 0, [0], state_slot=0)
+            done = decode.receiver.expect("done", 16, 0, tables_of(decode.receiver, [0], 0))
             await send(prefill, done, [0])
-            waiting = decode.receiver.expect("waiting", 16, 0, [1], state_slot=1)
+            waiting = decode.receiver.expect("waiting", 16, 0, tables_of(decode.receiver, [1], 1))
             async with prefill.sender.transfer(waiting) as transfer:
-                transfer.attach([1], 0)
+                transfer.extend(tables_of(transfer, [1], 0))
                 wait = asyncio.create_task(decode.receiver.wait_committed(waiting))
                 assert await eventually(lambda: decode.door.messages["<grant"] == 2)
                 await decode.receiver.close()
@@ -871,8 +898,8 @@ async def test_a_closing_decode_worker_fails_what_waits_on_both_sides(link: str)
                     await wait
                 with pytest.raises(BatonError, match=r"shuts down|link is broken"):  # whichever is seen first
                     await transfer.finish(1)
-            assert await decode.receiver.release(waiting) == (1,)
-            assert await decode.receiver.release(done) == (0,)
+            assert (await decode.receiver.release(waiting))[0] == (1,)
+            assert (await decode.receiver.release(done))[0] == (0,)
         with pytest.raises(WorkerFailed):
             await send(prefill, waiting, [1])
 
@@ -882,27 +909,27 @@ async def test_a_closing_decode_worker_fails_what_waits_on_both_sides(link: str)
 
 async def offer_some(prefill: Prefill, ticket: Ticket, blocks: Sequence[int], num_tokens: int) -> None:
     async with prefill.sender.transfer(ticket, num_tokens) as transfer:
-        transfer.attach(blocks, 0)
+        transfer.extend(tables_of(transfer, blocks, 0))
         await transfer.finish(None)
 
 
 async def test_a_prefix_may_be_shorter_than_what_was_asked_for(link: str) -> None:
     async with sides(with_link(link)) as (prefill, decode):
         target = list(range(10, 16))
-        ticket = decode.receiver.expect("prefix", 96, 16, target, state_slot=0, partial=True)
+        ticket = decode.receiver.expect("prefix", 96, 16, tables_of(decode.receiver, target, 0), partial=True)
         await offer_some(prefill, ticket, [5, 4, 3, 2], 64)
         assert await decode.receiver.wait_committed(ticket) == Arrival(64, None)
         assert same_blocks(prefill.cache, [4, 3, 2], decode.cache, target[1:4])
         assert is_blank(decode.cache, [10, 14, 15])
-        assert await decode.receiver.release(ticket) == tuple(target)
+        assert (await decode.receiver.release(ticket))[0] == tuple(target)
 
-        more = decode.receiver.expect("more", 64, 0, range(4), state_slot=0, partial=True)
+        more = decode.receiver.expect("more", 64, 0, tables_of(decode.receiver, range(4), 0), partial=True)
         with pytest.raises(TransferRefused, match="64 tokens are expected, 96 were offered"):
             await offer_some(prefill, more, range(6), 96)
-        whole = decode.receiver.expect("whole", 64, 0, range(20, 24), state_slot=0)
+        whole = decode.receiver.expect("whole", 64, 0, tables_of(decode.receiver, range(20, 24), 0))
         with pytest.raises(TransferRefused, match="64 tokens are expected, 48 were offered"):
             await offer_some(prefill, whole, range(3), 48)
-        tokenless = decode.receiver.expect("tokenless", 64, 0, range(30, 34), state_slot=0)
+        tokenless = decode.receiver.expect("tokenless", 64, 0, tables_of(decode.receiver, range(30, 34), 0))
         with pytest.raises(TransferError, match="without the first token"):
             await offer_some(prefill, tokenless, range(4), 64)
         assert is_blank(decode.cache, range(24)[:10])
@@ -936,7 +963,7 @@ async def test_a_prefix_is_pulled_from_the_worker_that_has_it(link: str, ours: i
         here.runner.layer_s = 0.001
         async with here.loop.sequence(make_spec(PROMPT), Purpose.GENERATE) as handle:
             assert await read_all(handle) == expected
-            assert handle.sequence.num_cached_tokens == 96
+            assert handle._sequence.num_cached_tokens == 96
         assert (
             await here.kv.prefixes.fetch(
                 make_spec(PROMPT, request_id="again"), there.source(96), time.monotonic(), Context()
@@ -968,7 +995,7 @@ async def test_an_answer_says_how_much_was_pulled_for_it(link: str) -> None:
         other = [token + 1 for token in PROMPT]
         await there.generate(make_spec(PROMPT))
         await there.generate(make_spec(other))
-        prefill, decode = PrefillService("here", here.loop, here.kv), DecodeService("here", here.loop, here.kv)
+        prefill, decode = PrefillService(here.context), DecodeService(here.context)
         source = there.source(48)
         for expected in ((48, 48), (96, 0)):
             async with contextlib.aclosing(
@@ -995,7 +1022,7 @@ async def test_what_the_source_evicted_is_computed(link: str) -> None:
         pulling = asyncio.create_task(
             here.kv.prefixes.fetch(make_spec(PROMPT), there.source(96), time.monotonic(), Context())
         )
-        assert await eventually(lambda: there.loop.engine._pins.total() > 0)
+        assert await eventually(lambda: bool(there.loop.engine._pins))
         for number in range(4):  # each wants the whole of what is free
             other = [number + 10] * 120
             assert await there.generate(make_spec(other)) == expected_tokens(other, 4)
@@ -1069,13 +1096,13 @@ class LayerGatedRunner(ArithmeticRunner):
         super().__init__(64, num_layers=num_layers, with_state=True)
         self.allowed = threading.Semaphore(0)
 
-    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         def tell_and_stop(layer: int, fence: Fence | None) -> None:
-            layer_done(layer, fence)
+            on_layer_done(layer, fence)
             assert self.allowed.acquire(timeout=10)
 
         assert self.allowed.acquire(timeout=10)
-        return super().execute(batch, tell_and_stop)
+        return super().execute(step, tell_and_stop)
 
 
 async def test_the_services_hand_over_layer_by_layer_while_the_prompt_is_computed(link: str) -> None:
@@ -1087,11 +1114,11 @@ async def test_the_services_hand_over_layer_by_layer_while_the_prompt_is_compute
     ):
         spec = make_spec(PROMPT, num_tokens=6)
         cache = decode.runner.cache.groups[0]
-        answers = DecodeService("decode", decode.loop, decode.kv)._after_hand_over(spec)
+        answers = DecodeService(decode.context)._after_hand_over(spec)
         ticket = await anext(answers)
         assert isinstance(ticket, Ticket)
         answering = asyncio.ensure_future(anext(answers))
-        events = PrefillService("prefill", prefill.loop, prefill.kv).prefill(PrefillRequest(spec, ticket), Context())
+        events = PrefillService(prefill.context).prefill(PrefillRequest(spec, ticket), Context())
         first = asyncio.ensure_future(anext(events))
         assert await eventually(lambda: bool(prefill.loop._watchers))
         for step, layer in itertools.product(range(2), range(5)):  # 100 tokens in steps of 64

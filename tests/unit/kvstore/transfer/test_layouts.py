@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.engine import Engine, Generated, Reserved
+from baton.engine.core.engine import Engine
+from baton.engine.core.outputs import Generated, Reserved
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
 from baton.engine.core.sequence import Sequence as EngineSequence
@@ -48,11 +49,9 @@ def make_engine(model_dir: Path, block_size: int) -> Engine:
     return Engine(
         runner,
         SchedulerLimits(
-            block_size=block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=64,
             output_reservation=64,
-            num_state_slots=0,
         ),
     )
 
@@ -91,11 +90,16 @@ def outputs_of(engine: Engine) -> Iterator[Generated | Reserved]:
 
 
 def tokens_of(engine: Engine, sequence: EngineSequence) -> list[int]:
-    return [o.token_id for o in outputs_of(engine) if isinstance(o, Generated) and o.sequence is sequence]
+    return [
+        t
+        for o in outputs_of(engine)
+        if isinstance(o, Generated) and o.sequence_key == sequence.key
+        for t in o.token_ids
+    ]
 
 
 def held_by(engine: Engine, sequence: EngineSequence) -> Held:
-    return Held(layout_of(engine.runner.cache.spec), [engine.runner.cache], sequence.block_table)
+    return Held(layout_of(engine.runner.spec), engine.runner.caches, list(sequence.block_ids[0]))
 
 
 def empty_worker(layout: KvLayout, num_tokens: int) -> Held:
@@ -111,8 +115,8 @@ def move(src: Held, dst: Held, num_tokens: int) -> None:
     for dst_rank in range(dst.layout.tp_size):
         for src_rank in source_ranks(src.layout, dst.layout, dst_rank):
             planned = plan(src.layout, src_rank, dst.layout, dst_rank, num_tokens, 0, OPTIONS)
-            ours = BlockCopier(src.caches[src_rank], planned, src.layout, src_rank, src.block_ids)
-            theirs = BlockCopier(dst.caches[dst_rank], planned, dst.layout, dst_rank, dst.block_ids)
+            ours = BlockCopier(src.caches[src_rank], planned, src.layout, src_rank, (tuple(src.block_ids),))
+            theirs = BlockCopier(dst.caches[dst_rank], planned, dst.layout, dst_rank, (tuple(dst.block_ids),))
             for chunk in planned.chunks:
                 payload = torch.empty(chunk.num_bytes, dtype=torch.uint8)
                 ours.gather(chunk, payload)
@@ -180,7 +184,7 @@ def test_kv_that_went_through_other_layouts_gives_the_same_tokens(
     assert isinstance(first, Generated)
     receiver = decode.add(make_spec(prompt, request.node.name), Purpose.RECEIVE, 0.0)
     (reserved,) = outputs_of(decode)
-    assert reserved == Reserved(receiver, 0)
+    assert reserved == Reserved(receiver.key, receiver.block_ids, len(prompt), 0)
 
     source, target = held_by(prefill, held), held_by(decode, receiver)
     at = source
@@ -191,8 +195,8 @@ def test_kv_that_went_through_other_layouts_gives_the_same_tokens(
     move(at, target, num_tokens)
     assert torch.equal(tokens_in(target, num_tokens), tokens_in(source, num_tokens))
 
-    decode.insert(receiver, first.token_id, 0.0)
-    assert [first.token_id, *tokens_of(decode, receiver)] == expected
+    decode.insert(receiver, first.token_ids[0], 0.0)
+    assert [first.token_ids[0], *tokens_of(decode, receiver)] == expected
     prefill.end(held)
     prefill.take_block_events()
     decode.take_block_events()

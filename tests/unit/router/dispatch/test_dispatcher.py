@@ -74,6 +74,11 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
         monkeypatch.setattr(f"router.dispatch.{module}.time", bench.clock)
 
 
+def no_call_is_read() -> bool:
+    """Whether no task waits for a worker's answer."""
+    return not any("WorkerStream.read" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+
 async def collected(tokens: AsyncIterator[int]) -> list[int]:
     return [token async for token in tokens]
 
@@ -458,6 +463,25 @@ async def test_leaving_the_choices_early_leaves_nothing_running(num_choices: int
         async with contextlib.aclosing(bench.dispatcher.run(group_of(num_choices))) as messages:
             await anext(messages)
             await until(lambda: workers.servicer.num_running == num_choices)
+        assert no_call_is_read()
+        await workers.servicer.wait_until_idle()
+
+
+@pytest.mark.parametrize("has_first_token", [False, True])
+async def test_leaving_a_hand_over_leaves_no_task_behind(has_first_token: bool) -> None:
+    first = FirstToken(token_id=4, finish_reason=None, report=PrefillReport())
+    workers = ScriptedWorkers(decode=[[ticket]], prefill=[[first] if has_first_token else []])
+    async with bench_of(workers, PAIR, "split") as bench:
+        answer = bench.tokens()
+        if has_first_token:
+            assert await anext(answer) == 4
+            await answer.aclose()
+        else:
+            waiting = asyncio.ensure_future(anext(answer))
+            await until(lambda: PrefillRequest in workers.kinds)
+            waiting.cancel()
+            await asyncio.wait((waiting,))
+        assert no_call_is_read()
         await workers.servicer.wait_until_idle()
 
 
@@ -484,7 +508,7 @@ async def test_a_single_choice_that_is_answered_is_asked_for_nothing_more() -> N
 # -- moving ------------------------------------------------------------------------------------------------------------
 
 
-def leaving_worker(*later: asyncio.Event | NewTokens) -> ScriptedWorkers:
+def leaving_worker(*later: asyncio.Event | NewTokens | Migrate) -> ScriptedWorkers:
     """d0 decodes and leaves. Whoever takes the choice over pulls its KV and goes on after one more token of d0's."""
     return ScriptedWorkers(
         decode=[
@@ -641,3 +665,59 @@ async def test_a_client_that_leaves_in_the_middle_of_a_move_leaves_nothing_runni
             await answer
         assert workers.kinds == [DecodeRequest, FetchRequest]
         await workers.servicer.wait_until_idle()
+
+
+async def test_a_worker_that_leaves_is_rid_of_a_choice_whose_next_worker_fails() -> None:
+    """The move has begun, and the old call would go on beside whatever is tried next."""
+    ends = asyncio.Event()
+    workers = ScriptedWorkers(
+        decode=[[NewTokens(token_ids=(4,), finish_reason=None), Migrate()], [GONE], [*answers(6), ends, LAST]],
+        fetch=[[Fetched(NUM_PROMPT)]],
+    )
+    async with bench_of(workers, {**TWO, "d2": Role.DECODE}, "aggregated", {"d0": 20}) as bench:
+        record = new_choice()
+        answer = bench.tokens(record, spec=LONG)
+        assert [await anext(answer), await anext(answer)] == [4, 6]
+        await until(lambda: workers.servicer.num_running == 1)
+        ends.set()
+        assert await collected(answer) == [5]
+    assert (record.emitted, record.retries) == ([4, 6, 5], 1)
+
+
+async def test_a_worker_that_leaves_before_it_has_begun_is_asked_no_more() -> None:
+    """Its lease does not say so yet, and it holds the longest prefix."""
+    workers = ScriptedWorkers(decode=[[Migrate()], [LAST], [LAST]])
+    async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
+        for _ in range(2):
+            record = new_choice()
+            assert await collected(bench.tokens(record)) == [5]
+            assert (record.decode_worker, record.retries) == ("d1", 0)
+    assert len(workers.requests) == 3
+
+
+async def test_a_worker_that_leaves_again_after_it_had_stayed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.dispatch.migration.MOVE_RETRY_S", 0.01)
+    again = asyncio.Event()
+    workers = leaving_worker(NewTokens(token_ids=(8,), finish_reason=None), again, Migrate())
+    async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
+        answer = bench.tokens(spec=LONG)
+        assert [await anext(answer), await anext(answer)] == [4, 8]
+        rest = asyncio.ensure_future(collected(answer))
+        await until(lambda: leaves(bench, "d0"))
+        bench.clock.ahead_s = LEAVING_S
+        await bench.lease("d0", Role.DECODE)
+        await until(lambda: not looks_for_room())
+        await bench.lease("d1", Role.DECODE)
+        again.set()
+        assert await rest == [6, 7]
+
+
+async def test_a_hand_over_that_fails_behind_the_first_token_ends_the_wait_for_the_second() -> None:
+    """The decode worker's own stream, which hangs, would say nothing."""
+    first = FirstToken(token_id=4, finish_reason=None, report=PrefillReport())
+    workers = ScriptedWorkers(decode=[[ticket], [LAST]], prefill=[[first, TransferRefused("of another shape")]])
+    record = new_choice()
+    async with bench_of(workers, PAIR, "auto", {"p0": 20}) as bench:
+        async with asyncio.timeout(5):
+            assert await collected(bench.tokens(record)) == [4, 5]
+    assert (record.retries, record.mode) == (1, Mode.AGGREGATED)

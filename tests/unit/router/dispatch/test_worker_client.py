@@ -18,10 +18,10 @@ from baton import wire
 from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.errors import BatonError, InvalidRequest, Overloaded, TransferCorrupted, WorkerFailed
 from baton.messages import (
-    Cancel,
+    CallEnded,
+    CancelCall,
     DecodeRequest,
     Decoding,
-    Ended,
     Event,
     Failed,
     GroupLayout,
@@ -29,7 +29,7 @@ from baton.messages import (
     NewTokens,
     PrefillRequest,
     SequenceSpec,
-    Start,
+    StartCall,
     Ticket,
 )
 from baton.rpc import RpcServer, channel
@@ -188,7 +188,8 @@ async def test_what_is_ready_together_travels_in_one_frame() -> None:
         stub: Any = worker_pb2_grpc.WorkerCallsStub(open_channel)
         stream = stub.Serve()
         starts = [
-            wire.start_command(Start(call_id, DecodeRequest(spec(f"{call_id}"), False), {})) for call_id in (1, 2, 3)
+            wire.start_command(StartCall(call_id, DecodeRequest(spec(f"{call_id}"), False), {}))
+            for call_id in (1, 2, 3)
         ]
         await stream.write(wire.serve_request(starts))
         await soon(lambda: len(engine.held) == 3)
@@ -231,7 +232,7 @@ async def test_a_call_that_is_left_before_it_began_never_begins() -> None:
 
 async def test_what_comes_of_a_call_after_it_was_left_is_dropped() -> None:
     """Its tokens are under way, then its failure, while the next call is served already."""
-    received: list[Start | Cancel] = []
+    received: list[StartCall | CancelCall] = []
 
     class Late(worker_pb2_grpc.WorkerCallsServicer):
         async def Serve(self, requests: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
@@ -241,14 +242,14 @@ async def test_what_comes_of_a_call_after_it_was_left_is_dropped() -> None:
                     await context.write(wire.serve_response([(1, tokens_of("1", 0))]))
                 if len(received) == 3:  # start, cancel, start
                     late: list[tuple[int, Event]] = [(1, tokens_of("1", 1)), (1, Failed("WorkerFailed", "late"))]
-                    await context.write(wire.serve_response([*late, (1, Ended()), (2, tokens_of("2", 0))]))
+                    await context.write(wire.serve_response([*late, (1, CallEnded()), (2, tokens_of("2", 0))]))
 
     async with served(Late()) as (_, port), router() as calls:
         async with calls.decode(worker_at(port), spec("1"), await_kv=False, trace=Context()) as first:
             assert await read(first) == tokens_of("1", 0)
         async with calls.decode(worker_at(port), spec("2"), await_kv=False, trace=Context()) as second:
             assert await read(second) == tokens_of("2", 0)
-    assert [type(command) for command in received[:3]] == [Start, Cancel, Start]
+    assert [type(command) for command in received[:3]] == [StartCall, CancelCall, StartCall]
 
 
 async def test_an_event_of_a_newer_version_fails_its_call() -> None:
@@ -265,7 +266,7 @@ async def test_an_event_of_a_newer_version_fails_its_call() -> None:
 
 async def test_a_call_that_has_ended_is_not_cancelled() -> None:
     """The last tokens and the end come in one frame, so that a served call costs the router one message."""
-    engine, received = Engine(), list[Start | Cancel]()
+    engine, received = Engine(), list[StartCall | CancelCall]()
 
     class Recording(CallServicer):
         async def Serve(self, requests: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
@@ -286,10 +287,10 @@ async def test_a_call_that_has_ended_is_not_cancelled() -> None:
             await soon(lambda: engine.held)
         await soon(lambda: len(engine.freed) == 3)
     assert [(type(command), command.call_id) for command in received] == [
-        (Start, 1),
-        (Start, 2),
-        (Start, 3),
-        (Cancel, 3),
+        (StartCall, 1),
+        (StartCall, 2),
+        (StartCall, 3),
+        (CancelCall, 3),
     ]
 
 
@@ -452,7 +453,7 @@ async def raw_stream(servicer: CallServicer) -> AsyncIterator[Any]:
         stream.cancel()
 
 
-async def write_starts(stream: Any, *starts: Start) -> None:
+async def write_starts(stream: Any, *starts: StartCall) -> None:
     await stream.write(wire.serve_request([wire.start_command(start) for start in starts]))
 
 
@@ -472,8 +473,8 @@ async def heard(stream: Any) -> list[tuple[int, Event | None]]:
         return wire.events(await stream.read())
 
 
-def decoding(call_id: int, request: SequenceSpec) -> Start:
-    return Start(call_id, DecodeRequest(request, await_kv=False), {})
+def decoding(call_id: int, request: SequenceSpec) -> StartCall:
+    return StartCall(call_id, DecodeRequest(request, await_kv=False), {})
 
 
 async def test_a_call_id_that_is_taken_is_refused_and_nothing_of_it_is_kept(caplog: pytest.LogCaptureFixture) -> None:
@@ -506,7 +507,7 @@ async def test_the_id_of_a_call_that_has_ended_may_come_again() -> None:
             said: list[tuple[int, Event | None]] = []
             while len(said) < 2:
                 said += await heard(stream)
-            assert said == [(7, tokens_of(name, 0)), (7, Ended())]
+            assert said == [(7, tokens_of(name, 0)), (7, CallEnded())]
 
 
 @pytest.mark.parametrize(
@@ -562,7 +563,7 @@ async def test_a_ticket_that_is_too_long_is_not_read() -> None:
         ),
     )
     async with raw_stream(CallServicer(decode=Engine().decode, max_model_len=8192)) as stream:
-        await write_starts(stream, Start(1, PrefillRequest(spec("1"), long), {}))
+        await write_starts(stream, StartCall(1, PrefillRequest(spec("1"), long), {}))
         ((_, refusal),) = await heard(stream)
     assert isinstance(refusal, Failed)
     assert "bytes is not read here" in refusal.message

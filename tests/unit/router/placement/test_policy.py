@@ -532,7 +532,9 @@ def test_in_a_large_pool_nobody_who_is_not_looked_at_costs_less(seed: int, mode:
             pool.append(decode(f"d{i}", 0.0 if mode == "split" else to_do / 10, **worker))
     prompt = prompt_of(list(range(1000)), 128)
     near = placed(pool, mode, prompt, pull_above_tokens=1)
-    costs = policy._Costs(prompt, pool, Objective(), WEIGHTS, PRICES, 1, ())
+    costs = policy._Costs(
+        prompt, pool, objective=Objective(), weights=WEIGHTS, prices=PRICES, pull_above_tokens=1, not_from=()
+    )
     pools = {role: [c for c in pool if c.role is role] for role in Role}
     decodes = {terms.worker_id: terms for terms in costs.on_decode(pools[Role.DECODE])}
     if mode == "split":

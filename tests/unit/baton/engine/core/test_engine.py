@@ -16,8 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.blocks import block_keys
 from baton.costs import PRIOR, StepCosts
 from baton.engine.core.block_pool import Removed, Stored
-from baton.engine.core.engine import Admitted, Engine, Generated, Output, Reserved
-from baton.engine.core.scheduler import Batch, SchedulerLimits
+from baton.engine.core.engine import Engine
+from baton.engine.core.outputs import Admitted, Generated, Output, Pin, Preempted, Reserved
+from baton.engine.core.runner import StepInput, StepOutput
+from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.step_fit import StepSize
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens, modulus
@@ -68,11 +70,9 @@ def make_engine(
         num_blocks, block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs, with_state=with_state
     )
     limits = SchedulerLimits(
-        block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         output_reservation=output_reservation,
-        num_state_slots=max_num_seqs if with_state else 0,
     )
     return Engine(runner, limits)
 
@@ -87,7 +87,23 @@ def step(engine: Engine, now: float = 0.0) -> list[Output]:
 
 
 def generated(outputs: Iterable[Output], sequence: Sequence) -> list[int]:
-    return [o.token_id for o in outputs if isinstance(o, Generated) and o.sequence is sequence]
+    mine = (o for o in outputs if isinstance(o, Generated) and o.sequence_key == sequence.key)
+    return [token_id for o in mine for token_id in o.token_ids]
+
+
+def num_blocks(sequence: Sequence) -> int:
+    """Blocks that it holds of the first layer group."""
+    return len(sequence.block_ids[0])
+
+
+def admitted(sequence: Sequence, num_cached_tokens: int = 0) -> Admitted:
+    """What the engine says when it admits a prompt to compute."""
+    return Admitted(sequence.key, sequence.block_ids, num_cached_tokens)
+
+
+def reserved_for(sequence: Sequence, num_cached_tokens: int = 0) -> Reserved:
+    """What the engine says when it has the blocks for KV from elsewhere."""
+    return Reserved(sequence.key, sequence.block_ids, sequence.num_tokens, num_cached_tokens)
 
 
 def drain(engine: Engine, max_steps: int = 10_000) -> list[Output]:
@@ -119,14 +135,14 @@ def is_empty(engine: Engine) -> bool:
 
 def hand_over(source: Engine, held: Sequence, target: Engine, reserved: Reserved) -> None:
     """What the KV transfer does, by hand: the blocks the receiver lacks, and the state."""
-    skip = reserved.skip_tokens // source.scheduler.limits.block_size
-    num_blocks = -(-(held.num_tokens - 1) // source.scheduler.limits.block_size)
-    pairs = list(zip(held.block_table, reserved.sequence.block_table, strict=False))[skip:num_blocks]
-    for ours, theirs in zip(source.runner.cache.groups, target.runner.cache.groups, strict=True):
+    skip = reserved.num_cached_tokens // BLOCK
+    num_blocks = -(-(held.num_tokens - 1) // BLOCK)
+    pairs = list(zip(held.block_ids[0], reserved.block_ids[0], strict=False))[skip:num_blocks]
+    for ours, theirs in zip(source.runner.caches[0].groups, target.runner.caches[0].groups, strict=True):
         for source_block, target_block in pairs:
             theirs[:, target_block] = ours[:, source_block]
-    for name, state in source.runner.cache.states.items():
-        target.runner.cache.states[name][reserved.sequence.state_slot] = state[held.state_slot]
+    for name, state in source.runner.caches[0].states.items():
+        target.runner.caches[0].states[name][reserved.block_ids[-1][0]] = state[held.block_ids[-1][0]]
 
 
 def numbers(seed: int, count: int) -> list[int]:
@@ -153,9 +169,7 @@ def test_layers_are_told_in_order_once_the_whole_batch_is_in_them() -> None:
     runner = ArithmeticRunner(16, num_layers=5, layer_s=0.01)
     engine = Engine(
         runner,
-        SchedulerLimits(
-            block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=64, output_reservation=0, num_state_slots=0
-        ),
+        SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, output_reservation=0),
     )
     prompts = [numbers(1, 20), numbers(2, 40)]
     for name, prompt in zip("ab", prompts, strict=True):
@@ -165,9 +179,9 @@ def test_layers_are_told_in_order_once_the_whole_batch_is_in_them() -> None:
 
     def layer_done(layer: int, fence: object) -> None:
         assert fence is None
-        for part, prompt in zip(batch, prompts, strict=True):
+        for part, prompt in zip(batch.parts, prompts, strict=True):
             for other in range(5):
-                tokens = written(runner.cache, other, part.block_table)[: len(prompt)]
+                tokens = written(runner.caches[0], other, part.block_ids[0])[: len(prompt)]
                 assert tokens == (prompt if other <= layer else [0] * len(prompt))
         seen.append((layer, time.monotonic()))
 
@@ -175,21 +189,20 @@ def test_layers_are_told_in_order_once_the_whole_batch_is_in_them() -> None:
     sampled = runner.execute(batch, layer_done)
     assert [layer for layer, _ in seen] == [0, 1, 2, 3, 4]
     assert all(at - start >= 0.01 * (layer + 1) for layer, at in seen)
-    assert sampled == [*expected_tokens(prompts[0], 1), *expected_tokens(prompts[1], 1)]
+    tokens = tuple(tuple(expected_tokens(prompt, 1)) for prompt in prompts)
+    assert sampled == StepOutput(tokens, (20, 40))
 
 
 def test_of_more_layers_every_page_that_disagrees_adds_one() -> None:
     runner = ArithmeticRunner(16, num_layers=5)
     engine = Engine(
         runner,
-        SchedulerLimits(
-            block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=64, output_reservation=0, num_state_slots=0
-        ),
+        SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, output_reservation=0),
     )
     sequence = engine.add(make_spec(numbers(1, 20), 2), Purpose.GENERATE, 0.0)
     step(engine)
-    runner.cache.layer(4).view(-1, 2, BLOCK)[sequence.block_table[0], :, 3] += 7
-    runner.cache.layer(1).view(-1, 2, BLOCK)[sequence.block_table[1], 1, 0] += 7
+    runner.cache.layer(4).view(-1, 2, BLOCK)[sequence.block_ids[0][0], :, 3] += 7
+    runner.cache.layer(1).view(-1, 2, BLOCK)[sequence.block_ids[0][1], 1, 0] += 7
     assert generated(step(engine), sequence) == [(expected_tokens(numbers(1, 20), 2)[1] + 3) % 49152]
 
 
@@ -210,9 +223,10 @@ def test_a_long_prompt_is_computed_in_steps_of_the_budget() -> None:
     engine.add(make_spec(numbers(1, 100)), Purpose.GENERATE, 0.0)
     spans = []
     for _ in range(3):
-        (part,), _ = engine.schedule(0.0)
-        spans.append((part.start, part.num_tokens, part.sample))
-        engine.commit((part,), engine.runner.execute((part,)), 0.0)
+        batch, _ = engine.schedule(0.0)
+        (part,) = batch.parts
+        spans.append((part.num_computed_tokens, part.num_scheduled_tokens, part.sample))
+        engine.commit(batch, engine.runner.execute(batch), 0.0)
     assert spans == [(0, 48, False), (48, 48, False), (96, 4, True)]
 
 
@@ -228,8 +242,8 @@ def test_staggered_arrivals_share_steps_and_stay_exact(with_state: bool) -> None
             i = len(sequences)
             sequences.append(engine.add(make_spec(prompts[i], 12, name=f"r{i}"), Purpose.GENERATE, float(now)))
         batch, _ = engine.schedule(float(now))
-        sizes.append(len(batch))
-        assert sum(part.num_tokens for part in batch) <= 64
+        sizes.append(len(batch.parts))
+        assert sum(part.num_scheduled_tokens for part in batch.parts) <= 64
         outputs += engine.commit(batch, engine.runner.execute(batch), float(now))
         engine.check()
     for prompt, sequence in zip(prompts, sequences, strict=True):
@@ -246,8 +260,8 @@ def test_a_damaged_block_changes_the_answer(what: str, layer: int) -> None:
     prompt = numbers(1, 40)
     sequence = engine.add(make_spec(prompt, 4), Purpose.GENERATE, 0.0)
     assert generated(step(engine), sequence) == expected_tokens(prompt, 1)
-    pages = engine.runner.cache.groups[0][layer].view(-1, 2, BLOCK)
-    first, second = sequence.block_table[:2]
+    pages = engine.runner.caches[0].groups[0][layer].view(-1, 2, BLOCK)
+    first, second = sequence.block_ids[0][:2]
     match what:
         case "lose":
             pages[first] = 0
@@ -284,8 +298,9 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     engine.add(make_spec(prompt, 1), Purpose.GENERATE, 0.0)
     drain(engine)
     engine.add(make_spec([*prompt[:40], 7, 8], 1, name="again"), Purpose.GENERATE, 0.0)
-    (part,), _ = engine.schedule(0.0)
-    assert (part.start, part.num_tokens) == (32, 10)
+    batch, _ = engine.schedule(0.0)
+    (part,) = batch.parts
+    assert (part.num_computed_tokens, part.num_scheduled_tokens) == (32, 10)
 
 
 def test_the_answer_is_cached_too_for_the_next_turn() -> None:
@@ -326,7 +341,7 @@ def test_a_running_sequence_shares_its_blocks() -> None:
     outputs = step(engine)
     second = engine.add(make_spec([*prompt[:35], 1], 20, name="second"), Purpose.GENERATE, 1.0)
     outputs += step(engine)
-    assert second.block_table[:2] == first.block_table[:2]
+    assert second.block_ids[0][:2] == first.block_ids[0][:2]
     outputs += drain(engine)
     assert generated(outputs, first) == expected_tokens(prompt, 20)
     assert generated(outputs, second) == expected_tokens([*prompt[:35], 1], 20)
@@ -337,11 +352,12 @@ def test_two_that_compute_one_prompt_at_once_end_up_sharing_it() -> None:
     prompt = numbers(6, 40)
     first = engine.add(make_spec(prompt, 20), Purpose.GENERATE, 0.0)
     second = engine.add(make_spec(prompt, 20, name="second"), Purpose.GENERATE, 0.0)
-    (a, b), _ = engine.schedule(0.0)
-    assert not set(a.block_table) & set(b.block_table)
-    outputs = engine.commit((a, b), engine.runner.execute((a, b)), 0.0)
-    assert second.block_table[:2] == first.block_table[:2]
-    assert second.block_table[2] != first.block_table[2]
+    batch, _ = engine.schedule(0.0)
+    a, b = batch.parts
+    assert not set(a.block_ids[0]) & set(b.block_ids[0])
+    outputs = engine.commit(batch, engine.runner.execute(batch), 0.0)
+    assert second.block_ids[0][:2] == first.block_ids[0][:2]
+    assert second.block_ids[0][2] != first.block_ids[0][2]
     outputs += drain(engine)
     assert generated(outputs, first) == generated(outputs, second) == expected_tokens(prompt, 20)
     assert is_empty(engine)
@@ -512,7 +528,7 @@ def test_an_id_may_come_again_while_the_first_is_still_in_flight() -> None:
     engine.end(first)
     second = engine.add(make_spec([1, 2], name="same"), Purpose.GENERATE, 0.0)
     engine.commit(batch, engine.runner.execute(batch), 0.0)
-    tokens = [output.token_id for output in drain(engine) if isinstance(output, Generated)]
+    tokens = [output.token_ids[0] for output in drain(engine) if isinstance(output, Generated)]
     assert tokens == expected_tokens([1, 2], second.spec.max_tokens)
     assert is_empty(engine)
 
@@ -544,7 +560,7 @@ def test_prefill_holds_its_blocks_until_it_is_ended() -> None:
     prompt = numbers(1, 100)
     sequence = engine.add(make_spec(prompt), Purpose.PREFILL, 0.0)
     outputs = drain(engine)
-    assert outputs[0] == Admitted(sequence)
+    assert outputs[0] == admitted(sequence)
     assert generated(outputs, sequence) == expected_tokens(prompt, 1)
     assert finish_of(outputs) is None
     assert sequence.status is Status.HELD
@@ -565,14 +581,20 @@ def test_a_prefill_is_told_of_all_its_blocks_before_its_first_step() -> None:
     drain(engine)
     sequence = engine.add(make_spec(prompt, name="first"), Purpose.PREFILL, 0.0)
     later = engine.add(make_spec(numbers(2, 40), name="later"), Purpose.PREFILL, 0.0)
-    (part,), outputs = engine.schedule(0.0)
-    assert outputs == [Admitted(sequence)]
-    assert before.block_table == []
-    assert (sequence.num_computed_tokens, len(sequence.block_table), part.start, part.end) == (32, 7, 32, 96)
-    engine.commit((part,), engine.runner.execute((part,)), 0.0)
+    batch, outputs = engine.schedule(0.0)
+    (part,) = batch.parts
+    assert outputs == [admitted(sequence, 32)]
+    assert before.block_ids == ()
+    assert (sequence.num_computed_tokens, num_blocks(sequence), part.num_computed_tokens, part.end) == (
+        32,
+        7,
+        32,
+        96,
+    )
+    engine.commit(batch, engine.runner.execute(batch), 0.0)
     assert not any(isinstance(output, Admitted) for output in drain(engine))
     engine.end(sequence)
-    assert drain(engine)[0] == Admitted(later), "once there was room"
+    assert drain(engine)[0] == admitted(later), "once there was room"
 
 
 def test_prefill_says_when_the_first_token_is_the_last() -> None:
@@ -593,15 +615,15 @@ def test_handed_over_it_gives_the_same_tokens(num_tokens: int, with_state: bool)
     held = prefill.add(make_spec(prompt, 20), Purpose.PREFILL, 0.0)
     receiver = decode.add(make_spec(prompt, 20), Purpose.RECEIVE, 0.0)
     reserved = next(output for output in step(decode) if isinstance(output, Reserved))
-    assert reserved == Reserved(receiver, 0)
+    assert reserved == reserved_for(receiver)
     assert receiver.status is Status.RESERVED
     _, first = drain(prefill)
     assert isinstance(first, Generated)
     hand_over(prefill, held, decode, reserved)
-    assert decode.insert(receiver, first.token_id, 3.0) is None
+    assert decode.insert(receiver, first.token_ids[0], 3.0) is None
     prefill.end(held)
     outputs = drain(decode)
-    assert [first.token_id, *generated(outputs, receiver)] == expected_tokens(prompt, 20, with_state=with_state)
+    assert [first.token_ids[0], *generated(outputs, receiver)] == expected_tokens(prompt, 20, with_state=with_state)
     assert receiver.first_token_s == 3.0
     assert is_empty(prefill)
     assert is_empty(decode)
@@ -617,8 +639,8 @@ def test_without_the_state_the_answer_is_wrong() -> None:
     assert isinstance(reserved, Reserved)
     assert isinstance(first, Generated)
     hand_over(prefill, held, decode, reserved)
-    decode.runner.cache.states["token_sum"].zero_()
-    decode.insert(receiver, first.token_id, 0.0)
+    decode.runner.caches[0].states["token_sum"].zero_()
+    decode.insert(receiver, first.token_ids[0], 0.0)
     assert generated(drain(decode), receiver) != expected_tokens([4, 5, 6], 8, with_state=True)[1:]
 
 
@@ -632,11 +654,11 @@ def test_a_receiver_skips_what_it_holds_already(num_tokens: int, skip: int) -> N
     _, first = drain(prefill)
     receiver = decode.add(make_spec(prompt, 20), Purpose.RECEIVE, 0.0)
     (reserved,) = drain(decode)
-    assert reserved == Reserved(receiver, skip)
+    assert reserved == reserved_for(receiver, skip)
     assert isinstance(first, Generated)
     hand_over(prefill, held, decode, reserved)
-    decode.insert(receiver, first.token_id, 0.0)
-    assert [first.token_id, *generated(drain(decode), receiver)] == expected_tokens(prompt, 20)
+    decode.insert(receiver, first.token_ids[0], 0.0)
+    assert [first.token_ids[0], *generated(drain(decode), receiver)] == expected_tokens(prompt, 20)
     assert is_empty(decode)
 
 
@@ -651,7 +673,7 @@ def test_received_blocks_are_cached_for_others() -> None:
     assert isinstance(reserved, Reserved)
     assert decode.pool.keys() == [], "nothing is readable before the commit"
     hand_over(prefill, held, decode, reserved)
-    decode.insert(receiver, first.token_id, 0.0)
+    decode.insert(receiver, first.token_ids[0], 0.0)
     assert len(decode.pool.keys()) == 2
     drain(decode)
     sequence = decode.add(make_spec(prompt, name="after"), Purpose.GENERATE, 0.0)
@@ -671,14 +693,14 @@ def test_a_reservation_holds_room_for_the_answer() -> None:
     engine = make_engine(8, output_reservation=40)
     receiver = engine.add(make_spec(numbers(1, 20), 100), Purpose.RECEIVE, 0.0)
     drain(engine)
-    assert len(receiver.block_table) == 4  # 20 + 40 tokens
+    assert num_blocks(receiver) == 4  # 20 + 40 tokens
     second = engine.add(make_spec(numbers(2, 60), 10, name="second"), Purpose.RECEIVE, 0.0)
     assert drain(engine) == []
     assert second.status is Status.WAITING
-    assert second.block_table == []
+    assert second.block_ids == ()
     engine.end(receiver)
-    assert drain(engine) == [Reserved(second, 0)]
-    assert len(second.block_table) == 5
+    assert drain(engine) == [reserved_for(second)]
+    assert num_blocks(second) == 5
     engine.end(second)
     assert is_empty(engine)
 
@@ -713,17 +735,17 @@ def test_a_prefill_keeps_its_blocks_whoever_needs_them() -> None:
     outputs = step(engine)
     prefill = engine.add(make_spec(numbers(7, 64), name="prefill"), Purpose.PREFILL, 9.0)
     engine.scheduler.limits = SchedulerLimits(
-        block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=8, output_reservation=0, num_state_slots=0
+        max_num_seqs=8, max_num_batched_tokens=8, output_reservation=0
     )  # its prompt takes more steps than a block lasts
     outputs += step(engine)
-    table = list(prefill.block_table)
+    table = prefill.block_ids[0]
     while prefill.status is Status.RUNNING:
         outputs += step(engine)
-        assert prefill.block_table == table
+        assert prefill.block_ids[0] == table
     assert engine.scheduler.num_preemptions == 0
     outputs += drain(engine)
     assert engine.scheduler.num_preemptions > 0
-    assert prefill.block_table == table
+    assert prefill.block_ids[0] == table
     assert generated(outputs, prefill) == expected_tokens(numbers(7, 64), 1)
     assert not all(other.status is Status.FINISHED for other in others)
     engine.end(prefill)
@@ -741,8 +763,9 @@ def test_pinned_blocks_outlive_their_sequence_and_keep_their_content() -> None:
     prompt = numbers(1, 60)
     held = engine.add(make_spec(prompt), Purpose.PREFILL, 0.0)
     drain(engine)
-    blocks = engine.pin(held)
-    assert blocks == tuple(held.block_table)
+    pin = engine.pin(held)
+    blocks = pin.block_ids[0]
+    assert pin.block_ids == held.block_ids
     engine.end(held)
     engine.check()
     assert engine.pool.counts().in_use == 4
@@ -750,8 +773,10 @@ def test_pinned_blocks_outlive_their_sequence_and_keep_their_content() -> None:
     for i in range(3):  # all other blocks, several times
         engine.add(make_spec(numbers(10 + i, 30), 30, name=f"r{i}"), Purpose.GENERATE, 0.0)
         drain(engine)
-    assert written(engine.runner.cache, 0, blocks)[:60] == written(engine.runner.cache, 1, blocks)[:60] == prompt
-    engine.unpin(blocks)
+    assert (
+        written(engine.runner.caches[0], 0, blocks)[:60] == written(engine.runner.caches[0], 1, blocks)[:60] == prompt
+    )
+    engine.unpin(pin)
     assert engine.pool.counts().cached >= 3
     assert is_empty(engine)
 
@@ -778,15 +803,16 @@ def test_a_table_that_changes_leaves_the_pinned_blocks_as_they_were() -> None:
     first = engine.add(make_spec(prompt), Purpose.PREFILL, 0.0)
     second = engine.add(make_spec(prompt, name="second"), Purpose.PREFILL, 0.0)
     batch, _ = engine.schedule(0.0)
-    blocks = engine.pin(second)
+    pin = engine.pin(second)
+    blocks = pin.block_ids[0]
     engine.commit(batch, engine.runner.execute(batch), 0.0)
-    assert second.block_table[:2] == first.block_table[:2] != list(blocks[:2])
+    assert second.block_ids[0][:2] == first.block_ids[0][:2] != blocks[:2]
     engine.end(first)
     engine.end(second)
     engine.add(make_spec(numbers(9, 70), 10, name="other"), Purpose.GENERATE, 0.0)
     drain(engine)
-    assert written(engine.runner.cache, 1, blocks)[:40] == prompt
-    engine.unpin(blocks)
+    assert written(engine.runner.caches[0], 1, blocks)[:40] == prompt
+    engine.unpin(pin)
     assert is_empty(engine)
 
 
@@ -794,11 +820,11 @@ def test_who_waits_for_blocks_is_admitted_when_they_are_unpinned() -> None:
     engine = make_engine(4)
     held = engine.add(make_spec(numbers(1, 50)), Purpose.PREFILL, 0.0)
     drain(engine)
-    blocks = engine.pin(held)
+    pin = engine.pin(held)
     engine.end(held)
     waiting = engine.add(make_spec(numbers(2, 40), 4, name="waiting"), Purpose.GENERATE, 0.0)
     assert drain(engine) == []
-    engine.unpin(blocks)
+    engine.unpin(pin)
     assert generated(drain(engine), waiting) == expected_tokens(numbers(2, 40), 4)
 
 
@@ -810,20 +836,21 @@ def test_the_longest_cached_prefix_of_a_key_chain_is_pinned(block_size: int) -> 
     drain(engine)
     keys = block_keys(b"tenant", prompt)
     assert len(keys) == 12
-    blocks = engine.pin_prefix(keys)
+    whole = engine.pin_prefix(keys)
+    blocks = whole.block_ids[0]
     num_tokens = 150 // block_size * block_size
-    assert written(engine.runner.cache, 0, blocks) == prompt[:num_tokens]
+    assert written(engine.runner.caches[0], 0, blocks) == prompt[:num_tokens]
     engine.check()
     assert not engine.is_idle
     part = engine.pin_prefix(keys[:5])
-    assert part == blocks[: 80 // block_size]
-    assert engine.pin_prefix(block_keys(b"another tenant", prompt)) == ()
+    assert part.block_ids == (blocks[: 80 // block_size],)
+    assert engine.pin_prefix(block_keys(b"another tenant", prompt)).block_ids == ((),)
     for i in range(2, 5):  # what is left of the pool, several times
         engine.add(make_spec(numbers(i, 30), 10, name=f"r{i}"), Purpose.GENERATE, 0.0)
         drain(engine)
-    assert written(engine.runner.cache, 0, blocks) == prompt[:num_tokens], "not evicted"
+    assert written(engine.runner.caches[0], 0, blocks) == prompt[:num_tokens], "not evicted"
     engine.unpin(part)
-    engine.unpin(blocks)
+    engine.unpin(whole)
     assert is_empty(engine)
 
 
@@ -834,7 +861,7 @@ def test_a_model_with_state_has_no_prefix_to_pin_or_adopt() -> None:
     receiver = engine.add(make_spec(numbers(1, 40), 0), Purpose.RECEIVE, 0.0)
     drain(engine)
     engine.adopt(receiver, 40)
-    assert engine.pin_prefix(block_keys(b"tenant", numbers(1, 40))) == ()
+    assert engine.pin_prefix(block_keys(b"tenant", numbers(1, 40))).block_ids == ((), ())
     engine.end(receiver)
     assert is_empty(engine)
 
@@ -847,8 +874,8 @@ def reserve_to_fill(engine: Engine, prompt: list[int], name: str = "fill") -> tu
     receiver = engine.add(make_spec(prompt, 0, name=name), Purpose.RECEIVE, 0.0)
     (reserved,) = drain(engine)
     assert isinstance(reserved, Reserved)
-    assert reserved.sequence is receiver
-    assert len(receiver.block_table) == -(-len(prompt) // BLOCK), "no room for an answer"
+    assert reserved == reserved_for(receiver, reserved.num_cached_tokens)
+    assert num_blocks(receiver) == -(-len(prompt) // BLOCK), "no room for an answer"
     return receiver, reserved
 
 
@@ -857,8 +884,8 @@ def test_adopted_kv_is_found_by_who_comes_later(num_arrived: int, num_cached: in
     engine = make_engine()
     prompt = numbers(1, 70)
     receiver, reserved = reserve_to_fill(engine, prompt)
-    assert reserved.skip_tokens == 0
-    write_prompt_kv(engine.runner.cache, receiver, 0)
+    assert reserved.num_cached_tokens == 0
+    write_prompt_kv(engine.runner.caches[0], receiver, 0)
     assert engine.take_block_events() == []
     engine.adopt(receiver, num_arrived)
     engine.check()
@@ -881,7 +908,7 @@ def test_what_is_here_already_is_not_reserved_again(num_tokens: int) -> None:
     drain(engine)
     engine.take_block_events()
     receiver, reserved = reserve_to_fill(engine, prompt)
-    assert reserved.skip_tokens == 32, "all its full blocks"
+    assert reserved.num_cached_tokens == 32, "all its full blocks"
     engine.adopt(receiver, 16)  # less than is known: nothing is taken back
     engine.check()
     assert receiver.num_computed_tokens == 32
@@ -896,7 +923,7 @@ def test_adopting_what_was_computed_meanwhile_keeps_one_copy() -> None:
     receiver, _ = reserve_to_fill(engine, prompt)
     engine.add(make_spec(prompt, 1, name="computed"), Purpose.GENERATE, 0.0)
     drain(engine)
-    write_prompt_kv(engine.runner.cache, receiver, 0)
+    write_prompt_kv(engine.runner.caches[0], receiver, 0)
     engine.adopt(receiver, 40)
     engine.check()
     assert len(engine.pool.keys()) == 2
@@ -909,7 +936,7 @@ def test_adopted_in_parts_it_can_still_be_inserted() -> None:
     prompt = numbers(1, 70)
     receiver = engine.add(make_spec(prompt, 10), Purpose.RECEIVE, 0.0)
     drain(engine)
-    write_prompt_kv(engine.runner.cache, receiver, 0)
+    write_prompt_kv(engine.runner.caches[0], receiver, 0)
     for num_tokens in (20, 50):
         engine.adopt(receiver, num_tokens)
         assert len(engine.pool.keys()) == num_tokens // BLOCK
@@ -958,7 +985,7 @@ def test_ending_between_two_steps(num_steps: int, purpose: Purpose) -> None:
     engine.end(sequence)
     engine.check()
     assert sequence.status is Status.FINISHED
-    assert sequence.block_table == []
+    assert sequence.block_ids == ()
     outputs += drain(engine)
     assert generated(outputs, neighbour) == expected_tokens(numbers(1, 20), 20)
     assert is_empty(engine)
@@ -996,7 +1023,7 @@ def test_a_batch_that_cannot_be_executed_is_abandoned() -> None:
     two = engine.add(make_spec(numbers(2, 20), name="two"), Purpose.GENERATE, 0.0)
     outside = engine.add(make_spec(numbers(3, 40), name="outside"), Purpose.GENERATE, 0.0)
     batch, _ = engine.schedule(0.0)
-    batch = tuple(part for part in batch if part.sequence is not outside)
+    batch = StepInput(tuple(part for part in batch.parts if part.sequence_key != outside.key))
     outside.in_flight = False
     engine.end(two)
     assert engine.abandon(batch) == [one]
@@ -1025,7 +1052,7 @@ def test_what_is_cached_or_comes_from_elsewhere_is_not_left_to_compute() -> None
     engine.add(make_spec(numbers(3, 50), 10, name="receiver"), Purpose.RECEIVE, 0.0)
     assert (engine.load().waiting, engine.load().queued_tokens) == (2, 1 + 120 - 96)
     engine.end(first)
-    engine.pool.release(engine.pool.allocate(8) or [])
+    engine.pool.release(engine.pool.allocate((8,)) or ())
     assert engine.load().queued_tokens == 120, "evicted meanwhile"
 
 
@@ -1037,10 +1064,14 @@ def test_a_step_has_a_size() -> None:
     step(engine)
     engine.add(make_spec(numbers(3, 1), name="short"), Purpose.GENERATE, 0.0)
     batch, _ = engine.schedule(0.0)
-    assert [(part.start, part.num_tokens) for part in batch] == [(21, 1), (39, 21), (0, 1)]
+    assert [(part.num_computed_tokens, part.num_scheduled_tokens) for part in batch.parts] == [
+        (21, 1),
+        (39, 21),
+        (0, 1),
+    ]
     num_pairs = sum(range(40, 61))  # a token attends to itself and to those before it
     assert StepSize.of(batch) == StepSize(23, pytest.approx(num_pairs + 1, abs=25), 1, 22)  # type: ignore[arg-type]
-    assert StepSize.of(()) == StepSize()
+    assert StepSize.of(StepInput(())) == StepSize()
 
 
 def test_an_engine_learns_what_its_steps_cost_and_plans_with_it() -> None:
@@ -1067,18 +1098,18 @@ def test_an_engine_learns_what_its_steps_cost_and_plans_with_it() -> None:
 
 def test_check_sees_a_leak() -> None:
     engine = make_engine()
-    assert engine.pool.allocate(1) is not None
+    assert engine.pool.allocate((1,)) is not None
     with pytest.raises(AssertionError, match="1 blocks in use, 0 held"):
         engine.check()
     engine = make_engine()
     held = engine.add(make_spec([1, 2]), Purpose.PREFILL, 0.0)
     drain(engine)
-    engine.pool.acquire(held.block_table)
+    engine.pool.acquire(held.block_ids)
     with pytest.raises(AssertionError, match="more or fewer references than holders"):
         engine.check()
     engine = make_engine(with_state=True)
-    engine.scheduler._state_slots.pop()
-    with pytest.raises(AssertionError, match="a state slot is lost"):
+    assert engine.pool.allocate((0, 1)) is not None
+    with pytest.raises(AssertionError, match="1 blocks in use, 0 held"):
         engine.check()
 
 
@@ -1090,11 +1121,11 @@ def write_prompt_kv(cache: KVCache, sequence: Sequence, skip_tokens: int) -> Non
     for position, token in enumerate(sequence.token_ids):
         if position >= skip_tokens:
             pages = cache.groups[0].view(2, -1, 2, cache.spec.block_size)
-            block, offset = sequence.block_table[position // BLOCK], position % BLOCK
+            block, offset = sequence.block_ids[0][position // BLOCK], position % BLOCK
             pages[:, block, 0, offset] = token
             pages[:, block, 1, offset] = (position + 1) * token
     for state in cache.states.values():
-        state[sequence.state_slot] = sum(sequence.token_ids)
+        state[sequence.block_ids[-1][0]] = sum(sequence.token_ids)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -1106,13 +1137,14 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.names = map(str, itertools.count())
         self.now = 0.0
-        self.batch: Batch | None = None
+        self.batch: StepInput | None = None
         self.alive: dict[Sequence, list[int]] = {}
         """Of each sequence that its owner has not left: the tokens that came."""
+        self.known: dict[int, Sequence] = {}
         self.reserved: dict[Sequence, int] = {}
         self.admitted: set[Sequence] = set()
         self.finished: set[Sequence] = set()
-        self.pins: list[tuple[tuple[int, ...], list[int]]] = []
+        self.pins: list[tuple[Pin, list[int]]] = []
         """Blocks, and the leading tokens whose KV must be in them for as long as they are pinned."""
 
     @initialize(num_blocks=st.integers(5, 12), budget=st.integers(8, 64), reservation=st.sampled_from([0, 8, 64]))
@@ -1153,7 +1185,9 @@ class EngineMachine(RuleBasedStateMachine):
         spec = make_spec(prompt, max_tokens, name=next(self.names))
         spec = replace(spec, priority=priority, ttft_s=ttft_s, itl_s=itl_s, num_expected_tokens=num_expected_tokens)
         self.now += 1
-        self.alive[self.engine.add(spec, purpose, self.now)] = []
+        sequence = self.engine.add(spec, purpose, self.now)
+        self.alive[sequence] = []
+        self.known[sequence.key] = sequence
 
     @rule()
     @precondition(lambda self: self.batch is None)
@@ -1166,7 +1200,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     def commit(self) -> None:
         assert self.batch is not None
-        self.engine.learn(StepSize.of(self.batch), 0.01 * len(self.batch))
+        self.engine.learn(StepSize.of(self.batch), 0.01 * len(self.batch.parts))
         self.take(self.engine.commit(self.batch, self.engine.runner.execute(self.batch), self.now))
         self.batch = None
 
@@ -1191,7 +1225,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reserved)
     def insert(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(list(self.reserved)))
-        write_prompt_kv(self.engine.runner.cache, sequence, self.reserved.pop(sequence))
+        write_prompt_kv(self.engine.runner.caches[0], sequence, self.reserved.pop(sequence))
         (first,) = self.expected(sequence, 1)
         self.alive[sequence].append(first)
         if self.engine.insert(sequence, first, self.now) is not None:
@@ -1203,7 +1237,7 @@ class EngineMachine(RuleBasedStateMachine):
         """All of the KV has arrived, but only a part of it counts; the rest is written again before `insert`."""
         sequence = data.draw(st.sampled_from(list(self.reserved)))
         num_tokens = data.draw(st.integers(0, sequence.num_tokens))
-        write_prompt_kv(self.engine.runner.cache, sequence, self.reserved[sequence])
+        write_prompt_kv(self.engine.runner.caches[0], sequence, self.reserved[sequence])
         self.engine.adopt(sequence, num_tokens)
         if not self.with_state:
             self.reserved[sequence] = max(self.reserved[sequence], num_tokens // BLOCK * BLOCK)
@@ -1212,21 +1246,21 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     def pin(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(list(self.alive)))
-        blocks = self.engine.pin(sequence)
-        assert blocks == tuple(sequence.block_table)
-        self.pins.append((blocks, sequence.token_ids[: sequence.num_computed_tokens] if blocks else []))
+        pin = self.engine.pin(sequence)
+        assert pin.block_ids == sequence.block_ids
+        self.pins.append((pin, sequence.token_ids[: sequence.num_computed_tokens] if any(pin.block_ids) else []))
 
     @rule(parts=st.lists(st.integers(0, 1), min_size=2, max_size=4))
     def pin_prefix(self, parts: list[int]) -> None:
         tokens = self.prompt(parts)
-        blocks = self.engine.pin_prefix(block_keys(b"tenant", tokens))
-        self.pins.append((blocks, tokens[: len(blocks) * BLOCK]))
+        pin = self.engine.pin_prefix(block_keys(b"tenant", tokens))
+        self.pins.append((pin, tokens[: len(pin.block_ids[0]) * BLOCK]))
 
     @rule(data=st.data())
     @precondition(lambda self: self.pins)
     def unpin(self, data: st.DataObject) -> None:
-        blocks, _ = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
-        self.engine.unpin(blocks)
+        pin, _ = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        self.engine.unpin(pin)
 
     @rule(data=st.data())
     @precondition(lambda self: self.alive)
@@ -1245,20 +1279,25 @@ class EngineMachine(RuleBasedStateMachine):
 
     def take(self, outputs: list[Output]) -> None:
         for output in outputs:
-            sequence = output.sequence
+            sequence = self.known[output.sequence_key]
+            if isinstance(output, Preempted):
+                assert sequence.purpose is not Purpose.PREFILL
+                assert sequence.was_admitted
+                continue
             if isinstance(output, Reserved):
-                assert not self.with_state or output.skip_tokens == 0
-                self.reserved[sequence] = output.skip_tokens
+                assert not self.with_state or output.num_cached_tokens == 0
+                self.reserved[sequence] = output.num_cached_tokens
                 continue
             if isinstance(output, Admitted):
                 assert sequence.purpose is Purpose.PREFILL
                 assert sequence not in self.admitted
-                assert len(sequence.block_table) * BLOCK >= sequence.num_tokens
+                assert len(output.block_ids[0]) * BLOCK >= sequence.num_tokens
                 self.admitted.add(sequence)
                 continue
             tokens = self.alive[sequence]
             assert sequence.purpose is not Purpose.PREFILL or sequence in self.admitted
-            tokens.append(output.token_id)
+            assert (output.report is not None) == (not tokens and sequence.purpose is not Purpose.RECEIVE)
+            tokens += output.token_ids
             assert tokens == self.expected(sequence, len(tokens))
             at_end = len(tokens) == sequence.spec.max_tokens or sequence.num_tokens == self.engine.runner.max_model_len
             assert output.finish_reason is (FinishReason.LENGTH if at_end else None)
@@ -1274,10 +1313,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def pinned_blocks_keep_their_content(self) -> None:
-        for blocks, tokens in self.pins:
+        for pin, tokens in self.pins:
+            blocks = pin.block_ids[0] if pin.block_ids else ()
             held = torch.tensor(tokens, dtype=torch.int64)
             for layer in range(2):
-                pages = self.engine.runner.cache.layer(layer).view(-1, 2, BLOCK)[list(blocks)]
+                pages = self.engine.runner.caches[0].layer(layer).view(-1, 2, BLOCK)[list(blocks)]
                 assert pages[:, 0].flatten()[: len(tokens)].equal(held)
                 assert pages[:, 1].flatten()[: len(tokens)].equal(held * torch.arange(1, len(tokens) + 1))
 
@@ -1285,8 +1325,8 @@ class EngineMachine(RuleBasedStateMachine):
         """Whoever is still there gets all of its answer, once the transfers have ended; then nothing is left."""
         if not hasattr(self, "engine"):
             return
-        for blocks, _ in self.pins:
-            self.engine.unpin(blocks)
+        for pin, _ in self.pins:
+            self.engine.unpin(pin)
         for _ in range(2000):
             for sequence in [s for s in self.alive if s.status in (Status.HELD, Status.RESERVED)]:
                 self.engine.end(sequence)

@@ -11,15 +11,25 @@ import pytest
 
 from baton.blocks import block_keys
 from baton.engine.core.block_pool import Removed, Stored
-from baton.engine.core.engine import Admitted, Engine, Generated, Reserved
+from baton.engine.core.engine import Engine
 from baton.engine.core.loop import EngineLoop, SequenceHandle
-from baton.engine.core.runner import Fence, LayerDone, ignore_layer
-from baton.engine.core.scheduler import Batch, SchedulerLimits
-from baton.engine.core.sequence import Purpose
+from baton.engine.core.outputs import Generated, KvProgress, Reserved
+from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
+from baton.engine.core.scheduler import SchedulerLimits
+from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import InvalidRequest, Overloaded, WorkerFailed
 from baton.sampling import FinishReason
-from tests.unit.baton.engine.core.test_engine import is_empty, make_engine, make_spec, numbers, write_prompt_kv, written
+from tests.unit.baton.engine.core.test_engine import (
+    admitted,
+    is_empty,
+    make_engine,
+    make_spec,
+    numbers,
+    reserved_for,
+    write_prompt_kv,
+    written,
+)
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -37,6 +47,11 @@ async def running(loop: EngineLoop) -> AsyncIterator[EngineLoop]:
         assert task.cancelled(), task
 
 
+def sequence_of(handle: SequenceHandle) -> Sequence:
+    """The engine's own object, which services never see."""
+    return handle._sequence
+
+
 async def rest(loop: EngineLoop) -> None:
     """Waits until the loop has nothing to step."""
     async with asyncio.timeout(10):
@@ -45,11 +60,11 @@ async def rest(loop: EngineLoop) -> None:
 
 
 async def read_all(handle: SequenceHandle) -> list[int]:
-    tokens = []
+    tokens = list[int]()
     while True:
         output = await handle.next()
         assert isinstance(output, Generated)
-        tokens.append(output.token_id)
+        tokens += output.token_ids
         if output.finish_reason is not None:
             return tokens
 
@@ -62,9 +77,9 @@ class GatedRunner(ArithmeticRunner):
         self.started = threading.Semaphore(0)
         self.allowed = threading.Semaphore(0)
 
-    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         self.stop()
-        return super().execute(batch, layer_done)
+        return super().execute(step, on_layer_done)
 
     def stop(self) -> None:
         self.started.release()
@@ -77,12 +92,12 @@ class GatedRunner(ArithmeticRunner):
 class LayerGatedRunner(GatedRunner):
     """Stops before each step, and again each time that it has told of a layer."""
 
-    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         def tell_and_stop(layer: int, fence: Fence | None) -> None:
-            layer_done(layer, fence)
+            on_layer_done(layer, fence)
             self.stop()
 
-        return super().execute(batch, tell_and_stop)
+        return super().execute(step, tell_and_stop)
 
 
 class FailingRunner(ArithmeticRunner):
@@ -93,19 +108,17 @@ class FailingRunner(ArithmeticRunner):
         self.fail_at = fail_at
         self.num_steps = 0
 
-    def execute(self, batch: Batch, layer_done: LayerDone = ignore_layer) -> list[int]:
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         self.num_steps += 1
         if self.num_steps - 1 in self.fail_at:
             raise RuntimeError("out of memory")
-        return super().execute(batch, layer_done)
+        return super().execute(step, on_layer_done)
 
 
 def engine_of(runner: ArithmeticRunner) -> Engine:
     return Engine(
         runner,
-        SchedulerLimits(
-            block_size=16, max_num_seqs=8, max_num_batched_tokens=64, output_reservation=32, num_state_slots=0
-        ),
+        SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, output_reservation=32),
     )
 
 
@@ -129,7 +142,7 @@ async def test_prefill_and_receive_over_handles() -> None:
     async with running(EngineLoop(make_engine(), 64)) as loop:
         prompt = numbers(1, 40)
         async with loop.sequence(make_spec(prompt, name="p"), Purpose.PREFILL) as handle:
-            assert await handle.next() == Admitted(handle.sequence)
+            assert await handle.next() == admitted(sequence_of(handle))
             output = await handle.next()
             assert isinstance(output, Generated)
             await rest(loop)
@@ -137,10 +150,10 @@ async def test_prefill_and_receive_over_handles() -> None:
         async with loop.sequence(make_spec(prompt, name="d"), Purpose.RECEIVE) as handle:
             reserved = await handle.next()
             assert isinstance(reserved, Reserved)
-            assert reserved.skip_tokens == 32
-            write_prompt_kv(loop.engine.runner.cache, handle.sequence, reserved.skip_tokens)
-            assert loop.insert(handle.sequence, output.token_id) is None
-            assert [output.token_id, *await read_all(handle)] == expected_tokens(prompt, 8)
+            assert reserved.num_cached_tokens == 32
+            write_prompt_kv(loop.engine.runner.caches[0], sequence_of(handle), reserved.num_cached_tokens)
+            handle.insert(output.token_ids[0])
+            assert [output.token_ids[0], *await read_all(handle)] == expected_tokens(prompt, 8)
         await rest(loop)
         assert is_empty(loop.engine)
 
@@ -160,7 +173,7 @@ async def test_cancelled_at_any_moment_nothing_is_left(seed: int) -> None:
                         while len(tokens) < 30:
                             output = await handle.next()
                             if isinstance(output, Generated):
-                                tokens.append(output.token_id)
+                                tokens += output.token_ids
                 assert tokens == expected_tokens(prompt, len(tokens))
 
         async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
@@ -177,11 +190,7 @@ async def test_cancelled_at_any_moment_nothing_is_left(seed: int) -> None:
         assert loop._watchers == {}
 
 
-Told = list[tuple[int, int, Fence | None]]
-
-
-def teller(told: Told, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
-    told.append((num_tokens, num_layers, fence))
+Told = list[KvProgress]
 
 
 @pytest.mark.parametrize("num_cached", [0, 32])
@@ -197,27 +206,28 @@ async def test_progress_is_told_layer_by_layer_and_is_true(num_cached: int) -> N
             loop.sequence(make_spec(numbers(2, 5), 60, name="other"), Purpose.GENERATE) as other,
             loop.sequence(make_spec(prompt), Purpose.PREFILL) as handle,
         ):
-            assert await handle.next() == Admitted(handle.sequence)
-            assert handle.sequence.num_computed_tokens == num_cached
-            blocks = loop.pin(handle.sequence)
+            assert await handle.next() == admitted(sequence_of(handle), num_cached)
+            assert sequence_of(handle).num_computed_tokens == num_cached
+            pin = await handle.pin()
             told: Told = []
 
-            def progress(num_tokens: int, num_layers: int, fence: Fence | None) -> None:
-                for layer in range(num_layers):
-                    assert written(runner.cache, layer, blocks)[:num_tokens] == prompt[:num_tokens]
-                teller(told, num_tokens, num_layers, fence)
+            def on_progress(progress: KvProgress) -> None:
+                num_tokens = progress.num_tokens
+                for layer in range(progress.num_layers):
+                    assert written(runner.caches[0], layer, pin.block_ids[0])[:num_tokens] == prompt[:num_tokens]
+                told.append(progress)
 
-            handle.watch(progress)
+            handle.watch(on_progress)
             output = await handle.next()
             assert isinstance(output, Generated)
-            assert told[-1] == (150, 4, None)
+            assert told[-1] == KvProgress(150, 4)
             assert await read_all(other) == expected_tokens(numbers(2, 5), 60)
-        assert told[0] == (num_cached, 4, None)
-        layers = [(num_tokens, layer) for num_tokens, layer, _ in told[1:]]
+        assert told[0] == KvProgress(num_cached, 4)
+        layers = [(num_tokens, layer) for num_tokens, layer, *_ in told[1:]]
         assert layers == sorted(layers), "steps in order, and the layers of each"
         assert len({num_tokens for num_tokens, _ in layers}) == 3 - (num_cached > 0), "the budget is 64 tokens a step"
         assert {layer for _, layer in layers} == {1, 2, 3, 4}
-        loop.unpin(blocks)
+        loop.unpin(pin)
         await rest(loop)
         assert is_empty(loop.engine)
 
@@ -235,7 +245,7 @@ async def test_who_begins_to_watch_in_the_middle_of_a_step_misses_nothing(num_st
             runner.allowed.release()
         await runner.wait_started()
         told: Told = []
-        handle.watch(lambda *statement: teller(told, *statement))
+        handle.watch(told.append)
         runner.allowed.release(8)
         await handle.next()
         await handle.next()
@@ -252,14 +262,14 @@ async def test_leaving_ends_the_watching() -> None:
     async with running(EngineLoop(engine_of(runner), 64)) as loop:
         told, told_too = Told(), Told()
         async with loop.sequence(make_spec(numbers(1, 40)), Purpose.PREFILL) as handle:
-            handle.watch(lambda *statement: teller(told, *statement))
-            handle.watch(lambda *statement: teller(told_too, *statement))
+            handle.watch(told.append)
+            handle.watch(told_too.append)
             await runner.wait_started()
             runner.allowed.release()
             await runner.wait_started()
         runner.allowed.release(8)
         await rest(loop)
-        assert told == told_too == [(0, 3, None), (40, 1, None)]
+        assert told == told_too == [KvProgress(0, 3), KvProgress(40, 1)]
         assert loop._watchers == {}
         assert is_empty(loop.engine)
 
@@ -270,11 +280,11 @@ async def test_of_a_failed_step_no_end_is_told() -> None:
         loop.sequence(make_spec(numbers(1, 100)), Purpose.PREFILL) as handle,
     ):
         told: Told = []
-        handle.watch(lambda *statement: teller(told, *statement))
-        assert await handle.next() == Admitted(handle.sequence)
+        handle.watch(told.append)
+        assert await handle.next() == admitted(sequence_of(handle))
         with pytest.raises(WorkerFailed):
             await handle.next()
-        assert told[-1] == (64, 2, None)
+        assert told[-1] == KvProgress(64, 2)
 
 
 async def test_admission_is_told_before_the_step_is_over() -> None:
@@ -284,7 +294,7 @@ async def test_admission_is_told_before_the_step_is_over() -> None:
         loop.sequence(make_spec(numbers(1, 40)), Purpose.PREFILL) as handle,
     ):
         async with asyncio.timeout(5):
-            assert await handle.next() == Admitted(handle.sequence)
+            assert await handle.next() == admitted(sequence_of(handle))
         assert handle.take_ready() == []
         runner.allowed.release()
         assert isinstance(await handle.next(), Generated)
@@ -295,7 +305,7 @@ async def test_unpinning_lets_in_who_waits_for_blocks() -> None:
         async with loop.sequence(make_spec(numbers(1, 50)), Purpose.PREFILL) as handle:
             await handle.next()
             await handle.next()
-            blocks = loop.pin(handle.sequence)
+            blocks = await handle.pin()
         async with loop.sequence(make_spec(numbers(2, 40), 4, name="waiting"), Purpose.GENERATE) as handle:
             await asyncio.sleep(0.05)
             assert handle.take_ready() == []
@@ -318,23 +328,25 @@ async def test_idleness_is_noted_when_the_last_pin_goes() -> None:
         async with loop.sequence(make_spec(prompt), Purpose.PREFILL) as handle:
             await handle.next()
             await handle.next()
-            blocks = loop.pin(handle.sequence)
+            blocks = await handle.pin()
         await rest(loop)
         assert num_idle == 1, "it is pinned"
         loop.unpin(blocks)
         await rest(loop)
         assert num_idle == 2
         # An engine at rest is not at rest while its cache is read.
-        blocks = loop.pin_prefix(block_keys(b"tenant", prompt))
-        assert len(blocks) == 2
-        assert loop.pin_prefix(block_keys(b"another", prompt)) == ()
+        blocks = await loop.pin_prefix(block_keys(b"tenant", prompt))
+        assert len(blocks.block_ids[0]) == 2
+        nothing = await loop.pin_prefix(block_keys(b"another", prompt))
+        assert nothing.block_ids == ((),)
         await rest(loop)
         assert num_idle == 2
         loop.unpin(blocks)
         await rest(loop)
         assert num_idle == 3
-        assert loop.pin_prefix(block_keys(b"another", prompt)) == ()
-        loop.unpin(())
+        nothing = await loop.pin_prefix(block_keys(b"another", prompt))
+        assert nothing.block_ids == ((),)
+        loop.unpin(nothing)
         await rest(loop)
         assert num_idle == 3
         assert loop.self_check == "ok"
@@ -346,17 +358,17 @@ async def test_adopted_blocks_are_published_and_stay_in_the_cache() -> None:
     async with running(EngineLoop(make_engine(), 8, events.extend)) as loop:
         prompt = numbers(1, 40)
         async with loop.sequence(make_spec(prompt, 0), Purpose.RECEIVE) as handle:
-            assert await handle.next() == Reserved(handle.sequence, 0)
+            assert await handle.next() == reserved_for(sequence_of(handle))
             await rest(loop)
-            write_prompt_kv(loop.engine.runner.cache, handle.sequence, 0)
-            loop.adopt(handle.sequence, 40)
+            write_prompt_kv(loop.engine.runner.caches[0], sequence_of(handle), 0)
+            handle.adopt(40)
             await rest(loop)
             assert events == [Stored(key) for key in block_keys(b"tenant", prompt)]
         await rest(loop)
         assert is_empty(loop.engine)
         async with loop.sequence(make_spec(prompt, name="after"), Purpose.GENERATE) as handle:
             assert await read_all(handle) == expected_tokens(prompt, 8)
-            assert handle.sequence.num_cached_tokens == 32
+            assert sequence_of(handle).num_cached_tokens == 32
 
 
 async def test_leaving_while_a_step_is_in_flight_frees_at_its_end() -> None:
@@ -378,7 +390,9 @@ async def test_a_failed_step_ends_its_batch_and_nothing_else(caplog: pytest.LogC
             outputs = [await handle.next() for _ in range(2)]
             with pytest.raises(WorkerFailed, match="could not compute a step: out of memory"):
                 await handle.next()
-        assert [o.token_id for o in outputs if isinstance(o, Generated)] == expected_tokens(numbers(1, 40), 2)
+        assert [token for o in outputs if isinstance(o, Generated) for token in o.token_ids] == expected_tokens(
+            numbers(1, 40), 2
+        )
         async with loop.sequence(spec, Purpose.GENERATE) as handle:
             assert await read_all(handle) == expected_tokens(numbers(1, 40), 10)
         await rest(loop)
@@ -451,7 +465,9 @@ async def test_tokens_before_a_failure_are_read_before_it() -> None:
     ):
         await rest(loop)
         ready = handle.take_ready()
-        assert [o.token_id for o in ready if isinstance(o, Generated)] == expected_tokens(numbers(1, 10), 3)
+        assert [token for o in ready if isinstance(o, Generated) for token in o.token_ids] == expected_tokens(
+            numbers(1, 10), 3
+        )
         assert handle.take_ready() == []
         with pytest.raises(WorkerFailed):
             await handle.next()
@@ -466,7 +482,8 @@ async def test_a_slow_reader_gets_what_is_ready_in_order() -> None:
             await rest(loop)
             outputs = [first, *handle.take_ready()]
             assert handle.take_ready() == []
-        assert [o.token_id for o in outputs if isinstance(o, Generated)] == expected_tokens(prompt, 20)
+        tokens = [token for o in outputs if isinstance(o, Generated) for token in o.token_ids]
+        assert tokens == expected_tokens(prompt, 20)
         reasons = [o.finish_reason for o in outputs if isinstance(o, Generated)]
         assert reasons == [None] * 19 + [FinishReason.LENGTH]
 
@@ -578,7 +595,7 @@ async def test_what_a_step_evicts_is_told_before_the_step_overwrites_it() -> Non
 
 async def test_a_leak_shows_in_the_self_check() -> None:
     async with running(EngineLoop(make_engine(), 8)) as loop:
-        assert loop.engine.pool.allocate(2) is not None
+        assert loop.engine.pool.allocate((2,)) is not None
         async with loop.sequence(make_spec([1, 2], 2), Purpose.GENERATE) as handle:
             await read_all(handle)
         await rest(loop)

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.costs import ITL_TARGET, StepCosts
-from baton.engine.core.block_pool import BlockPool
-from baton.engine.core.scheduler import LEAST_STEP, Batch, Scheduler, SchedulerLimits
+from baton.engine.core.group_pool import GroupPool
+from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, StateSpec
+from baton.engine.core.runner import StepInput
+from baton.engine.core.scheduler import LEAST_STEP, Schedule, Scheduler, SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.step_fit import StepSize
-from tests.unit.baton.engine.core.test_engine import make_spec
+from tests.unit.baton.engine.core.test_engine import make_spec, num_blocks
 
 EOS: frozenset[int] = frozenset()
 
@@ -27,16 +29,21 @@ def make_scheduler(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     output_reservation: int = 16,
-    num_state_slots: int = 0,
+    num_states: int = 0,
 ) -> Scheduler:
     limits = SchedulerLimits(
-        block_size=16,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         output_reservation=output_reservation,
-        num_state_slots=num_state_slots,
     )
-    return Scheduler(BlockPool(num_blocks), limits)
+    group = LayerGroup(name="all", layers=(0,), block_size=16, num_kv_heads=1, k_dim=1, v_dim=1, dtype="int64")
+    states = (StateSpec("sum", (1,), "int64"),) if num_states else ()
+    num_state_blocks = (num_states,) if num_states else ()
+    return Scheduler(GroupPool(KVSpec((group,), states), (num_blocks, *num_state_blocks)), limits)
+
+
+KNOWN: dict[int, Sequence] = {}
+"""Sequences that tests have added, by key."""
 
 
 def add(
@@ -53,22 +60,29 @@ def add(
     spec = replace(make_spec(range(first, first + num_tokens), max_tokens), **objectives)
     sequence = Sequence(spec=spec, purpose=purpose, arrival_s=arrival_s)
     scheduler.add(sequence)
+    KNOWN[sequence.key] = sequence
     return sequence
 
 
-def compute(scheduler: Scheduler, batch: Batch, pinned: Iterable[int] = ()) -> None:
-    for part in batch:
-        part.sequence.num_computed_tokens += part.num_tokens
-        scheduler.register_computed_blocks(part.sequence)
+def sequences(batch: StepInput) -> list[Sequence]:
+    """Whose the parts of a step are."""
+    return [KNOWN[part.sequence_key] for part in batch.parts]
+
+
+def compute(scheduler: Scheduler, batch: StepInput, pinned: Iterable[BlockTables] = ()) -> None:
+    for part, sequence in zip(batch.parts, sequences(batch), strict=True):
+        sequence.num_computed_tokens += part.num_scheduled_tokens
+        sequence.num_kv_tokens = part.num_kv_tokens
+        scheduler.register_computed_blocks(sequence)
         if part.sample:
-            part.sequence.append(7, EOS, 10**6)
+            sequence.append(7, EOS, 10**6)
     scheduler.check(pinned=pinned)
 
 
-def run_step(scheduler: Scheduler, now: float = 0.0, pinned: Iterable[int] = ()) -> list[tuple[Sequence, int]]:
-    batch, _ = scheduler.schedule(now)
+def run_step(scheduler: Scheduler, now: float = 0.0, pinned: Iterable[BlockTables] = ()) -> list[tuple[Sequence, int]]:
+    batch = scheduler.schedule(now).step
     compute(scheduler, batch, pinned)
-    return [(part.sequence, part.num_tokens) for part in batch]
+    return [(KNOWN[part.sequence_key], part.num_scheduled_tokens) for part in batch.parts]
 
 
 def test_the_budget_is_shared_in_order_of_arrival() -> None:
@@ -83,9 +97,7 @@ def test_decodes_come_before_prompt_chunks() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=20)
     long = add(scheduler, 100, first=1000)
     run_step(scheduler)
-    scheduler.limits = SchedulerLimits(
-        block_size=16, max_num_seqs=8, max_num_batched_tokens=120, output_reservation=16, num_state_slots=0
-    )
+    scheduler.limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=120, output_reservation=16)
     short = add(scheduler, 5)
     assert run_step(scheduler) == [(long, 80), (short, 5)]
     third = add(scheduler, 200, first=2000)
@@ -107,25 +119,29 @@ def test_a_prompt_in_progress_gives_way_to_decodes_that_came_after_it() -> None:
 def test_what_a_part_says() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=24)
     sequence = add(scheduler, 40)
-    (part,), _ = scheduler.schedule(0.0)
-    assert (part.token_ids, part.start, part.sample) == (tuple(range(1, 25)), 0, False)
-    assert part.block_table == tuple(sequence.block_table[:2])
-    compute(scheduler, (part,))
-    (part,), _ = scheduler.schedule(0.0)
-    assert (part.token_ids, part.start, part.sample) == (tuple(range(25, 41)), 24, True)
-    assert part.block_table == tuple(sequence.block_table[:3])
-    compute(scheduler, (part,))
-    (part,), _ = scheduler.schedule(0.0)
-    assert (part.token_ids, part.start, part.sample) == ((7,), 40, True)
+    batch = scheduler.schedule(0.0).step
+    (part,) = batch.parts
+    assert (part.token_ids, part.num_computed_tokens, part.sample) == (tuple(range(1, 25)), 0, False)
+    assert (part.block_ids, part.num_kv_tokens) == (sequence.block_ids, (24,))
+    compute(scheduler, batch)
+    batch = scheduler.schedule(0.0).step
+    (part,) = batch.parts
+    assert (part.token_ids, part.num_computed_tokens, part.sample) == (tuple(range(25, 41)), 24, True)
+    assert (part.block_ids, part.num_kv_tokens) == (sequence.block_ids, (40,))
+    compute(scheduler, batch)
+    batch = scheduler.schedule(0.0).step
+    (part,) = batch.parts
+    assert (part.token_ids, part.num_computed_tokens, part.sample) == ((7,), 40, True)
 
 
 def test_no_more_sequences_than_allowed_run_or_are_reserved() -> None:
     scheduler = make_scheduler(max_num_seqs=3)
     received = add(scheduler, 3, purpose=Purpose.RECEIVE)
     a, b, c = (add(scheduler, 3, first=100 * i) for i in range(1, 4))
-    batch, admitted = scheduler.schedule(0.0)
-    assert [part.sequence for part in batch] == [a, b]
-    assert admitted == [received, a, b]
+    schedule = scheduler.schedule(0.0)
+    batch, admitted = schedule.step, schedule.admitted
+    assert sequences(batch) == [a, b]
+    assert admitted == (received, a, b)
     compute(scheduler, batch)
     assert run_step(scheduler) == [(a, 1), (b, 1)]
     scheduler.remove(a, Status.FINISHED)
@@ -151,18 +167,18 @@ def test_waiting_for_room_is_told_from_waiting_for_ones_turn() -> None:
     large, small = add(scheduler, 100, first=200), add(scheduler, 3, first=400)
     large.arrival_s, small.arrival_s = 2.0, 4.5
     run_step(scheduler, 4.0)
-    assert large.full_s == small.full_s == 0.0, "nobody knew yet"
+    assert large.blocked_s == small.blocked_s == 0.0, "nobody knew yet"
     run_step(scheduler, 5.0)
-    assert (large.full_s, small.full_s) == (1.0, 0.5)
+    assert (large.blocked_s, small.blocked_s) == (1.0, 0.5)
     scheduler.remove(running, Status.FINISHED)
     assert run_step(scheduler, 7.0) == [(large, 64)]
-    assert (large.scheduled_s, large.full_s) == (7.0, 3.0)
-    assert small.full_s == 2.5, "behind it"
+    assert (large.scheduled_s, large.blocked_s) == (7.0, 3.0)
+    assert small.blocked_s == 2.5, "behind it"
     assert run_step(scheduler, 8.0) == [(large, 36)]
-    assert small.full_s == 2.5, "then the budget was used up, which is no lack of room"
+    assert small.blocked_s == 2.5, "then the budget was used up, which is no lack of room"
     assert run_step(scheduler, 9.0) == [(large, 1)]
-    assert small.full_s == 3.5, "now it is the first, and the other has all blocks"
-    assert large.full_s == 3.0
+    assert small.blocked_s == 3.5, "now it is the first, and the other has all blocks"
+    assert large.blocked_s == 3.0
 
 
 @pytest.mark.parametrize(
@@ -183,24 +199,24 @@ def test_room_for_the_expected_answer_is_taken_up_front(
     scheduler = make_scheduler(output_reservation=reservation)
     sequence = add(scheduler, num_tokens, max_tokens=max_tokens)
     scheduler.schedule(0.0)
-    assert len(sequence.block_table) == num_blocks
+    assert len(sequence.block_ids[0]) == num_blocks
 
 
 def test_a_prefill_takes_no_room_for_an_answer() -> None:
     scheduler = make_scheduler(output_reservation=512)
     sequence = add(scheduler, 32, purpose=Purpose.PREFILL)
     scheduler.schedule(0.0)
-    assert len(sequence.block_table) == 2
+    assert num_blocks(sequence) == 2
 
 
 def test_a_block_exactly_full_needs_the_next_one_for_the_next_token() -> None:
     scheduler = make_scheduler(output_reservation=0)
     sequence = add(scheduler, 16)
     run_step(scheduler)
-    assert len(sequence.block_table) == 1
+    assert num_blocks(sequence) == 1
     assert len(scheduler.pool.keys()) == 1
     run_step(scheduler)
-    assert len(sequence.block_table) == 2
+    assert num_blocks(sequence) == 2
     assert len(scheduler.pool.keys()) == 1
 
 
@@ -208,15 +224,17 @@ def test_reservations_need_blocks_and_no_budget() -> None:
     scheduler = make_scheduler(8, max_num_batched_tokens=16)
     prompt = add(scheduler, 40, max_tokens=1)
     receiver = add(scheduler, 30, purpose=Purpose.RECEIVE, first=100, max_tokens=2)
-    batch, admitted = scheduler.schedule(4.0)
-    assert [part.sequence for part in batch] == [prompt]
-    assert admitted == [prompt, receiver]
-    assert (receiver.status, receiver.scheduled_s, len(receiver.block_table)) == (Status.RESERVED, 4.0, 2)
+    schedule = scheduler.schedule(4.0)
+    batch, admitted = schedule.step, schedule.admitted
+    assert sequences(batch) == [prompt]
+    assert admitted == (prompt, receiver)
+    assert (receiver.status, receiver.scheduled_s, num_blocks(receiver)) == (Status.RESERVED, 4.0, 2)
     second = add(scheduler, 50, purpose=Purpose.RECEIVE, first=300)
     compute(scheduler, batch)
-    batch, admitted = scheduler.schedule(5.0)
-    assert admitted == []
-    assert (second.status, second.block_table) == (Status.WAITING, [])
+    schedule = scheduler.schedule(5.0)
+    batch, admitted = schedule.step, schedule.admitted
+    assert admitted == ()
+    assert (second.status, second.block_ids) == (Status.WAITING, ())
 
 
 def test_an_inserted_sequence_decodes_in_the_next_step() -> None:
@@ -227,8 +245,9 @@ def test_an_inserted_sequence_decodes_in_the_next_step() -> None:
     receiver.num_computed_tokens = 20
     receiver.append(5, EOS, 1000)
     scheduler.insert(receiver)
-    (part,), _ = scheduler.schedule(0.0)
-    assert (part.token_ids, part.start) == ((5,), 20)
+    batch = scheduler.schedule(0.0).step
+    (part,) = batch.parts
+    assert (part.token_ids, part.num_computed_tokens) == ((5,), 20)
     with pytest.raises(AssertionError, match="RUNNING"):
         scheduler.insert(receiver)
 
@@ -243,7 +262,7 @@ def test_the_youngest_gives_way_and_waits_in_front() -> None:
     assert run_step(scheduler) == [(old, 1)]
     assert scheduler.num_preemptions == 1
     assert list(scheduler.waiting) == [young, waiting]
-    assert (young.num_computed_tokens, young.block_table, young.status) == (0, [], Status.WAITING)
+    assert (young.num_computed_tokens, young.block_ids, young.status) == (0, (), Status.WAITING)
     assert young.num_tokens == 33, "what it has generated is kept"
 
 
@@ -263,8 +282,13 @@ def test_a_preempted_sequence_finds_what_the_cache_kept() -> None:
     young = add(scheduler, 16, arrival_s=2.0, first=100)
     run_step(scheduler)
     scheduler._preempt(young)
-    batch, _ = scheduler.schedule(0.0)
-    assert [(part.sequence, part.start, part.num_tokens) for part in batch] == [(old, 48, 1), (young, 16, 1)]
+    batch = scheduler.schedule(0.0).step
+    assert [
+        (KNOWN[part.sequence_key], part.num_computed_tokens, part.num_scheduled_tokens) for part in batch.parts
+    ] == [
+        (old, 48, 1),
+        (young, 16, 1),
+    ]
     assert young.num_cached_tokens == 0, "a hit of its own blocks is none for the client"
 
 
@@ -278,29 +302,29 @@ def prefill(scheduler: Scheduler, num_tokens: int, first: int) -> Sequence:
 
 def test_what_a_sequence_finds_is_kept_longer() -> None:
     scheduler = make_scheduler(6)
-    scheduler.pool._cached.margin = 6.0
+    scheduler.pool.pools[0]._cached.margin = 6.0
     beginning = prefill(scheduler, 48, first=1)
     prefill(scheduler, 49, first=1)
     prefill(scheduler, 32, first=1000)
-    taken = scheduler.pool.allocate(3)
+    taken = scheduler.pool.allocate((3,))
     assert taken is not None
-    assert len(scheduler.pool.match(beginning.block_keys)) == 3, "though it was used before the last one"
+    assert scheduler.pool.num_matching_tokens(beginning.block_keys) == 48, "though it was used before the last one"
 
 
 def test_what_a_sequence_finds_is_not_kept_longer_before_it_has_room() -> None:
     scheduler = make_scheduler(6)
-    scheduler.pool._cached.margin = 6.0
+    scheduler.pool.pools[0]._cached.margin = 6.0
     beginning = prefill(scheduler, 48, first=1)
     other = prefill(scheduler, 48, first=1000)
-    read = scheduler.pool.match(other.block_keys)
+    read = tuple(tuple(table) for table in scheduler.pool.match(other.block_keys))
     scheduler.pool.acquire(read)
     refused = add(scheduler, 49, first=1, purpose=Purpose.PREFILL)
-    assert run_step(scheduler, pinned=read) == []
+    assert run_step(scheduler, pinned=[read]) == []
     scheduler.remove(refused, Status.FINISHED)
     scheduler.pool.release(read)
-    taken = scheduler.pool.allocate(3)
+    taken = scheduler.pool.allocate((3,))
     assert taken is not None
-    assert scheduler.pool.match(beginning.block_keys) == []
+    assert scheduler.pool.num_matching_tokens(beginning.block_keys) == 0
 
 
 def test_alone_it_sits_a_step_out_while_transfers_hold_the_rest() -> None:
@@ -321,12 +345,12 @@ def test_a_prefill_is_never_the_one_that_gives_way() -> None:
     prefill = add(scheduler, 64, purpose=Purpose.PREFILL, arrival_s=3.0, first=200)
     assert run_step(scheduler) == [(old, 16), (young, 16), (prefill, 17)]
     scheduler.limits = SchedulerLimits(
-        block_size=16, max_num_seqs=8, max_num_batched_tokens=2, output_reservation=0, num_state_slots=0
+        max_num_seqs=8, max_num_batched_tokens=2, output_reservation=0
     )  # so that the prefill stays in progress
-    table = list(prefill.block_table)
+    table = prefill.block_ids[0]
     assert run_step(scheduler) == [(old, 1), (prefill, 1)]
     assert (young.status, scheduler.num_preemptions) == (Status.WAITING, 1)
-    assert prefill.block_table == table
+    assert prefill.block_ids[0] == table
 
 
 def test_with_nobody_to_give_way_but_prefills_it_sits_a_step_out() -> None:
@@ -336,9 +360,9 @@ def test_with_nobody_to_give_way_but_prefills_it_sits_a_step_out() -> None:
     assert run_step(scheduler) == [(sequence, 32), (prefill, 18)]
     assert run_step(scheduler) == [(prefill, 12)]
     assert (sequence.status, scheduler.num_preemptions) == (Status.RUNNING, 0)
-    assert len(sequence.block_table) == 2, "it keeps what it has"
+    assert num_blocks(sequence) == 2, "it keeps what it has"
     scheduler.remove(prefill, Status.HELD)
-    assert scheduler.schedule(0.0) == ((), [])
+    assert scheduler.schedule(0.0) == Schedule(StepInput(()))
     scheduler.remove(prefill, Status.FINISHED)
     assert run_step(scheduler) == [(sequence, 1)]
 
@@ -347,8 +371,8 @@ def test_pinned_blocks_count_as_held() -> None:
     scheduler = make_scheduler()
     sequence = add(scheduler, 20)
     run_step(scheduler)
-    pinned = list(sequence.block_table)
-    scheduler.pool.acquire(pinned)
+    pinned = [sequence.block_ids]
+    scheduler.pool.acquire(sequence.block_ids)
     scheduler.check(pinned=pinned)
     with pytest.raises(AssertionError, match="more or fewer references than holders"):
         scheduler.check()
@@ -358,13 +382,13 @@ def test_pinned_blocks_count_as_held() -> None:
         scheduler.check()
 
 
-def test_state_slots_are_given_and_taken_with_the_blocks() -> None:
-    scheduler = make_scheduler(num_state_slots=2)
+def test_states_are_given_and_taken_with_the_blocks() -> None:
+    scheduler = make_scheduler(num_states=2)
     a, b, c = (add(scheduler, 20, first=100 * i) for i in range(1, 4))
     assert [sequence for sequence, _ in run_step(scheduler)] == [a, b]
-    assert sorted((a.state_slot, b.state_slot)) == [0, 1]
+    assert sorted((a.block_ids[-1][0], b.block_ids[-1][0])) == [0, 1]
     scheduler.remove(a, Status.FINISHED)
-    assert a.state_slot == -1
+    assert a.block_ids == ()
     assert (c, 20) in run_step(scheduler)
     assert scheduler.pool.keys() == []
 
@@ -501,8 +525,7 @@ def test_kv_that_is_computed_elsewhere_is_never_hopeless() -> None:
     scheduler = with_costs(max_num_seqs=1)
     add(scheduler, 10, ttft_s=50.0, arrival_s=0.0)
     receiver = add(scheduler, 60, purpose=Purpose.RECEIVE, ttft_s=1.0, first=100)
-    _, admitted = scheduler.schedule(0.5)
-    assert admitted == [receiver]
+    assert scheduler.schedule(0.5).admitted == (receiver,)
 
 
 def test_priorities_come_before_deadlines() -> None:
@@ -545,7 +568,7 @@ def test_the_youngest_of_the_least_priority_gives_way() -> None:
 # -- how much beside who decodes ---------------------------------------------------------------------------------------
 
 
-def step_s(scheduler: Scheduler, batch: Batch) -> float:
+def step_s(scheduler: Scheduler, batch: StepInput) -> float:
     size = StepSize.of(batch)
     return scheduler.costs.step_s(size.num_new, size.num_pairs, size.num_decoding, size.num_kv_tokens)
 
@@ -566,10 +589,10 @@ def test_a_chunk_is_as_long_as_lets_who_decodes_keep_its_objective(
     scheduler = with_costs(max_num_batched_tokens=40)
     begun(scheduler, num_outputs, first_token_s=10.0, itl_s=4.0)
     prompt = add(scheduler, 500, first=20_000)
-    batch, _ = scheduler.schedule(now)
-    assert [part.sequence for part in batch[1:]] == [prompt]
+    batch = scheduler.schedule(now).step
+    assert sequences(batch)[1:] == [prompt]
     assert step_s(scheduler, batch) <= allowed_s < step_s(scheduler, batch) + 2 * COSTS.s_per_token
-    assert batch[1].num_tokens > 40 // 8
+    assert batch.parts[1].num_scheduled_tokens > 40 // 8
 
 
 def test_a_chunk_grows_with_what_who_decodes_has_to_spare() -> None:
@@ -614,8 +637,8 @@ def test_the_hardest_objective_of_who_decodes_counts() -> None:
     run_step(scheduler, 10.0)
     hard.first_token_s = 10.0 - ITL_TARGET * 4  # so that its third token is due at 13.6
     add(scheduler, 500, first=20_000)
-    batch, _ = scheduler.schedule(10.0)
-    assert len(batch) == 4
+    batch = scheduler.schedule(10.0).step
+    assert len(batch.parts) == 4
     assert 3.3 < step_s(scheduler, batch) <= ITL_TARGET * 4
 
 
@@ -631,9 +654,12 @@ def test_what_decodes_leaves_less_room() -> None:
     scheduler = with_costs(costs)
     begun(scheduler, 1, first_token_s=10.0, itl_s=4.0)
     add(scheduler, 500, first=20_000)
-    batch, _ = scheduler.schedule(10.0)
+    batch = scheduler.schedule(10.0).step
     # 11 tokens of context and one sequence: 1.1875 s of the 3.6
-    assert [part.num_tokens for part in batch] == [1, int((3.6 - 1 - 0.5 - 11 * 0.0625 - 0.125) / 0.125)]
+    assert [part.num_scheduled_tokens for part in batch.parts] == [
+        1,
+        int((3.6 - 1 - 0.5 - 11 * 0.0625 - 0.125) / 0.125),
+    ]
 
 
 def test_a_later_chunk_is_shorter_since_its_tokens_attend_to_more() -> None:
@@ -642,9 +668,9 @@ def test_a_later_chunk_is_shorter_since_its_tokens_attend_to_more() -> None:
     prompt = add(scheduler, 500, first=20_000)
     chunks = []
     for number in range(4):  # each token comes when it is due
-        batch, _ = scheduler.schedule(10.0 + number * ITL_TARGET * 6)
+        batch = scheduler.schedule(10.0 + number * ITL_TARGET * 6).step
         assert step_s(scheduler, batch) <= ITL_TARGET * 6 + 1e-9
-        chunks.append(batch[1].num_tokens)
+        chunks.append(batch.parts[1].num_scheduled_tokens)
         compute(scheduler, batch)
     assert chunks == sorted(set(chunks), reverse=True)
     assert prompt.num_computed_tokens == sum(chunks)
@@ -657,7 +683,7 @@ def test_an_answer_that_was_begun_elsewhere_has_gained_nothing_there() -> None:
     assert run_step(scheduler) == [(brought, 60)]
     brought.first_token_s = 10.0
     add(scheduler, 500, first=20_000)
-    batch, _ = scheduler.schedule(10.0)
+    batch = scheduler.schedule(10.0).step
     assert step_s(scheduler, batch) == pytest.approx(ITL_TARGET * 4, abs=COSTS.s_per_token)
 
 
@@ -733,7 +759,7 @@ def test_room_is_taken_for_as_many_tokens_as_its_answer_is_expected_to_have(
     scheduler = make_scheduler(output_reservation=16)
     sequence = add(scheduler, num_tokens, max_tokens=max_tokens, num_expected_tokens=expected)
     scheduler.schedule(0.0)
-    assert len(sequence.block_table) == num_blocks
+    assert len(sequence.block_ids[0]) == num_blocks
 
 
 @pytest.mark.parametrize(("num_answered", "num_blocks"), [(8, 3), (24, 3), (40, 4)])
@@ -742,4 +768,4 @@ def test_what_is_answered_already_is_a_part_of_what_was_expected(num_answered: i
     scheduler = make_scheduler()
     sequence = add(scheduler, 16 + num_answered, num_prompt_tokens=16, num_expected_tokens=32)
     scheduler.schedule(0.0)
-    assert len(sequence.block_table) == num_blocks
+    assert len(sequence.block_ids[0]) == num_blocks

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.costs import ALIKE, PRIOR, StepCosts, believed, typical
-from baton.engine.core.scheduler import Scheduled
-from baton.engine.core.sequence import Purpose, Sequence
+from baton.engine.core.runner import StepInput, StepPart
 from baton.engine.core.step_fit import StepFit, StepSize
 from baton.fit import CostFit
+from baton.sampling import SamplingParams
 from router.placement import DEFAULT_PRICES, PriceFit
-from tests.unit.baton.engine.core.test_engine import make_spec
 
 COSTS = StepCosts(
     s_overhead=1.0, s_per_token=0.5, s_per_pair=0.25, s_weights=8.0, s_per_sequence=2.0, s_per_kv_token=0.125
@@ -266,19 +265,27 @@ def test_hand_overs_that_take_longer_the_longer_the_prompt_are_learned_as_such()
     assert (fit.prices.exposed_s, fit.prices.exposed_s_per_token) == near((1e-3, 2e-6), 0.1)
 
 
-def part(num_known: int, num_prompt: int, start: int, num_tokens: int) -> Scheduled:
-    sequence = Sequence(spec=make_spec(range(num_prompt)), purpose=Purpose.GENERATE, arrival_s=0.0)
-    sequence.token_ids += [7] * (num_known - num_prompt)
-    return Scheduled(token_ids=(7,) * num_tokens, start=start, block_table=(), sequence=sequence, sample=False)
+def part(num_known: int, num_prompt: int, start: int, num_tokens: int) -> StepPart:
+    return StepPart(
+        sequence_key=0,
+        token_ids=(7,) * num_tokens,
+        num_computed_tokens=start,
+        block_ids=((),),
+        num_kv_tokens=(start + num_tokens,),
+        sample=False,
+        is_decoding=num_tokens == 1 and num_known > num_prompt,
+        sampling=SamplingParams(),
+        choice_index=0,
+    )
 
 
 def test_the_size_of_a_step_is_that_of_its_parts() -> None:
     decoding = part(101, 90, 100, 1), part(51, 50, 50, 1)
-    assert StepSize.of(decoding) == StepSize(2, 0, 2, 152)
+    assert StepSize.of(StepInput(decoding)) == StepSize(2, 0, 2, 152)
     chunk = part(60, 60, 10, 20)  # each of 20 tokens attends to 20 on average
-    assert StepSize.of((*decoding, chunk)) == StepSize(22, 400, 2, 152)
+    assert StepSize.of(StepInput((*decoding, chunk))) == StepSize(22, 400, 2, 152)
     last_token_of_a_prompt = part(30, 30, 29, 1)
-    assert StepSize.of((last_token_of_a_prompt,)) == StepSize(1, 29, 0, 0)
+    assert StepSize.of(StepInput((last_token_of_a_prompt,))) == StepSize(1, 29, 0, 0)
 
 
 TRUE_COSTS = StepCosts(

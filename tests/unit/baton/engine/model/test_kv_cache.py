@@ -2,22 +2,24 @@ from __future__ import annotations
 
 import torch
 
-from baton.engine.model.kv_cache import KVCache, KVSpec, LayerGroup, StateSpec
+from baton.engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
+from baton.engine.core.runner import BlockCopy
+from baton.engine.model.kv_cache import KVCache
 
-FULL = LayerGroup(name="full", layers=(0, 2), num_kv_heads=2, k_dim=4, v_dim=4, dtype=torch.float32)
-LATENT = LayerGroup(name="latent", layers=(1, 3, 4), num_kv_heads=1, k_dim=8, v_dim=2, dtype=torch.bfloat16)
-SPEC = KVSpec(16, (FULL, LATENT), (StateSpec("conv", (3, 5), torch.float32), StateSpec("sum", (1,), torch.int64)))
+FULL = LayerGroup(name="full", layers=(0, 2), block_size=16, num_kv_heads=2, k_dim=4, v_dim=4, dtype="float32")
+LATENT = LayerGroup(name="latent", layers=(1, 3, 4), block_size=16, num_kv_heads=1, k_dim=8, v_dim=2, dtype="bfloat16")
+SPEC = KVSpec((FULL, LATENT), (StateSpec("conv", (3, 5), "float32"), StateSpec("sum", (1,), "int64")))
 
 
 def test_sizes() -> None:
-    assert FULL.page_numel(16) == 16 * 8
-    assert FULL.row_numel(16) == 2 * 16 * 8
-    assert FULL.row_bytes(16) == 2 * 16 * 8 * 4
-    assert LATENT.row_bytes(16) == 16 * 10 * 2
-    assert SPEC.block_bytes == 2 * FULL.row_bytes(16) + 3 * LATENT.row_bytes(16)
+    assert FULL.page_numel == 16 * 8
+    assert FULL.row_numel == 2 * 16 * 8
+    assert FULL.row_bytes == 2 * 16 * 8 * 4
+    assert LATENT.row_bytes == 16 * 10 * 2
+    assert SPEC.block_bytes == 2 * FULL.row_bytes + 3 * LATENT.row_bytes
     assert [state.num_bytes for state in SPEC.states] == [60, 8]
     assert SPEC.num_layers == 5
-    assert KVSpec(16, (FULL,)).num_layers == 3, "the model's layer 1 has no KV"
+    assert KVSpec((FULL,)).num_layers == 3, "the model's layer 1 has no KV"
 
 
 def test_tensors_have_the_shapes_of_the_spec_and_start_at_zero() -> None:
@@ -33,14 +35,14 @@ def test_tensors_have_the_shapes_of_the_spec_and_start_at_zero() -> None:
 
 def test_a_layers_pages_are_its_rows_of_the_group() -> None:
     cache = KVCache(SPEC, 7, 3)
-    assert [cache.group_of(layer) for layer in range(5)] == [FULL, LATENT, FULL, LATENT, LATENT]
+    assert [cache.group_of(layer) for layer in range(5)] == [0, 1, 0, 1, 1]
     for layer, (group, index) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1), (1, 2)]):
         pages = cache.layer(layer)
         heads = SPEC.groups[group].num_kv_heads
-        assert tuple(pages.shape) == (7 * heads, SPEC.groups[group].page_numel(16))
+        assert tuple(pages.shape) == (7 * heads, SPEC.groups[group].page_numel)
         pages[5 * heads + heads - 1, 9] = layer + 1  # last head of block 5
         row = cache.groups[group][index, 5]
-        assert row[(heads - 1) * SPEC.groups[group].page_numel(16) + 9] == layer + 1, "the page is not a copy"
+        assert row[(heads - 1) * SPEC.groups[group].page_numel + 9] == layer + 1, "the page is not a copy"
     assert [int(group.count_nonzero()) for group in cache.groups] == [2, 3]
 
 
@@ -56,8 +58,8 @@ def test_states_are_cleared_by_slot() -> None:
     cache = KVCache(SPEC, 2, 4)
     for state in cache.states.values():
         state.fill_(1)
-    cache.clear_state([1, 3])
-    cache.clear_state([])
+    cache.clear_states([1, 3])
+    cache.clear_states([])
     for state in cache.states.values():
         assert [bool(row.any()) for row in state] == [True, False, True, False]
         assert [bool(row.all()) for row in state] == [True, False, True, False]
@@ -65,7 +67,7 @@ def test_states_are_cleared_by_slot() -> None:
 
 def test_prefix_reuse_needs_a_model_without_state() -> None:
     assert not SPEC.supports_prefix_reuse
-    assert KVSpec(16, (FULL,)).supports_prefix_reuse
+    assert KVSpec((FULL,)).supports_prefix_reuse
 
 
 def test_a_spec_in_words() -> None:
@@ -73,3 +75,19 @@ def test_a_spec_in_words() -> None:
         "block size 16; full: 2 layers x 2 heads x (4+4) float32; latent: 3 layers x 1 heads x (8+2) bfloat16; "
         "state conv[3, 5]; state sum[1]"
     )
+
+
+def test_copies_take_whole_blocks_of_a_group_and_states_in_every_layer() -> None:
+    cache = KVCache(SPEC, 7, 3)
+    for tensor in (*cache.groups, *cache.states.values()):
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
+    before = [group.clone() for group in cache.groups]
+    states = {name: state.clone() for name, state in cache.states.items()}
+    cache.copy_blocks([BlockCopy(0, 5, 2), BlockCopy(1, 0, 6), BlockCopy(0, 2, 3), BlockCopy(2, 1, 0)])
+    for group, (source, targets) in enumerate([(5, {2, 3}), (0, {6})]):
+        for block in range(7):
+            expected = before[group][:, source if block in targets else block]
+            assert cache.groups[group][:, block].equal(expected), (group, block)
+    for name, state in cache.states.items():
+        assert state[0].equal(states[name][1])
+        assert state[1:].equal(states[name][1:])

@@ -3,18 +3,23 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from baton.engine.sampling import pipeline
-from baton.engine.sampling.pipeline import sample
 from baton.engine.sampling.random import uniform
 from baton.messages import SequenceSpec
 from tests.unit.baton.engine.core.test_engine import make_spec
 
 NUM_DRAWS = 4000
+
+
+def sample(logits: torch.Tensor, specs: Sequence[SequenceSpec], positions: Sequence[int]) -> list[int]:
+    """What the sequences of these specs draw."""
+    return pipeline.sample(logits, [s.sampling for s in specs], [s.choice_index for s in specs], positions)
 
 
 def spec_of(

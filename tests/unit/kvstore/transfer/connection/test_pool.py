@@ -29,6 +29,7 @@ from tests.unit.kvstore.transfer.peers import (
     prefill_side,
     same_blocks,
     send,
+    tables_of,
 )
 
 TWO_KINDS = dataclasses.replace(CONFIG, links=("shm", "gloo"))
@@ -36,7 +37,7 @@ TWO_KINDS = dataclasses.replace(CONFIG, links=("shm", "gloo"))
 
 async def hand_over(prefill: Prefill, decode: Decode, name: str) -> str:
     """ "" or what went wrong."""
-    ticket = decode.receiver.expect(name, 640, 0, range(40), state_slot=3)
+    ticket = decode.receiver.expect(name, 640, 0, tables_of(decode.receiver, range(40), 3))
     try:
         await send(prefill, ticket, range(40))
     except BatonError as error:
@@ -49,7 +50,7 @@ async def hand_over(prefill: Prefill, decode: Decode, name: str) -> str:
 @pytest.mark.parametrize("yields", [0, 1, 2, 3])
 async def test_what_is_given_up_while_its_pair_opens_is_never_offered(yields: int) -> None:
     async with decode_side(CONFIG) as decode, prefill_side(CONFIG) as prefill:
-        ticket = decode.receiver.expect("early", 16, 0, [0], state_slot=0)
+        ticket = decode.receiver.expect("early", 16, 0, tables_of(decode.receiver, [0], 0))
         async with prefill.sender.transfer(ticket) as transfer:
             assert await eventually(lambda: bool(prefill.sender._connections._routes))
             (route,) = prefill.sender._connections._routes.values()
@@ -65,9 +66,9 @@ async def test_what_is_given_up_while_its_pair_opens_is_never_offered(yields: in
 
 async def test_a_ticket_that_is_used_twice_harms_only_the_second() -> None:
     async with decode_side(CONFIG) as decode, prefill_side(CONFIG) as prefill:
-        ticket = decode.receiver.expect("once", 640, 0, range(40), state_slot=3)
+        ticket = decode.receiver.expect("once", 640, 0, tables_of(decode.receiver, range(40), 3))
         async with prefill.sender.transfer(ticket) as transfer:
-            transfer.attach(range(40), 3)
+            transfer.extend(tables_of(transfer, range(40), 3))
             assert await eventually(lambda: all(part.granted for part in transfer._parts.values()))
             with pytest.raises(BatonError, match="in use already"):
                 await send(prefill, ticket, range(40))
@@ -150,7 +151,7 @@ async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> 
     """Its connection stands and it reads, and there is no link that could break: the session alone can notice."""
     config = dataclasses.replace(CONFIG, op_timeout_s=0.5, ping_s=0.2, open_timeout_s=60.0, lease_s=60.0)
     async with decode_side(config) as decode, prefill_side(config) as prefill:
-        ticket = decode.receiver.expect("silent", 32, 0, [0, 1], state_slot=0)
+        ticket = decode.receiver.expect("silent", 32, 0, tables_of(decode.receiver, [0, 1], 0))
         arriving = asyncio.create_task(decode.receiver.wait_committed(ticket))
         hello = prefill.sender._connections._hello
         planned = plan(
@@ -178,7 +179,7 @@ async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> 
         assert {type(message) for message in heard} >= {Welcome, Grant, Ping}, (
             "it was a session, and the offer was taken"
         )
-        assert await decode.receiver.release(ticket) == (0, 1)
+        assert (await decode.receiver.release(ticket))[0] == (0, 1)
         assert await eventually(lambda: not decode.receiver._threads)
         assert await hand_over(prefill, decode, "next") == ""
 

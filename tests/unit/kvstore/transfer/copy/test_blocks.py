@@ -12,11 +12,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.model.kv_cache import KVCache
+from baton.engine.core.kv_spec import BlockTables
+from baton.engine.model.kv_cache import KVCache, torch_dtype
 from baton.messages import GroupLayout, KvLayout, StateLayout
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.copy.checksum import Xxh3
-from kvstore.transfer.protocol.layout import heads_of, rank_spec, source_ranks, torch_dtype
+from kvstore.transfer.protocol.layout import heads_of, rank_spec, source_ranks
 from kvstore.transfer.protocol.plan import TransferPlan, WireOptions, plan
 
 torch.set_num_threads(1)
@@ -61,8 +62,13 @@ class Side:
     block_ids: list[int]
     state_slot: int
 
+    @property
+    def tables(self) -> BlockTables:
+        states = ((self.state_slot,),) if self.layout.states else ()
+        return (tuple(self.block_ids),) * len(self.layout.groups) + states
+
     def rows(self, planned: TransferPlan) -> BlockCopier:
-        return BlockCopier(self.cache, planned, self.layout, self.rank, self.block_ids, state_slot=self.state_slot)
+        return BlockCopier(self.cache, planned, self.layout, self.rank, self.tables)
 
     def write(self, pages: Pages, tokens: range, group: int, layer: int) -> None:
         """What computing `tokens` in one layer of a group does."""
@@ -207,9 +213,9 @@ def test_a_move_and_the_block_after_the_last_token(src: KvLayout, dst: KvLayout,
 def test_a_block_that_the_cache_does_not_have_is_refused() -> None:
     side = make_side(layout(), 0, 64, seed=1)
     planned = plan(side.layout, 0, side.layout, 0, 64, 0, OPTIONS)
-    for block in (-1, side.cache.num_blocks):
+    for block in (-2, side.cache.num_blocks):
         with pytest.raises(ValueError, match="does not have all of"):
-            BlockCopier(side.cache, planned, side.layout, 0, [0, 1, 2, block])
+            BlockCopier(side.cache, planned, side.layout, 0, ((0, 1, 2, block),) * len(side.layout.groups))
 
 
 def test_integers_travel_as_they_are() -> None:
@@ -239,8 +245,8 @@ def test_states_travel_whole_and_alone() -> None:
         others = tensor[[slot for slot in range(NUM_STATE_SLOTS) if slot != destination.state_slot]]
         assert bool((others.isnan() | (others == -1)).all())
     assert_arrived(destination, pages, range(20))
-    with pytest.raises(ValueError, match="state_slot is needed"):
-        BlockCopier(source.cache, planned, stateful, 1, source.block_ids)
+    with pytest.raises(ValueError, match="a sequence has 4 block tables here, got 3"):
+        BlockCopier(source.cache, planned, stateful, 1, source.tables[:-1])
 
 
 @given(
@@ -368,8 +374,8 @@ def test_on_a_gpu_a_gather_waits_for_its_fence_on_a_stream_of_its_own(slot_devic
         want, destination = make_side(dst, rank, num_tokens, 3), make_side(dst, rank, num_tokens, 3, "cuda")
         move(computed, want, num_tokens, options=replace(OPTIONS, wire_dtype=wire))
         planned = plan(src, 0, dst, rank, num_tokens, 0, replace(OPTIONS, wire_dtype=wire))
-        ours = BlockCopier(source.cache, planned, src, 0, source.block_ids, stream=copy)
-        theirs = BlockCopier(destination.cache, planned, dst, rank, destination.block_ids, stream=copy)
+        ours = BlockCopier(source.cache, planned, src, 0, source.tables, stream=copy)
+        theirs = BlockCopier(destination.cache, planned, dst, rank, destination.tables, stream=copy)
         fence = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(compute):
             # Tens of milliseconds before the KV is there.

@@ -33,7 +33,7 @@ from baton.messages import (
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.pipeline.driven import DrivenMachine
 from kvstore.transfer.pipeline.receive_loop import ChunkWriter, ReceiveLoop
-from kvstore.transfer.pipeline.send_loop import ChunkQueue, Place, SendLoop
+from kvstore.transfer.pipeline.send_loop import ChunkQueue, Place, ReadyChunk, SendLoop
 from kvstore.transfer.pipeline.thread import TransportThread
 from kvstore.transfer.protocol import receive_state as receiving
 from kvstore.transfer.protocol import send_state as sending
@@ -146,8 +146,8 @@ class Sides:
         transfer_id = f"t{block}"
         generation = self.at_ledger.ask(lambda ledger: ledger.reserve(transfer_id, (block,), 1e9))
         ticket = ticket_of(transfer_id, generation)
-        outbound = ChunkQueue(ticket, BlockCopier(self.source, self.plan, LAYOUT, 0, [block]), True)
-        rows = BlockCopier(self.target, self.plan, LAYOUT, 0, [block])
+        outbound = ChunkQueue(ticket, BlockCopier(self.source, self.plan, LAYOUT, 0, ((block,),)), True)
+        rows = BlockCopier(self.target, self.plan, LAYOUT, 0, ((block,),))
         self.inbounds[generation] = ChunkWriter(ticket, SESSION, rows, self.at_ledger, checked=True)
         self.outbounds[generation] = outbound
         self.received[generation], self.sent[generation] = loop.create_future(), loop.create_future()
@@ -413,7 +413,7 @@ async def test_a_chunk_is_written_only_when_the_ledger_says_so(when: str) -> Non
         slot = sides.pools[0].take(0)
         assert slot is not None
         chunk = sides.plan.chunks[0]
-        checksum = outbound.gather(chunk, slot.payload(chunk.num_bytes))
+        checksum = outbound.gather(ReadyChunk(0, chunk, None), slot.payload(chunk.num_bytes))
         header = outbound.header(0, chunk, checksum, Place(epoch=3, place=0, next_bytes=0))
         if when != "not granted":
             ids = (SESSION + (when == "of another session"), "t0", generation)
@@ -432,8 +432,8 @@ async def test_a_chunk_is_written_only_when_the_ledger_says_so(when: str) -> Non
         sides.pools[0].give(slot)
 
 
-async def test_a_fence_holds_until_there_is_another() -> None:
-    """What is told of a step's end without one, such as that it has no more layers, does not undo it."""
+async def test_each_chunk_keeps_the_fence_that_made_it_ready() -> None:
+    """A newer one may be of a step that only begins; none means that the KV is there already."""
     fences: list[object] = []
 
     class Watched(BlockCopier):
@@ -443,13 +443,13 @@ async def test_a_fence_holds_until_there_is_another() -> None:
     cache = KVCache(rank_spec(LAYOUT, 0), NUM_BLOCKS, 1)
     planned = plan(LAYOUT, 0, LAYOUT, 0, 16, 0, OPTIONS)
     ticket = ticket_of("t", 1)
-    outbound = ChunkQueue(ticket, Watched(cache, planned, LAYOUT, 0, [0]), checked=False)
+    outbound = ChunkQueue(ticket, Watched(cache, planned, LAYOUT, 0, ((0,),)), checked=False)
     first, second = (cast("Fence", object()) for _ in range(2))
     for num_layers, fence in ((3, first), (4, None), (5, second), (9, None)):
         outbound.advance(16, num_layers, fence)
-        while (ready := outbound.take_ready()) is not None:
-            outbound.gather(ready[1], torch.empty(ready[1].num_bytes, dtype=torch.uint8))
-    assert fences == [first] * 4 + [second] * 5
+    while (ready := outbound.take_ready()) is not None:
+        outbound.gather(ready, torch.empty(ready.chunk.num_bytes, dtype=torch.uint8))
+    assert fences == [first] * 3 + [None] + [second] + [None] * 4, "that which made it ready, however late it is sent"
 
 
 async def test_a_chunk_number_beyond_the_plan_is_corruption() -> None:
@@ -502,8 +502,8 @@ async def test_messages_of_another_epoch_end_the_receiving_lane(kind: str) -> No
 async def test_a_chunk_that_cannot_be_written_fails_the_transfer_and_ends_the_lane() -> None:
     async with running("shm") as sides:
         generation = sides.offer(0)
-        rows = BlockCopier(sides.target, sides.plan, LAYOUT, 0, [0])
-        rows._blocks[0] = NUM_BLOCKS + 99
+        rows = BlockCopier(sides.target, sides.plan, LAYOUT, 0, ((0,),))
+        rows._tables[0][0] = NUM_BLOCKS + 99
         ticket = ticket_of("t0", generation)
         sides.inbounds[generation] = ChunkWriter(ticket, SESSION, rows, sides.at_ledger, True)
         sides.finish(generation)

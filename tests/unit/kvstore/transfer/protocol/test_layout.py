@@ -3,11 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.model.kv_cache import KVSpec, LayerGroup, StateSpec
+from baton.engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from baton.messages import GroupLayout, KvLayout, StateLayout
 from kvstore.transfer.protocol.layout import (
     destination_ranks,
@@ -110,9 +109,8 @@ def test_a_ranks_cache_and_its_layout_tell_each_other(tp_size: int) -> None:
 
 def test_the_layout_of_a_cache() -> None:
     spec = KVSpec(
-        32,
-        (LayerGroup(name="all", layers=(0, 1), num_kv_heads=2, k_dim=64, v_dim=64, dtype=torch.bfloat16),),
-        (StateSpec("conv", (3, 5), torch.float32),),
+        (LayerGroup(name="all", layers=(0, 1), num_kv_heads=2, k_dim=64, v_dim=64, block_size=32, dtype="bfloat16"),),
+        (StateSpec("conv", (3, 5), "float32"),),
     )
     want = KvLayout(
         32, 1, (GroupLayout(name="all", layers=(0, 1), num_kv_heads=2, k_dim=64, v_dim=64, dtype="bfloat16"),), (CONV,)

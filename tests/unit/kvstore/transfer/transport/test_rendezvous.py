@@ -35,6 +35,7 @@ from tests.unit.kvstore.transfer.peers import (
     prefill_side,
     send,
     served,
+    tables_of,
     with_link,
 )
 from tests.unit.kvstore.transfer.transport.ends import transport_end
@@ -158,10 +159,10 @@ async def sending_to_an_impostor(kind: str) -> AsyncIterator[tuple[Child, Impost
         served(impostor) as (address, _),
         child("prefill", config) as prefill,
     ):
-        ticket = decode.receiver.expect("t", 160, 0, list(range(10)), state_slot=3)
+        ticket = decode.receiver.expect("t", 160, 0, tables_of(decode.receiver, list(range(10)), 3))
         yield prefill, impostor, dataclasses.replace(ticket, kv_address=address)
         await decode.receiver.release(ticket)
-        good = decode.receiver.expect("good", 160, 0, list(range(10)), state_slot=3)
+        good = decode.receiver.expect("good", 160, 0, tables_of(decode.receiver, list(range(10)), 3))
         assert await prefill.ask("send", good, list(range(10)), 160, 5, 1) == "committed"
         await decode.receiver.release(good)
 
@@ -200,7 +201,7 @@ async def test_gloo_is_for_those_who_ask_for_it() -> None:
     ours = dataclasses.replace(CONFIG, links=type(CONFIG)().links)
     hello = await hello_of(with_link("gloo"))
     async with decode_side(ours) as decode:
-        decode.receiver.expect("t", 160, 0, list(range(10)), state_slot=3)
+        decode.receiver.expect("t", 160, 0, tables_of(decode.receiver, list(range(10)), 3))
         heard, _ = await answers(decode.receiver.kv_address, hello, Rendezvous("0/0", b""))
         assert heard[-1] == SessionFailed(
             "TransferRefused: worker prefill-0 offers the links gloo, worker decode-0 can use shm, tcp"
@@ -219,7 +220,7 @@ async def test_a_receiver_chooses_among_what_it_was_offered() -> None:
         prefill_side(with_link("tcp")) as prefill,
         served(impostor) as (address, _),
     ):
-        ticket = decode.receiver.expect("t", 160, 0, list(range(10)), state_slot=3)
+        ticket = decode.receiver.expect("t", 160, 0, tables_of(decode.receiver, list(range(10)), 3))
         with pytest.raises(BatonError, match="worker decode-0 chose a 'gloo' link, this worker offered tcp"):
             await send(prefill, dataclasses.replace(ticket, kv_address=address), list(range(10)))
         await decode.receiver.release(ticket)

@@ -1,0 +1,146 @@
+"""The shape of a KV cache in plain values: what scheduler, hand-over and simulator need to know of it.
+
+A model's layers form groups whose KV has one shape. Each sequence has a block table and a count of tokens for every
+group. A dense model is one group. Recurrent layers keep a state of fixed size beside the KV: all states of a sequence
+together are one more group, whose table always holds one block, so a state is reserved, pinned, copied and handed over
+like any other block.
+
+    block_ids    ( table of group 0, table of group 1, ..., table of the states )     the last only where there are any
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from baton.blocks import GRANULE
+
+BlockTables = tuple[tuple[int, ...], ...]
+"""Block ids in sequence order, one table per layer group, then the states' table where the model has states."""
+
+EMPTY_PLACE = -1
+"""In a block table: the block was given back (its tokens have left the layers' window). Nothing reads this place."""
+
+DTYPE_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
+    "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+"""Bytes per element, by torch's name of the data type without `torch.`."""
+
+
+class PageOrder(StrEnum):
+    """The order of values within one KV head of a block."""
+
+    K_THEN_V = "k_then_v"
+    """The K of all tokens, then the V of all tokens."""
+    BY_TOKEN = "by_token"
+    """The K and V of one token side by side, token after token."""
+    OPAQUE = "opaque"
+    """Known to the engine alone, which names it by a tag. Blocks are copied whole between equal tags."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers whose KV has one shape, and the blocks that hold it.
+
+    Raises:
+        ValueError: the block size is not a multiple of 16, or the data type is unknown.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    """The model's layer indices, ascending."""
+    block_size: int
+    """Tokens per block, a multiple of 16. Groups of one model may differ."""
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: str
+    """A key of `DTYPE_BYTES`."""
+    page_order: PageOrder = PageOrder.K_THEN_V
+    tag: str = ""
+    """Name of an opaque page order; empty otherwise."""
+    strides: tuple[int, int] = (0, 0)
+    """Elements from one layer to the next and from one block to the next; 0: without gaps."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.block_size % GRANULE:
+            raise ValueError(f"block_size must be a multiple of {GRANULE}, got {self.block_size}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        if (self.page_order is PageOrder.OPAQUE) != bool(self.tag):
+            raise ValueError(f"an opaque page order needs a tag, and only that: {self.page_order}, {self.tag!r}")
+
+    @property
+    def page_numel(self) -> int:
+        """Elements of one head's K and V in a block."""
+        return self.block_size * (self.k_dim + self.v_dim)
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one block of one layer."""
+        return self.num_kv_heads * self.page_numel
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        return self.row_numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """A named tensor of fixed size that every sequence of a recurrent model carries."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """A key of `DTYPE_BYTES`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence's state."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """Shape of a KV cache: the same on every worker of a model with equal settings."""
+
+    groups: tuple[LayerGroup, ...]
+    states: tuple[StateSpec, ...] = ()
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of the shortest prefix that whole blocks of every group hold: the unit of prefix reuse."""
+        return math.lcm(*(group.block_size for group in self.groups))
+
+    @property
+    def num_layers(self) -> int:
+        """The model's layers up to and including the last one with KV."""
+        return 1 + max(layer for group in self.groups for layer in group.layers)
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables of a sequence."""
+        return len(self.groups) + bool(self.states)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of every group, over all layers."""
+        return sum(len(group.layers) * group.row_bytes for group in self.groups)
+
+    @property
+    def supports_prefix_reuse(self) -> bool:
+        """Whether blocks alone restore a prefix. A state cannot be cropped to one."""
+        return not self.states
+
+    def describe(self) -> str:
+        """Returns one line in words: what two sides must agree on."""
+        sizes = "/".join(str(size) for size in sorted({group.block_size for group in self.groups}))
+        groups = "; ".join(
+            f"{g.name}: {len(g.layers)} layers x {g.num_kv_heads} heads x ({g.k_dim}+{g.v_dim}) {g.dtype}"
+            for g in self.groups
+        )
+        states = "".join(f"; state {s.name}{list(s.shape)}" for s in self.states)
+        return f"block size {sizes}; {groups}{states}"

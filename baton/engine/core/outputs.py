@@ -1,0 +1,98 @@
+"""What an engine says to the services of its worker, as values: nothing here changes once it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton.cluster import BlockCounts
+from baton.costs import StepCosts
+from baton.engine.core.kv_spec import BlockTables
+from baton.engine.core.runner import Fence
+from baton.messages import PrefillReport
+from baton.sampling import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A RECEIVE sequence has its blocks."""
+
+    sequence_key: int
+    block_ids: BlockTables
+    num_tokens: int
+    """Known tokens of the sequence."""
+    num_cached_tokens: int
+    """Leading tokens that are already in the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A PREFILL sequence has blocks. An engine that gives them bit by bit reports the others with its progress."""
+
+    sequence_key: int
+    block_ids: BlockTables
+    num_cached_tokens: int
+    """Leading tokens that are already in the blocks."""
+
+
+class Generated(NamedTuple):
+    """A sequence's next tokens, none to several. A named tuple, because each step makes one per sequence."""
+
+    sequence_key: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[float, ...] | None = None
+    report: PrefillReport | None = None
+    """How the prompt was computed: in the first output of a sequence that was computed here, whose KV is there then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A sequence gave its blocks up. It is computed again and goes on; what a transfer reads of it is pinned."""
+
+    sequence_key: int
+
+
+Output = Reserved | Admitted | Generated | Preempted
+
+
+class KvProgress(NamedTuple):
+    """The KV of the first `num_tokens` tokens is in the blocks, in the model's first `num_layers` layers, for a reader
+    that has waited for `fence` on its own stream (None: at once)."""
+
+    num_tokens: int
+    num_layers: int
+    fence: Fence | None = None
+    block_ids: BlockTables | None = None
+    """All blocks of the sequence so far, where it has got more since the last report."""
+
+
+OnProgress = Callable[[KvProgress], None]
+"""Receives how far a sequence's KV has come; see `ServedSequence.watch`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Blocks that stay what they are until the pin is given back."""
+
+    pin_id: int
+    block_ids: BlockTables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What an engine has to do and what it holds."""
+
+    running: int
+    waiting: int
+    queued_tokens: int
+    blocks: BlockCounts
+    preemptions: int
+    """Since the start."""
+    costs: StepCosts
+    """What steps cost, as far as the ones so far have shown."""
+    busy_s: float
+    """Seconds spent in steps, since the start."""
+    computed_tokens: int
+    """Tokens computed in those steps."""

@@ -1,0 +1,29 @@
+"""What the RPC handlers of both roles are given of their worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.errors import WorkerDraining
+
+if TYPE_CHECKING:
+    from baton.engine.core.serving import ServingEngine
+    from kvstore.transfer.endpoint import KvEndpoint
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """One worker, as the handlers of its role see it."""
+
+    worker_id: str
+    engine: ServingEngine
+    kv: KvEndpoint
+    is_draining: Callable[[], bool] = lambda: False
+    """Whether the worker leaves its role, and takes no new work."""
+
+    def require_staying(self) -> None:
+        """Raises WorkerDraining while the worker leaves its role."""
+        if self.is_draining():
+            raise WorkerDraining(f"{self.worker_id} takes no new work")
