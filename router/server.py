@@ -26,7 +26,7 @@ from baton.rpc.server import CLIENTS_PING_TIMEOUT_S
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
 from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
-from kvstore.index import Connection, GarbageBook, Mirror, MirrorFollower, RedisIndex
+from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex
 from kvstore.leases import RedisLeases, RedisRecords
 from router.admission import Limiter, ModelFacts, SloCounts
 from router.admission.tenants import TenantBook
@@ -60,7 +60,7 @@ class _HttpServer(uvicorn.Server):
 class _Store:
     """What the router reads from Redis and writes to it."""
 
-    redis: Connection
+    redis: RedisConnection
     leases: RedisLeases
     index: RedisIndex
     mirror: Mirror
@@ -70,8 +70,8 @@ class _Store:
     @staticmethod
     def connect(config: IndexConfig, content: str) -> _Store:
         garbage, mirror = GarbageBook(), Mirror()
-        redis = Connection(config.redis_url, garbage)
-        index = RedisIndex(Connection(config.redis_url, garbage), content)
+        redis = RedisConnection(config.redis_url, garbage)
+        index = RedisIndex(RedisConnection(config.redis_url, garbage), content)
         follower = MirrorFollower(
             index,
             mirror,
@@ -85,7 +85,7 @@ class _Store:
             index=index,
             mirror=mirror,
             follower=follower,
-            journal=Journal(RedisRecords(Connection(config.redis_url, garbage), content)),
+            journal=Journal(RedisRecords(RedisConnection(config.redis_url, garbage), content)),
         )
 
     async def close(self) -> None:

@@ -1,9 +1,10 @@
-"""`baton doctor`: checks that what must agree agrees, on a laptop, in a container and across a cluster, and says how to
-mend it. It changes nothing, and no look at a network takes longer than a few seconds.
+"""`baton doctor`: checks a laptop, a container or a whole cluster for what must agree, and says how to mend it.
+
+It changes nothing, and no access to a network takes longer than a few seconds.
 
     laptop                          the installation, this machine, and the cluster if one runs
-    cluster                         the cluster alone, from wherever a router can be reached: inside of it sees most
-    router | controller | worker    what that container needs before it starts; nothing else has to run but Redis
+    cluster                         the cluster alone, through a router; most can be checked from inside the cluster
+    router | controller | worker    what that container needs before it starts; only Redis must be running
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ MIN_MEMORY_GIB = 4.0
 MIN_DISK_GIB = 3.0
 MIN_SHM_MIB = 256
 SPARE_FILES = 256
-"""Descriptors that a process needs besides its clients' connections."""
+"""Descriptors that a process needs beside its clients' connections."""
 DISTRIBUTION = "baton-serving"
 
 
@@ -63,7 +63,7 @@ def packages(extras: Collection[str]) -> Iterator[Check]:
 
 
 def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The version of the kernel's NVIDIA driver, as far as it is told; empty: there is none."""
+    """The version of the kernel's NVIDIA driver; empty: there is none, or its version is unknown."""
     if path.exists() and (version := re.search(r"Kernel Module\D*([\d.]+)", path.read_text())):
         return version[1]
     return "of unknown version" if shutil.which("nvidia-smi") else ""
@@ -152,11 +152,10 @@ def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
 
 
 def nccl_interfaces(setting: str, up: Collection[str]) -> Check:
-    """Whether NCCL finds a network by NCCL_SOCKET_IFNAME: prefixes, `^` before those that are not meant, `=` for whole
-    names.
+    """Whether NCCL finds a network by NCCL_SOCKET_IFNAME: prefixes, after `^` those to avoid, after `=` whole names.
 
     Args:
-        up: interfaces of this machine that are up.
+        up: the interfaces of this machine that are up.
     """
     is_excluding, rest = setting.startswith("^"), setting.removeprefix("^")
     is_exact, listed = rest.startswith("="), [name for name in rest.removeprefix("=").split(",") if name]
@@ -190,10 +189,10 @@ def rdma(devices: Path, nodes: Path, is_disabled: bool, memlock: int) -> Check:
     """RDMA devices of the machine, and whether this process may use them.
 
     Args:
-        devices: the kernel's list of them.
-        nodes: where their device files are.
-        is_disabled: NCCL is told not to use them.
-        memlock: bytes that this process may lock; -1: any.
+        devices: the kernel's list of the devices.
+        nodes: the folder of their device files.
+        is_disabled: whether NCCL is configured not to use them.
+        memlock: bytes that this process may lock; -1: any number.
     """
     states = {path.name: _rdma_state(path) for path in devices.glob("*")}
     active = [name for name, state in states.items() if "ACTIVE" in state]
@@ -232,10 +231,10 @@ def embedded_redis() -> Iterator[Check]:
 
 
 def model(config: Config, is_needed: bool) -> Iterator[Check]:
-    """Whether the model is where it is read from.
+    """Whether the model is in its folder.
 
     Args:
-        is_needed: it has to be there already; else whatever starts first fetches it.
+        is_needed: it must be there already; otherwise the first process that starts fetches it.
     """
     name = config.model.path or config.model.id
     lacking = "fail" if is_needed else "warn"
@@ -280,7 +279,7 @@ def memory(needed_gib: float) -> Iterator[Check]:
 
 
 def worker_memory_gib(config: Config) -> float:
-    """What the processes of a worker's ranks take at least, and the KV that is asked for."""
+    """The least memory of the processes of a worker's ranks, with the KV that is asked for, in GiB."""
     asked = config.engine.kv_cache_gib
     return config.engine.tensor_parallel * (PROCESS_BYTES / GIB if asked == "auto" else asked)
 
@@ -299,7 +298,7 @@ def disk(config: Config) -> Iterator[Check]:
 
 
 def ranks_memory_mib(config: Config) -> float:
-    """Of shared memory: on CPUs the KV caches of a worker's ranks but the first lie there."""
+    """Shared memory for a worker's ranks, in MiB: on CPUs it holds the KV caches of all ranks but the first."""
     import torch
 
     if config.model.device != "cpu" and torch.cuda.is_available():
@@ -309,7 +308,7 @@ def ranks_memory_mib(config: Config) -> float:
 
 
 def shared_memory(ranks_mib: float = 0.0, path: Path = Path("/dev/shm")) -> Iterator[Check]:
-    """Ray's objects and NCCL's buffers of one node lie there, and what `ranks_memory_mib` says."""
+    """The check of shared memory, which holds Ray's objects, NCCL's buffers and the ranks' caches of one node."""
     if not path.is_dir():
         yield Check("shared memory", "warn", f"there is no {path}", "mount a tmpfs there")
         return
@@ -420,5 +419,5 @@ def existing_parent(folder: Path) -> Path:
 
 
 def hostname() -> str:
-    """As a worker announces it."""
+    """This machine's name, as a worker announces it."""
     return socket.gethostname()

@@ -1,7 +1,11 @@
-"""Who owns which prefix. `protocol.py` tells the whole story; nothing here needs torch."""
+"""The index of prefixes: which worker has which KV blocks in its cache. Starts at `protocol`; needs no torch.
 
-from kvstore.index.connection import Connection, without_password
-from kvstore.index.events import ORIGIN, Answer, BlockEvent, Cursor, IndexState, Op, Outcome, Position, Tier
+Workers publish the changes of their caches (`publisher`), routers follow them (`follower`) into a copy of their own
+(`mirror`). Redis holds the index (`redis`, `keys`, `connection`); tests hold it in memory (`memory`).
+"""
+
+from kvstore.index.connection import RedisConnection, without_password
+from kvstore.index.events import ORIGIN, BlockEvent, Cursor, IndexAnswer, IndexOutcome, IndexState, Op, Position, Tier
 from kvstore.index.follower import MirrorFollower
 from kvstore.index.garbage import GarbageBook
 from kvstore.index.memory import MemoryIndex, MemoryStore
@@ -12,12 +16,12 @@ from kvstore.index.redis import RedisIndex
 
 __all__ = [
     "ORIGIN",
-    "Answer",
     "Applied",
     "BlockEvent",
-    "Connection",
     "Cursor",
     "GarbageBook",
+    "IndexAnswer",
+    "IndexOutcome",
     "IndexPublisher",
     "IndexState",
     "MemoryIndex",
@@ -25,9 +29,9 @@ __all__ = [
     "Mirror",
     "MirrorFollower",
     "Op",
-    "Outcome",
     "Position",
     "PrefixIndex",
+    "RedisConnection",
     "RedisIndex",
     "Tier",
     "without_password",

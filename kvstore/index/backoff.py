@@ -1,4 +1,4 @@
-"""How long to wait before trying the store again."""
+"""The pause before the store is tried again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ LONGEST_S = 2.0
 
 
 def backoff_s(num_failures: int) -> float:
-    """Doubles with each failure in a row, up to 2 s, half of it at random: when Redis returns, not all come at once."""
+    """Returns the pause after a number of failures in a row.
+
+    It doubles each time, up to 2 s; half of it is random, so that clients do not all return at once with Redis.
+    """
     longest = min(FIRST_S * 2.0 ** min(num_failures - 1, 10), LONGEST_S)
     return longest * random.uniform(0.5, 1.0)

@@ -1,4 +1,4 @@
-"""A Redis connection that fails in one way only."""
+"""A Redis connection whose every failure is StoreUnavailable."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class WrongType:
-    """In place of an answer: the key holds a value of another type than the command is for."""
+    """Stands for an answer: the key holds a value of another type than the command expects."""
 
     reason: str
 
 
 def without_password(url: str) -> str:
-    """The URL as others may see it."""
+    """Returns the URL with its password hidden."""
     parts = urlsplit(url)
     if parts.password is None:
         return url
@@ -44,13 +44,13 @@ def without_password(url: str) -> str:
     return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
 
 
-class Connection:
+class RedisConnection:
     """A pool of connections to the Redis at `redis://HOST:PORT/DB` or `unix://PATH`; connects on first use.
 
     It never retries by itself: a script that was cut off may have run, and only its caller knows what to do then.
 
     Args:
-        garbage: where to note what cannot be read; by default a book of its own.
+        garbage: the book in which unreadable values are noted; by default a new one.
 
     Raises:
         ConfigError: the URL is not one of Redis.
@@ -73,15 +73,18 @@ class Connection:
         self.garbage = garbage or GarbageBook()
 
     async def call(self, *command: Any) -> Any:
-        """Raises: StoreUnavailable."""
+        """Executes one command, and returns its answer. Raises StoreUnavailable."""
         async with _one_try():
             return await self._redis.execute_command(*command)
 
     async def pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """One round trip, in order, not atomic. A command that met a wrong type has a WrongType for its answer.
+        """Executes commands in one round trip, in order, not atomically.
+
+        Returns:
+            The answers; a WrongType for each command that met a value of another type.
 
         Raises:
-            StoreUnavailable: any other error of any of them.
+            StoreUnavailable: a command failed otherwise.
         """
         if not commands:
             return []
@@ -92,25 +95,25 @@ class Connection:
         return [_answer(found) for found in answers]
 
     async def run(self, script: Script, keys: Sequence[str], *args: str | bytes | int) -> list[Any]:
-        """What the script has to say; the garbage that it met is noted. Raises: StoreUnavailable."""
+        """Runs a script, notes the unreadable values that it met, and returns its answer. Raises StoreUnavailable."""
         async with _one_try():
             try:
                 answer = await self._redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
             except NoScriptError:  # the server is new or restarted; EVAL also loads the script
                 answer = await self._redis.execute_command("EVAL", script.text, len(keys), *keys, *args)
-        told: list[Any]
-        *told, garbage = answer
+        results: list[Any]
+        *results, garbage = answer
         for key in garbage:
             self.note(key.decode(), "its type or form is wrong")
-        return told
+        return results
 
     async def boot(self, key: str) -> str:
-        """The token at `key`, drawn here if the store has none. Raises: StoreUnavailable."""
+        """Returns the boot token at `key`, drawn here if the store has none. Raises StoreUnavailable."""
         (token,) = await self.run(BOOT, [key], uuid.uuid4().hex)
         return str(token, "ascii")
 
     async def ids(self, key: str) -> list[str]:
-        """The set of ids at `key`, sorted. What is none is taken out. Raises: StoreUnavailable."""
+        """Returns the set of ids at `key`, sorted; removes members that are no ids. Raises StoreUnavailable."""
         (members,) = await self.pipeline([("SMEMBERS", key)])
         if isinstance(members, WrongType):
             self.note(key, members.reason)
@@ -125,15 +128,16 @@ class Connection:
         return sorted(found)
 
     def note(self, key: str, reason: object) -> None:
-        """What lies at `key` cannot be read, and is skipped."""
+        """Notes that the value at `key` cannot be read and is skipped."""
         self.garbage.note(kind_of(key), key, reason)
 
     async def close(self) -> None:
+        """Closes the pool."""
         await self._redis.aclose()
 
 
 class Script:
-    """A Lua script that lies beside the code of `package`; `prelude.lua` goes before it."""
+    """A Lua script from a package's folder, preceded by `prelude.lua`."""
 
     def __init__(self, package: str, name: str) -> None:
         parts = ((__package__, "prelude.lua"), (package, name))
@@ -145,7 +149,7 @@ BOOT = Script("kvstore.index", "boot.lua")
 
 
 def _answer(found: Any) -> Any:
-    """Of one command in a pipeline."""
+    """Returns the answer of one command in a pipeline, or raises StoreUnavailable."""
     if isinstance(found, ResponseError) and "WRONGTYPE" in str(found):
         return WrongType(str(found))
     if isinstance(found, RedisError):

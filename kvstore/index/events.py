@@ -1,4 +1,4 @@
-"""What a worker says about its prefix cache, and what the index answers."""
+"""The events that a worker publishes about its prefix cache, and the answers of the index."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ ORIGIN: Cursor = (0, 0)
 
 
 class Op(StrEnum):
+    """The kinds of change of a worker's cache."""
+
     STORED = "+"
     REMOVED = "-"
     CLEARED = "clear"
     SNAPSHOT_BEGIN = "snap"
-    """The parts that follow are the worker's whole cache. What it owned until now counts until SNAPSHOT_END."""
+    """Announces that the parts that follow are the whole cache; the previous blocks count until SNAPSHOT_END."""
     SNAPSHOT_PART = "snap+"
     SNAPSHOT_END = "snap."
-    """The parts replace what the worker owned, all at once."""
+    """Replaces the previous blocks by the parts, atomically."""
 
 
 class Tier(StrEnum):
-    """Where a block lies. Workers have their device today.
+    """The memory that holds a block. Workers use their device today.
 
-    An entry of the index is a block key, followed by the tier's letter where that is not the device. So one set holds
-    all tiers of a worker, what concerns the whole worker concerns all of them, and who looks up bare keys sees the
-    device alone.
+    An entry of the index is a block key, followed by the tier's letter unless the tier is the device. So one set holds
+    all tiers of a worker, operations on the worker cover all of them, and a look-up of bare keys finds blocks on the
+    device only.
     """
 
     DEVICE = ""
@@ -37,11 +39,11 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEvent:
-    """One change of one worker's cache. (worker_id, epoch, seq) names it; seq counts from 1 without gaps.
+    """One change of one worker's cache, identified by (worker_id, epoch, seq); seq counts from 1 without gaps.
 
-    `tier` is that of `keys`; CLEARED and the beginning and end of a snapshot concern all tiers. Only SNAPSHOT_BEGIN may
-    jump ahead in seq. SNAPSHOT_END carries no keys but how many its parts had, in `num_keys`, so that a reader who
-    missed a part knows.
+    `tier` is the tier of `keys`; CLEARED and the beginning and end of a snapshot cover all tiers. Only SNAPSHOT_BEGIN
+    may jump ahead in seq. SNAPSHOT_END carries no keys, but in `num_keys` the number of keys of its parts, so that a
+    reader detects a missing part.
     """
 
     worker_id: str
@@ -54,29 +56,32 @@ class BlockEvent:
 
     @property
     def entries(self) -> tuple[bytes, ...]:
+        """The entries of the index: the keys with the tier's letter."""
         if not self.tier:
             return self.keys
         letter = self.tier.encode()
         return tuple(key + letter for key in self.keys)
 
 
-class Outcome(StrEnum):
+class IndexOutcome(StrEnum):
+    """What the index did with an event."""
+
     APPLIED = "applied"
     RESYNC = "resync"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of an event: APPLIED, or RESYNC (nothing changed; publish a snapshot with a seq above `seq`)."""
+class IndexAnswer:
+    """The result of an event: APPLIED, or RESYNC (nothing changed; publish a snapshot with a seq above `seq`)."""
 
-    outcome: Outcome
+    outcome: IndexOutcome
     seq: int
-    """Of the last event the index holds of this epoch; 0: none."""
+    """The last event of this epoch that the index has applied; 0 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Up to where a worker's events are applied."""
+    """The last event of a worker that is applied."""
 
     epoch: int
     seq: int
@@ -84,10 +89,10 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class IndexState:
-    """Read together, the tip last: every event that `owners` counts lies at or before `tip`."""
+    """A state of the index, read with its tip last: every event that `owners` counts lies at or before `tip`."""
 
     boot: str
-    """Drawn anew whenever the store starts without its state."""
+    """A token that changes whenever the store starts without its state."""
     owners: dict[str, Position]
-    """The workers whose lease is alive."""
+    """The positions of the workers whose lease is alive."""
     tip: Cursor

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class MirrorFollower:
-    """Feeds `mirror` from `index` while `run` runs. The caller owns that task, the index and the mirror.
+    """Updates `mirror` from `index` while `run` runs. The caller owns that task, the index and the mirror.
 
     `clock` is monotonic, in seconds.
     """
@@ -52,7 +52,7 @@ class MirrorFollower:
         self.mirror = mirror
         self.connected = False
         self.num_rescans = 0
-        """Scans of one worker's set, those of the start included."""
+        """Number of scans of one worker's set, including those at the start."""
         self._index = index
         self._poll_s = poll_s
         self._lease_s = lease_s
@@ -67,7 +67,7 @@ class MirrorFollower:
 
     @property
     def lag_s(self) -> float:
-        """For how long the mirror has lacked something that the index has; 0: it lacks nothing that we know of."""
+        """Seconds for which the mirror has lacked something that the index has; 0 if it lacks nothing known."""
         return 0.0 if self._behind_since is None else self._clock() - self._behind_since
 
     async def run(self) -> None:
@@ -109,7 +109,7 @@ class MirrorFollower:
     def _note_leases(self, epochs: Mapping[str, int]) -> None:
         now = self._clock()
         for worker_id, epoch in epochs.items():
-            # An epoch that nobody holds came with an event that nobody should have written.
+            # An epoch without a lease came with an event that its worker was not allowed to write.
             if (position := self.mirror.position(worker_id)) and position.epoch > epoch:
                 self.mirror.forget(worker_id)
         # Right after Redis lost its state, a missing lease says nothing: the worker has not renewed it yet.

@@ -1,8 +1,8 @@
-"""What lies in the store and cannot be read.
+"""Unreadable values in the store.
 
-Whatever can reach Redis can write to it: another release, a person with a shell, a program that was given the wrong
-address. So every value is checked for its type, form and bounds where it is read. What does not fit is skipped, noted
-here, and written anew by its owner if it has one; it harms nobody but who it was to speak of.
+Any process that reaches Redis can write to it: another release, a shell, a program with the wrong address. So every
+value is checked for its type, form and bounds where it is read. A value that does not fit is skipped, noted here, and
+written again by its owner if it has one; it affects only the worker or router that it describes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from baton.cluster import StoreGarbage
 
 logger = logging.getLogger(__name__)
 MAX_LOGGED = 1000
-"""Values that are logged, each once; more are only counted."""
+"""Number of values that are logged, once each; further ones are only counted."""
 MAX_CHARACTERS = 200
-"""Of a key or a reason, in what is shown."""
+"""Longest key or reason that is shown."""
 
 
 class GarbageBook:
-    """Counts what could not be read; several connections of a process may share one."""
+    """Counts unreadable values; several connections of a process may share one book."""
 
     def __init__(self) -> None:
         self._times = Counter[str]()
@@ -28,11 +28,11 @@ class GarbageBook:
         self._logged: set[tuple[str, str]] = set()
 
     def note(self, what: str, key: str, reason: object) -> None:
-        """A value was skipped.
+        """Counts a value that was skipped.
 
         Args:
-            what: the kind of value, of a few.
-            key: where it lies.
+            what: the kind of value; there are only a few.
+            key: its key in the store.
             reason: what is wrong with it.
         """
         where = f"{_shown(key)}: {_shown(str(reason))}"
@@ -43,11 +43,11 @@ class GarbageBook:
             logger.warning("%s in Redis cannot be read and is skipped: %s", what, where)
 
     def seen(self) -> tuple[StoreGarbage, ...]:
-        """What was skipped since the process started, by kind."""
+        """Returns what was skipped since the process started, by kind."""
         return tuple(StoreGarbage(what, times, self._latest[what]) for what, times in sorted(self._times.items()))
 
 
 def _shown(text: str) -> str:
-    """On one line, and not at any length."""
+    """Returns the text on one line, cut to MAX_CHARACTERS."""
     printable = text.encode("unicode_escape").decode()
     return printable if len(printable) <= MAX_CHARACTERS else printable[:MAX_CHARACTERS] + "..."

@@ -1,13 +1,13 @@
 """Names in Redis. `{ns}` is literal: the hash tag that keeps one content id in one slot of a Redis cluster.
 
-kv:{ns}:boot               token, drawn by whoever first finds it missing: a new one means that the state was lost
+kv:{ns}:boot               token, drawn by the first client that misses it: a new one means that the state was lost
 kv:{ns}:ev                 STREAM of block events, MAXLEN ~
 kv:{ns}:blk:<wid>:<epoch>  SET of entries               one lifetime for these three, renewed with the lease,
 kv:{ns}:seq:<wid>:<epoch>  seq of the last event        so they are lost together or not at all
 kv:{ns}:snap:<wid>:<epoch> SET, parts of an unfinished snapshot
 kv:{ns}:lease:<wid>        HASH epoch, info, load       PX lease
 kv:{ns}:epoch:<wid>        the highest epoch ever given out (kept for a day)
-kv:{ns}:workers            SET of worker ids, so nobody scans the keyspace
+kv:{ns}:workers            SET of worker ids, so that no client scans the keyspace
 kv:{ns}:router:<id>        JSON                         PX lease
 kv:{ns}:routers            SET of router ids
 kv:{ns}:controller         JSON                         PX lease
@@ -18,17 +18,17 @@ kv:{ns}:req:<n>:<t>:<id>   HASH, a request in flight    PX a minute; tenant t of
 from __future__ import annotations
 
 KINDS = {"ev": "event", "blk": "blocks", "snap": "snapshot", "req": "record"}
-"""What lies under a key, for people, where the key has a shorter name for it."""
+"""Readable names of values whose key has a short name."""
 
 
 def kind_of(key: str) -> str:
-    """What lies under one of these keys."""
+    """Returns the readable name of the value under a key."""
     name = key.partition("}:")[2].partition(":")[0]
     return KINDS.get(name, name)
 
 
 class Keys:
-    """The names under one content id."""
+    """The names of the keys under one content id."""
 
     def __init__(self, namespace: str) -> None:
         self._prefix = f"kv:{{{namespace}}}:"
@@ -40,23 +40,29 @@ class Keys:
         self.controller = self._prefix + "controller"
 
     def lease(self, worker_id: str) -> str:
+        """Returns the key of a worker's lease."""
         return f"{self._prefix}lease:{worker_id}"
 
     def epoch(self, worker_id: str) -> str:
+        """Returns the key of the highest epoch of a worker."""
         return f"{self._prefix}epoch:{worker_id}"
 
     def router(self, router_id: str) -> str:
+        """Returns the key of a router's announcement."""
         return f"{self._prefix}router:{router_id}"
 
     def record(self, tenant_id: str, request_id: str) -> str:
-        """The length keeps `a:b` of `c` apart from `a` of `b:c`."""
+        """Returns the key of a request; the length keeps tenant `a:b` and id `c` apart from `a` and `b:c`."""
         return f"{self._prefix}req:{len(tenant_id)}:{tenant_id}:{request_id}"
 
     def blocks(self, worker_id: str, epoch: int) -> str:
+        """Returns the key of a worker's set of entries."""
         return f"{self._prefix}blk:{worker_id}:{epoch}"
 
     def seq(self, worker_id: str, epoch: int) -> str:
+        """Returns the key of a worker's last event."""
         return f"{self._prefix}seq:{worker_id}:{epoch}"
 
     def parts(self, worker_id: str, epoch: int) -> str:
+        """Returns the key of the parts of a worker's unfinished snapshot."""
         return f"{self._prefix}snap:{worker_id}:{epoch}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.errors import Fenced
-from kvstore.index.events import ORIGIN, Answer, BlockEvent, Cursor, IndexState, Op, Outcome, Position
+from kvstore.index.events import ORIGIN, BlockEvent, Cursor, IndexAnswer, IndexOutcome, IndexState, Op, Position
 from kvstore.index.protocol import READ_EVENTS
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Lease:
+class MemoryLease:
+    """The lease of one worker."""
+
     epoch: int
     expires_at: float
     worker: Worker | None = None
@@ -28,7 +30,7 @@ class Lease:
 
 @dataclass(slots=True)
 class Blocks:
-    """What one epoch of a worker owns."""
+    """The blocks that one epoch of a worker owns."""
 
     expires_at: float
     seq: int = 0
@@ -37,27 +39,27 @@ class Blocks:
 
 
 class MemoryStore:
-    """What Redis holds, without Redis; index, leases and records share one. Dies with its process: it has one boot."""
+    """The state that Redis would hold; index, leases and records share one. It lives as long as its process."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
         self.boot = uuid.uuid4().hex
         self.epochs: dict[str, int] = {}
-        self.leases: dict[str, Lease] = {}
+        self.leases: dict[str, MemoryLease] = {}
         self.blocks: dict[tuple[str, int], Blocks] = {}
         self.routers: dict[str, tuple[float, RouterInfo]] = {}
         self.desired: dict[str, int] = {}
         self.controller: tuple[float, ControllerInfo] | None = None
         self.records: dict[tuple[str, str], tuple[float, dict[bytes, bytes]]] = {}
-        """Of requests in flight, by tenant and request id: when they expire, and their fields."""
+        """The records of requests in flight, by tenant and request id: expiry and fields."""
 
-    def lease(self, worker_id: str) -> Lease | None:
-        """The lease, if it is alive."""
+    def lease(self, worker_id: str) -> MemoryLease | None:
+        """Returns a worker's lease if it is alive."""
         lease = self.leases.get(worker_id)
         return lease if lease and lease.expires_at > self.clock() else None
 
     def owned(self, worker_id: str, epoch: int) -> Blocks | None:
-        """The blocks, unless they have expired."""
+        """Returns the blocks of an epoch unless they have expired."""
         blocks = self.blocks.get((worker_id, epoch))
         if blocks and blocks.expires_at <= self.clock():
             del self.blocks[worker_id, epoch]
@@ -66,7 +68,7 @@ class MemoryStore:
 
 
 class MemoryIndex:
-    """A `PrefixIndex`."""
+    """A `PrefixIndex` in a `MemoryStore`."""
 
     def __init__(self, store: MemoryStore, *, blocks_ttl_s: float = 60.0, stream_max_events: int = 100_000) -> None:
         self._store = store
@@ -76,7 +78,7 @@ class MemoryIndex:
         self._num_trimmed = 0
         self._grown = asyncio.Condition()
 
-    async def apply(self, event: BlockEvent) -> Answer:
+    async def apply(self, event: BlockEvent) -> IndexAnswer:
         lease = self._store.lease(event.worker_id)
         if lease and lease.epoch > event.epoch:
             raise Fenced(f"{event.worker_id}: epoch {lease.epoch} holds the lease, this is epoch {event.epoch}")
@@ -84,13 +86,13 @@ class MemoryIndex:
         follows = event.seq > blocks.seq if event.op is Op.SNAPSHOT_BEGIN else event.seq == blocks.seq + 1
         whole = event.op is not Op.SNAPSHOT_END or len(blocks.parts) == event.num_keys
         if lease is None or lease.epoch < event.epoch or not follows or not whole:
-            return Answer(Outcome.RESYNC, blocks.seq)
+            return IndexAnswer(IndexOutcome.RESYNC, blocks.seq)
         blocks.seq = event.seq
         blocks.expires_at = self._store.clock() + self._blocks_ttl_s
         self._store.blocks[event.worker_id, event.epoch] = blocks
         _change(blocks, event)
         await self._append(event)
-        return Answer(Outcome.APPLIED, event.seq)
+        return IndexAnswer(IndexOutcome.APPLIED, event.seq)
 
     async def position(self, worker_id: str, epoch: int) -> int:
         blocks = self._store.owned(worker_id, epoch)

@@ -1,8 +1,8 @@
 """A router's own copy of the index.
 
 One dict maps an entry (a block key and its tier, see `Tier`) to an int with one bit for every worker that owns it, so a
-look-up is one AND a block. What concerns a whole worker costs O(1): its death masks a bit; a clear, a snapshot or a new
-epoch hands it a fresh bit and leaves the old one to `sweep`.
+look-up is one AND a block. An operation on a whole worker costs O(1): its death masks a bit; a clear, a snapshot or
+a new epoch gives it a fresh bit and leaves the old one to `sweep`.
 
     owners   {key: 0b0110, ...}      keys 1 and 2 of some worker
     alive    0b0010                  bits that look-ups see
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 
 class Applied(Enum):
+    """What became of an event in the mirror."""
+
     DONE = auto()
     STALE = auto()
-    """Seen before, or of an epoch that is over."""
+    """The event was seen before, or its epoch is over."""
     GAP = auto()
-    """Something before it was missed; nothing changed. Only `replace` gets this worker going again."""
+    """An earlier event was missed; nothing changed. Only `replace` lets this worker continue."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,14 +41,14 @@ class _Owner:
     bit: int
     seq: int = 0
     parts: int = 0
-    """The bit under which an unfinished snapshot gathers; 0: none."""
+    """The bit of an unfinished snapshot; 0 if there is none."""
     num_keys: dict[int, int] = field(default_factory=dict)
-    """For `bit` and `parts`."""
+    """Number of keys of `bit` and of `parts`."""
     leased: bool = True
 
 
 class Mirror:
-    """Pure: no clock, no I/O. Not for use from several threads."""
+    """The copy of the index. Pure: no clock, no I/O. For one thread."""
 
     def __init__(self) -> None:
         self._owners: dict[str, _Owner] = {}
@@ -59,9 +61,9 @@ class Mirror:
         self._unswept: Iterator[bytes] = iter(())
 
     def lookup(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """For every live worker that owns the first of `keys`: how many of them, from the first on, without a hole.
+        """Returns, for every live worker that owns the first key, how many of them it owns without a gap.
 
-        A bare block key asks for what lies on the device.
+        A bare block key asks for blocks on the device.
         """
         found: dict[str, int] = {}
         held = self._alive
@@ -80,7 +82,7 @@ class Mirror:
         return found
 
     def apply(self, event: BlockEvent) -> Applied:
-        """Idempotent. A newer epoch starts with nothing; an older one is fenced off."""
+        """Applies an event. Idempotent; a newer epoch starts with no blocks, an older one is fenced."""
         owner = self._owners.get(event.worker_id)
         if owner is None or event.epoch > owner.epoch:
             owner = self._adopt(event.worker_id, event.epoch)
@@ -95,7 +97,7 @@ class Mirror:
         return Applied.DONE
 
     def replace(self, worker_id: str, epoch: int, seq: int, keys: Iterable[bytes]) -> None:
-        """The worker owns exactly `keys`, as of event `seq`. Of an epoch that is over: nothing happens."""
+        """Sets the blocks of a worker to `keys`, as of event `seq`. No effect for an epoch that is over."""
         owner = self._owners.get(worker_id)
         if owner is None or epoch > owner.epoch:
             owner = self._adopt(worker_id, epoch)
@@ -106,19 +108,19 @@ class Mirror:
             owner.seq = seq
 
     def disbelieve(self, worker_id: str, as_of: Position | None, keys: Iterable[bytes]) -> None:
-        """The worker, asked by someone who knew its events up to `as_of`, did not hold `keys`.
+        """Removes `keys` of a worker that was asked for them, as of its event `as_of`, and did not have them.
 
-        Taken back only while nothing of the worker has been applied since `as_of`. Then every event that is newer than
-        its answer is still to come, and so is the one that stores a key again, as it does once it has computed what it
-        lacked. With an event applied since, nobody can tell whether it came before the answer or after, and the events
-        alone decide: they are the whole truth in the end, and an answer only stands in for those that are late.
+        The keys are removed only if no event of the worker was applied since `as_of`. Then every event that is newer
+        than the answer is still to come, including the one that stores a key again once the worker has computed it.
+        Otherwise the order of event and answer is unknown, and the events alone decide: they are complete in the end,
+        and an answer only replaces those that are late.
         """
         owner = self._owners.get(worker_id)
         if owner and self.position(worker_id) == as_of:
             self._remove(owner, keys)
 
     def set_leased(self, epochs: Mapping[str, int]) -> None:
-        """These workers hold a lease, under these epochs; all others are dead: looked over, but not forgotten."""
+        """Sets which workers hold a lease, under which epochs; look-ups skip all others, which are not forgotten."""
         for worker_id, epoch in epochs.items():
             owner = self._owners.get(worker_id)
             if owner is None or epoch > owner.epoch:
@@ -128,21 +130,22 @@ class Mirror:
             self._show(owner)
 
     def forget(self, worker_id: str) -> None:
-        """The worker is gone for good."""
+        """Removes a worker that is gone for good."""
         if owner := self._owners.pop(worker_id, None):
             self._drop_parts(owner)
             self._retire(owner.bit)
 
     def position(self, worker_id: str) -> Position | None:
+        """Returns a worker's last applied event; None for an unknown worker."""
         owner = self._owners.get(worker_id)
         return Position(owner.epoch, owner.seq) if owner else None
 
     def workers(self) -> dict[str, int]:
-        """How many blocks each known worker owns, dead ones too."""
+        """Returns how many blocks each known worker owns, including dead workers."""
         return {owner.worker_id: owner.num_keys[owner.bit] for owner in self._owners.values()}
 
     def unique_blocks(self) -> dict[str, int]:
-        """How many blocks each live worker owns that no other live one does. Walks everything."""
+        """Returns how many blocks each live worker owns alone among the live ones. Walks everything."""
         counts = dict.fromkeys(_bits(self._alive), 0)
         for mask in self._masks.values():
             owners = mask & self._alive
@@ -151,11 +154,11 @@ class Mirror:
         return {self._worker_of[bit]: count for bit, count in counts.items()}
 
     def __len__(self) -> int:
-        """Keys held, those of retired bits among them."""
+        """Number of keys, including keys of retired bits only."""
         return len(self._masks)
 
     def sweep(self, max_keys: int = 4096) -> bool:
-        """Clears retired bits from up to `max_keys` keys. True: there is more to do."""
+        """Clears retired bits from up to `max_keys` keys, and returns whether there is more to do."""
         if not self._sweeping:
             if not self._retired:
                 return False
@@ -231,7 +234,7 @@ class Mirror:
         return bit
 
     def _hand_over(self, owner: _Owner, bit: int) -> None:
-        """`bit` is what the worker owns from now on."""
+        """Makes `bit` the bit of the worker's blocks."""
         self._retire(owner.bit)
         del owner.num_keys[owner.bit]
         owner.bit = bit

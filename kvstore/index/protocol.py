@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.index.events import Answer, BlockEvent, Cursor, IndexState
+    from kvstore.index.events import BlockEvent, Cursor, IndexAnswer, IndexState
 
 
 class PrefixIndex(Protocol):
-    """Every method raises `StoreUnavailable` when the store cannot be reached; what it did until then is unknown."""
+    """The store of the index.
 
-    async def apply(self, event: BlockEvent) -> Answer:
+    Every method raises `StoreUnavailable` when the store cannot be reached; whether it had an effect is unknown then.
+    """
+
+    async def apply(self, event: BlockEvent) -> IndexAnswer:
         """Applies the event to the worker's set and appends it to the stream: both or neither.
 
         RESYNC when `event.seq` does not follow the last one, when a snapshot's parts are not all there, and while
@@ -34,16 +37,16 @@ class PrefixIndex(Protocol):
         """
 
     async def position(self, worker_id: str, epoch: int) -> int:
-        """The seq of the last event applied; 0 once the set has expired or was lost."""
+        """Returns the seq of the last applied event; 0 once the set has expired or was lost."""
 
     async def state(self) -> IndexState:
-        """Who owns anything, up to which event, and where the stream ends."""
+        """Returns who owns anything, up to which event, and where the stream ends."""
 
     async def snapshot(self, worker_id: str, epoch: int) -> tuple[int, set[bytes]]:
-        """A seq, and the entries; exact once all events after seq are applied to them, some perhaps a second time."""
+        """Returns a seq and the entries; exact once all events after seq are applied to them, some perhaps again."""
 
     async def read(self, cursor: Cursor, wait_s: float) -> Sequence[tuple[Cursor, BlockEvent | None]]:
-        """The next events after `cursor`, at most `READ_EVENTS`; waits for the first up to `wait_s`, perhaps less.
+        """Returns at most `READ_EVENTS` events after `cursor`; waits for the first up to `wait_s`, perhaps less.
 
         None stands for one that cannot be read.
         """

@@ -1,4 +1,4 @@
-"""Tells the index what a worker's prefix cache holds.
+"""Publishes the changes of a worker's prefix cache to the index.
 
 engine step -> stored / removed / cleared -> pending (bounded) -> apply, one event at a time, numbered
                                                   |
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import StoreUnavailable
 from kvstore.index.backoff import backoff_s
-from kvstore.index.events import BlockEvent, Op, Outcome
+from kvstore.index.events import BlockEvent, IndexOutcome, Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -48,7 +48,7 @@ class IndexPublisher:
         max_pending_keys: int = 65_536,
     ) -> None:
         self.num_snapshots = 0
-        """Published whole. The first one opens the sequence."""
+        """Number of complete snapshots published; the first one opens the sequence."""
         self._index = index
         self._worker_id = worker_id
         self._epoch = epoch
@@ -58,7 +58,7 @@ class IndexPublisher:
         self._seq = 0
         self._pending: dict[bytes, Op] = {}
         self._is_cleared = False
-        """Before what is pending."""
+        """Whether the cache was cleared before the pending changes."""
         self._needs_snapshot = True
         self._work = asyncio.Event()
         self._work.set()
@@ -118,7 +118,7 @@ class IndexPublisher:
         self._work.set()
 
     async def _publish(self) -> bool:
-        """Everything there is to say. False: the index wants a snapshot."""
+        """Publishes everything that is pending; returns False if the index wants a snapshot."""
         while self._needs_snapshot or self._is_cleared or self._pending:
             published = await (self._publish_snapshot() if self._needs_snapshot else self._publish_changes())
             if not published:
@@ -127,7 +127,7 @@ class IndexPublisher:
         return True
 
     async def _wait_or_check(self) -> None:
-        """Until there is work. Now and then: does the index still hold what we said? It may have lost or expired it."""
+        """Waits for work; every `check_s` it checks that the index has lost nothing, or schedules a snapshot."""
         try:
             async with asyncio.timeout(self._check_s):
                 await self._work.wait()
@@ -136,7 +136,7 @@ class IndexPublisher:
                 self._resync()
 
     async def _publish_changes(self) -> bool:
-        """What is pending. Removals first: between two events, nobody believes in more than there is."""
+        """Publishes pending changes, removals first: between two events the index never claims too much."""
         pending, self._pending = self._pending, {}
         is_cleared, self._is_cleared = self._is_cleared, False
         if is_cleared and not await self._apply(Op.CLEARED):
@@ -166,7 +166,7 @@ class IndexPublisher:
             BlockEvent(worker_id=self._worker_id, epoch=self._epoch, seq=self._seq, op=op, keys=keys, num_keys=num_keys)
         )
         self._seq = max(self._seq, answer.seq)
-        return answer.outcome is Outcome.APPLIED
+        return answer.outcome is IndexOutcome.APPLIED
 
 
 def _chunks(keys: list[bytes]) -> list[tuple[bytes, ...]]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from baton.blocks import KEY_BYTES
 from baton.errors import Fenced
-from kvstore.index.connection import TIMEOUT_S, Connection, Script, WrongType
-from kvstore.index.events import ORIGIN, Answer, BlockEvent, Cursor, IndexState, Op, Outcome, Position, Tier
+from kvstore.index.connection import TIMEOUT_S, RedisConnection, Script, WrongType
+from kvstore.index.events import ORIGIN, BlockEvent, Cursor, IndexAnswer, IndexOutcome, IndexState, Op, Position, Tier
 from kvstore.index.keys import Keys
 from kvstore.index.protocol import READ_EVENTS
 from kvstore.index.values import MAX_EPOCH, MAX_SEQ, natural, text
@@ -26,17 +26,22 @@ TIER_LETTERS = frozenset(tier.encode() for tier in Tier if tier)
 
 
 class RedisIndex:
-    """A `PrefixIndex`. Owns `connection`: `close` closes it."""
+    """A `PrefixIndex` in Redis. Owns `connection`: `close` closes it."""
 
     def __init__(
-        self, connection: Connection, namespace: str, *, blocks_ttl_s: float = 60.0, stream_max_events: int = 100_000
+        self,
+        connection: RedisConnection,
+        namespace: str,
+        *,
+        blocks_ttl_s: float = 60.0,
+        stream_max_events: int = 100_000,
     ) -> None:
         self._connection = connection
         self._keys = Keys(namespace)
         self._blocks_ttl_ms = int(blocks_ttl_s * 1000)
         self._stream_max_events = stream_max_events
 
-    async def apply(self, event: BlockEvent) -> Answer:
+    async def apply(self, event: BlockEvent) -> IndexAnswer:
         worker, epoch = event.worker_id, event.epoch
         keys = self._keys
         outcome, seq = await self._connection.run(
@@ -54,7 +59,7 @@ class RedisIndex:
         )
         if outcome == b"fenced":
             raise Fenced(f"{worker}: epoch {int(seq)} holds the lease, this is epoch {epoch}")
-        return Answer(Outcome(outcome.decode()), int(seq))
+        return IndexAnswer(IndexOutcome(outcome.decode()), int(seq))
 
     async def position(self, worker_id: str, epoch: int) -> int:
         keys = self._keys
@@ -123,7 +128,7 @@ class RedisIndex:
         await self._connection.close()
 
     def _epoch(self, worker_id: str, found: bytes | WrongType | None) -> int | None:
-        """Of the worker's lease; None: there is none."""
+        """Returns the epoch of a worker's lease; None if it cannot be read or there is none."""
         if found is None:
             return None
         try:
@@ -133,7 +138,7 @@ class RedisIndex:
             return None
 
     def _seq(self, key: str, found: bytes | WrongType | None) -> int:
-        """0: none is known."""
+        """Returns a seq; 0 if it cannot be read or there is none."""
         try:
             return natural(found or b"0", MAX_SEQ)
         except ValueError as error:
@@ -158,7 +163,7 @@ def _is_entry(member: bytes) -> bool:
 
 
 def _event(fields: dict[bytes, bytes]) -> BlockEvent:
-    """Raises KeyError or ValueError."""
+    """Decodes an event; raises KeyError or ValueError."""
     packed, num_keys = fields[b"k"], natural(fields[b"n"], MAX_SEQ)
     entry_bytes = KEY_BYTES
     if packed:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import re
 
 MAX_EPOCH = 2**42
-"""Milliseconds since 1970: the year 2109."""
+"""Largest epoch, in milliseconds since 1970: the year 2109."""
 MAX_SEQ = 2**53 - 1
-"""Beyond it Lua's numbers are not exact."""
+"""Largest seq: beyond it Lua's numbers are not exact."""
 MAX_TEXT = 2**16
-"""Characters of a name, an address or what a self-check finds."""
+"""Longest name, address or finding of a self-check, in characters."""
 _NATURAL = re.compile(rb"[0-9]{1,16}")
 
 
 def natural(found: object, most: int) -> int:
-    """Raises ValueError unless these bytes are a number from 0 to `most`, in digits."""
+    """Decodes a number; raises ValueError unless the bytes are digits of a number from 0 to `most`."""
     if not isinstance(found, bytes) or not _NATURAL.fullmatch(found) or int(found) > most:
         raise ValueError(f"{found!r:.100} is no number from 0 to {most}")
     return int(found)
 
 
 def text(found: bytes) -> str:
-    """Raises ValueError unless these bytes are a name."""
+    """Decodes a name; raises ValueError unless the bytes are one."""
     name = found.decode()
     if not 0 < len(name) <= MAX_TEXT:
         raise ValueError(f"a name has 1 to {MAX_TEXT} characters, this one {len(name)}")

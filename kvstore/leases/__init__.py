@@ -1,21 +1,25 @@
-"""Who is alive, under which epoch, and how many there should be; and what routers note of the requests in flight."""
+"""The registry of the cluster: who is alive, under which epoch, and the desired pool sizes; and records of requests.
 
-from kvstore.leases.journal import Ended, Entry, Noted, Part, RecordKey, RecordStore, field_of
+Workers hold a lease each (`keeper`, `protocol`); routers and the controller announce themselves. Routers also record
+the requests in flight, so that another router can resume them (`journal`). Redis holds all of it (`redis`, `codec`).
+"""
+
+from kvstore.leases.journal import Noted, RecordEnd, RecordEntry, RecordKey, RecordPart, RecordStore, field_of
 from kvstore.leases.keeper import LeaseKeeper
 from kvstore.leases.memory import MemoryLeases, MemoryRecords
 from kvstore.leases.protocol import LeaseStore
 from kvstore.leases.redis import RedisLeases, RedisRecords
 
 __all__ = [
-    "Ended",
-    "Entry",
     "LeaseKeeper",
     "LeaseStore",
     "MemoryLeases",
     "MemoryRecords",
     "Noted",
-    "Part",
+    "RecordEnd",
+    "RecordEntry",
     "RecordKey",
+    "RecordPart",
     "RecordStore",
     "RedisLeases",
     "RedisRecords",

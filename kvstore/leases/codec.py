@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 Reader: TypeAlias = Callable[[Any], Any]
-"""What JSON holds -> a field's value. Raises ValueError."""
+"""Converts a JSON value to a field's value; raises ValueError."""
 ADDRESS = re.compile(r"[\w.\-\[\]:%]+:[0-9]{1,5}", re.ASCII)
 MAX_BYTES = 2**20
-"""Of one value; a worker's has a thousandth of it."""
+"""Largest JSON text of one value; a worker's is a thousandth of it."""
 MAX_ITEMS = 1000
 MAX_INT32 = 2**31 - 1
 MAX_S = 1e9
-"""Seconds, and all other fractions: 30 years."""
+"""Largest number of seconds, and of every other fraction: 30 years."""
 MAX_COST_S = 3600.0
 LEAST = {"block_size": GRANULE, "max_model_len": GRANULE, "chunk_tokens": 1}
-"""Of a number, where that is not 0."""
+"""Lower bounds of numbers, if not 0."""
 MOST: dict[str, float] = {
     **dict.fromkeys(("pid", "block_size", "max_model_len", "chunk_tokens", "running", "waiting", "wanted"), MAX_INT32),
     **dict.fromkeys(("total", "free", "cached", "in_use", "open_pairs", "slots_in_use"), MAX_INT32),
@@ -42,7 +42,7 @@ MOST: dict[str, float] = {
     **dict.fromkeys(("s_weights", "s_per_sequence", "s_per_kv_token"), MAX_COST_S),
     "epoch": MAX_EPOCH,
 }
-"""Of a number, where that is not `MAX_SEQ` or `MAX_S`."""
+"""Upper bounds of numbers, if not `MAX_SEQ` or `MAX_S`."""
 
 
 def encode(value: WorkerInfo | WorkerLoad | RouterInfo | ControllerInfo) -> str:
@@ -90,12 +90,12 @@ def _object(cls: type[T], found: Any) -> T:
 
 @cache
 def _readers(cls: type[DataclassInstance]) -> tuple[tuple[str, Reader], ...]:
-    """Of its fields, made once: leases are read every second, while others wait for their tokens."""
+    """Returns the readers of a class's fields, cached: leases are read every second, while tokens wait."""
     return tuple((name, _reader(kind, name)) for name, kind in typing.get_type_hints(cls).items())
 
 
 def _reader(kind: Any, name: str) -> Reader:
-    """What reads a field of that type, or raises ValueError."""
+    """Returns the reader of a field of that type; the reader raises ValueError."""
     if dataclasses.is_dataclass(kind):
         return partial(_object, typing.cast("type[DataclassInstance]", kind))
     if typing.get_origin(kind) is tuple:

@@ -1,7 +1,7 @@
-"""What a router notes of the requests in flight, so that another one can go on when it dies.
+"""Records of requests in flight, so that another router can resume them when the router dies.
 
-A record lies under tenant and request id. It grows by parts, and each part names whose it is: while a router that is
-thought dead still writes, two of them may note the same request, and what is read back is of one of them alone.
+A record is stored under tenant and request id. It grows by parts, and each part names its writer: while a router that
+counts as dead still writes, two routers may record the same request, and a reader uses the parts of one of them only.
 
     field   digest (16) | writer (8) | choice | start        value   finish reason | 0 | tokens from `start` on
 """
@@ -25,74 +25,80 @@ assert array("I").itemsize == 4
 
 @dataclass(frozen=True, slots=True)
 class RecordKey:
+    """The key of a request's record."""
+
     tenant_id: str
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Tokens of one choice of a request, from its token `start` on. Parts of one writer agree where they overlap."""
+class RecordPart:
+    """Tokens of one choice of a request, from its token `start` on. Overlapping parts of one writer agree."""
 
     choice_index: int
     start: int
     token_ids: Sequence[int]
     finish_reason: FinishReason | None = None
-    """Of the choice, if it ends with the last of them."""
+    """The choice's finish reason, if it ends with the last of these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """What is new of one request."""
+class RecordEntry:
+    """New tokens of one request."""
 
     key: RecordKey
     digest: bytes
-    """Of all that determines the tokens."""
+    """Digest of everything that determines the tokens."""
     writer: bytes
-    """One per router process."""
-    parts: Sequence[Part]
+    """Id of the router process that writes."""
+    parts: Sequence[RecordPart]
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A request of which nothing has to be known any more."""
+class RecordEnd:
+    """A request whose record is not needed any more."""
 
     key: RecordKey
     fields: tuple[bytes, ...] | None = None
-    """Of its record, those that this router has written; None: all of it, whoever has. Another router may serve the
-    same id by now, and note what it does."""
+    """The fields that this router has written; None: all fields of all writers. Another router may serve the same id by
+    now, and record it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What is known of one choice."""
+    """What a record contains about one choice."""
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
 
 
 class RecordStore(Protocol):
-    """Every method raises `StoreUnavailable` when the store cannot be reached; what it did until then is unknown."""
+    """The store of records.
 
-    async def write(self, entries: Sequence[Entry], ended: Sequence[Ended]) -> None:
-        """Forgets what `ended` names, then adds `entries`. A record written to lives on."""
+    Every method raises `StoreUnavailable` when the store cannot be reached; whether it had an effect is unknown then.
+    """
+
+    async def write(self, entries: Sequence[RecordEntry], ended: Sequence[RecordEnd]) -> None:
+        """Removes what `ended` names, then adds `entries`, which extends the lifetime of their records."""
 
     async def read(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
-        """The choices of a request; empty if nothing is known of it, or only of another one under the same key.
+        """Returns the choices of a request; empty if there is no record, or only another request's under the same key.
 
         Raises:
-            ValueError: what lies there cannot be read.
+            ValueError: the record cannot be read.
         """
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Closes the store."""
 
 
-def field_of(entry: Entry, part: Part) -> bytes:
-    """The name under which the store keeps it."""
+def field_of(entry: RecordEntry, part: RecordPart) -> bytes:
+    """Returns the name of the field that stores a part."""
     return _FIELD.pack(entry.digest, entry.writer, part.choice_index, part.start)
 
 
-def fields_of(entry: Entry) -> dict[bytes, bytes]:
-    """What the store keeps of it."""
+def fields_of(entry: RecordEntry) -> dict[bytes, bytes]:
+    """Returns the fields that store an entry."""
     return {
         field_of(entry, part): (part.finish_reason or "").encode() + b"\0" + array("I", part.token_ids).tobytes()
         for part in entry.parts
@@ -100,9 +106,9 @@ def fields_of(entry: Entry) -> dict[bytes, bytes]:
 
 
 def choices_of(fields: Mapping[bytes, bytes], digest: bytes) -> dict[int, Noted]:
-    """The reverse: the longest run from the first token on that one writer has noted of each choice.
+    """Decodes fields: for each choice the longest run of tokens, from the first on, that one writer has recorded.
 
-    A part whose predecessor is lost is left out. ValueError if one cannot be read.
+    A part whose predecessor is lost is left out. Raises ValueError if a field cannot be read.
     """
     parts: dict[tuple[int, bytes], list[tuple[int, bytes]]] = defaultdict(list)
     for name, value in fields.items():

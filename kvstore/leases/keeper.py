@@ -20,17 +20,17 @@ logger = logging.getLogger(__name__)
 
 
 class LeaseKeeper:
-    """acquire, then `run` in a task of the caller's, both again when `run` returns, then `close`.
+    """Holds a lease: `acquire`, then `run` in a task of the caller's, both again when `run` returns, then `close`.
 
-    A renewal with the same epoch also restores the lease after Redis lost its state, so nobody else need notice. The
-    caller owns `leases`.
+    A renewal with the same epoch also restores the lease after Redis lost its state, so other processes need not
+    notice. The caller owns `leases`.
     """
 
     def __init__(self, leases: LeaseStore, worker_id: str, *, renew_s: float = 3.0) -> None:
         self.epoch = 0
-        """0 until acquired."""
+        """The lease's epoch; 0 until it is acquired."""
         self.fenced = asyncio.Event()
-        """Set once a newer incarnation holds the lease. It never clears."""
+        """Set once a newer incarnation holds the lease; never cleared."""
         self.connected = False
         self._leases = leases
         self._worker_id = worker_id
@@ -38,10 +38,10 @@ class LeaseKeeper:
         self._due = asyncio.Event()
 
     async def acquire(self) -> int:
-        """A new epoch. Waits for the store as long as it takes.
+        """Acquires the lease under a new epoch, and returns the epoch; waits for the store without a limit.
 
         Raises:
-            Fenced: not the first time, and a newer incarnation has come since.
+            Fenced: the lease was held before, and a newer incarnation has taken it since.
         """
         num_failures = 0
         while True:
@@ -87,7 +87,7 @@ class LeaseKeeper:
                     await self._due.wait()
 
     def renew_soon(self) -> None:
-        """Something others should know at once: the worker is ready, or draining."""
+        """Renews at once, because other processes should see a change: the worker is ready, or draining."""
         self._due.set()
 
     async def close(self) -> None:

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 from baton.cluster import Worker
 from baton.errors import Fenced
-from kvstore.index.memory import Lease, MemoryStore
+from kvstore.index.memory import MemoryLease, MemoryStore
 from kvstore.leases.journal import choices_of, fields_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from baton.cluster import ControllerInfo, RouterInfo, WorkerInfo, WorkerLoad
-    from kvstore.leases.journal import Ended, Entry, Noted, RecordKey
+    from kvstore.leases.journal import Noted, RecordEnd, RecordEntry, RecordKey
 
 
 class MemoryLeases:
-    """A `LeaseStore`."""
+    """A `LeaseStore` in a `MemoryStore`."""
 
     def __init__(self, store: MemoryStore, *, lease_s: float = 10.0, blocks_ttl_s: float = 60.0) -> None:
         self._store = store
@@ -31,7 +31,7 @@ class MemoryLeases:
             raise Fenced(f"{worker_id}: epoch {highest} holds the lease, this is epoch {after}")
         epoch = max(int(store.clock() * 1000), highest + 1)
         store.epochs[worker_id] = epoch
-        store.leases[worker_id] = Lease(epoch, store.clock() + self._lease_s)
+        store.leases[worker_id] = MemoryLease(epoch, store.clock() + self._lease_s)
         return epoch
 
     async def renew(self, info: WorkerInfo, load: WorkerLoad) -> bool:
@@ -42,7 +42,7 @@ class MemoryLeases:
         if highest == info.epoch and not store.lease(info.id):
             return False
         store.epochs[info.id] = info.epoch
-        store.leases[info.id] = Lease(info.epoch, store.clock() + self._lease_s, Worker(info, load))
+        store.leases[info.id] = MemoryLease(info.epoch, store.clock() + self._lease_s, Worker(info, load))
         if blocks := store.owned(info.id, info.epoch):
             blocks.expires_at = store.clock() + self._blocks_ttl_s
         return True
@@ -89,13 +89,13 @@ class MemoryLeases:
 
 
 class MemoryRecords:
-    """A `RecordStore`."""
+    """A `RecordStore` in a `MemoryStore`."""
 
     def __init__(self, store: MemoryStore, *, ttl_s: float = 60.0) -> None:
         self._store = store
         self._ttl_s = ttl_s
 
-    async def write(self, entries: Sequence[Entry], ended: Sequence[Ended]) -> None:
+    async def write(self, entries: Sequence[RecordEntry], ended: Sequence[RecordEnd]) -> None:
         records, now = self._store.records, self._store.clock()
         for past in ended:
             key = (past.key.tenant_id, past.key.request_id)

@@ -1,9 +1,8 @@
-"""The registry: who is alive, as what, and how many there should be.
+"""The registry: who is alive, in which role, and the desired pool sizes.
 
-A lease belongs to one incarnation of a worker id, named by its epoch. The highest epoch ever given out wins: it fences
-older ones off. It has its lease back after the store lost its state. After a lease that merely expired it has not: the
-others have written that incarnation off, so the worker goes on under a new epoch, and what the old one said counts no
-more.
+A lease belongs to one incarnation of a worker id, named by its epoch. The highest epoch ever issued wins: it fences
+older ones. If the store lost its data, the incarnation gets its lease back. If the lease expired, it does not: peers
+have declared it dead, so the worker registers under a new epoch, and its old events are ignored.
 """
 
 from __future__ import annotations
@@ -17,10 +16,13 @@ if TYPE_CHECKING:
 
 
 class LeaseStore(Protocol):
-    """Every method raises `StoreUnavailable` when the store cannot be reached; what it did until then is unknown."""
+    """The store of the registry.
+
+    Every method raises `StoreUnavailable` when the store cannot be reached; whether it had an effect is unknown then.
+    """
 
     async def acquire(self, worker_id: str, after: int | None = None) -> int:
-        """The epoch of a new incarnation: max(now in ms, last + 1). Fences every earlier one off.
+        """Issues the epoch of a new incarnation, max(now in ms, last + 1), and fences every earlier one.
 
         The worker is listed once it has renewed.
 
@@ -28,7 +30,7 @@ class LeaseStore(Protocol):
             after: the caller's own epoch, whose lease has expired.
 
         Raises:
-            Fenced: an epoch newer than `after` was given out.
+            Fenced: an epoch newer than `after` was issued.
         """
 
     async def renew(self, info: WorkerInfo, load: WorkerLoad) -> bool:
@@ -38,37 +40,38 @@ class LeaseStore(Protocol):
             False when the lease has expired: nothing changed, and only `acquire` helps.
 
         Raises:
-            Fenced: a newer epoch was given out.
+            Fenced: a newer epoch was issued.
         """
 
     async def release(self, worker_id: str, epoch: int) -> None:
-        """Ends the lease and forgets the blocks of this epoch. A newer incarnation is left alone."""
+        """Ends the lease and removes the blocks of this epoch. No effect on a newer incarnation."""
 
     async def list_workers(self) -> list[Worker]:
-        """The live workers, by id."""
+        """Returns the live workers, sorted by id."""
 
     async def list_leases(self) -> dict[str, Worker | None]:
-        """The live workers, by id. None: one whose lease cannot be read; its owner may be of another release."""
+        """Returns the live workers by id; None for a lease that cannot be read, perhaps of another release."""
 
     async def announce_router(self, info: RouterInfo) -> None:
         """Lists the router for the length of a lease."""
 
     async def list_routers(self) -> list[RouterInfo]:
-        """The live routers, by id."""
+        """Returns the live routers, sorted by id."""
 
     async def announce_controller(self, info: ControllerInfo) -> None:
         """Names the controller for the length of a lease."""
 
     async def get_controller(self) -> ControllerInfo | None:
-        """None: no controller is alive."""
+        """Returns the controller; None if none is alive."""
 
     async def set_desired(self, sizes: Mapping[str, int]) -> None:
-        """A copy of the desired pool sizes. Their owner writes it again when `boot` has changed."""
+        """Stores a copy of the desired pool sizes. Their owner writes it again when `boot` has changed."""
 
     async def get_desired(self) -> dict[str, int]:
-        """Empty when nobody has written any."""
+        """Returns the desired pool sizes; empty if there are none."""
 
     async def boot(self) -> str:
-        """A token that is drawn anew whenever the store starts without its state."""
+        """Returns a token that changes whenever the store starts without its state."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Closes the store."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from baton.errors import Fenced
-from kvstore.index.connection import Connection, Script, WrongType
+from kvstore.index.connection import RedisConnection, Script, WrongType
 from kvstore.index.keys import Keys
 from kvstore.index.values import MAX_EPOCH, natural, text
 from kvstore.leases.codec import decode_controller, decode_router, decode_worker, encode
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
-    from kvstore.leases.journal import Ended, Entry, Noted, RecordKey
+    from kvstore.leases.journal import Noted, RecordEnd, RecordEntry, RecordKey
 
 T = TypeVar("T")
 ACQUIRE = Script("kvstore.leases", "acquire.lua")
@@ -26,19 +26,19 @@ RELEASE = Script("kvstore.leases", "release.lua")
 PRUNE = Script("kvstore.leases", "prune.lua")
 
 EPOCH_TTL_MS = 24 * 3600 * 1000
-"""By then the clock alone keeps epochs apart."""
+"""Lifetime of the highest epoch; after it the clock alone keeps epochs apart."""
 MAX_WORKERS = 1_000_000
-"""That anybody asks for in a pool."""
+"""Largest desired pool size that is read."""
 BATCH = 64
-"""Records in one round trip: what is packed at once, in a millisecond, holds up everybody's tokens."""
+"""Records in one round trip: packing more of them at once would hold up the tokens of all streams."""
 
 
 class RedisLeases:
-    """A `LeaseStore`. Owns `connection`: `close` closes it. `clock` is wall time in seconds."""
+    """A `LeaseStore` in Redis. Owns `connection`: `close` closes it. `clock` is wall time in seconds."""
 
     def __init__(
         self,
-        connection: Connection,
+        connection: RedisConnection,
         namespace: str,
         *,
         lease_s: float = 10.0,
@@ -98,7 +98,7 @@ class RedisLeases:
         for worker_id, lease, epoch in zip(ids, found[::2], found[1::2], strict=True):
             key = keys.lease(worker_id)
             if epoch is not None:
-                self._read(keys.epoch(worker_id), _epoch, epoch)  # only owners read it; here it is told
+                self._read(keys.epoch(worker_id), _epoch, epoch)  # only the owner reads it, and raises Fenced here
             match lease:
                 case [None, None, None]:
                     await self._connection.run(PRUNE, [key, keys.workers], worker_id)
@@ -159,7 +159,7 @@ class RedisLeases:
         await self._connection.close()
 
     def _read(self, key: str, decode: Callable[[Any], T], found: Any) -> list[T]:
-        """What `decode` makes of a value; nothing if it raises ValueError."""
+        """Returns the decoded value as a list of one; an empty list if `decode` raises ValueError."""
         try:
             if isinstance(found, WrongType):
                 raise ValueError(found.reason)
@@ -183,7 +183,7 @@ def _epoch(found: bytes) -> int:
 
 
 def _leased(worker_id: str, lease: Sequence[bytes | None]) -> Worker:
-    """Raises ValueError unless it is a lease of that worker."""
+    """Decodes a lease; raises ValueError unless it is that worker's."""
     epoch, info, load = lease
     worker = decode_worker(info or b"", load or b"")
     if (worker.info.id, worker.info.epoch) != (worker_id, natural(epoch, MAX_EPOCH)):
@@ -192,7 +192,7 @@ def _leased(worker_id: str, lease: Sequence[bytes | None]) -> Worker:
 
 
 def _announced(router_id: str, found: bytes) -> RouterInfo:
-    """Raises ValueError unless it is of that router."""
+    """Decodes an announcement; raises ValueError unless it is that router's."""
     info = decode_router(found)
     if info.id != router_id:
         raise ValueError(f"it is of {info.id!r}")
@@ -200,20 +200,20 @@ def _announced(router_id: str, found: bytes) -> RouterInfo:
 
 
 def _size(found: tuple[bytes, bytes]) -> tuple[str, int]:
-    """Of a pool. Raises ValueError."""
+    """Decodes the desired size of a pool; raises ValueError."""
     pool, size = found
     return text(pool), natural(size, MAX_WORKERS)
 
 
 class RedisRecords:
-    """A `RecordStore`. Owns `connection`: `close` closes it."""
+    """A `RecordStore` in Redis. Owns `connection`: `close` closes it."""
 
-    def __init__(self, connection: Connection, namespace: str, *, ttl_s: float = 60.0) -> None:
+    def __init__(self, connection: RedisConnection, namespace: str, *, ttl_s: float = 60.0) -> None:
         self._connection = connection
         self._keys = Keys(namespace)
         self._ttl_ms = int(ttl_s * 1000)
 
-    async def write(self, entries: Sequence[Entry], ended: Sequence[Ended]) -> None:
+    async def write(self, entries: Sequence[RecordEntry], ended: Sequence[RecordEnd]) -> None:
         for begin in range(0, len(ended), BATCH):
             await self._connection.pipeline([self._forget(past) for past in ended[begin : begin + BATCH]])
         for begin in range(0, len(entries), BATCH):
@@ -239,15 +239,15 @@ class RedisRecords:
     async def close(self) -> None:
         await self._connection.close()
 
-    def _add(self, entry: Entry) -> list[tuple[object, ...]]:
+    def _add(self, entry: RecordEntry) -> list[tuple[object, ...]]:
         name = self._name(entry.key)
         return [
             ("HSET", name, *(part for field in fields_of(entry).items() for part in field)),
             ("PEXPIRE", name, self._ttl_ms),
         ]
 
-    def _forget(self, past: Ended) -> tuple[object, ...]:
-        """A record without fields is none."""
+    def _forget(self, past: RecordEnd) -> tuple[object, ...]:
+        """Removes fields of records; Redis removes a record without fields."""
         name = self._name(past.key)
         return ("UNLINK", name) if past.fields is None else ("HDEL", name, *past.fields)
 

@@ -1,31 +1,45 @@
 """Moving KV between workers: a prompt's hand-over from prefill to decode, and prefixes that any worker pulls.
 
-    endpoint.KvEndpoint           a worker's door: sender + receiver + pulling
+    endpoint.KvEndpoint           a worker's hand-over: sender, receiver, prefix_pull
       sender.KvSender               receiver.KvReceiver
-        connection.outgoing <- gRPC -> connection.incoming  control: KvControl.Session, one stream a pair of ranks
-          protocol.send_state           protocol.receive_state   pure: what is promised, who owns the blocks
-          pipeline.thread               pipeline.thread          the thread that owns the transport
-            pipeline.send_loop            pipeline.receive_loop  which message comes when
-            copy -> slot -- transport --> slot -> copy           NCCL, shared memory, TCP or gloo
+        connection/
+          outgoing  <--- gRPC --->    incoming, reservations   one control stream per pair of ranks (control_stream)
+        protocol/
+          send_state                  receive_state            pure: what is offered, who owns the blocks
+        pipeline/
+          thread, send_loop           thread, receive_loop     the thread that owns one end of a transport
+        copy/, transport/
+          copy -> slot -- transport --> slot -> copy           NCCL, shared memory, TCP or gloo
 
-`protocol` is pure and the same on both sides, `connection` is one rank to one rank, `pipeline` the thread that owns one
-end of a transport, `copy` moves between cache and payload, `transport` bytes from A to B. `transport.nccl_env` imports
-no torch.
+`protocol` is pure and the same on both sides: who exchanges which heads (`layout`), which bytes travel in which chunk
+(`plan`), the 64 bytes before each message (`chunk_header`), and the two state machines. `connection` is one rank to one
+rank. `pipeline` runs on the thread that owns one end of a transport. `copy` moves bytes between cache and payload.
+`transport` moves them between two processes; a new transport is one file and one row in `transport.select`. Imports go
+from the top of the picture down. This package imports nothing by itself: `transport.nccl_env` is read before torch.
 
-A hand-over, message by message. Lines with ~ are data; everything else is the control session:
+A hand-over, message by message. Lines with ~ are data; everything else is the control stream:
 
     router -> D   Decode             D reserves blocks and answers with a Ticket: the open call is the reservation
     router -> P   Prefill(ticket)
-    P -> D        Hello, Welcome, Rendezvous ...   once a pair
+    P -> D        Hello, Welcome, Rendezvous ...   once per connection
     P -> D        Offer              at once, while the prompt waits
     D -> P        Grant
     P ~> D        chunks             each as soon as its layers of its tokens are computed
-    P -> router   first token        at once, whatever the link does
+    P -> router   first token        at once, whatever the transport does
     P -> D        Commit             when the last chunk has left
     D -> P        CommitAck          when every chunk is verified and in place
     both          Ping               every 2 s; P's renews the leases of all that it has offered
 
-What ends early ends with Nack (from D) or Abort and AbortAck (from P); a whole session with SessionFailed (from D), or
-without a word where one side is gone. What is not answered is said again. A pull is the same from the ticket on: its
-receiver and its sender may be workers of any role, and there is no first token.
+A transfer that ends early ends with Nack (from D) or Abort and AbortAck (from P); a whole connection with SessionFailed
+(from D), or without a message if one side is gone. Unanswered messages are sent again. A pull is the same from the
+ticket on: its receiver and its sender may be workers of any role, and there is no first token.
+
+Callbacks to an upper room, one type per seam, declared in the lower room:
+
+    pipeline.driven.OnInstruction    carries out what a state machine decides, on the event loop
+                                     <- connection.outgoing, connection.reservations
+    pipeline.thread.OnTransport      the transport is open, or has ended <- connection.outgoing, connection.incoming
+    transport.rendezvous.OnSet       sends a key of the rendezvous to the peer <- connection.control_stream
+
+The engine reports progress by one of its own, `OutgoingTransfer.advance`, which a prefill worker passes to it.
 """

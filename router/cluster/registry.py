@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, RouterInfo, ServedModel, Worker, WorkerState
 from baton.errors import StoreUnavailable
-from kvstore.index import Connection, MirrorFollower, without_password
+from kvstore.index import MirrorFollower, RedisConnection, without_password
 from kvstore.leases import LeaseStore
 from router.admission import SloCounts
 from router.dispatch.worker_client import WorkerClient
@@ -37,7 +37,7 @@ class Registry:
         me: RouterInfo,
         slo_counts: SloCounts,
         models: tuple[ServedModel, ...],
-        redis: Connection,
+        redis: RedisConnection,
         poll_s: float,
         lease_s: float,
     ) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from baton.errors import StoreUnavailable
 from baton.messages import SequenceSpec
 from kvstore.index.backoff import backoff_s
-from kvstore.leases import Ended, Entry, Noted, Part, RecordKey, RecordStore, field_of
+from kvstore.leases import Noted, RecordEnd, RecordEntry, RecordKey, RecordPart, RecordStore, field_of
 from kvstore.leases.journal import DIGEST_BYTES, WRITER_BYTES
 from router.dispatch.choice import Choice
 
@@ -48,7 +48,7 @@ class Journal:
         self._store = store
         self._writer = secrets.token_bytes(WRITER_BYTES)
         self._notings: dict[RecordKey, _Noting] = {}
-        self._ended: list[Ended] = []
+        self._ended: list[RecordEnd] = []
         """Requests whose records the store has to forget."""
 
     @contextlib.contextmanager
@@ -67,9 +67,9 @@ class Journal:
         finally:
             del self._notings[key]
         if is_continued:  # with what another router has noted, which is of no use any more
-            self._ended.append(Ended(key))
+            self._ended.append(RecordEnd(key))
         elif noting.fields:
-            self._ended.append(Ended(key, tuple(noting.fields)))
+            self._ended.append(RecordEnd(key, tuple(noting.fields)))
 
     async def recall(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
         """What a router has recorded of this request, by choice; empty: nothing, or it cannot be had in time."""
@@ -111,17 +111,17 @@ class Journal:
             await self.flush()
         await self._store.close()
 
-    def _entry(self, key: RecordKey, noting: _Noting) -> Entry | None:
+    def _entry(self, key: RecordKey, noting: _Noting) -> RecordEntry | None:
         """What is new of a request, counted as written from here on."""
         parts = []
         for index, choice in enumerate(noting.choices):
             start, end = noting.num_written[index], len(choice.emitted)
             if end > start:
-                parts.append(Part(index, start, choice.emitted[start:], choice.finish_reason))
+                parts.append(RecordPart(index, start, choice.emitted[start:], choice.finish_reason))
                 noting.num_written[index] = end
         if not parts:
             return None
-        entry = Entry(key, noting.digest, self._writer, parts)
+        entry = RecordEntry(key, noting.digest, self._writer, parts)
         noting.fields += (field_of(entry, part) for part in parts)
         return entry
 

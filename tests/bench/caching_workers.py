@@ -27,7 +27,7 @@ from baton.rpc import RpcServer
 from baton.sampling import FinishReason
 from baton.v1 import worker_pb2_grpc
 from deploy.worker.calls import CallServicer
-from kvstore.index import Connection, IndexPublisher, RedisIndex
+from kvstore.index import IndexPublisher, RedisConnection, RedisIndex
 from kvstore.leases import LeaseKeeper, RedisLeases
 from tests.bench.peer import serve
 
@@ -64,9 +64,9 @@ class _Worker:
             address = f"{HOST}:{rpc.bind(HOST, 0)}"
             await rpc.start()
             stack.push_async_callback(rpc.stop, 0.0)
-            leases = RedisLeases(Connection(self._redis_url), self._content)
+            leases = RedisLeases(RedisConnection(self._redis_url), self._content)
             stack.push_async_callback(leases.close)
-            index = RedisIndex(Connection(self._redis_url), self._content)
+            index = RedisIndex(RedisConnection(self._redis_url), self._content)
             stack.push_async_callback(index.close)
             keeper = LeaseKeeper(leases, self._id, renew_s=1.0)
             info = WorkerInfo(

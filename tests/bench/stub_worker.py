@@ -34,7 +34,7 @@ from baton.rpc import RpcServer
 from baton.sampling import FinishReason
 from baton.v1 import worker_pb2_grpc
 from deploy.worker.calls import CallServicer
-from kvstore.index import Connection
+from kvstore.index import RedisConnection
 from kvstore.leases import LeaseKeeper, RedisLeases
 from tests.bench.peer import serve
 
@@ -120,7 +120,7 @@ async def _main() -> None:
 
 async def _hold_lease(role: Role, redis_url: str, revision: str, address: str) -> None:
     content = content_id(revision)
-    leases = RedisLeases(Connection(redis_url), content)
+    leases = RedisLeases(RedisConnection(redis_url), content)
     keeper = LeaseKeeper(leases, f"{role}-0", renew_s=1.0)
     info = WorkerInfo(
         id=f"{role}-0",

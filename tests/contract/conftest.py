@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.embedded_redis import EmbeddedRedis
-from kvstore.index import Connection, MemoryIndex, MemoryStore, RedisIndex
+from kvstore.index import MemoryIndex, MemoryStore, RedisConnection, RedisIndex
 from kvstore.index.keys import Keys
 from kvstore.leases import MemoryLeases, RedisLeases
 from tests.contract import redis7
@@ -43,7 +43,7 @@ class Backend:
     leases: LeaseStore
     clock: Clock
     namespace: str
-    connection: Connection | None = None
+    connection: RedisConnection | None = None
     store: MemoryStore | None = None
 
     async def lapse(self, worker_id: str) -> None:
@@ -73,11 +73,11 @@ class RedisServer:
     """A server and the connections that tests opened to it."""
 
     embedded: EmbeddedRedis
-    opened: list[Connection] = field(default_factory=list)
+    opened: list[RedisConnection] = field(default_factory=list)
 
     def backend(self, namespace: str, *, stream_max_events: int = STREAM_MAX_EVENTS) -> Backend:
         clock = Clock()
-        connection = Connection(self.embedded.url)
+        connection = RedisConnection(self.embedded.url)
         self.opened.append(connection)
         return Backend(
             index=RedisIndex(connection, namespace, stream_max_events=stream_max_events),

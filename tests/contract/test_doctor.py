@@ -11,7 +11,7 @@ from baton.cluster import Role, WorkerInfo, WorkerLoad
 from baton.config import Config, IndexConfig
 from deploy.doctor import Check, diagnose, redis
 from deploy.embedded_redis import EmbeddedRedis
-from kvstore.index import Connection
+from kvstore.index import RedisConnection
 from kvstore.index.keys import Keys
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def eviction_check(url: str) -> Check:
 
 
 async def set_policy(url: str, policy: str) -> None:
-    connection = Connection(url)
+    connection = RedisConnection(url)
     await connection.call("CONFIG", "SET", "maxmemory-policy", policy)
     await connection.close()
 

@@ -16,7 +16,7 @@ from baton.cluster import ControllerInfo, Role, RouterInfo, Worker, WorkerInfo, 
 from baton.config import Config, IndexConfig
 from deploy.controller.controller import Controller
 from deploy.controller.state import ControllerState
-from kvstore.index import Connection, GarbageBook, IndexPublisher, Mirror, MirrorFollower, RedisIndex
+from kvstore.index import GarbageBook, IndexPublisher, Mirror, MirrorFollower, RedisConnection, RedisIndex
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper, RedisLeases
 from router.admission import SloCounts
@@ -65,7 +65,7 @@ class Plane:
 
     def __init__(self, url: str, namespace: str, folder: Path) -> None:
         self.garbage = GarbageBook()
-        self.redis = Connection(url, self.garbage)
+        self.redis = RedisConnection(url, self.garbage)
         self.keys = Keys(namespace)
         index = RedisIndex(self.redis, namespace)
         self.leases = RedisLeases(self.redis, namespace)

@@ -12,15 +12,15 @@ from baton.cluster import Role, WorkerInfo, WorkerLoad
 from baton.errors import Fenced
 from kvstore.index import (
     ORIGIN,
-    Answer,
     Applied,
     BlockEvent,
     Cursor,
+    IndexAnswer,
+    IndexOutcome,
     IndexPublisher,
     Mirror,
     MirrorFollower,
     Op,
-    Outcome,
     Position,
     Tier,
 )
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from tests.contract.conftest import Backend, RedisServer
 
-RESYNC, APPLIED = Outcome.RESYNC, Outcome.APPLIED
+RESYNC, APPLIED = IndexOutcome.RESYNC, IndexOutcome.APPLIED
 
 
 def keys(*numbers: int) -> tuple[bytes, ...]:
@@ -122,7 +122,7 @@ async def test_events_are_applied_in_order_and_streamed(backend: Backend) -> Non
     ]
     owned: list[set[bytes]] = []
     for event in events:
-        assert await backend.index.apply(event) == Answer(APPLIED, event.seq)
+        assert await backend.index.apply(event) == IndexAnswer(APPLIED, event.seq)
         seq, found = await backend.index.snapshot("w", epoch)
         assert seq == event.seq
         owned.append(found)
@@ -143,11 +143,11 @@ async def test_a_gap_or_a_repetition_asks_for_a_snapshot_and_changes_nothing(bac
     epoch = await backend.leases.acquire("w")
     await backend.index.apply(stored(epoch, 1, 1))
     for seq in (0, 1, 3):
-        assert await backend.index.apply(stored(epoch, seq, 7)) == Answer(RESYNC, 1)
+        assert await backend.index.apply(stored(epoch, seq, 7)) == IndexAnswer(RESYNC, 1)
     assert await backend.index.snapshot("w", epoch) == (1, set(keys(1)))
     assert len(await read(backend)) == 1
     for event in snapshot(epoch, 10, 7, 8):
-        assert await backend.index.apply(event) == Answer(APPLIED, event.seq)
+        assert await backend.index.apply(event) == IndexAnswer(APPLIED, event.seq)
     assert await backend.index.snapshot("w", epoch) == (13, set(keys(7, 8)))
 
 
@@ -156,7 +156,7 @@ async def test_regression_sequence_reset_unseen(backend: Backend) -> None:
     epoch = await backend.leases.acquire("w")
     for event in snapshot(epoch, 1000, 1, 2):
         await backend.index.apply(event)
-    assert await backend.index.apply(snapshot(epoch, 1, 8)[0]) == Answer(RESYNC, 1003)
+    assert await backend.index.apply(snapshot(epoch, 1, 8)[0]) == IndexAnswer(RESYNC, 1003)
     again = FakeWorker(backend, "w", epoch)
     again.store(8)
     async with running(again.publisher):
@@ -170,7 +170,7 @@ async def test_a_snapshot_with_a_missing_part_is_refused(backend: Backend) -> No
     await backend.index.apply(begin)
     await backend.index.apply(part)
     end = BlockEvent(worker_id="w", epoch=epoch, seq=3, op=Op.SNAPSHOT_END, num_keys=2)
-    assert await backend.index.apply(end) == Answer(RESYNC, 2)
+    assert await backend.index.apply(end) == IndexAnswer(RESYNC, 2)
     for event in snapshot(epoch, 5, 3, 4):
         await backend.index.apply(event)
     assert await backend.index.snapshot("w", epoch) == (8, set(keys(3, 4)))
@@ -194,7 +194,7 @@ async def test_regression_a_restarted_worker_that_keeps_its_name_is_scored_warm(
     new = await backend.leases.acquire("w")
     assert await backend.index.snapshot("w", new) == (0, set())
     assert (await backend.index.state()).owners == {"w": Position(new, 0)}
-    assert await backend.index.apply(stored(new, 1, 2)) == Answer(APPLIED, 1)
+    assert await backend.index.apply(stored(new, 1, 2)) == IndexAnswer(APPLIED, 1)
 
 
 async def test_fenced_worker_after_a_pause_changes_nothing(backend: Backend) -> None:
@@ -211,8 +211,8 @@ async def test_fenced_worker_after_a_pause_changes_nothing(backend: Backend) -> 
 async def test_without_a_lease_nothing_is_applied(backend: Backend) -> None:
     epoch = await backend.leases.acquire("w")
     await backend.lapse("w")
-    assert await backend.index.apply(stored(epoch, 1, 1)) == Answer(RESYNC, 0)
-    assert await backend.index.apply(snapshot(epoch, 1, 1)[0]) == Answer(RESYNC, 0)
+    assert await backend.index.apply(stored(epoch, 1, 1)) == IndexAnswer(RESYNC, 0)
+    assert await backend.index.apply(snapshot(epoch, 1, 1)[0]) == IndexAnswer(RESYNC, 0)
     assert (await backend.index.state()).owners == {}
 
 
@@ -256,7 +256,7 @@ async def test_an_entry_says_in_which_tier_the_block_lies(backend: Backend) -> N
     mirror = Mirror()
     mirror.set_leased({"w": epoch})
     for published, owned in history:
-        assert await backend.index.apply(published) == Answer(APPLIED, published.seq)
+        assert await backend.index.apply(published) == IndexAnswer(APPLIED, published.seq)
         assert await backend.index.snapshot("w", epoch) == (published.seq, owned)
     for (_, event_read), (published, owned) in zip(await read(backend), history, strict=True):
         assert event_read == published

@@ -28,7 +28,7 @@ from baton.cluster import (
 )
 from baton.errors import ConfigError, Fenced, StoreUnavailable
 from deploy.embedded_redis import EmbeddedRedis
-from kvstore.index import BlockEvent, Connection, Op, Outcome
+from kvstore.index import BlockEvent, IndexOutcome, Op, RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper
 from kvstore.leases.codec import decode_worker, encode
@@ -300,7 +300,7 @@ async def test_one_forged_epoch_fences_nobody_off(server: RedisServer, namespace
         applied = await backend.index.apply(
             BlockEvent(worker_id="w", epoch=info.epoch, seq=seq, op=Op.STORED, keys=(b"k" * 16,))
         )
-        assert applied.outcome is Outcome.APPLIED
+        assert applied.outcome is IndexOutcome.APPLIED
         assert await backend.leases.renew(info, LOAD)
         assert await backend.leases.list_workers() == [Worker(info, LOAD)]
     assert await backend.leases.acquire("w", info.epoch) == info.epoch + 1
@@ -409,7 +409,7 @@ async def until(condition: object) -> None:
 
 def test_a_url_of_something_else_is_refused() -> None:
     with pytest.raises(ConfigError, match="redis_url"):
-        Connection("http://localhost:1")
+        RedisConnection("http://localhost:1")
 
 
 async def test_the_embedded_redis_listens_on_a_port() -> None:
@@ -417,7 +417,7 @@ async def test_the_embedded_redis_listens_on_a_port() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with EmbeddedRedis(port=port) as server:
-        connection = Connection(server.url)
+        connection = RedisConnection(server.url)
         assert await connection.call("CONFIG", "GET", "maxmemory-policy")
         policy = await connection.call("CONFIG", "GET", "maxmemory-policy")
         assert "noeviction" in str(policy)

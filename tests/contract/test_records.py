@@ -8,9 +8,19 @@ import pytest
 
 from baton.errors import StoreUnavailable
 from baton.sampling import FinishReason
-from kvstore.index import Connection
+from kvstore.index import RedisConnection
 from kvstore.index.keys import Keys
-from kvstore.leases import Ended, Entry, MemoryRecords, Noted, Part, RecordKey, RecordStore, RedisRecords, field_of
+from kvstore.leases import (
+    MemoryRecords,
+    Noted,
+    RecordEnd,
+    RecordEntry,
+    RecordKey,
+    RecordPart,
+    RecordStore,
+    RedisRecords,
+    field_of,
+)
 
 if TYPE_CHECKING:
     from tests.contract.conftest import Backend, RedisServer
@@ -28,15 +38,15 @@ def records(backend: Backend) -> RecordStore:
     return RedisRecords(backend.connection, backend.namespace)
 
 
-def entry(*parts: Part, key: RecordKey = KEY, digest: bytes = DIGEST, writer: bytes = A) -> Entry:
-    return Entry(key, digest, writer, parts)
+def entry(*parts: RecordPart, key: RecordKey = KEY, digest: bytes = DIGEST, writer: bytes = A) -> RecordEntry:
+    return RecordEntry(key, digest, writer, parts)
 
 
 async def test_parts_add_up_for_every_choice(records: RecordStore) -> None:
     assert await records.read(KEY, DIGEST) == {}
-    await records.write([entry(Part(0, 0, [1, 2, 2**32 - 1]))], [])
-    await records.write([entry(Part(0, 3, [4]), Part(3, 0, [7], FinishReason.LENGTH))], [])
-    await records.write([entry(Part(0, 4, [5, 6], FinishReason.STOP))], [])
+    await records.write([entry(RecordPart(0, 0, [1, 2, 2**32 - 1]))], [])
+    await records.write([entry(RecordPart(0, 3, [4]), RecordPart(3, 0, [7], FinishReason.LENGTH))], [])
+    await records.write([entry(RecordPart(0, 4, [5, 6], FinishReason.STOP))], [])
     assert await records.read(KEY, DIGEST) == {
         0: Noted((1, 2, 2**32 - 1, 4, 5, 6), FinishReason.STOP),
         3: Noted((7,), FinishReason.LENGTH),
@@ -44,66 +54,70 @@ async def test_parts_add_up_for_every_choice(records: RecordStore) -> None:
 
 
 async def test_another_request_under_the_same_key_is_none(records: RecordStore) -> None:
-    await records.write([entry(Part(0, 0, [1]))], [])
+    await records.write([entry(RecordPart(0, 0, [1]))], [])
     assert await records.read(KEY, OTHER_DIGEST) == {}
     assert await records.read(RecordKey("zeta", "r-1"), DIGEST) == {}
-    await records.write([entry(Part(0, 0, [2]), key=RecordKey("a:b", "c"))], [])
+    await records.write([entry(RecordPart(0, 0, [2]), key=RecordKey("a:b", "c"))], [])
     assert await records.read(RecordKey("a", "b:c"), DIGEST) == {}
 
 
 async def test_a_part_that_was_lost_hides_what_came_after_it(records: RecordStore) -> None:
-    await records.write([entry(Part(0, 0, [1, 2]), Part(0, 3, [4], FinishReason.STOP), Part(1, 1, [9]))], [])
+    await records.write(
+        [entry(RecordPart(0, 0, [1, 2]), RecordPart(0, 3, [4], FinishReason.STOP), RecordPart(1, 1, [9]))], []
+    )
     assert await records.read(KEY, DIGEST) == {0: Noted((1, 2))}
 
 
 async def test_all_written_anew_over_what_was_there(records: RecordStore) -> None:
-    await records.write([entry(Part(0, 0, [1, 2])), entry(Part(0, 2, [3, 4]))], [])
-    await records.write([entry(Part(0, 0, [1, 2, 3]))], [])
+    await records.write([entry(RecordPart(0, 0, [1, 2])), entry(RecordPart(0, 2, [3, 4]))], [])
+    await records.write([entry(RecordPart(0, 0, [1, 2, 3]))], [])
     assert await records.read(KEY, DIGEST) == {0: Noted((1, 2, 3, 4))}
-    await records.write([entry(Part(0, 0, [1, 2, 3, 4, 5], FinishReason.LENGTH))], [])
+    await records.write([entry(RecordPart(0, 0, [1, 2, 3, 4, 5], FinishReason.LENGTH))], [])
     assert await records.read(KEY, DIGEST) == {0: Noted((1, 2, 3, 4, 5), FinishReason.LENGTH)}
 
 
 async def test_two_routers_notes_are_not_mixed(records: RecordStore) -> None:
-    await records.write([entry(Part(0, 0, [1, 2]), Part(1, 0, [5]), writer=A)], [])
-    await records.write([entry(Part(0, 0, [1]), Part(0, 2, [8, 9]), Part(1, 0, [6, 7]), writer=B)], [])
+    await records.write([entry(RecordPart(0, 0, [1, 2]), RecordPart(1, 0, [5]), writer=A)], [])
+    await records.write(
+        [entry(RecordPart(0, 0, [1]), RecordPart(0, 2, [8, 9]), RecordPart(1, 0, [6, 7]), writer=B)], []
+    )
     assert await records.read(KEY, DIGEST) == {0: Noted((1, 2)), 1: Noted((6, 7))}
 
 
 async def test_a_router_that_is_done_leaves_what_another_one_notes(records: RecordStore) -> None:
     """Of the same id, which its client has sent there meanwhile."""
-    mine, others = entry(Part(0, 0, [1, 2, 3]), writer=A), entry(Part(0, 0, [1]), writer=B)
+    mine, others = entry(RecordPart(0, 0, [1, 2, 3]), writer=A), entry(RecordPart(0, 0, [1]), writer=B)
     await records.write([mine], [])
     await records.write([others], [])
-    done = Ended(KEY, tuple(field_of(mine, part) for part in mine.parts))
+    done = RecordEnd(KEY, tuple(field_of(mine, part) for part in mine.parts))
     await records.write([], [done])
-    await records.write([entry(Part(0, 1, [2]), writer=B)], [done])
+    await records.write([entry(RecordPart(0, 1, [2]), writer=B)], [done])
     assert await records.read(KEY, DIGEST) == {0: Noted((1, 2))}
-    await records.write([], [Ended(KEY)])
+    await records.write([], [RecordEnd(KEY)])
     assert await records.read(KEY, DIGEST) == {}
 
 
 async def test_what_has_ended_is_forgotten_before_the_new_is_noted(records: RecordStore) -> None:
     other = RecordKey("acme", "r-2")
-    await records.write([entry(Part(0, 0, [1])), entry(Part(0, 0, [2]), key=other)], [])
-    await records.write([entry(Part(0, 0, [3]))], [Ended(KEY), Ended(other)])
+    await records.write([entry(RecordPart(0, 0, [1])), entry(RecordPart(0, 0, [2]), key=other)], [])
+    await records.write([entry(RecordPart(0, 0, [3]))], [RecordEnd(KEY), RecordEnd(other)])
     assert await records.read(KEY, DIGEST) == {0: Noted((3,))}
     assert await records.read(other, DIGEST) == {}
-    await records.write([], [Ended(KEY)])
+    await records.write([], [RecordEnd(KEY)])
     await records.write([], [])
     assert await records.read(KEY, DIGEST) == {}
 
 
 async def test_a_record_lives_for_a_minute_after_it_was_written_to(backend: Backend, records: RecordStore) -> None:
-    await records.write([entry(Part(0, 0, [1]))], [])
+    await records.write([entry(RecordPart(0, 0, [1]))], [])
     if backend.connection:
         name = Keys(backend.namespace).record(KEY.tenant_id, KEY.request_id)
         assert await backend.connection.call("PEXPIRE", name, 1000)
-        await records.write([entry(Part(0, 1, [2]))], [])
+        await records.write([entry(RecordPart(0, 1, [2]))], [])
         assert 59_000 < await backend.connection.call("PTTL", name) <= 60_000
         return
     backend.clock.now += 59
-    await records.write([entry(Part(0, 1, [2]))], [])
+    await records.write([entry(RecordPart(0, 1, [2]))], [])
     backend.clock.now += 59
     assert await records.read(KEY, DIGEST) == {0: Noted((1, 2))}
     backend.clock.now += 2
@@ -114,7 +128,7 @@ async def test_what_cannot_be_read_is_an_error_of_values(server: RedisServer, na
     backend = server.backend(namespace)
     assert backend.connection
     records = RedisRecords(backend.connection, namespace)
-    await records.write([entry(Part(0, 0, [1, 2]))], [])
+    await records.write([entry(RecordPart(0, 0, [1, 2]))], [])
     name = Keys(namespace).record(KEY.tenant_id, KEY.request_id)
     (field,) = await backend.connection.call("HKEYS", name)
     for value, reason in (
@@ -139,19 +153,19 @@ async def test_a_record_of_a_wrong_type_is_written_anew_and_holds_up_no_other(
     with pytest.raises(ValueError, match="WRONGTYPE"):
         await records.read(KEY, DIGEST)
     other = RecordKey("acme", "r-2")
-    await records.write([entry(Part(0, 0, [1])), entry(Part(0, 0, [2]), key=other)], [])
+    await records.write([entry(RecordPart(0, 0, [1])), entry(RecordPart(0, 0, [2]), key=other)], [])
     assert await records.read(KEY, DIGEST) == {0: Noted((1,))}
     assert await records.read(other, DIGEST) == {0: Noted((2,))}
     assert [(each.what, each.times) for each in backend.connection.garbage.seen()] == [("record", 2)]
     await backend.connection.pipeline([("UNLINK", name := Keys(namespace).record("acme", "r-2")), ("SET", name, "x")])
-    await records.write([], [Ended(other, (b"field",)), Ended(KEY)])  # what is of no use any more stops nothing either
+    await records.write([], [RecordEnd(other, (b"field",)), RecordEnd(KEY)])  # what is useless stops nothing either
     assert await records.read(KEY, DIGEST) == {}
 
 
 async def test_without_redis_it_says_so() -> None:
-    records = RedisRecords(Connection("redis://127.0.0.1:1/0"), "ns")
+    records = RedisRecords(RedisConnection("redis://127.0.0.1:1/0"), "ns")
     with pytest.raises(StoreUnavailable):
-        await records.write([entry(Part(0, 0, [1]))], [Ended(KEY)])
+        await records.write([entry(RecordPart(0, 0, [1]))], [RecordEnd(KEY)])
     with pytest.raises(StoreUnavailable):
         await records.read(KEY, DIGEST)
     await records.close()

@@ -16,7 +16,7 @@ import pytest
 from baton.config import IndexConfig
 from deploy.doctor import redis
 from deploy.embedded_redis import EmbeddedRedis
-from kvstore.index import Connection
+from kvstore.index import RedisConnection
 from tests.integration.cluster import Cluster, Served
 
 pytestmark = [pytest.mark.first, pytest.mark.xdist_group("arithmetic cluster")]
@@ -32,7 +32,7 @@ def doctor(cluster: Served, *words: str, **settings: str) -> tuple[int, dict[str
 
 
 async def ask(cluster: Cluster, *command: Any) -> Any:
-    connection = Connection(cluster.client.status()["redis"]["address"])
+    connection = RedisConnection(cluster.client.status()["redis"]["address"])
     try:
         return await connection.call(*command)
     finally:
@@ -101,7 +101,7 @@ def test_a_worker_that_hangs_is_told_by_its_lease(arithmetic_cluster: Cluster) -
 def test_it_asks_redis_only_to_read() -> None:
     with EmbeddedRedis() as server:
         redis.look(server.url)
-        connection = Connection(server.url)
+        connection = RedisConnection(server.url)
 
         async def commands() -> set[str]:
             try:

@@ -29,7 +29,7 @@ from baton.config import FaultsConfig, RouterConfig, TransferConfig
 from baton.engine.model.arithmetic import expected_tokens
 from baton.errors import BatonError
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from kvstore.index import Connection
+from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Answer, Cluster, Served, request
@@ -564,7 +564,7 @@ def test_every_workers_lease_tells_what_it_knows(arithmetic_cluster: Cluster) ->
 
     async def leased() -> list[str]:
         async with contextlib.AsyncExitStack() as stack:
-            leases = RedisLeases(Connection(status["redis"]["address"]), content_id)
+            leases = RedisLeases(RedisConnection(status["redis"]["address"]), content_id)
             stack.push_async_callback(leases.close)
             return [worker.info.known_fields for worker in await leases.list_workers()]
 

@@ -23,8 +23,8 @@ from baton.config import RouterConfig, TransferConfig
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
 from deploy.operator.client import Client
-from kvstore.index import Connection
-from kvstore.leases import Ended, Entry, Part, RecordKey, RedisRecords
+from kvstore.index import RedisConnection
+from kvstore.leases import RecordEnd, RecordEntry, RecordKey, RecordPart, RedisRecords
 from router.admission.tenants import DEFAULT_TENANT
 from router.request.resume_journal import digest_of
 from tests.chaos.asks import MANY_BYTES, expected, greedy, of_split_character, prompt_of, seeded
@@ -244,16 +244,16 @@ def note(fleet: Fleet, request: GenerateRequest, token_ids: tuple[int, ...]) -> 
         ),
         cache_seed=b"",
     )
-    entry = Entry(
+    entry = RecordEntry(
         RecordKey(DEFAULT_TENANT.id, request.request_id),
         digest_of(content, spec),
         b"the dead",
-        [Part(0, 0, token_ids)] if token_ids else [],
+        [RecordPart(0, 0, token_ids)] if token_ids else [],
     )
 
     async def write() -> None:
-        records = RedisRecords(Connection(fleet.redis.url), content)
-        await records.write([entry] if entry.parts else [], [Ended(entry.key)])
+        records = RedisRecords(RedisConnection(fleet.redis.url), content)
+        await records.write([entry] if entry.parts else [], [RecordEnd(entry.key)])
         await records.close()
 
     asyncio.run(write())

@@ -295,7 +295,7 @@ def worker(worker_id: str, role: Role = Role.DECODE, **info: Any) -> Worker:
 
 
 def lease_findings(*workers: Worker, left_s: float = 9.0, ahead_s: float = 0.0) -> dict[str, Check]:
-    look = redis.Look(replace(FACTS, ahead_s=ahead_s), tuple(redis.Lease(each, left_s, "") for each in workers))
+    look = redis.Look(replace(FACTS, ahead_s=ahead_s), tuple(redis.FoundLease(each, left_s, "") for each in workers))
     return {check.name: check for check in redis.leases(look, lease_s=10.0, now_s=lambda: 100.0)}
 
 

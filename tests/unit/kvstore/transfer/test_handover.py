@@ -25,7 +25,15 @@ from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, 
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.engine.model.kv_cache import KVCache
-from baton.errors import BatonError, TransferCorrupted, TransferError, TransferRefused, TransferTimeout, WorkerFailed
+from baton.errors import (
+    BatonError,
+    Overloaded,
+    TransferCorrupted,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+    WorkerFailed,
+)
 from baton.messages import FirstToken, HandedOver, NewTokens, PrefillRequest, Ticket
 from decode_worker.service import DecodeService
 from kvstore.transfer.connection.outgoing import TransferPart
@@ -388,6 +396,8 @@ async def test_new_prompts_wait_while_too_much_is_unsent(link: str) -> None:
             waiting = asyncio.create_task(prefill.sender.wait_for_room(9))
             await asyncio.wait({waiting}, timeout=0.05)
             assert not waiting.done()
+            with pytest.raises(Overloaded):  # one more than may wait
+                await asyncio.wait_for(prefill.sender.wait_for_room(1), 0.2)
             await transfer.finish(1)  # the offer is said again, and granted
         await asyncio.wait_for(waiting, 1.0)
         assert prefill.sender.unsent_bytes == 0

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from baton.cluster import Role, RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
-from kvstore.index import Connection, MemoryIndex, MemoryStore, Mirror, MirrorFollower
+from kvstore.index import MemoryIndex, MemoryStore, Mirror, MirrorFollower, RedisConnection
 from kvstore.leases import MemoryLeases
 from router.admission import SloCounts
 from router.cluster.registry import Registry
@@ -51,7 +51,10 @@ async def test_a_store_that_loses_its_state_between_two_questions_loses_no_worke
     mirror = Mirror()
     pools = PoolView(mirror.lookup, time.monotonic)
     follower = MirrorFollower(MemoryIndex(store), mirror)
-    me, redis = RouterInfo(id="r", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0), Connection("redis://127.0.0.1:1/0")
+    me, redis = (
+        RouterInfo(id="r", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0),
+        RedisConnection("redis://127.0.0.1:1/0"),
+    )
     registry = Registry(
         leases=leases,
         pools=pools,

@@ -12,7 +12,7 @@ from baton.errors import StoreUnavailable, WorkerFailed
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
 from kvstore.index import MemoryStore
-from kvstore.leases import Ended, Entry, MemoryRecords, Noted, RecordKey
+from kvstore.leases import MemoryRecords, Noted, RecordEnd, RecordEntry, RecordKey
 from router.admission.tenants import Tenant
 from router.dispatch.choice import Choice
 from router.request.resume_journal import READ_S, Journal, digest_of
@@ -36,11 +36,11 @@ class Records(MemoryRecords):
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
-        self.written: list[tuple[Sequence[Entry], Sequence[Ended]]] = []
+        self.written: list[tuple[Sequence[RecordEntry], Sequence[RecordEnd]]] = []
         self.is_away = self.hangs = False
         self.tried = asyncio.Event()
 
-    async def write(self, entries: Sequence[Entry], ended: Sequence[Ended]) -> None:
+    async def write(self, entries: Sequence[RecordEntry], ended: Sequence[RecordEnd]) -> None:
         self.written.append((entries, ended))
         self.tried.set()
         if self.is_away:
