@@ -48,7 +48,7 @@ from deploy.controller.worker_life import ManagedWorker, WorkerLives
 from deploy.kubernetes.node_plan import PlacedWorker
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec
 from deploy.ray_pools.actors import RayActors
-from deploy.scaling.policy import ScalingDecision
+from deploy.scaling.values import ScalingDecision
 from kvstore.index import Mirror
 from kvstore.leases import LeaseStore
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from baton.config import Config
 from baton.errors import BatonError, ConfigError
 from deploy.controller.state import load as load_state
-from deploy.doctor import cluster, machine, redis
+from deploy.doctor import cluster, machine, redis, transports
 from deploy.doctor.checks import Check, guarded, judged, show
 from deploy.doctor.reach import Target, reachability
 from kvstore.index import without_password
@@ -69,7 +69,7 @@ def diagnose(
         checks += guarded("model", lambda: machine.model(config, is_needed=True))
         checks += guarded("packages", lambda: machine.packages({"worker"}))
         checks += guarded("torch", lambda: machine.torch_build(config))
-        checks += guarded("links", lambda: machine.links(config, environ))
+        checks += guarded("links", lambda: transports.links(config, environ))
         checks += guarded("shared memory", lambda: machine.shared_memory(machine.ranks_memory_mib(config)))
         checks += machine.memory(machine.worker_memory_gib(config))
     return checks
@@ -94,7 +94,7 @@ def _laptop(config: Config, address: str, api_key: str, environ: Mapping[str, st
     checks += guarded("packages", lambda: machine.packages({"worker", "local"}))
     num_workers = config.cluster.prefill + config.cluster.decode
     checks += guarded("torch", lambda: machine.torch_build(config, num_workers))
-    checks += guarded("links", lambda: machine.links(config, environ))
+    checks += guarded("links", lambda: transports.links(config, environ))
     if not config.index.redis_url:
         checks += guarded("embedded redis", machine.embedded_redis)
     checks += guarded("model", lambda: machine.model(config, is_needed=False))

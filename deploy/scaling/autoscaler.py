@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.cluster import ClusterStatus, Role, Worker, WorkerState
 from baton.errors import BatonError
-from deploy.scaling.policy import Flips, PolicyState, ScalingDecision, decide
+from deploy.scaling.policy import decide
+from deploy.scaling.values import Flips, PolicyState, ScalingDecision
 from deploy.scaling.window import measure
 from router.placement import Objective
 

@@ -26,7 +26,7 @@ from deploy.scaling.autoscaler import Autoscaler
 if TYPE_CHECKING:
     from baton.config import Config
     from deploy.operator.client import Client
-    from deploy.scaling.policy import ScalingDecision
+    from deploy.scaling.values import ScalingDecision
 
 
 AT_ONCE_S = 1e-3

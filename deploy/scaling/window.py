@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.cluster import ClusterStatus, Role, RouterInfo, Worker, WorkerState
 from baton.costs import typical
-from deploy.scaling.policy import Measured, PoolMeasured
+from deploy.scaling.values import Measured, PoolMeasured
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.cluster import ClusterStatus, Role, RouterInfo
-from deploy.scaling.policy import PolicyState, ScalingDecision, decide
+from deploy.scaling.policy import decide
+from deploy.scaling.values import PolicyState, ScalingDecision
 from deploy.scaling.window import measure
 
 if TYPE_CHECKING:

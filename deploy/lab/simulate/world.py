@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from deploy.lab.simulate.scaler import Scaling
     from deploy.lab.simulate.worker import SimulatedWorker, WorkerShape
     from deploy.lab.traces.trace import Trace, TraceRequest
-    from deploy.scaling.policy import ScalingDecision
+    from deploy.scaling.values import ScalingDecision
 
 
 @dataclass(slots=True, kw_only=True)

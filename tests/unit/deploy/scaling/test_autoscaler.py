@@ -14,7 +14,7 @@ from baton.config import AutoscaleConfig, Config, RouterConfig, SloClassConfig
 from baton.errors import Conflict, NoController
 from deploy.scaling.autoscaler import Autoscaler, strictest
 from deploy.scaling.command import as_dict, status_of, summary
-from deploy.scaling.policy import Needs, PolicyState, ScalingDecision, Sizes
+from deploy.scaling.values import Needs, PolicyState, ScalingDecision, Sizes
 
 
 class Cluster:

@@ -14,17 +14,8 @@ from baton.cluster import Role
 from baton.config import AutoscaleConfig
 from baton.costs import StepCosts
 from baton.errors import ConfigError
-from deploy.scaling.policy import (
-    KV_LIMIT,
-    Flips,
-    Measured,
-    PolicyState,
-    PoolMeasured,
-    ScalingDecision,
-    Sizes,
-    decide,
-    sequences_within,
-)
+from deploy.scaling.policy import KV_LIMIT, decide, sequences_within
+from deploy.scaling.values import Flips, Measured, PolicyState, PoolMeasured, ScalingDecision, Sizes
 from router.placement import Objective
 
 COSTS = StepCosts(

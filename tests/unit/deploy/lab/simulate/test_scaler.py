@@ -26,7 +26,7 @@ from deploy.lab.simulate.worker import WorkerShape
 from deploy.lab.simulate.world import Served, World
 from deploy.lab.traces.generator import Conversations, generate
 from deploy.lab.traces.trace import Trace, TraceRequest
-from deploy.scaling.policy import Measured, Needs, PolicyState, ScalingDecision, Sizes
+from deploy.scaling.values import Measured, Needs, PolicyState, ScalingDecision, Sizes
 from router.placement import Objective, Prices
 from tests.unit.deploy.lab.simulate.test_world import (
     COSTS,
