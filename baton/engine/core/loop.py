@@ -83,7 +83,8 @@ class EngineLoop:
 
     def max_waiting(self, spec: SequenceSpec) -> float:
         """See `ServingEngine.max_waiting`. An answer that goes on was let in when it began: refusing it would end a
-        stream."""
+        stream.
+        """
         return math.inf if spec.is_continued else self._max_waiting
 
     # -- sequences -----------------------------------------------------------------------------------------------------

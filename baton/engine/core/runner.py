@@ -136,7 +136,8 @@ class Runner(Protocol):
     @property
     def caches(self) -> Sequence[Any]:
         """Every rank's cache, each with its part of the heads, in a type of the runner's that the hand-over knows.
-        Block ids mean the same in all of them."""
+        Block ids mean the same in all of them.
+        """
         ...
 
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
