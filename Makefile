@@ -56,6 +56,7 @@ chaos: $(STAMP)
 	CHAOS_SECONDS=600 $(PYTEST) -s $(SOAK)
 	NUM_TRANSFERS=10000 $(PYTEST) -m 'chaos or slow' tests --ignore=tests/chaos
 	$(PYTEST) -q -n 2 -m hypothesis --hypothesis-profile twentyfold --timeout 3600 $(FAST_TESTS)
+	$(BIN)/python -m tools.mutants
 
 check: $(STAMP) proto-is-current
 	$(BIN)/ruff format --check .

@@ -48,7 +48,7 @@ class TransferCounts:
     sent_committed: int = 0
     received_committed: int = 0
     sent_failed: int = 0
-    """Did not arrive though they were still wanted."""
+    """Transfers that were still needed and did not arrive."""
     received_failed: int = 0
     corrupted: int = 0
     """Failed, sent or received: a chunk failed its header or checksum test. This and the next four are all failures."""
@@ -59,15 +59,15 @@ class TransferCounts:
     refused: int = 0
     """Failed: the two sides do not fit."""
     lost: int = 0
-    """Failed: the link, the session or the other worker was lost."""
+    """Failed: the connection, its transport or the other worker was lost."""
     fenced: int = 0
     """Messages and chunks of an unknown transfer or a past generation, dropped."""
     resent: int = 0
-    """Messages said again because no answer came."""
+    """Control messages that were sent again because no answer came."""
     nccl_stalls: int = 0
-    """Operations on NCCL that did not end in time; the pair was given up."""
+    """NCCL operations that did not end in time; their connection was given up."""
     failed_pulls: int = 0
-    """Prefixes that were to be pulled and had to be computed."""
+    """Prefixes that could not be pulled and were computed instead."""
     pulled_tokens: int = 0
     """Prompt tokens whose KV came from another worker's cache."""
     sent_bytes: int = 0
@@ -75,14 +75,14 @@ class TransferCounts:
     sent_chunks: int = 0
     received_chunks: int = 0
     transfer_s: float = 0.0
-    """From a sent transfer's first chunk to its acknowledged commit, summed."""
+    """Total duration of sent transfers, each from its first chunk to the acknowledged commit."""
     exposed_s: float = 0.0
-    """The part of it after the prompt was computed: what no computing hid."""
+    """The part of `transfer_s` after the prompt was computed, which no computation hid."""
     open_pairs: int = 0
     slots_in_use: int = 0
-    """Of the staging pools."""
+    """Slots of the staging pools that hold a chunk."""
     unsent_bytes: int = 0
-    """Computed, pinned, and not sent yet."""
+    """Bytes of KV that is computed, pinned and not sent yet."""
 
     @property
     def committed(self) -> int:
@@ -95,7 +95,7 @@ class TransferCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """What a worker says of itself once per incarnation."""
+    """The constant properties of a worker's incarnation."""
 
     id: str
     role: Role
@@ -112,7 +112,7 @@ class WorkerInfo:
     chunk_tokens: int = 512
     """Prompt tokens in one step."""
     version: str = ""
-    """Of Baton; empty: of a release that did not tell."""
+    """Baton's version there; empty: a release that did not announce it."""
     known_fields: str = ""
     """The fields of a router's messages that this worker knows, as `baton.wire` writes and reads them. A worker that
     lists none is asked for nothing."""
@@ -120,26 +120,26 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """What a worker says of itself with every renewal of its lease."""
+    """The state of a worker, as of the latest renewal of its lease."""
 
     state: WorkerState = WorkerState.STARTING
     running: int = 0
     """Sequences in the engine's batch."""
     waiting: int = 0
-    """Sequences that wait for blocks or for their KV."""
+    """Sequences that wait for blocks or for incoming KV."""
     queued_tokens: int = 0
-    """Tokens that are still to be computed there: known, and neither computed nor cached."""
+    """Tokens still to compute: known, and neither computed nor cached."""
     blocks: BlockCounts = field(default_factory=BlockCounts)
     self_check: str = "ok"
     transfers: TransferCounts = field(default_factory=TransferCounts)
     preemptions: int = 0
-    """Sequences that had to give their blocks back and were computed again, since the worker started."""
+    """Preemptions since the worker started: sequences that gave their blocks back and were computed again."""
     costs: StepCosts = PRIOR
-    """What the engine's steps take, fitted from those that it has done."""
+    """Cost model of the engine's steps, fitted to those that it has done."""
     busy_s: float = 0.0
-    """Spent in steps, since the worker started."""
+    """Time spent in steps since the worker started."""
     computed_tokens: int = 0
-    """In those steps."""
+    """Tokens computed in those steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,24 +160,25 @@ class RouterInfo:
     met: int = 0
     """Requests since the router started that met their objectives."""
     missed: int = 0
-    """Those that were let in, and came too late or failed."""
+    """Admitted requests that missed an objective or failed."""
     rejected: int = 0
     version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolScaling:
-    """What the autoscaler last saw of a pool, and wants of it."""
+    """The autoscaler's latest measurement and decision for a pool."""
 
     pool: str
     utilisation: float
-    """Workers that would be busy all the time, over those that are desired."""
+    """Workers' worth of load, over the number of desired workers."""
     wanted: int
+    """Number of workers that the autoscaler wants."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerInfo:
-    """The process that keeps the pools as they should be."""
+    """The process that keeps the pools at their sizes."""
 
     pid: int
     address: str
@@ -201,13 +202,13 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class StoreGarbage:
-    """Values of one kind in Redis that could not be read and were skipped, since the process started."""
+    """Values of one kind in Redis that could not be read and were skipped since the process started."""
 
     what: str
     times: int
-    """Once for every time that one was come across."""
+    """How often such a value was read."""
     latest: str
-    """Where one lies, and what is wrong with it."""
+    """The key of the latest one, and what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +224,6 @@ class ClusterStatus:
     controller: ControllerInfo | None = None
     """None: none is known."""
     mirrored_blocks: dict[str, int] = field(default_factory=dict)
-    """By worker: how many blocks the router that answers believes it to hold."""
+    """Blocks that each worker holds according to the answering router's copy of the index."""
     store_garbage: tuple[StoreGarbage, ...] = ()
-    """As the router that answers came across it."""
+    """Unreadable values that the answering router has met."""

@@ -1,7 +1,7 @@
-"""How much memory there is, and how much of it KV pools may take.
+"""How much memory is free, and how much of it KV pools may take.
 
-    free ── what other processes are about to take ──┐
-         ── for each pool: weights, what its process needs ── the rest: `auto` takes a share, more than it is refused
+    free ── other processes that are about to start ──┐
+         ── for each pool: weights and its process ──── the rest: `auto` takes a share of it, a larger pool is refused
 
 Nothing here imports torch: `baton up` asks before it starts anything.
 """
@@ -21,31 +21,31 @@ from baton.errors import ConfigError
 
 GIB = 2**30
 GPU_SHARE = 0.85
-"""Of what the weights leave of a GPU: the rest is for a step's activations, staging slots and what NCCL takes."""
+"""Share of a GPU's memory beside the weights; the rest is for activations, staging slots and NCCL."""
 CPU_SHARE = 0.5
-"""Of what the weights leave of a machine, which has other things to do; as many workers again have room."""
+"""Share of a machine's memory beside the weights. It leaves room for other programs, or as many workers again."""
 CPU_MOST_GIB = 2.0
-"""A pool that is chosen for a CPU is no larger than this, or than weights and process if they are: a CPU takes minutes
-to fill it, and all of it is taken at once."""
+"""Limit on an automatic pool on a CPU, unless weights and process are larger: a CPU takes minutes to fill more, and the
+memory is taken at once."""
 FITS = 0.95
-"""A pool may have so much of what is left: what else takes memory is only estimated."""
+"""Largest share of the remaining memory that a pool may have, since other needs are only estimated."""
 ADVISED = 0.9
-"""What a refusal names: less than `FITS`, so that it still fits a moment later."""
+"""Share that a refusal recommends: less than `FITS`, so that it still fits a moment later."""
 PROCESS_BYTES = 3 * GIB // 4
-"""What the process of a rank takes on a CPU besides weights and pool: torch, transformers, activations, slots."""
+"""Memory of a rank's process on a CPU beside weights and pool: torch, transformers, activations, slots."""
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Memory in which the KV pools of a few ranks are to be: a machine's, or one GPU's. All sizes are in bytes."""
+    """The memory that the KV pools of a few ranks share: a machine's, or one GPU's. All sizes are in bytes."""
 
     free: int
     num_pools: int
     needed: int
-    """By each rank besides its pool: its weights and what its process takes."""
+    """Need of each rank beside its pool: its weights and its process."""
     others: int = 0
-    """By processes that are about to start."""
+    """Need of other processes that are about to start."""
     on_gpu: bool = False
 
     def pool_gib(self, asked: GibOrAuto) -> float:
@@ -81,17 +81,16 @@ def _pools(number: int, what: str) -> str:
 
 
 def weights_bytes(folder: Path, dtype: str = "") -> int:
-    """What the weights of a model's folder take in memory.
+    """Bytes that the weights of a model's folder take in memory.
 
     Args:
-        dtype: float32, bfloat16 or float16, in which they are loaded; empty: as they are stored.
+        dtype: the type in which they are loaded, float32, bfloat16 or float16; empty: as they are stored.
     """
     return sum(_file_bytes(path, SIZES.get(dtype)) for path in _weights_files(folder))
 
 
 def _weights_files(folder: Path) -> list[Path]:
-    """Those that are loaded: there may be the same weights in other files beside them. transformers looks for one file
-    first."""
+    """The files that are loaded; others may hold the same weights. transformers looks for a single file first."""
     if (whole := folder / "model.safetensors").is_file():
         return [whole]
     try:
@@ -102,7 +101,7 @@ def _weights_files(folder: Path) -> list[Path]:
 
 
 def _file_bytes(path: Path, itemsize: int | None) -> int:
-    """Of the tensors that a safetensors file's header lists. A file that has no such header is as large as it is."""
+    """Bytes of the tensors in a safetensors file's header; without such a header, the size of the file."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -124,14 +123,13 @@ def available_memory(
 ) -> int:
     """Bytes that this process can still get: the machine's, or less where one of its cgroups has a limit.
 
-    What a cgroup keeps of files counts as free, for the kernel takes it back when memory is wanted.
+    Cached files of a cgroup count as free: the kernel reclaims them when memory is needed.
 
     Args:
-        share: of all memory that there is, taken or not; it gets no more. What its neighbours have taken of theirs
-            takes nothing off it.
-        machine: what the machine has left, and what it has; None: as it says.
-        cgroups: where they are mounted.
-        own: the kernel's list of those that this process is in.
+        share: limit, as a share of all memory, used or not. What neighbours use of their shares does not reduce it.
+        machine: the machine's free and total memory; None: as the system reports it.
+        cgroups: the folder where cgroups are mounted.
+        own: the kernel's list of the cgroups of this process.
     """
     if machine is None:
         told = psutil.virtual_memory()
@@ -141,7 +139,7 @@ def available_memory(
 
 
 def _cgroups_limits(cgroups: Path, own: Path) -> list[tuple[int, int]]:
-    """What each limit leaves, and the limit, v2 and v1: in a container the one it is in is mounted as the root."""
+    """What each limit leaves, and the limit, for v2 and v1. In a container its own cgroup is mounted as the root."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:

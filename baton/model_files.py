@@ -1,6 +1,6 @@
-"""What the JSON files of a model's folder say, for routers and workers alike.
+"""The JSON files of a model's folder, read the same way by routers and workers.
 
-Read without transformers, which routers do not have, and which takes seconds to import.
+Transformers is not used: routers do not have it, and its import takes seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton.errors import ModelLoadError
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CAUSAL = "ForCausalLM"
 RUNNABLE_QUANTIZATIONS = ("fp8",)
-"""Methods of which transformers has all that it needs to take the weights as they were before."""
+"""Quantization methods whose weights transformers can restore by itself."""
 UNAPPLIED_UNLESS: dict[str, Any] = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
@@ -50,7 +50,7 @@ UNAPPLIED_UNLESS: dict[str, Any] = {
     "typical_p": 1.0,
     "watermarking_config": None,
 }
-"""What `generate` takes from generation_config.json and we do not -> the value with which that makes no difference."""
+"""Fields of generation_config.json that `generate` applies and Baton does not -> their neutral values."""
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def of_text(config: Mapping[str, Any], name: str) -> Any:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Name -> text of the tokenizer's special tokens, under the names by which chat templates read them."""
+    """The texts of the tokenizer's special tokens, by the names that chat templates use."""
     config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
     extra = config.get("extra_special_tokens")
     named = {name: config.get(name) for name in SPECIAL_NAMES} | (extra if isinstance(extra, dict) else {})
@@ -98,7 +98,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def end_of_sequence_ids(folder: Path) -> tuple[int, ...]:
-    """The token ids that end an answer: of generation_config.json, else of config.json, else of the tokenizer.
+    """The token ids that end an answer, from generation_config.json, else config.json, else the tokenizer.
 
     generation_config.json may list several, such as the end of a turn beside the end of a text.
 
@@ -120,17 +120,17 @@ def end_of_sequence_ids(folder: Path) -> tuple[int, ...]:
 
 
 def unapplied_recommendations(folder: Path) -> dict[str, Any]:
-    """What generation_config.json recommends for answers and this version leaves out, by name."""
+    """Recommendations of generation_config.json that this version does not apply, by name."""
     generation = read_json(folder / "generation_config.json")
     said = {name: generation.get(name) for name in UNAPPLIED_UNLESS}
     return {name: value for name, value in said.items() if value not in (None, [], UNAPPLIED_UNLESS[name])}
 
 
 def require_runnable(folder: Path) -> None:
-    """Refuses by config.json a checkpoint that is no causal language model, or quantized in a way that does not run.
+    """Refuses a checkpoint that is no causal language model, or has a quantization that does not run.
 
     Raises:
-        ModelLoadError: it is; the message names what it is.
+        ModelLoadError: it is such a checkpoint; the message names its kind.
     """
     config = read_json(folder / "config.json", required=True)
     architectures = config.get("architectures") or []

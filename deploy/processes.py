@@ -40,13 +40,13 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], Non
 
 
 def tell_parent(ready_fd: int, **values: object) -> None:
-    """One line of JSON on an inherited descriptor, and the last: whoever started this process waits for it."""
+    """Reports to the parent: one line of JSON on an inherited descriptor, for which the parent waits."""
     with os.fdopen(ready_fd, "w") as told:
         told.write(json.dumps(values) + "\n")
 
 
 def why_taken(host: str, port: int) -> str:
-    """Why nobody can listen on the port now; empty when it is free."""
+    """The reason why no process can listen on the port now; empty when it is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

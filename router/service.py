@@ -31,7 +31,6 @@ from opentelemetry.context import Context
 
 from baton.api import GenerateChunk, GenerateRequest, ModelCard, Prompt
 from baton.config import RouterConfig
-from baton.messages import SequenceSpec
 from baton.telemetry.instruments import Instruments
 from kvstore.leases import Noted, RecordKey
 from router.admission import (
@@ -47,7 +46,7 @@ from router.admission import (
 )
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import AnswerChunks, AnswerWriter
-from router.dispatch import ChoiceGroup, Dispatcher
+from router.dispatch import Choice, ChoiceGroup, Dispatcher
 from router.prompt import PromptEncoder
 from router.request.model import UNKNOWN_DOOR, Door, LoadedModel
 from router.request.resume import Call, CallsInFlight
@@ -136,25 +135,25 @@ class RouterService:
                 group = ChoiceGroup.begin(spec, claim, settle.trace, params.n, noted)
                 call.begin(digest, group)
                 settle.begin(group.choices, params, request.resume_from)
-                writers = self._writers(request, spec, params.stop, params.n)
+                writers = self._writers(request, group, params.stop)
                 with self._journal.noting(key, digest, group.choices):
-                    for choice, writer in zip(group.choices, writers, strict=True):
+                    for choice, writer in writers.items():
                         for chunk in writer.replay(choice.emitted, choice.finish_reason):
                             if chunk is not None:
                                 yield settle.book(chunk)
-                                call.is_driven_here()
+                                call.driver = asyncio.current_task() or call.driver
                             await asyncio.sleep(0)
                         choice.is_answered = writer.has_ended
                     async with contextlib.aclosing(self._dispatcher.run(group.unanswered())) as messages:
                         async for choice, message in messages:
-                            writer = writers[choice.index]
+                            writer = writers[choice]
                             piece = writer.push(message.token_ids, message.finish_reason)
                             if piece.finish_reason is not None:
                                 choice.is_answered = True
                                 self._dispatcher.answered(choice, writer.num_tokens)
                             if (chunk := writer.chunk(piece)) is not None:
                                 yield settle.book(chunk)
-                                call.is_driven_here()
+                                call.driver = asyncio.current_task() or call.driver
             self._limiter.record(time.monotonic() - settle.arrived_s)
 
     async def tokenize(self, prompt: Prompt, tenant: Tenant) -> tuple[int, ...]:
@@ -179,15 +178,16 @@ class RouterService:
         return await self._journal.recall(key, digest)
 
     def _writers(
-        self, request: GenerateRequest, spec: SequenceSpec, stops: tuple[str, ...], num_choices: int
-    ) -> list[AnswerChunks]:
-        """The writers of a request's answers, by choice."""
-        return [
-            AnswerChunks(
-                AnswerWriter(self.model.tokenizer, spec.token_ids, stops, request.resume_from.get(index, 0)),
-                request_id=spec.request_id,
-                choice_index=index,
+        self, request: GenerateRequest, group: ChoiceGroup, stops: tuple[str, ...]
+    ) -> dict[Choice, AnswerChunks]:
+        """The writers of a request's answers."""
+        tokenizer, num_delivered = self.model.tokenizer, request.resume_from
+        return {
+            choice: AnswerChunks(
+                AnswerWriter(tokenizer, choice.spec.token_ids, stops, num_delivered.get(choice.index, 0)),
+                request_id=choice.spec.request_id,
+                choice_index=choice.index,
                 skip_text=request.skip_text,
             )
-            for index in range(num_choices)
-        ]
+            for choice in group.choices
+        }

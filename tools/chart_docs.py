@@ -1,4 +1,4 @@
-"""Keeps what the chart says about its values true: `python -m tools.chart_docs` writes it anew.
+"""Generates the documentation of the chart's values: `python -m tools.chart_docs`.
 
     baton/config ──JSON schema by pydantic────────> section `config` of helm/baton/values.schema.json
     values.schema.json ──descriptions──┐
@@ -150,7 +150,7 @@ def _table(rows: list[str]) -> str:
 
 
 def written(chart: Path) -> dict[Path, str]:
-    """What the generated files should hold."""
+    """The texts of the generated files, by path."""
     schema_path, readme_path = chart / "values.schema.json", chart / "README.md"
     schema = schema_text(schema_path.read_text())
     defaults = yaml.safe_load((chart / "values.yaml").read_text())

@@ -1,0 +1,1 @@
+"""What every process reports of itself: metrics (`instruments`), traces (`tracing`) and log lines (`logs`)."""

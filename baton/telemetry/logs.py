@@ -1,11 +1,10 @@
-"""Log lines of every process, in one form: text for people, or an object of JSON a line.
+"""Log lines of every process, in one form: text for people, or one JSON object per line.
 
     {"timestamp": "2026-11-21T20:38:24.123456+00:00", "level": "WARNING", "logger": "router.dispatch.dispatcher",
      "process": 7, "service": "baton-router", "message": "...", "trace_id": "4bf9...", "span_id": "00f0..."}
 
-`trace_id` and `span_id` are those of the request that a line is about: of the client's trace, or of one that begins
-here where traces are exported; without either, there are none. `exception` is the traceback. A line is ASCII, so it
-ends where the object ends, whatever was logged.
+`trace_id` and `span_id` belong to the request that a line is about, if it has a trace: the client's, or one that begins
+here when traces are exported. `exception` is the traceback. A line is ASCII and ends where its object ends.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def configure(level: str, log_format: str = "text", service: str = "baton") -> N
     """Sends log lines of `level` and above to standard error.
 
     Args:
-        log_format: text, or json: then warnings and exceptions that nobody caught are such lines, too.
+        log_format: text, or json; with json, warnings and uncaught exceptions become such lines, too.
         service: the kind of process, as in traces.
     """
     handler = logging.StreamHandler()
@@ -44,7 +43,7 @@ def configure(level: str, log_format: str = "text", service: str = "baton") -> N
 
 
 def about(request: SpanContext) -> None:
-    """From here on, what this task logs is about this request."""
+    """Attributes the later log lines of this task, and of tasks that it starts, to the request."""
     _SUBJECT.set(request)
 
 

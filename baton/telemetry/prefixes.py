@@ -1,4 +1,4 @@
-"""Which prefixes come again: the ceiling of any cache's hit rate, and the prompts' most common beginnings."""
+"""Which prefixes recur: the ceiling of any cache's hit rate, and the most common beginnings of prompts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ KEPT_KEYS = 2**18
 """Block keys of a generation. There are two, so that this many to twice as many are known: 4 to 8 million tokens in
 blocks of 16, in up to 50 MB."""
 RECENT = 1024
-"""Prompts of which the beginnings are compared."""
+"""Number of recent prompts whose beginnings are compared."""
 HOTTEST = 5
 
 
 class PrefixBook:
-    """One router's. What is older than `kept_keys` other blocks may be forgotten.
+    """The prefixes that one router has seen. Blocks older than `kept_keys` others may be forgotten.
 
-    A generation holds with each key all keys before it in its chain, so a chain's known part is found by bisection.
+    A generation holds, with each key, all keys before it in its chain; the known part of a chain is found by bisection.
     """
 
     def __init__(self, kept_keys: int = KEPT_KEYS) -> None:
@@ -28,16 +28,16 @@ class PrefixBook:
         self._beginnings: Counter[bytes] = Counter()
 
     def see_prompt(self, keys: Sequence[bytes]) -> int:
-        """How many of a prompt's leading blocks have been in a prompt or an answer before.
+        """The number of a prompt's leading blocks that were in a prompt or an answer before.
 
         Args:
-            keys: of its blocks, chained; empty: it is shorter than a block.
+            keys: the chained keys of its blocks; empty: it is shorter than a block.
         """
         self._count_beginning(keys[0] if keys else b"")
         return self.see(keys)
 
     def see(self, keys: Sequence[bytes]) -> int:
-        """The same for what is no prompt: one with its answer."""
+        """The same for a prompt with its answer, which does not count as another prompt."""
         num_young = _num_leading(keys, self._young)
         num_known = max(num_young, _num_leading(keys, self._old))
         self._young.update(keys[num_young:])

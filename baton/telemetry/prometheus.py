@@ -1,7 +1,7 @@
 """Counters, histograms and gauges as Prometheus shows them.
 
-A value is booked in a microsecond or two, a tenth of what OpenTelemetry's SDK takes, and requests book a dozen. Names,
-units and labels are OpenTelemetry's and come out as its exporter writes them. All of it belongs to the event loop.
+Booking a value takes a microsecond or two, a tenth of the time in OpenTelemetry's SDK; every request books a dozen.
+Names, units and labels are OpenTelemetry's, written as its exporter does. All of it belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Observation(NamedTuple):
 
 
 class Definition(NamedTuple):
-    """Of a metric, as Prometheus shows it."""
+    """The name, kind and description of a metric, as Prometheus shows them."""
 
     name: str
     kind: str
@@ -38,12 +38,12 @@ class Instrument(Protocol):
     def definition(self) -> Definition: ...
 
     def collect(self) -> Iterable[Metric]:
-        """What Prometheus is shown: nothing as long as nothing was booked."""
+        """The metric for Prometheus; none until something was booked."""
         ...
 
 
 Relabel = Callable[[Mapping[str, str]], Mapping[str, str] | None]
-"""A row's labels -> those under another name; rows for which they are equal are added up. None: not shown."""
+"""Maps a row's labels to those under another name; rows with equal ones are added up. None: the row is not shown."""
 
 
 class Counter:
@@ -60,7 +60,7 @@ class Counter:
         return self._family.of([(labels, {"value": value}) for labels, value in self._values.items()])
 
     def renamed(self, name: str, description: str, relabel: Relabel) -> Counter:
-        """The same values, as they are now, in a counter of its own."""
+        """A new counter with the current values."""
         other = Counter(name, description)
         for labels, value in self._values.items():
             if (shown := relabel(dict(labels))) is not None:
@@ -69,7 +69,8 @@ class Counter:
 
 
 class Histogram:
-    """
+    """A distribution of values in buckets.
+
     Args:
         bounds: the largest value of each bucket but the last, ascending.
     """
@@ -103,7 +104,7 @@ class Histogram:
         )
 
     def renamed(self, name: str, description: str, relabel: Relabel) -> Histogram:
-        """The same values, as they are now, in a histogram of its own."""
+        """A new histogram with the current values."""
         other = Histogram(name, description, self._bounds)
         for labels, counts in self._counts.items():
             if (shown := relabel(dict(labels))) is not None:
@@ -132,7 +133,7 @@ class Renamed:
 
 
 class Observed:
-    """A gauge, or a counter that others count, read when Prometheus asks."""
+    """A gauge, or a counter that is counted elsewhere, read at every scrape."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class Observed:
 
 
 class Collector:
-    """What a `prometheus_client.CollectorRegistry` asks."""
+    """The instruments, in the form that a `prometheus_client.CollectorRegistry` collects."""
 
     def __init__(self, instruments: Sequence[Instrument]) -> None:
         self._instruments = instruments
@@ -167,7 +168,7 @@ class Collector:
 
 
 class _Family:
-    """A metric of Prometheus. Each of its rows has every label that any row has; those that it lacks are empty."""
+    """A metric family of Prometheus. Every row has all labels that any row has, empty where it lacks them."""
 
     def __init__(self, kind: Callable[..., Any], name: str, description: str, unit: str) -> None:
         self._new = kind

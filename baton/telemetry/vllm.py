@@ -1,32 +1,18 @@
-"""What Baton measures, under the names that dashboards, autoscalers and gateways for vLLM expect.
+"""Baton's metrics under the names that dashboards, autoscalers and gateways for vLLM expect.
 
-Shown with `telemetry.vllm_aliases`. Per worker, as its lease tells it, with the labels `model_name` and `engine` (the
-worker's id); what the router measures has `model_name` alone. Nothing is booked for it: values are those of Baton's
-own instruments. Names of vLLM that nothing here stands for are left out.
+Shown with `telemetry.vllm_aliases`. Metrics of a worker, from its lease, have the labels `model_name` and `engine` (the
+worker's id); those of the router have `model_name` alone. The values are those of Baton's own instruments. vLLM's
+metrics without an equivalent here are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import NamedTuple
 
 from baton.cluster import ClusterStatus, Worker
-from baton.telemetry.prometheus import Counter, Histogram, Instrument, Observation, Observed, Renamed
-
-
-class Served(NamedTuple):
-    """The router's instruments that have a name in vLLM."""
-
-    time_to_first_token: Histogram
-    inter_token_latency: Histogram
-    request_duration: Histogram
-    stage_duration: Histogram
-    prompt_tokens: Counter
-    prefix_hit_tokens: Counter
-    generation_tokens: Counter
-    finished_choices: Counter
-
+from baton.telemetry.booked import Booked
+from baton.telemetry.prometheus import Instrument, Observation, Observed, Renamed
 
 WorkerValue = Callable[[Worker], float]
 # Name, definition, value, and whether it is a counter.
@@ -39,14 +25,21 @@ PER_WORKER: tuple[tuple[str, str, WorkerValue, bool], ...] = (
         lambda w: w.load.blocks.in_use / max(1, w.load.blocks.total),
         False,
     ),
-    ("num_preemptions", "Sequences that had to give their blocks back.", lambda w: w.load.preemptions, True),
+    (
+        "num_preemptions",
+        "Sequences that were preempted and gave their blocks back.",
+        lambda w: w.load.preemptions,
+        True,
+    ),
 )
 
 
-def aliases(served: Served, status: Callable[[], ClusterStatus], model: str) -> list[Instrument]:
-    """
+def aliases(booked: Booked, status: Callable[[], ClusterStatus], model: str) -> list[Instrument]:
+    """The instruments under vLLM's names.
+
     Args:
-        status: called at every scrape.
+        status: returns the cluster; called at every scrape.
+        model: the value of the label `model_name`.
     """
     named = {"model_name": model}
 
@@ -75,26 +68,28 @@ def aliases(served: Served, status: Callable[[], ClusterStatus], model: str) -> 
         Observed(f"vllm:{name}", text, partial(per_worker, value), is_counter=is_counter)
         for name, text, value, is_counter in PER_WORKER
     ]
-    shown.append(Observed("vllm:cache_config_info", "1 for a worker, with the sizes of its KV pool.", cache_config))
+    shown.append(
+        Observed("vllm:cache_config_info", "1 for each worker, with the sizes of its KV pool as labels.", cache_config)
+    )
     shown += [
         Renamed(source, f"vllm:{name}", text, relabel)
         for name, text, source, relabel in (
-            ("prefix_cache_queries", "Prompt tokens looked for in prefix caches.", served.prompt_tokens, all_rows),
-            ("prefix_cache_hits", "Prompt tokens found in them.", served.prefix_hit_tokens, all_rows),
-            ("prompt_tokens", "Prompt tokens of requests served.", served.prompt_tokens, all_rows),
-            ("generation_tokens", "Tokens generated.", served.generation_tokens, all_rows),
-            ("request_success", "Choices that came to their end, by reason.", served.finished_choices, with_reason),
+            ("prefix_cache_queries", "Prompt tokens looked for in prefix caches.", booked.prompt_tokens, all_rows),
+            ("prefix_cache_hits", "Prompt tokens found in prefix caches.", booked.prefix_hit_tokens, all_rows),
+            ("prompt_tokens", "Prompt tokens of served requests.", booked.prompt_tokens, all_rows),
+            ("generation_tokens", "Generated tokens.", booked.generation_tokens, all_rows),
+            ("request_success", "Choices generated to their end, by reason.", booked.finished_choices, with_reason),
         )
     ]
     shown += [
         Renamed(source, f"vllm:{name}_seconds", text, relabel)
         for name, text, source, relabel in (
-            ("time_to_first_token", "From arrival to the first token.", served.time_to_first_token, all_rows),
-            ("inter_token_latency", "Between two tokens of a choice.", served.inter_token_latency, all_rows),
-            ("e2e_request_latency", "From arrival to the last token.", served.request_duration, answered),
-            ("request_queue_time", "Waiting for the prefill.", served.stage_duration, partial(of_stage, "queue")),
-            ("request_prefill_time", "Computing the prompt.", served.stage_duration, partial(of_stage, "prefill")),
-            ("request_decode_time", "Decoding.", served.stage_duration, partial(of_stage, "decode")),
+            ("time_to_first_token", "Time from arrival to the first token.", booked.time_to_first_token, all_rows),
+            ("inter_token_latency", "Time between two tokens of a choice.", booked.inter_token_latency, all_rows),
+            ("e2e_request_latency", "Time from arrival to the last token.", booked.request_duration, answered),
+            ("request_queue_time", "Time waiting for the prefill.", booked.stage_duration, partial(of_stage, "queue")),
+            ("request_prefill_time", "Time computing the prompt.", booked.stage_duration, partial(of_stage, "prefill")),
+            ("request_decode_time", "Time decoding.", booked.stage_duration, partial(of_stage, "decode")),
         )
     ]
     return shown

@@ -17,7 +17,7 @@ from baton.errors import BatonError, Conflict
 from baton.telemetry import logs
 from deploy.cli.generate import print_answer
 from deploy.cli.options import ApiKey, ConfigFile, console, options_from_fields, print_error
-from deploy.local.part import Part
+from deploy.local.part import ClusterPart
 from deploy.operator.client import Client
 
 
@@ -66,7 +66,7 @@ def up(
 
 def run(
     part: Annotated[
-        Part, typer.Argument(help="model: get the model into the cache, and end. router, controller: serve.")
+        ClusterPart, typer.Argument(help="model: get the model into the cache, and end. router, controller: serve.")
     ],
     config: ConfigFile = None,
 ) -> None:

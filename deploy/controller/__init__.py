@@ -1,9 +1,13 @@
-"""The controller: keeps the pools as they should be, and takes orders to change them.
+"""The controller: keeps the pools at their sizes, and takes orders to change them.
 
-state       what should be, in a file of its own: it outlives this process
-reconcile   from what should be and what is to what has to be done; pure
-controller  observes, reconciles, acts; workers are actors of Ray (`deploy.ray_pools`)
-kubernetes_side  ServingPools and worker nodes (`deploy.kubernetes`), as the controller runs them
-orders      scale a pool, drain a worker, change a worker's role
-__main__    the process, and the gRPC service on which routers pass orders on
+__main__          the process
+controller        observes, reconciles, records decisions
+reconcile         what to do, given the desired sizes and the workers; pure
+state             the state that outlives the process, in a file
+worker_life       starts, follows, drains and ends workers, which are actors of Ray (`deploy.ray_pools`)
+lease_watch       exchanges leases and sizes with Redis
+serving_pools     the sizes that ServingPools ask for
+kubernetes_side   follows ServingPools and keeps worker nodes (`deploy.kubernetes`)
+orders            scale a pool, drain a worker, change a worker's role
+service           the gRPC service on which routers pass orders on
 """

@@ -56,7 +56,7 @@ class Arguments:
 
 
 class Stop:
-    """What a signal asks for."""
+    """The stop that a signal asks for."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -68,7 +68,7 @@ class Stop:
 
 
 class Ready:
-    """Tells `baton up` once how the first start went. Without a descriptor it is not the first, and nobody listens."""
+    """Reports the outcome of the first start to `baton up`, once. Without a descriptor this is not the first start."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -84,11 +84,11 @@ class Ready:
 
 
 async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) -> None:
-    """Until a signal.
+    """Runs the controller until a signal.
 
     Raises:
         ConfigError: Ray does not answer, or has no room for any worker.
-        BatonError: where `ready` is awaited, also of a worker that cannot start as configured.
+        BatonError: during the first start, a worker cannot start as configured.
     """
     content = content_id(config.model.revision)
     async with contextlib.AsyncExitStack() as stack:
@@ -157,7 +157,7 @@ async def _serve(
                 background.append(tasks.create_task(kubernetes.run(controller), name="kubernetes"))
             if controller.config.autoscale.enabled:
                 autoscaler = Autoscaler(
-                    controller.config, controller.observe, orders, decided=controller.announce_scaling
+                    controller.config, controller.observe, orders, on_decided=controller.announce_scaling
                 )
                 background.append(tasks.create_task(autoscaler.run(), name="autoscaler"))
             await rpc.set_serving(True)
@@ -172,12 +172,12 @@ async def _tell_when_whole(controller: Controller, ready: Ready) -> None:
 
 
 async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | None, wait_s: float) -> ControllerState:
-    """What the controller before this one left, or the state of a new cluster.
+    """The state that the previous controller left, or that of a new cluster.
 
-    Workers of a cluster whose processes were all killed still run in a Ray that was joined: they are ended first.
+    Workers of an earlier cluster may still run in a Ray cluster that was joined; they are ended first.
 
     Args:
-        wait_s: how long the first node with room for a worker may take to join Ray.
+        wait_s: longest wait for the first node with room for a worker to join Ray.
     """
     found = load(arguments.state_file)
     if found is not None and found.cluster == arguments.cluster:
@@ -207,7 +207,7 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
 
 
 async def _until_stopped(config: Config, arguments: Arguments, ready: Ready) -> None:
-    """Ends the process at once where `run` fails: threads may wait for a Ray that does not answer any more."""
+    """Runs, and ends the process at once on failure: threads may wait for a Ray that no longer answers."""
     stop = Stop()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.ask, True)

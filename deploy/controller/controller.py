@@ -48,7 +48,7 @@ from deploy.controller.worker_life import ManagedWorker, WorkerLives
 from deploy.kubernetes.node_plan import PlacedWorker
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec
 from deploy.ray_pools.actors import RayActors
-from deploy.scaling.policy import Decision
+from deploy.scaling.values import ScalingDecision
 from kvstore.index import Mirror
 from kvstore.leases import LeaseStore
 
@@ -186,7 +186,7 @@ class Controller:
             return Worker(info, WorkerLoad(state=STATES[worker.phase]))
         return Worker(replace(lease.info, role=worker.role), replace(lease.load, state=STATES[worker.phase]))
 
-    def announce_scaling(self, decision: Decision) -> None:
+    def announce_scaling(self, decision: ScalingDecision) -> None:
         """Shows the autoscaler's latest decision to all who look at the cluster."""
         self._watch.me = replace(self._watch.me, scaling=decision.scaling)
 
@@ -284,7 +284,7 @@ class Controller:
         ]
 
     def _follow_specs(self) -> None:
-        """Not while a worker changes its role, for which both sizes change."""
+        """Applies the ServingPools' sizes, except during a change of role, which changes both sizes itself."""
         if self.state.role_change is not None:
             return
         desired = self._specs.followed(self.state.desired)

@@ -1,4 +1,4 @@
-"""The part of `baton.v1.Admin` that the controller serves: orders. What runs, routers tell."""
+"""The part of `baton.v1.Admin` that the controller serves: orders. Routers serve the status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def add_orders(server: grpc.aio.Server, orders: Orders) -> None:
-    """The other methods are unimplemented here, which gRPC says by itself."""
+    """Adds the orders to a gRPC server. The other methods of the service stay unimplemented."""
 
     async def scale(request: admin_pb2.ScalePoolRequest, context: Context) -> admin_pb2.ScalePoolResponse:
         return wire.scale_response(await orders.scale(request.pool, request.desired))

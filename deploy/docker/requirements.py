@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def requirements(pyproject: str, wanted: Sequence[str], only: bool = False) -> list[str]:
-    """Raises KeyError: there is no such extra, or no such package in it."""
+    """The pinned requirements of the extras. Raises KeyError: there is no such extra, or no such package in it."""
     project = tomllib.loads(pyproject)["project"]
     lines: list[str] = [] if only else list(project["dependencies"])
     for item in wanted:

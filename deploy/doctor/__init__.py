@@ -1,9 +1,10 @@
-"""`baton doctor`: checks that what must agree agrees, on a laptop, in a container and across a cluster, and says how to
-mend it. It changes nothing, and no look at a network takes longer than a few seconds.
+"""`baton doctor`: checks a laptop, a container or a whole cluster for what must agree, and says how to mend it.
+
+It changes nothing, and no access to a network takes longer than a few seconds.
 
     laptop                          the installation, this machine, and the cluster if one runs
-    cluster                         the cluster alone, from wherever a router can be reached: inside of it sees most
-    router | controller | worker    what that container needs before it starts; nothing else has to run but Redis
+    cluster                         the cluster alone, through a router; most can be checked from inside the cluster
+    router | controller | worker    what that container needs before it starts; only Redis must be running
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from baton.config import Config
 from baton.errors import BatonError, ConfigError
 from deploy.controller.state import load as load_state
-from deploy.doctor import cluster, machine, redis
+from deploy.doctor import cluster, machine, redis, transports
 from deploy.doctor.checks import Check, guarded, judged, show
 from deploy.doctor.reach import Target, reachability
 from kvstore.index import without_password
@@ -68,7 +69,7 @@ def diagnose(
         checks += guarded("model", lambda: machine.model(config, is_needed=True))
         checks += guarded("packages", lambda: machine.packages({"worker"}))
         checks += guarded("torch", lambda: machine.torch_build(config))
-        checks += guarded("links", lambda: machine.links(config, environ))
+        checks += guarded("links", lambda: transports.links(config, environ))
         checks += guarded("shared memory", lambda: machine.shared_memory(machine.ranks_memory_mib(config)))
         checks += machine.memory(machine.worker_memory_gib(config))
     return checks
@@ -93,7 +94,7 @@ def _laptop(config: Config, address: str, api_key: str, environ: Mapping[str, st
     checks += guarded("packages", lambda: machine.packages({"worker", "local"}))
     num_workers = config.cluster.prefill + config.cluster.decode
     checks += guarded("torch", lambda: machine.torch_build(config, num_workers))
-    checks += guarded("links", lambda: machine.links(config, environ))
+    checks += guarded("links", lambda: transports.links(config, environ))
     if not config.index.redis_url:
         checks += guarded("embedded redis", machine.embedded_redis)
     checks += guarded("model", lambda: machine.model(config, is_needed=False))

@@ -1,4 +1,4 @@
-"""What a check finds, and how it is shown."""
+"""The result of a check, and how it is shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing looked at. `mend` says what to do; empty when all is well."""
+    """The result of one check. `mend` is what to do; empty when all is well."""
 
     name: str
     state: State
@@ -29,7 +29,7 @@ def judged(name: str, is_good: bool, found: str, mend: str, otherwise: State = "
 
 
 def guarded(name: str, look: Callable[[], Iterable[Check]], mend: str = "run `make install` again") -> list[Check]:
-    """What a look finds, or a failure in its place: one broken part does not hide the others."""
+    """The results of a group of checks, or one failure in their place: a broken part does not hide the others."""
     checks = []
     try:
         for check in look():

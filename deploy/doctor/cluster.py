@@ -1,4 +1,4 @@
-"""Checks of a cluster that runs, by what its router, its routers' metrics and its Redis tell."""
+"""Checks of a running cluster, through its router, its routers' metrics and its Redis."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def _key(status: Status, asked: str, api_key: str) -> Iterator[Check]:
 
 
 def key_check(http_status: int, body: bytes, has_key: bool) -> Check:
-    """What a router answered to who asked for its models."""
+    """The check of the API key, from a router's answer to the question for its models."""
     if http_status == 200:
         return Check("api key", "ok", "yours is accepted" if has_key else "none is needed")
     try:

@@ -9,7 +9,7 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import psutil
@@ -29,7 +29,7 @@ MIN_MEMORY_GIB = 4.0
 MIN_DISK_GIB = 3.0
 MIN_SHM_MIB = 256
 SPARE_FILES = 256
-"""Descriptors that a process needs besides its clients' connections."""
+"""Descriptors that a process needs beside its clients' connections."""
 DISTRIBUTION = "baton-serving"
 
 
@@ -63,7 +63,7 @@ def packages(extras: Collection[str]) -> Iterator[Check]:
 
 
 def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The version of the kernel's NVIDIA driver, as far as it is told; empty: there is none."""
+    """The version of the kernel's NVIDIA driver; empty: there is none, or its version is unknown."""
     if path.exists() and (version := re.search(r"Kernel Module\D*([\d.]+)", path.read_text())):
         return version[1]
     return "of unknown version" if shutil.which("nvidia-smi") else ""
@@ -115,127 +115,16 @@ def gpu(wanted: str, needed: int, num_gpus: int, gpus: str, cuda: str, driver: s
     return Check("gpu", "ok", f"{found}; the CPU computes")
 
 
-def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
-    """What carries KV between workers, of what a build of torch or a machine may lack: gloo, NCCL, RDMA. Shared memory
-    and TCP need nothing.
-    """
-    import torch
-    import torch.distributed as dist
-
-    has_nccl_link = torch.cuda.is_available() and "nccl" in config.transfer.links  # its signals are on gloo
-    if has_nccl_link or "gloo" in config.transfer.links or config.engine.tensor_parallel > 1:
-        is_there = dist.is_available() and dist.is_gloo_available()
-        yield judged(
-            "gloo",
-            is_there,
-            "available" if is_there else "missing from this build of torch",
-            "install the torch build that the Makefile installs",
-        )
-    if not has_nccl_link:
-        return
-    version = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""  # type: ignore[no-untyped-call]
-    yield judged(
-        "nccl",
-        bool(version),
-        version or "missing from this build of torch",
-        "install torch's CUDA build; until then KV goes over TCP",
-        "warn",
-    )
-    up = [name for name, stats in psutil.net_if_stats().items() if stats.isup]
-    yield nccl_interfaces(environ.get("NCCL_SOCKET_IFNAME", ""), up)
-    yield rdma(
-        Path("/sys/class/infiniband"),
-        Path("/dev/infiniband"),
-        environ.get("NCCL_IB_DISABLE", "0") == "1",
-        resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-    )
-
-
-def nccl_interfaces(setting: str, up: Collection[str]) -> Check:
-    """Whether NCCL finds a network by NCCL_SOCKET_IFNAME: prefixes, `^` before those that are not meant, `=` for whole
-    names.
-
-    Args:
-        up: interfaces of this machine that are up.
-    """
-    is_excluding, rest = setting.startswith("^"), setting.removeprefix("^")
-    is_exact, listed = rest.startswith("="), [name for name in rest.removeprefix("=").split(",") if name]
-
-    def is_named(interface: str) -> bool:
-        return interface in listed if is_exact else any(interface.startswith(name) for name in listed)
-
-    if listed:
-        used = [name for name in up if is_named(name) != is_excluding]
-    else:  # NCCL's own choice: the loopback and Docker's bridge come last
-        used = [name for name in up if not name.startswith(("lo", "docker"))] or list(up)
-    shown = f"NCCL_SOCKET_IFNAME={setting}" if setting else "NCCL_SOCKET_IFNAME is not set"
-    if not used:
-        return Check(
-            "nccl network",
-            "fail",
-            f"{shown} matches no interface that is up ({names(up)})",
-            "name one of those, or leave the variable unset: NCCL then chooses",
-        )
-    if all(name.startswith("lo") for name in used):
-        return Check(
-            "nccl network",
-            "warn",
-            f"{shown}: only the loopback, {names(used)}",
-            "enough for one node; workers on other nodes need an interface between the nodes",
-        )
-    return Check("nccl network", "ok", f"{shown}: {names(used)}")
-
-
-def rdma(devices: Path, nodes: Path, is_disabled: bool, memlock: int) -> Check:
-    """RDMA devices of the machine, and whether this process may use them.
-
-    Args:
-        devices: the kernel's list of them.
-        nodes: where their device files are.
-        is_disabled: NCCL is told not to use them.
-        memlock: bytes that this process may lock; -1: any.
-    """
-    states = {path.name: _rdma_state(path) for path in devices.glob("*")}
-    active = [name for name, state in states.items() if "ACTIVE" in state]
-    if not states:
-        return Check("rdma", "ok", "no devices: NCCL uses TCP between nodes")
-    found = ", ".join(f"{name} {state}" for name, state in sorted(states.items()))
-    if is_disabled:
-        return Check("rdma", "warn", f"{found}; NCCL_IB_DISABLE=1", "unset it, unless TCP is what is wanted")
-    if not active:
-        return Check("rdma", "warn", found, "no port is active: look at cables, subnet manager and `ibstat`")
-    if not any(nodes.glob("uverbs*")):
-        return Check(
-            "rdma",
-            "warn",
-            f"{found}, but {nodes} is empty",
-            "ask for the RDMA resource of the cluster's device plugin (workers' `resources` in the chart)",
-        )
-    if 0 <= memlock < 2**30:
-        return Check(
-            "rdma",
-            "warn",
-            f"{found}, but only {memlock // 1024} KiB may be locked",
-            "raise the memlock limit: IPC_LOCK for the container, or `ulimit -l unlimited`",
-        )
-    return Check("rdma", "ok", found)
-
-
-def _rdma_state(device: Path) -> str:
-    ports = sorted(device.glob("ports/*/state"))
-    return " ".join(port.read_text().strip().partition(": ")[2] for port in ports) or "without ports"
-
-
 def embedded_redis() -> Iterator[Check]:
     with EmbeddedRedis() as redis:
         yield Check("embedded redis", "ok", f"starts and answers ({redis.url})")
 
 
 def model(config: Config, is_needed: bool) -> Iterator[Check]:
-    """Whether the model is where it is read from.
+    """Whether the model is in its folder.
 
     Args:
-        is_needed: it has to be there already; else whatever starts first fetches it.
+        is_needed: it must be there already; otherwise the first process that starts fetches it.
     """
     name = config.model.path or config.model.id
     lacking = "fail" if is_needed else "warn"
@@ -280,7 +169,7 @@ def memory(needed_gib: float) -> Iterator[Check]:
 
 
 def worker_memory_gib(config: Config) -> float:
-    """What the processes of a worker's ranks take at least, and the KV that is asked for."""
+    """The least memory of the processes of a worker's ranks, with the KV that is asked for, in GiB."""
     asked = config.engine.kv_cache_gib
     return config.engine.tensor_parallel * (PROCESS_BYTES / GIB if asked == "auto" else asked)
 
@@ -299,7 +188,7 @@ def disk(config: Config) -> Iterator[Check]:
 
 
 def ranks_memory_mib(config: Config) -> float:
-    """Of shared memory: on CPUs the KV caches of a worker's ranks but the first lie there."""
+    """Shared memory for a worker's ranks, in MiB: on CPUs it holds the KV caches of all ranks but the first."""
     import torch
 
     if config.model.device != "cpu" and torch.cuda.is_available():
@@ -309,7 +198,7 @@ def ranks_memory_mib(config: Config) -> float:
 
 
 def shared_memory(ranks_mib: float = 0.0, path: Path = Path("/dev/shm")) -> Iterator[Check]:
-    """Ray's objects and NCCL's buffers of one node lie there, and what `ranks_memory_mib` says."""
+    """The check of shared memory, which holds Ray's objects, NCCL's buffers and the ranks' caches of one node."""
     if not path.is_dir():
         yield Check("shared memory", "warn", f"there is no {path}", "mount a tmpfs there")
         return
@@ -420,5 +309,5 @@ def existing_parent(folder: Path) -> Path:
 
 
 def hostname() -> str:
-    """As a worker announces it."""
+    """This machine's name, as a worker announces it."""
     return socket.gethostname()

@@ -23,55 +23,55 @@ SLOW_RTT_S = 0.01
 CLOCK_SKEW_S = 2.0
 FULL = 0.9
 TIMEOUT_S = 3.0
-"""For everything that is asked of a Redis."""
+"""Longest wait for one answer of a Redis, in seconds."""
 SCANS, SCAN_KEYS = 50, 1000
-"""At most so many steps, of about so many keys, in search of clusters."""
+"""Limits of the search for clusters: the number of steps, and of keys per step."""
 NEVER_EVICT = "noeviction"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a Redis says of itself."""
+    """The properties that a Redis reports."""
 
     product: str
     version: str
-    """Of Redis, or the one that it is compatible with."""
+    """Version of Redis, or the one that it is compatible with."""
     policy: str
     evicted: int
     used_bytes: int
     limit_bytes: int
     """0: none."""
     appends: bool
-    """To a file."""
+    """Whether it appends every change to a file."""
     saves: str
-    """When it saves its state to disk, as `CONFIG GET save` says; empty: never, or it does not tell."""
+    """When it saves its data to disk, as in `CONFIG GET save`; empty: never, or unknown."""
     round_trip_s: float
     ahead_s: float
     """Its clock before ours."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class FoundLease:
     """A worker in Redis."""
 
     worker: Worker
     left_s: float
-    """Until it expires."""
+    """Time until the lease expires, in seconds."""
     version: str
-    """Of the worker's distribution; empty: it does not tell."""
+    """Baton's version in the worker; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
     facts: Facts
-    leases: tuple[Lease, ...]
-    """Of every cluster that this Redis serves."""
+    leases: tuple[FoundLease, ...]
+    """Leases of every cluster that this Redis serves."""
     garbage: tuple[StoreGarbage, ...] = ()
-    """Those of them that cannot be read."""
+    """Leases that cannot be read."""
 
 
 def look(url: str) -> Look:
-    """Raises StoreUnavailable or ConfigError."""
+    """Reads it all. Raises StoreUnavailable or ConfigError."""
     return asyncio.run(_look(url))
 
 
@@ -126,8 +126,8 @@ def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-async def _leases(connection: RedisConnection) -> list[Lease]:
-    """Of every namespace: a router sees only those of its own model."""
+async def _leases(connection: RedisConnection) -> list[FoundLease]:
+    """Leases of every namespace: a router sees only those of its own model."""
     found, cursor = [], 0
     pattern = Keys("*").workers
     for _ in range(SCANS):
@@ -160,7 +160,7 @@ async def _leases(connection: RedisConnection) -> list[Lease]:
                 except ValueError as error:
                     connection.note(keys_of.lease(worker_id), error)
                 else:
-                    leases.append(Lease(worker, max(0, int(left_ms)) / 1e3, worker.info.version))
+                    leases.append(FoundLease(worker, max(0, int(left_ms)) / 1e3, worker.info.version))
     return leases
 
 
@@ -218,7 +218,7 @@ def server(url: str, seen: Look | BatonError) -> Iterator[Check]:
 
 
 def clock(facts: Facts) -> Check:
-    """As far as the round trip lets it be known."""
+    """The check of Redis' clock, as exactly as the round trip allows."""
     unsure_s = facts.round_trip_s / 2
     is_good = abs(facts.ahead_s) - unsure_s < CLOCK_SKEW_S
     relation = "ahead of" if facts.ahead_s > 0 else "behind"
@@ -232,11 +232,11 @@ def clock(facts: Facts) -> Check:
 
 
 def leases(seen: Look, lease_s: float, now_s: Callable[[], float] = time.time) -> Iterator[Check]:
-    """What the workers' leases tell of their nodes and of each other.
+    """Checks of the workers, from their leases.
 
     Args:
-        lease_s: `index.lease_s`.
-        now_s: our wall clock.
+        lease_s: the setting `index.lease_s`.
+        now_s: this machine's wall clock.
     """
     for each in seen.garbage:
         yield Check(

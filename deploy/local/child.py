@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 RESTART_S = 0.5
 MAX_RESTART_S = 10.0
 MAX_DOUBLINGS = 8
-"""Of the wait: by then it is MAX_RESTART_S."""
+"""How often the wait doubles; by then it is MAX_RESTART_S."""
 
 
 class Child:
-    """One of our own modules, run by this Python; everything but `start` may be called before it has started.
+    """A child process that runs one of Baton's modules. Every method but `start` may be called before it has started.
 
     Start it from a thread that lives as long as this process: on Linux the child dies with that thread.
 
     Args:
-        name: for messages.
-        on_orphaned: the signal that it gets when this process is gone.
+        name: its name in messages.
+        on_orphaned: the signal that it gets when this process has ended.
     """
 
     def __init__(
@@ -56,9 +56,11 @@ class Child:
         return self._process.returncode if self._process else None
 
     async def start(self, *arguments: str, ready_fd: int | None = None) -> None:
-        """Args:
-        arguments: of this start alone.
-        ready_fd: a descriptor that it inherits, named to it as `--ready-fd`.
+        """Starts the process.
+
+        Args:
+            arguments: arguments for this start alone.
+            ready_fd: a descriptor that it inherits, passed as `--ready-fd`.
         """
         told = ("--ready-fd", str(ready_fd)) if ready_fd is not None else ()
         self._began_s = time.monotonic()
@@ -73,10 +75,10 @@ class Child:
         )
 
     async def start_and_listen(self) -> dict[str, Any]:
-        """Starts it, and returns what it says once it is ready.
+        """Starts the process, and returns what it reports once it is ready.
 
         Raises:
-            BatonError: what it says instead; ConfigError: it ended without a word.
+            BatonError: the error that it reports instead; ConfigError: it ended without a report.
         """
         reading, writing = os.pipe()
         reader = asyncio.StreamReader()
@@ -104,7 +106,7 @@ class Child:
         return await self._process.wait()
 
     async def pause(self, reason: object) -> None:
-        """Before it is started again: ever longer while it keeps failing."""
+        """Waits before the next start: longer each time while it keeps failing."""
         self._num_failures = 0 if time.monotonic() - self._began_s > STABLE_S else self._num_failures + 1
         wait_s = min(RESTART_S * 2 ** min(self._num_failures, MAX_DOUBLINGS), MAX_RESTART_S)
         logger.warning("%s %s; starting it again in %g s", self.name, reason, wait_s)

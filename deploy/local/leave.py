@@ -1,7 +1,7 @@
 """`baton leave`: the workers of this machine leave the cluster before the machine does. A pod's preStop calls it.
 
-It tells Ray to place nothing here any more, and asks the controller to drain them: others take their place, and what
-they do goes over to those or to others. Where no controller answers, they are told to end, which drains them too.
+Ray is asked to place nothing on this node any more, and the controller to drain the workers: others take their place
+and their work. If no controller answers, the workers get a signal to end, which drains them, too.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from kvstore.leases import LeaseStore, RedisLeases
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
 ORDER_S = 5.0
-"""For the controller's answer."""
+"""Longest wait for the controller's answer."""
 RAY_S = 5.0
-"""For Ray's answer. Where its head is gone, it can place nothing here either, and is told once there is a new one."""
+"""Longest wait for Ray's answer. Without a head, Ray cannot place anything; a new head is asked once it is there."""
 NO_CONTROLLER_S = 30.0
-"""After so long without one, there is none: one that starts again is known within this time."""
+"""Time after which a missing controller counts as gone; one that restarts announces itself sooner."""
 
 
 async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> list[str]:
-    """Returns the workers that are still here when the time is up.
+    """Has the workers leave, and returns those that are still here when the time is up.
 
-    Ray is told first, or it might start here what leaves here.
+    Ray is asked first, or it might start new workers here.
 
     Args:
-        config: with the model's revision, and host:port of Ray's head as `cluster.ray_address`.
+        config: the configuration, with the model's revision and the address of Ray's head (`cluster.ray_address`).
         hosts: addresses of this machine.
     """
     deadline_s = time.monotonic() + timeout_s
@@ -76,7 +76,7 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
 
 
 def workers_on(hosts: Collection[str]) -> dict[str, psutil.Process]:
-    """The workers' processes that listen on one of those addresses, by worker id; `deploy.worker` has the arguments."""
+    """The workers' processes that listen on one of those addresses, by worker id, recognised by their command lines."""
     found: dict[str, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -104,7 +104,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 async def _tell_ray(hosts: Collection[str], address: str, deadline_s: float) -> None:
-    """Once its head listens, as Ray's own client takes 40 s to find that it does not."""
+    """Asks Ray once its head listens: Ray's own client takes 40 s to find out that it does not."""
     host, _, port = address.rpartition(":")
     while True:
         with contextlib.suppress(OSError, TimeoutError):

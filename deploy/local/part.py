@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Part(StrEnum):
+class ClusterPart(StrEnum):
     MODEL = "model"
     ROUTER = "router"
     CONTROLLER = "controller"

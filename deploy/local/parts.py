@@ -4,8 +4,8 @@
     router       gRPC and HTTP
     controller   keeps the workers in the Ray cluster at `cluster.ray_address` as they should be
 
-Workers are no part: Ray starts them, on any node that has room for one (`ray start --resources '{"baton_worker": 1}'`)
-and is not for the other pool (`--labels baton.dev/pool=decode`).
+Workers are not among them: Ray starts those on any node with room (`ray start --resources '{"baton_worker": 1}'`) that
+is not reserved for the other pool (`--labels baton.dev/pool=decode`).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from rich.console import Console
 
 from baton.config import Config
 from baton.errors import ConfigError
-from deploy.local.part import Part
+from deploy.local.part import ClusterPart
 from deploy.models import ProgressDisplay, cache_dir, resolve
 from deploy.processes import module_command
 
 RETRY_S = 0.5
 
 
-def run(part: Part, config: Config, console: Console) -> None:
+def run(part: ClusterPart, config: Config, console: Console) -> None:
     """Becomes the process of that part; returns only for the model.
 
     Raises:
-        ConfigError: something is missing that the parts have to agree on, or Ray is not there in time.
-        ModelLoadError: the model cannot be had.
+        ConfigError: a setting is missing on which the parts must agree, or Ray is not there in time.
+        ModelLoadError: the model cannot be obtained.
     """
     config = with_model(config, console)
-    if part is Part.ROUTER:
+    if part is ClusterPart.ROUTER:
         _require(config.index.redis_url, "index.redis_url", "the Redis that all parts share")
         _require(config.router.cache_secret, "router.cache_secret", "the same for every router")
         _become("router", (), config)
-    if part is Part.CONTROLLER:
+    if part is ClusterPart.CONTROLLER:
         cluster = config.cluster
         _require(config.index.redis_url, "index.redis_url", "the Redis that all parts share")
         _require(cluster.name, "cluster.name", "the same whenever the controller starts")
@@ -62,7 +62,7 @@ def with_model(config: Config, console: Console) -> Config:
 
 
 def await_port(address: str, timeout_s: float) -> None:
-    """Until somebody listens there. Raises ConfigError: nobody did in time."""
+    """Waits until a process listens at the address. Raises ConfigError: none did in time."""
     host, _, port = address.rpartition(":")
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -84,7 +84,7 @@ def _require(value: str, name: str, what: str) -> None:
 
 
 def _become(module: str, arguments: tuple[str, ...], config: Config) -> NoReturn:
-    """This process goes on as the module, so that signals and its exit status are its own."""
+    """Replaces this process by the module's, so that it gets signals and has its own exit status."""
     sys.stdout.flush()
     sys.stderr.flush()
     environment = {**os.environ, "BATON_CONFIG_JSON": config.to_json()}

@@ -1,10 +1,10 @@
-"""What `baton up` looks at before it starts anything: can what is configured run here?
+"""Checks of `baton up` before it starts anything: can the configuration run on this machine?
 
     Ray cluster to join ── does one answer?        GPUs ── are those asked for there?
     model's heads ── do the ranks divide them?     memory ── what each worker's KV pool may have
 
-All of it takes a second, for torch and Ray, whose imports alone take longer, have no part in it. Of a Ray cluster that
-is joined nothing is known of the workers' machines. Workers look at their own in any case.
+The checks take a second, because they avoid torch and Ray, whose imports alone take longer. Of a joined Ray cluster the
+workers' machines are unknown. Workers check their own machine in any case.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ANSWER_S = 3.0
 RAY_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 """Every Ray head has it; what it answers does not matter."""
 SERVICES_BYTES = GIB
-"""What Ray, Redis, the controller and the routers are about to take."""
+"""Memory that Ray, Redis, the controller and the routers are about to take."""
 
 
 async def require_ray(address: str) -> None:
-    """Raises ConfigError: no head of a Ray cluster answers there. One that speaks TLS is asked by Ray itself."""
+    """Raises ConfigError: no head of a Ray cluster answers. A head with TLS is left to Ray itself."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"cluster.ray_address: {address!r} is not host:port")
@@ -66,7 +66,7 @@ def require_gpus(config: Config) -> None:
 
 
 def require_heads(config: Config) -> None:
-    """What the model's folder leaves out is not known here.
+    """Checks the heads that the model's config.json states.
 
     Raises:
         ConfigError: the ranks of a worker cannot share the model's heads.
@@ -113,7 +113,7 @@ def with_kv_size(config: Config) -> Config:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[int] | None:
-    """Bytes that are free on each GPU that torch would see; None: that cannot be told without it."""
+    """Free bytes on each GPU that torch would see; None: unknown without torch."""
     if not _torch_cuda() or not machine.nvidia_driver():
         return []
     visible = environ.get("CUDA_VISIBLE_DEVICES")

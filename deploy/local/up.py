@@ -2,11 +2,11 @@
 
     this process ── owns ──> Redis (valkey-server)       prefix ownership, leases
                  ── owns ──> routers (python -m router)  gRPC and HTTP
-                 ── owns ──> controller                  tells Ray which workers there should be
+                 ── owns ──> controller                  keeps the workers, as actors of Ray
                  ── owns ──> Ray head ──> worker actors  engines
 
-Each of them is started again when it dies. Workers outlive the controller, but not their Ray. The routers end first, so
-that requests in flight can finish; then the workers, Ray and Redis, whatever ends them.
+Each is started again when it dies. Workers outlive the controller, but not their Ray. At the end the routers go first,
+so that requests in flight can finish; then the workers, Ray and Redis.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from router.admission.tenants import TenantBook
 logger = logging.getLogger(__name__)
 REDIS_CHECK_S = 0.5
 LOOPBACK = "127.0.0.1"
-"""Where workers listen that are all on this machine."""
+"""Address of workers that are all on this machine."""
 
 
 class RayCluster:
@@ -68,7 +68,7 @@ class RayCluster:
         self._head = Child("Ray", "deploy.ray_pools.head", (), self._environment)
         self._controller = self._controller_at(config.cluster.ray_address)
         self._was_started = False
-        """There are workers, whatever became of the controller since."""
+        """Whether workers were started; the controller may have ended since."""
 
     async def start(self) -> None:
         """Returns once every worker is ready.
@@ -82,7 +82,7 @@ class RayCluster:
         self._was_started = True
 
     async def keep(self) -> None:
-        """Starts again what dies. With Ray its workers die; the controller then begins anew with what is to be."""
+        """Restarts Ray or the controller when one dies. Workers die with Ray; the controller then starts new ones."""
         while True:
             controller = asyncio.create_task(self._controller.ended())
             head = None if self._joins else asyncio.create_task(self._head.ended())
@@ -263,12 +263,12 @@ async def _stop_all(routers: list[Child], timeout_s: float) -> None:
 
 
 async def _unexpected_end(child: Child) -> None:
-    """Raises ConfigError once it has ended; what it said is on standard error."""
+    """Waits for the process to end, then raises ConfigError; its own message is on standard error."""
     raise ConfigError(f"{child.name} ended with status {await child.ended()}")
 
 
 async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
-    """Until one of them has ended; the others are cancelled. Raises what that one raised."""
+    """Waits until one of them has ended, cancels the others, and raises the error of that one."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -287,7 +287,7 @@ async def _resolved(config: Config, console: Console) -> Config:
 
 
 def _sized(config: Config, console: Console) -> Config:
-    """The configuration with the size of the KV pools, as far as it can be told here."""
+    """The configuration with the size of the KV pools, where it is known here."""
     sized = preflight.with_kv_size(config)
     if sized != config:
         console.print(f"==> {sized.engine.kv_cache_gib:.3g} GiB for each KV pool", style="dim")
@@ -308,7 +308,7 @@ def _with_redis(config: Config, folder: Path, stack: contextlib.AsyncExitStack, 
 
 
 async def _keep_redis(redis: EmbeddedRedis) -> None:
-    """Brings it back, empty, at the same address; workers and routers then tell it again what they know."""
+    """Restarts Redis, empty, at the same address; workers and routers then publish again what they know."""
     while True:
         await asyncio.sleep(REDIS_CHECK_S)
         if not redis.is_running:
@@ -321,10 +321,10 @@ async def _keep_redis(redis: EmbeddedRedis) -> None:
 
 
 async def _started(ray: RayCluster, config: Config) -> None:
-    """Until every worker runs and the routers know them all.
+    """Waits until every worker runs and the routers know them all.
 
     Raises:
-        TimeoutError: that took longer than `cluster.start_timeout_s`.
+        TimeoutError: it took longer than `cluster.start_timeout_s`.
     """
     cluster = config.cluster
     async with asyncio.timeout(cluster.start_timeout_s):

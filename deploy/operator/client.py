@@ -1,4 +1,4 @@
-"""What the client commands need of a running cluster, over gRPC."""
+"""A client of the routers, over gRPC, for the commands of the CLI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 STATUS_TIMEOUT_S = 10.0
 ORDER_TIMEOUT_S = 30.0
 ROLE_TIMEOUT_S = 600.0
-"""The worker is freed first, for which it has the time that the cluster's settings say."""
+"""Longest change of role: the worker is drained first, within the cluster's own time limit."""
 FIRST_TRIES = 3
 """Attempts to reach a router at all, and at least one for each address."""
 TRIES = 10
@@ -34,7 +34,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def metadata_of(api_key: str) -> Metadata:
-    """What goes with every call; nothing for an empty key. InvalidRequest where the key cannot be sent."""
+    """Metadata of every call; none for an empty key. Raises InvalidRequest where the key cannot be sent."""
     if not (api_key.isascii() and api_key.isprintable()):
         raise InvalidRequest("the API key may hold printable ASCII characters only", "api_key")
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
@@ -48,19 +48,21 @@ def is_lost(error: grpc.RpcError) -> bool:
 
 
 def typed(error: grpc.RpcError, address: str) -> BatonError:
-    """The router's own error, or NoWorker when nobody answers at `address`."""
+    """The router's own error, or NoWorker when no router answers at `address`."""
     if is_lost(error):
         return NoWorker(f"no router answers at {address}; start one with `baton up`, or name another with --address")
     return from_rpc_error(error, f"the router at {address}")
 
 
 class Client:
-    """Calls a router. Every method raises the router's own typed errors, or NoWorker when nobody answers."""
+    """Calls a router. Every method raises the router's own typed errors, or NoWorker when none answers."""
 
     def __init__(self, address: str, api_key: str = "") -> None:
-        """Args:
-        address: host:port, behind which there may be several routers; or several of them, separated by commas.
-        api_key: the tenant's; empty: none is sent, which suffices where no tenants are configured.
+        """Opens no connection yet.
+
+        Args:
+            address: host:port of one or several routers; several addresses are separated by commas.
+            api_key: the tenant's key; empty: none is sent, which suffices where no tenants are configured.
         """
         self._addresses = address.split(",")
         self._metadata = metadata_of(api_key)
@@ -77,12 +79,12 @@ class Client:
         return self._channels[self._turn % len(self._channels)]
 
     def generate(self, request: GenerateRequest) -> Iterator[GenerateChunk]:
-        """One unbroken stream: when its connection is lost it is continued, by whichever router has room next.
+        """The answer as one unbroken stream: after a lost connection another router continues it.
 
-        A choice that had ended may be heard of once more, without tokens, in the message that carries the usage.
+        A choice that has ended may appear once more, without tokens, in the message that carries the usage.
         """
         request = request if request.request_id else replace(request, request_id=f"req-{uuid.uuid4().hex}")
-        stream = _Stream(request)
+        stream = _AnswerStream(request)
         turn, num_failures = self._turn, 0
         while True:
             address = self._addresses[turn % len(self._addresses)]
@@ -132,13 +134,13 @@ class Client:
             return wire.explanations(admin.Explain(message, timeout=STATUS_TIMEOUT_S))
 
     def scale(self, pool: str, num_workers: int) -> None:
-        """Orders a pool's size; `status` tells when it has it."""
+        """Orders a pool's size; `status` shows when the pool has it."""
         message = admin_pb2.ScalePoolRequest(pool=pool, desired=num_workers)
         with self._admin() as admin:
             admin.ScalePool(message, timeout=ORDER_TIMEOUT_S, metadata=self._metadata)
 
     def drain(self, worker_id: str) -> None:
-        """Orders a worker to leave; `status` tells when it is gone."""
+        """Orders a worker to leave; `status` shows when it is gone."""
         message = admin_pb2.DrainWorkerRequest(worker_id=worker_id)
         with self._admin() as admin:
             admin.DrainWorker(message, timeout=ORDER_TIMEOUT_S, metadata=self._metadata)
@@ -161,15 +163,15 @@ class Client:
             each.close()
 
 
-class _Stream:
-    """What a client has of an answer, and what it asks for when the connection is lost."""
+class _AnswerStream:
+    """The part of an answer that has arrived, and the request for the rest when the connection is lost."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self._num_tokens = Counter(request.resume_from)
         self._ended: set[int] = set()
         self.rest = request
-        """To be sent for what is missing."""
+        """The request for the missing part."""
         self.has_begun = False
         self.is_whole = False
 
@@ -178,7 +180,7 @@ class _Stream:
         self.rest = replace(self._request, resume_from={0: 0, **self._num_tokens})
 
     def new(self, chunk: GenerateChunk) -> GenerateChunk | None:
-        """The chunk, unless it only says again that a choice has ended."""
+        """The chunk; None if it only repeats that a choice has ended."""
         self.has_begun = True
         self.is_whole = chunk.usage is not None
         self._num_tokens[chunk.choice_index] += len(chunk.token_ids)

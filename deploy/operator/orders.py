@@ -16,7 +16,7 @@ POLL_S = 0.1
 
 
 def scale(client: Client, console: Console, pool: str, num_workers: int, timeout_s: float, as_json: bool) -> None:
-    """Raises Conflict when the pool is not as it should be within `timeout_s`; 0: nobody waits."""
+    """Sets a pool's size and waits for it. Raises Conflict when it takes longer than `timeout_s`; 0: does not wait."""
     began_s = time.monotonic()
     client.scale(pool, num_workers)
 
@@ -39,7 +39,7 @@ def scale(client: Client, console: Console, pool: str, num_workers: int, timeout
 
 
 def drain(client: Client, console: Console, worker_id: str, timeout_s: float, as_json: bool) -> None:
-    """Raises Conflict when the worker is not gone within `timeout_s`."""
+    """Has a worker leave, and waits. Raises Conflict when it is not gone within `timeout_s`."""
     began_s = time.monotonic()
     before = _find(client.status(), worker_id)
     client.drain(worker_id)

@@ -1,4 +1,4 @@
-"""What a router's /metrics says, read by those who show it or judge it."""
+"""Reads the metrics of a router, for the commands that show or check them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.errors import NoWorker
 
 NOWHERE = ("0.0.0.0", "[::]", "::", "")
-"""Hosts to listen on, which are nobody's address."""
+"""Hosts to listen on, which are no address to connect to."""
 
 
 class Sample(NamedTuple):
@@ -22,7 +22,7 @@ class Sample(NamedTuple):
 
 
 class Samples:
-    """One answer of /metrics. A name that it does not have is an empty sum: nothing of the kind has happened yet."""
+    """One answer of /metrics. A metric that is missing sums to 0: nothing of its kind has happened yet."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._by_name: dict[str, list[Sample]] = {}
@@ -30,7 +30,7 @@ class Samples:
             self._by_name.setdefault(sample.name, []).append(sample)
 
     def without(self, label: str) -> Samples:
-        """Those that have no such label: of workers there may be many."""
+        """The samples without that label: there may be many of workers."""
         return Samples(each for samples in self._by_name.values() for each in samples if label not in each.labels)
 
     def of(self, name: str, **labels: str) -> Iterator[Sample]:
@@ -55,7 +55,7 @@ class Samples:
 
 
 def parse(text: str) -> Samples:
-    """Raises ValueError: it is not Prometheus' text format."""
+    """The samples of an answer. Raises ValueError: it is not in Prometheus' text format."""
     families = text_string_to_metric_families(text)
     return Samples(Sample(s.name, s.labels, s.value) for family in families for s in family.samples)
 
@@ -74,7 +74,7 @@ class Scraper:
         self._connection: http.client.HTTPConnection | None = None
 
     def read(self) -> Samples:
-        """Raises NoWorker: none of the addresses answers with metrics."""
+        """The router's metrics. Raises NoWorker: none of the addresses answers with metrics."""
         reasons = []
         for address in self._addresses:
             try:
@@ -113,8 +113,8 @@ def split(address: str) -> tuple[str, int]:
 
 
 def seen_from(announced: str, asked: str) -> list[str]:
-    """Where what a router announces may be reached by somebody who reached its gRPC port at `asked`: as announced, and
-    on the host that was asked, for the announced one may be known inside of the cluster only."""
+    """Addresses to try for an announced one, for a client that reached the router's gRPC port at `asked`: the announced
+    one, and its port on the asked host, since the announced host may be known in the cluster only."""
     host, _, port = announced.rpartition(":")
     asked_host = asked.rpartition(":")[0]
     found = [] if host in NOWHERE else [announced]

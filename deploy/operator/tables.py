@@ -1,4 +1,4 @@
-"""What `baton status` prints: the cluster, and how a request was placed. Nothing is cut at 80 columns."""
+"""The tables of `baton status`: the cluster, and how a request was placed. They fit 80 columns."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`baton status --watch`: goodput, latencies and pools on a terminal, as they change.
 
-Two sources: the operators' status, which knows every router's counts, and the /metrics of one router for what lies
-behind them. Without the latter the picture has less in it, and says so.
+It has two sources: the status, with every router's counts, and the metrics of one router for details. Without the
+metrics it shows less, and says so.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from deploy.operator.scrape import Samples, Scraper, seen_from
 
 REFRESH_S = 1.0
 RECENT_S = 10.0
-"""What is told as now."""
+"""Time that counts as now, in seconds."""
 WINDOW_S = 60.0
-"""What quantiles, shares and the line of goodput cover."""
+"""Time that quantiles, shares and the line of goodput cover, in seconds."""
 BARS = "▁▂▃▄▅▆▇█"
 TTFT = "gen_ai_server_time_to_first_token_seconds"
 ITL = "baton_inter_token_latency_seconds"
@@ -46,7 +46,7 @@ class Snapshot:
 
 
 class Quantile(NamedTuple):
-    """What a histogram tells of a quantile."""
+    """A quantile of a histogram."""
 
     value: float
     is_above: bool = False
@@ -73,7 +73,7 @@ class ClassView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What is shown. Rates are a second's; None: not known."""
+    """The figures that are shown. Rates are per second; None: unknown."""
 
     goodput: float | None = None
     """Requests that met their objectives, of all routers."""
@@ -82,7 +82,7 @@ class View:
     line: tuple[float, ...] = ()
     """Goodput from one snapshot to the next."""
     tokens: float | None = None
-    """In requests that met their objectives."""
+    """Tokens per second in requests that met their objectives."""
     classes: tuple[ClassView, ...] = ()
     blame: tuple[tuple[str, float], ...] = ()
     """Stage -> its share of the misses, the largest first."""
@@ -90,11 +90,11 @@ class View:
     itl: Quantiles = field(default_factory=Quantiles)
     hit_rate: float | None = None
     hit_ceiling: float | None = None
-    """What a cache that forgets nothing would have had."""
+    """Hit rate of a cache without eviction."""
 
 
 def view(snapshots: Sequence[Snapshot]) -> View:
-    """The figures of the latest snapshots, oldest first; those of before `WINDOW_S` count no more."""
+    """The figures of the snapshots, oldest first; those older than `WINDOW_S` are ignored."""
     if not snapshots:
         return View()
     now = snapshots[-1]
@@ -175,10 +175,10 @@ def _quantiles(old: Mapping[float, float], new: Mapping[float, float]) -> Quanti
 
 
 def quantile(q: float, counts: Mapping[float, float]) -> Quantile | None:
-    """As Prometheus' histogram_quantile, even within a bucket; but what lies in the last one is told from its bound.
+    """A quantile as by Prometheus' histogram_quantile, uniform within a bucket; one in the last bucket is marked so.
 
     Args:
-        counts: cumulative, by upper bound, ascending, the last of which is infinite.
+        counts: cumulative counts by upper bound, ascending, the last of which is infinite.
     """
     if not counts or (total := counts[math.inf]) <= 0:
         return None
@@ -193,11 +193,11 @@ def quantile(q: float, counts: Mapping[float, float]) -> Quantile | None:
 
 
 def watch(address: str, console: Console, seconds: float = math.inf) -> None:
-    """Shows the cluster every second until Ctrl-C, or for so many seconds.
+    """Shows the cluster every second until Ctrl-C, or for the given time.
 
     Raises:
         InvalidRequest: this is not a terminal.
-        NoWorker: no router answers, at first; later ones are waited for.
+        NoWorker: no router answers at first; later it waits for one.
     """
     if not console.is_terminal:
         raise InvalidRequest("--watch needs a terminal; --json prints the status once")

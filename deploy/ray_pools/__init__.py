@@ -1,4 +1,4 @@
-"""Workers as Ray actors: Ray decides which node has room for one, and says when one has died.
+"""Workers as Ray actors: Ray decides which node has room for one, and reports when one has died.
 
 actor        the actor, which keeps the worker's process
 actors       the controller's view of all actors

@@ -1,6 +1,6 @@
-"""A Ray actor that keeps one worker's process: Ray says where it runs, and that it ends with its node.
+"""A Ray actor that keeps one worker's process: Ray decides where it runs, and ends it with its node.
 
-The process is not the actor's own, because Ray has its own ideas of SIGTERM, which has to drain a worker.
+The process is not the actor's own, because Ray handles SIGTERM itself, which must drain a worker.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class WorkerActor:
         return {**values, "pod": os.environ.get("POD_NAME", "")}
 
     def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
-        """From the event loop's thread, which lives as long as the actor: the process dies with it."""
+        """Starts the process, from the event loop's thread: the process dies with that thread, hence with the actor."""
         config = Config.from_json(self._config_json)
         share = config.engine.memory_share * self._share(config)
         config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, memory_share=share))
@@ -102,7 +102,7 @@ class WorkerActor:
         )
 
     def _share(self, config: Config) -> float:
-        """Of this Ray node's memory, or of one of its GPUs, that is this worker's: others may be here, too."""
+        """This worker's share of the Ray node's memory, or of one of its GPUs, which it may have to share."""
         import ray
 
         context = ray.get_runtime_context()
@@ -122,7 +122,7 @@ def _node_address() -> str:
 
 
 def worker_environment(config: Config) -> dict[str, str]:
-    """What must be set before the worker's process imports torch."""
+    """Environment variables that must be set before the worker's process imports torch."""
     threads = str(config.engine.num_threads)
     return {
         "OMP_NUM_THREADS": threads,

@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NAME_TAKEN_S = 10.0
-"""How long the name of an actor that was killed may be taken."""
+"""Longest time for which the name of a killed actor stays taken."""
 RETRY_S = 0.05
 ANSWER_S = 30.0
-"""Ray that does not answer a simple question for so long is broken."""
+"""Longest wait for a simple answer of Ray; after it, Ray counts as broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Started:
     address: str
     """host:port of its gRPC server."""
     pod: str
-    """That it runs in; empty: in none."""
+    """The Kubernetes pod in which it runs; empty: none."""
 
 
 @contextlib.contextmanager
@@ -77,13 +77,13 @@ def _no_folder_for_workers() -> Generator[None]:
 
 
 async def resources() -> dict[str, float]:
-    """Of all nodes together. Raises ConfigError if Ray does not answer."""
+    """Resources of all nodes together. Raises ConfigError if Ray does not answer."""
     found: dict[str, float] = await _in_thread(ray.cluster_resources)
     return found
 
 
 def gpus_per_worker(config: Config, num_gpus: float, num_workers: int) -> float:
-    """Of Ray's `num_gpus`: an equal share, but no part of a GPU where a worker has several ranks."""
+    """The share of Ray's GPUs for each worker; whole GPUs where a worker has several ranks."""
     if not num_gpus:
         return 0.0
     ranks = config.engine.tensor_parallel
@@ -142,9 +142,8 @@ class RayActors:
         """Waits for a head that is away for as long as Ray does: RAY_gcs_rpc_server_reconnect_timeout_s.
 
         Raises:
-            ConfigError: Ray has given up, or no longer has the node whose driver this process is. It is by that node
-                that a driver hears that Ray's head is a new one. Without it this one would never learn what becomes of
-                the actors that it makes.
+            ConfigError: Ray has given up, or no longer has the node whose driver this process is. A driver learns of a
+                new Ray head through its own node only. Without that node it would miss every later actor event.
         """
         asked = asyncio.ensure_future(asyncio.to_thread(ray.nodes))
         if not (await asyncio.wait([asked], timeout=ANSWER_S))[0]:
@@ -179,18 +178,18 @@ class RayActors:
             raise WorkerFailed(f"Ray has not made the actor {worker_id}: {first_line(error)}") from error
 
     async def get(self, worker_id: str) -> Any:
-        """Raises WorkerFailed: it is gone."""
+        """The actor under that worker id. Raises WorkerFailed: it is gone."""
         try:
             return await asyncio.to_thread(ray.get_actor, worker_id)
         except ValueError as error:
             raise WorkerFailed(f"the actor {worker_id} is gone") from error
 
     async def placed(self, actor: Any) -> None:
-        """Once a node has it. Raises WorkerFailed: it is gone."""
+        """Waits until a node has the actor. Raises WorkerFailed: it is gone."""
         await _result(actor.__ray_ready__.remote())
 
     async def start(self, actor: Any) -> Started:
-        """Once the worker is ready; at once if it already is. Raises as `WorkerActor.start`."""
+        """Waits until the worker is ready; it may be already. Raises the errors of `WorkerActor.start`."""
         answer = await _result(actor.start.remote())
         return Started(answer["pid"], answer["address"], answer["pod"])
 
@@ -199,12 +198,12 @@ class RayActors:
         await _result(actor.ended.remote())
 
     async def stop(self, actor: Any, timeout_s: float) -> None:
-        """Lets the worker leave the cluster, for so long at most."""
+        """Lets the worker leave the cluster, for `timeout_s` at most."""
         with contextlib.suppress(BatonError, TimeoutError):
             await asyncio.wait_for(_result(actor.stop.remote()), timeout_s)
 
     async def kill(self, actor: Any) -> None:
-        """What is left of the worker goes with it. Its name is free a little later."""
+        """Kills the actor, and the worker with it. Its name is free a little later."""
         await asyncio.to_thread(ray.kill, actor)
 
 
@@ -215,7 +214,7 @@ async def _in_thread(function: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _ray_answers() -> Generator[None]:
-    """Raises ConfigError if it does not."""
+    """Raises ConfigError if Ray does not answer in the block."""
     try:
         yield
     except (TimeoutError, RuntimeError, ray.exceptions.RayError) as error:

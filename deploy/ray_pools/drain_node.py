@@ -1,4 +1,4 @@
-"""What Ray's public API cannot do: have a node take nothing more. Its own autoscaler does it this way."""
+"""Has a Ray node take no new work, which Ray's public API cannot do. Ray's own autoscaler does it this way."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TIMEOUT_S = 5.0
 
 
 def place_nothing_on(hosts: Collection[str], gcs_address: str, timeout_s: float) -> int:
-    """Tells Ray that the nodes at those addresses are about to go, and returns how many there are.
+    """Announces to Ray that the nodes at those addresses will be gone soon, and returns their number.
 
-    What runs there goes on. Blocks for up to a few seconds.
+    Their actors continue. Blocks for up to a few seconds.
 
     Args:
-        timeout_s: until they are gone.
+        timeout_s: time after which the nodes are gone.
 
     Raises:
         WorkerFailed: Ray does not answer, or refuses, or has changed.

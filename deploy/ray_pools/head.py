@@ -1,7 +1,7 @@
 """A Ray cluster of this machine alone, for the life of this process: `python -m deploy.ray_pools.head --ready-fd N`.
 
-Says on the descriptor, in one line of JSON, `{"address": "HOST:PORT"}`, or why not as an error of Baton's tree. SIGTERM
-ends it. It also prints what the workers print, for it lives longer than the controller that starts them.
+It reports on the descriptor, in one line of JSON, `{"address": "HOST:PORT"}`, or an error of Baton's tree. SIGTERM ends
+it. It also prints the workers' output, because it lives longer than the controller that starts them.
 """
 
 from __future__ import annotations

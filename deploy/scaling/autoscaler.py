@@ -4,8 +4,8 @@
        ^                                                              |
        +--------------------------------------------------------------+
 
-An order that fails is logged with its reason, and the rest of that decision is dropped: what holds after the cool-down
-is decided then. Nothing is kept that a controller which begins anew would lack for longer than that.
+An order that fails is logged with its reason, and the rest of that decision is dropped: the next one is made after the
+cool-down. A new controller has everything it needs after one cool-down.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.cluster import ClusterStatus, Role, Worker, WorkerState
 from baton.errors import BatonError
-from deploy.scaling.policy import Decision, Flips, State, decide
+from deploy.scaling.policy import decide
+from deploy.scaling.values import Flips, PolicyState, ScalingDecision
 from deploy.scaling.window import measure
 from router.placement import Objective
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Orders(Protocol):
-    """What the controller does for the autoscaler. Both raise BatonError where it cannot be done."""
+class ScalingOrders(Protocol):
+    """Orders of the autoscaler to the controller. Both raise BatonError where an order cannot be carried out."""
 
     async def scale(self, pool: Role, num_workers: int) -> object:
         """Sets how many workers a pool should have."""
@@ -41,20 +42,21 @@ class Orders(Protocol):
 
 
 class Autoscaler:
-    """
+    """The loop around the policy.
+
     Args:
-        observe: the cluster as it is now; may raise BatonError, then there is no window until it does not.
-        decided: told every decision.
-        clock: monotonic seconds.
+        observe: returns the cluster as it is now; while it raises BatonError there are no windows.
+        on_decided: called with every decision.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
         self,
         config: Config,
         observe: Callable[[], Awaitable[ClusterStatus]],
-        orders: Orders,
+        orders: ScalingOrders,
         *,
-        decided: Callable[[Decision], None] = lambda decision: None,
+        on_decided: Callable[[ScalingDecision], None] = lambda decision: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config.autoscale
@@ -62,18 +64,18 @@ class Autoscaler:
         self._objective = strictest(config.router)
         self._observe = observe
         self._orders = orders
-        self._decided = decided
+        self._on_decided = on_decided
         self._clock = clock
-        self._state = State.fresh(clock())
+        self._state = PolicyState.fresh(clock())
         self._before: tuple[float, ClusterStatus] | None = None
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Measures, decides and orders until cancelled."""
         while True:
             await self.step()
             await asyncio.sleep(self._config.window_s)
 
-    async def step(self) -> Decision | None:
+    async def step(self) -> ScalingDecision | None:
         """Ends a window, and carries out what follows from it. None: the first one has only begun."""
         try:
             status = await self._observe()
@@ -88,7 +90,7 @@ class Autoscaler:
         measured = measure(before[1], status, now - before[0])
         decision = decide(measured, self._state, self._config, self._objective, now, self._mode)
         self._state = decision.state
-        self._decided(decision)
+        self._on_decided(decision)
         if decision.num_actions:
             logger.info("autoscaler: %s -> %s. %s", decision.before, decision.sizes, " ".join(decision.reasons))
             if not self._config.dry_run:
@@ -97,7 +99,7 @@ class Autoscaler:
                 self._state, self._before = replace(self._state, acted_s=self._clock()), None
         return decision
 
-    async def _carry_out(self, decision: Decision, status: ClusterStatus) -> None:
+    async def _carry_out(self, decision: ScalingDecision, status: ClusterStatus) -> None:
         orders: list[tuple[str, Callable[[], Awaitable[object]]]] = []
         if flips := decision.flips:
             for worker in to_flip(flips, status):
@@ -119,12 +121,12 @@ class Autoscaler:
 
 
 def to_flip(flips: Flips, status: ClusterStatus) -> list[Worker]:
-    """Those with the least to do; fewer than asked for where no more are ready."""
+    """The workers with the least work; fewer than asked for where no more are ready."""
     ready = [w for w in status.workers if w.info.role is not flips.role and w.load.state is WorkerState.READY]
     return sorted(ready, key=lambda w: (w.load.running + w.load.waiting, w.load.queued_tokens, w.info.id))[: flips.num]
 
 
 def strictest(config: RouterConfig) -> Objective:
-    """Of all classes: pools that keep it keep the others."""
+    """The strictest objective of all classes: pools that keep it keep the others, too."""
     classes = config.slo_classes.values()
     return Objective(min(slo.ttft_ms for slo in classes) / 1e3, min(slo.itl_ms for slo in classes) / 1e3)

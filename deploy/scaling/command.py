@@ -26,7 +26,7 @@ from deploy.scaling.autoscaler import Autoscaler
 if TYPE_CHECKING:
     from baton.config import Config
     from deploy.operator.client import Client
-    from deploy.scaling.policy import Decision
+    from deploy.scaling.values import ScalingDecision
 
 
 AT_ONCE_S = 1e-3
@@ -34,7 +34,7 @@ AT_ONCE_S = 1e-3
 
 
 class _NoOrders:
-    """Of a dry run."""
+    """Orders of a dry run, which are not carried out."""
 
     async def scale(self, pool: Role, num_workers: int) -> None:
         raise AssertionError("a dry run orders nothing")
@@ -60,7 +60,7 @@ async def _run(client: Client, config: Config, seconds: float, watch: bool, as_j
     async def observe() -> ClusterStatus:
         return status_of(await asyncio.to_thread(client.status))
 
-    autoscaler = Autoscaler(config, observe, _NoOrders(), decided=lambda decision: show(decision, as_json))
+    autoscaler = Autoscaler(config, observe, _NoOrders(), on_decided=lambda decision: show(decision, as_json))
     await observe()  # whoever cannot be reached is told of at once
     if watch:
         await autoscaler.run()
@@ -69,7 +69,7 @@ async def _run(client: Client, config: Config, seconds: float, watch: bool, as_j
     await autoscaler.step()
 
 
-def show(decision: Decision, as_json: bool) -> None:
+def show(decision: ScalingDecision, as_json: bool) -> None:
     if as_json:
         print(json.dumps(as_dict(decision)), flush=True)  # noqa: T201
         return
@@ -79,7 +79,7 @@ def show(decision: Decision, as_json: bool) -> None:
     out.print(f"=> {summary(decision)}", markup=False)
 
 
-def summary(decision: Decision) -> str:
+def summary(decision: ScalingDecision) -> str:
     """The orders, in their order."""
     orders = []
     if flips := decision.flips:
@@ -89,8 +89,8 @@ def summary(decision: Decision) -> str:
     return f"{decision.before} -> {decision.sizes}: {'; '.join(orders)}" if orders else f"{decision.before} stays"
 
 
-def as_dict(decision: Decision) -> dict[str, Any]:
-    """One window, for programs."""
+def as_dict(decision: ScalingDecision) -> dict[str, Any]:
+    """One window, for JSON output."""
 
     def by_role(sizes: Any) -> dict[str, int]:
         return {role.value: sizes.of(role) for role in Role}
@@ -111,7 +111,7 @@ def as_dict(decision: Decision) -> dict[str, Any]:
 
 
 def status_of(report: dict[str, Any]) -> ClusterStatus:
-    """Of `baton status --json`, what the autoscaler looks at."""
+    """The part of `baton status --json` that the autoscaler reads."""
     return ClusterStatus(
         pools={name: PoolStatus(pool["desired"], pool["ready"]) for name, pool in report["pools"].items()},
         workers=tuple(_worker(worker) for worker in report["workers"]),

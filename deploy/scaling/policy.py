@@ -1,28 +1,28 @@
-"""How many workers each pool should have: a pure function of what was measured, with its reasons in words.
+"""How many workers each pool should have: a pure function of the measurements, with its reasons in words.
 
-Both pools are sized together, in workers' worth of work:
+Both pools are sized together, in workers' worth of load:
 
     prefill = time spent on prompts, wherever they were computed / time
     decode  = max(sequences / 0.7 of those that one worker decodes within the ITL objective, KV in use / 0.9 of its KV)
     backlog = time that the queue takes / TTFT objective
 
-all of them times (requests that came / requests that were let in), for those refused were work as well. What a pool
-needs over what it has is its utilisation. Little's law is in the measurements: sequences are arrivals times residence.
-In mode `auto` workers that decode compute prompts beside, which spoils the time between their tokens; so prompts count
-as work for the prefill pool.
+all of them times (requests that arrived / requests that were admitted), since refused requests are load as well. A
+pool's utilisation is its need over its size. Little's law is in the measurements: sequences are arrivals times
+residence. In mode `auto` decode workers also compute prompts, which delays their tokens; so prompts count as load of
+the prefill pool.
 
-A split is judged by the greatest utilisation of a pool, without the backlog: under overload `prefill` and `decode` are
-of the same requests, those let in, so that their ratio stays true, while a queue says nothing of decoding. Decoding has
-the wider margin, since a decode worker beyond its limit makes all of its answers late, and prompts beyond theirs are
-refused one by one. A pool above the target gets workers from the other one, as long as that makes the greatest
-utilisation smaller by a good deal, and only then (or if both together are too few, with the backlog) new ones.
-Utilisation is the driver. Goodput saturates at 1 and tells nothing of slack, so it only guards: no worker is stopped
-while requests miss their objectives.
+A split is judged by the greatest utilisation of a pool, without the backlog: under overload `prefill` and `decode` come
+from the same admitted requests, so that their ratio stays true, while a queue contains no information on decoding.
+Decoding has the wider margin: a decode worker above its limit delays all of its answers, whereas excess prompts are
+refused one by one. A pool above the target gets workers from the other one if that lowers the greatest utilisation
+noticeably, and only then (or if both together are too few, with the backlog) new ones. Utilisation drives the sizes.
+Goodput saturates at 1 and does not show slack, so it is only a guard: no worker is stopped while requests miss their
+objectives.
 
-What keeps it calm: measurements are smoothed, a change is followed by a cool-down, a worker is stopped only where one
-less would be far below the target for long, and nothing is decided while a worker changes its role. Sizes are absolute
-numbers worked out from the work there is, so that deciding twice for one reason orders the same thing twice. All that
-is remembered is a `State`; a controller that lost it begins with a cool-down.
+Against oscillation, measurements are smoothed, a cool-down follows every change, a worker is stopped only if the pools
+would have stayed far below the target without it for long, and nothing is decided during a change of role. Sizes are
+absolute numbers derived from the load, so that a repeated decision repeats the order. The only memory is a
+`PolicyState`; a controller that has lost it begins with a cool-down.
 
 The signals are those of NVIDIA Dynamo's planner and llm-d's workload variant autoscaler (projected TTFT, KV use, ITL
 against objectives; nothing started while something is about to be); the function with bounds and delays around it is
@@ -35,8 +35,8 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from baton.cluster import PoolScaling, Role
-from baton.costs import ITL_TARGET, PRIOR, StepCosts
+from baton.costs import ITL_TARGET, StepCosts
+from deploy.scaling.values import Measured, Needs, PolicyState, ScalingDecision, Sizes
 
 if TYPE_CHECKING:
     from baton.config import AutoscaleConfig
@@ -54,194 +54,20 @@ MOST_REFUSED = 4.0
 """Requests that come for each that is let in, at most: a bound on what refusals can order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Workers."""
-
-    prefill: int
-    decode: int
-
-    @property
-    def total(self) -> int:
-        return self.prefill + self.decode
-
-    def of(self, role: Role) -> int:
-        return self.prefill if role is Role.PREFILL else self.decode
-
-    def __str__(self) -> str:
-        return f"{self.prefill}:{self.decode}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolMeasured:
-    """One pool in a window; what is measured is so of its ready workers."""
-
-    desired: int
-    """As was ordered last."""
-    ready: int
-    draining: int = 0
-    prompt_load: float = 0.0
-    """Workers' worth of time that went into computing prompts."""
-    queued_tokens: int = 0
-    """Of prompts; not computed at the window's end."""
-    tokens_per_s: float = math.inf
-    """Prompt tokens that one worker computes in a second."""
-    num_sequences: float = 0.0
-    """Held at a time, with those that are about to come."""
-    num_context_tokens: float = 0.0
-    """Of one of them."""
-    kv_use: float = 0.0
-    """Share of the KV blocks that sequences hold."""
-    costs: StepCosts = PRIOR
-    """Of one worker."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """A window."""
-
-    prefill: PoolMeasured
-    decode: PoolMeasured
-    met: int = 0
-    """Requests that met their objectives."""
-    missed: int = 0
-    rejected: int = 0
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(self.prefill.desired, self.decode.desired)
-
-    @property
-    def num_requests(self) -> int:
-        return self.met + self.missed + self.rejected
-
-    @property
-    def goodput(self) -> float:
-        """Share of the requests that met their objectives; 1 where none came."""
-        return self.met / self.num_requests if self.num_requests else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Workers that would be busy all the time."""
-
-    prefill: float
-    decode: float
-    backlog: float = 0.0
-    """Of prefill workers, until the queue is gone."""
-
-    def utilisation(self, sizes: Sizes) -> float:
-        """Of the pool that has the greater one. Without a prefill pool prompts are work for the other."""
-        return max(self.utilisation_by_role(sizes).values())
-
-    def utilisation_by_role(self, sizes: Sizes) -> dict[Role, float]:
-        if not sizes.prefill:
-            return {Role.PREFILL: 0.0, Role.DECODE: (self.prefill + self.decode) / sizes.decode}
-        return {Role.PREFILL: self.prefill / sizes.prefill, Role.DECODE: self.decode / max(sizes.decode, 1)}
-
-    def pressure(self, sizes: Sizes) -> float:
-        """The same with the backlog."""
-        return replace(self, prefill=self.prefill + self.backlog, backlog=0.0).utilisation(sizes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """What the next decision has to know of those before it."""
-
-    acted_s: float = -math.inf
-    """When something was ordered last."""
-    needs: Needs | None = None
-    """Smoothed."""
-    num_windows: int = 0
-    """In `needs`."""
-    quiet_since_s: float = math.inf
-    """Since when the pools, as they are, could do without a worker; infinite: they cannot."""
-    sizes: Sizes | None = None
-    """Of the latest window; None: there was none. With others it counts anew how long they could."""
-
-    @classmethod
-    def fresh(cls, now_s: float) -> State:
-        """Of a controller that has just begun, and knows not what was ordered before."""
-        return cls(acted_s=now_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Flips:
-    """Workers that are to change their roles."""
-
-    num: int
-    role: Role
-    """The new one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """Orders, in this order: `flips`, then the pools to `sizes`."""
-
-    before: Sizes
-    sizes: Sizes
-    reasons: tuple[str, ...]
-    """Sentences: what was measured, against which limit, and what follows."""
-    needs: Needs
-    """Of this window, as they are smoothed."""
-    state: State
-    """For the next decision."""
-
-    @property
-    def scaling(self) -> tuple[PoolScaling, ...]:
-        """As others are told of it."""
-        utilisation = self.needs.utilisation_by_role(self.before)
-        return tuple(PoolScaling(role.value, utilisation[role], self.sizes.of(role)) for role in Role)
-
-    @property
-    def flips(self) -> Flips | None:
-        """As many as one pool gives up and the other one lacks."""
-        more_prefill, more_decode = self._more
-        if (num := min(more_prefill, -more_decode)) > 0:
-            return Flips(num, Role.PREFILL)
-        if (num := min(-more_prefill, more_decode)) > 0:
-            return Flips(num, Role.DECODE)
-        return None
-
-    @property
-    def starts(self) -> Sizes:
-        """After the flips."""
-        prefill, decode = self._after_flips
-        return Sizes(max(0, prefill), max(0, decode))
-
-    @property
-    def stops(self) -> Sizes:
-        """After the flips."""
-        prefill, decode = self._after_flips
-        return Sizes(max(0, -prefill), max(0, -decode))
-
-    @property
-    def num_actions(self) -> int:
-        """Workers that change."""
-        return (self.flips.num if self.flips else 0) + self.starts.total + self.stops.total
-
-    @property
-    def _more(self) -> tuple[int, int]:
-        return self.sizes.prefill - self.before.prefill, self.sizes.decode - self.before.decode
-
-    @property
-    def _after_flips(self) -> tuple[int, int]:
-        prefill, decode = self._more
-        if (flips := self.flips) is None:
-            return prefill, decode
-        to_prefill = flips.num if flips.role is Role.PREFILL else -flips.num
-        return prefill - to_prefill, decode + to_prefill
-
-
 def decide(
-    measured: Measured, state: State, config: AutoscaleConfig, objective: Objective, now_s: float, mode: str = "auto"
-) -> Decision:
+    measured: Measured,
+    state: PolicyState,
+    config: AutoscaleConfig,
+    objective: Objective,
+    now_s: float,
+    mode: str = "auto",
+) -> ScalingDecision:
     """Sizes for both pools.
 
     Args:
-        objective: what most requests are held against.
-        now_s: the window's end, on a clock that `state` shares.
-        mode: the routers'; where they always aggregate, workers that decode are to do all the work.
+        objective: the objective of most requests.
+        now_s: the window's end, on the clock of `state`.
+        mode: the routers' mode; in `aggregated`, decode workers do all the work.
     """
     latest, reasons = _needs(measured, objective)
     is_aggregated = mode == "aggregated"
@@ -264,9 +90,9 @@ def decide(
     since_s = min(since_s, now_s) if is_quiet else math.inf
     state = replace(state, quiet_since_s=since_s, sizes=before)
 
-    def order(sizes: Sizes, why: str) -> Decision:
+    def order(sizes: Sizes, why: str) -> ScalingDecision:
         acted = replace(state, acted_s=now_s) if sizes != before else state
-        return Decision(before=before, sizes=sizes, reasons=(*reasons, why), needs=needs, state=acted)
+        return ScalingDecision(before=before, sizes=sizes, reasons=(*reasons, why), needs=needs, state=acted)
 
     if why := _why_wait(measured, state, config, now_s):
         return order(before, why)
@@ -294,7 +120,7 @@ def decide(
 
 
 def _needs(measured: Measured, objective: Objective) -> tuple[Needs, list[str]]:
-    """Of this window, and how they came about."""
+    """The needs in this window, and their derivation in words."""
     prefill, decode = measured.prefill, measured.decode
     let_in = measured.met + measured.missed
     refused = (
@@ -328,7 +154,7 @@ def sequences_within(costs: StepCosts, itl_s: float, num_context_tokens: float) 
     return max(1.0, min(with_weights, computing))
 
 
-def _smoothed(state: State, latest: Needs, config: AutoscaleConfig) -> State:
+def _smoothed(state: PolicyState, latest: Needs, config: AutoscaleConfig) -> PolicyState:
     """The mean of the windows so far, and then a moving average over the cool-down."""
     num_windows = state.num_windows + 1
     if state.needs is None:
@@ -342,8 +168,8 @@ def _smoothed(state: State, latest: Needs, config: AutoscaleConfig) -> State:
     return replace(state, needs=Needs(*smoothed), num_windows=num_windows)
 
 
-def _why_wait(measured: Measured, state: State, config: AutoscaleConfig, now_s: float) -> str:
-    """Why nothing is to be changed now, whatever is measured; empty: no reason."""
+def _why_wait(measured: Measured, state: PolicyState, config: AutoscaleConfig, now_s: float) -> str:
+    """The reason why nothing may change now, whatever is measured; empty: there is none."""
     if num := measured.prefill.draining + measured.decode.draining:
         return f"{num} workers are leaving their pool: nothing changes meanwhile."
     if not measured.prefill.ready + measured.decode.ready:
@@ -373,7 +199,7 @@ class _Bounds:
     config: AutoscaleConfig
     measured: Measured
     is_aggregated: bool
-    """Nobody uses the prefill pool: workers may go from there, and none comes."""
+    """Whether the prefill pool is unused: workers may leave it, and none joins."""
 
     @property
     def _most(self) -> int:
@@ -397,7 +223,7 @@ class _Bounds:
         return max(self._min_prefill + self.config.min_decode, min(total, most))
 
     def num_workers(self, needs: Needs, utilisation: float) -> int:
-        """For which no pool is above it, backlog and all, as far as the bounds go."""
+        """The total for which no pool is above the target, including the backlog, within the bounds."""
         prefill = math.ceil((needs.prefill + needs.backlog) / utilisation)
         decode = math.ceil(needs.decode / utilisation)
         return max(self._min_prefill, prefill) + max(self.config.min_decode, decode)

@@ -1,4 +1,4 @@
-"""What happened between two states of a cluster. Pure."""
+"""The load between two states of a cluster. Pure."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 from baton.cluster import ClusterStatus, Role, RouterInfo, Worker, WorkerState
 from baton.costs import typical
-from deploy.scaling.policy import Measured, PoolMeasured
+from deploy.scaling.values import Measured, PoolMeasured
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEAST_BUSY_S = 1.0
-"""With less time spent on prompts, what they take is what the workers' fits say."""
+"""Least measured time of prompts; below it, their cost comes from the workers' cost models."""
 
 
 def measure(before: ClusterStatus, after: ClusterStatus, window_s: float) -> Measured:
     """The window from `before` to `after`, `window_s` later.
 
-    Counters count from a process's start: where one is less than before, or its worker has a new epoch, it began anew
-    and all of it is the window's. Routers that are new count whole, routers that have gone count no more: some of what
-    they did is missing, and nothing is counted twice.
+    Counters start with their process: one that is less than before, or whose worker has a new epoch, was restarted and
+    counts whole. Routers that are new count whole; those that have gone no longer count, so that some of their requests
+    are missing and none counts twice.
     """
     known = {(worker.info.id, worker.info.epoch): worker for worker in before.workers}
     spent = [_Spent(worker, known.get((worker.info.id, worker.info.epoch)), window_s) for worker in after.workers]
@@ -42,7 +42,7 @@ def measure(before: ClusterStatus, after: ClusterStatus, window_s: float) -> Mea
 
 
 class _Spent:
-    """What one worker did in the window."""
+    """The work of one worker in the window."""
 
     def __init__(self, worker: Worker, before: Worker | None, window_s: float) -> None:
         load = worker.load
@@ -58,7 +58,7 @@ class _Spent:
             self._leave_out_decoding((load.running + past.running) / 2)
 
     def _leave_out_decoding(self, num_decoding: float) -> None:
-        """Takes out the steps in which sequences decoded, as if nothing had been computed beside.
+        """Removes the steps in which sequences decoded, at the cost of decoding alone.
 
         n steps with x more tokens each take busy = n * (decoding + x * s_per_token), and compute n * (num_decoding + x)
         tokens; both are known, and so n and x are.

@@ -1,4 +1,4 @@
-"""The worker's end of the one stream that a router has to it; `router.dispatch.worker_client` is the other end.
+"""The worker's end of the one stream that each router has to it; the router's is `router.dispatch.worker_client`.
 
     router ──> worker    start 7, start 8      start 9       cancel 8
     router <── worker    7: tokens, 8: tokens      7: tokens, 8: tokens, 9: tokens      7: tokens, 7: ended, 9: tokens
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 def max_message_bytes(max_model_len: int) -> int:
-    """The longest message that a worker of such sequences has to take: a router's frame, or gRPC's own limit."""
+    """Limit on a message to a worker whose sequences may be that long: a router's frame, or gRPC's own limit."""
     return max(int(MAX_FRAME_COMMANDS * wire.max_start_bytes(max_model_len)), 4 * 2**20)
 
 
@@ -61,9 +61,9 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
     """Runs the calls of any number of routers.
 
     Args:
-        prefill, decode, fetch: the events of one call; None: this worker does not do that. Closing the generator
-            cancels the call and frees what it holds. Typed errors reach the router as they are.
-        max_model_len: the most tokens that a sequence may have here.
+        prefill, decode, fetch: each returns the events of one call; None: the worker refuses such calls. Closing the
+            generator cancels the call and frees what it holds. Typed errors reach the router as they are.
+        max_model_len: the most tokens that a sequence may have on this worker.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         return len(self._running)
 
     async def wait_until_idle(self) -> None:
-        """Until a moment in which no call runs; the next may have begun since."""
+        """Waits for a moment in which no call runs; the next may have begun since."""
         await self._is_idle.wait()
 
     def migrate(self) -> None:
-        """Asks for every choice that decodes here, or will, to be taken elsewhere."""
+        """Asks the routers to move every choice that decodes here, or waits to."""
         for start, outbox in self._running.values():
             if isinstance(start.request, DecodeRequest):
                 outbox.put((start.call_id, Migrate()))
@@ -99,10 +99,10 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
     async def Serve(  # type: ignore[override]  # noqa: N802 - the generated name; it writes, where it could yield
         self, requests: AsyncIterator[worker_pb2.ServeRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Until the router leaves, or is gone: then this is cancelled, and so are its calls.
+        """Serves a router's stream until the router closes it or is gone, which cancels its calls.
 
         Raises:
-            InvalidRequest: what it sends is not of the kind that routers send.
+            InvalidRequest: a message is not one that routers send.
         """
         outbox = Outbox[tuple[int, Event]]()
         writing = asyncio.create_task(_write(context, outbox))
@@ -165,9 +165,9 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
 
 
 def require_servable(spec: SequenceSpec) -> None:
-    """Raises InvalidRequest where a value would spoil more than its own call: an engine serves many in one step.
+    """Raises InvalidRequest for a value that would harm other calls, too: an engine serves many in one step.
 
-    How many tokens fit is the engine's to say.
+    The engine itself checks the number of tokens.
     """
     settled = spec.sampling.max_tokens is not None and spec.sampling.seed is not None
     for ok, rule in (
@@ -187,7 +187,7 @@ def require_servable(spec: SequenceSpec) -> None:
 
 
 def _cancel(call: asyncio.Task[None] | None) -> None:
-    """Once only: a second time would break into the call's cleaning up."""
+    """Cancels the call once: a second time would interrupt its cleanup."""
     if call is not None and not call.cancelling():
         call.cancel()
 

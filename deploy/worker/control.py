@@ -1,14 +1,14 @@
-"""Orders to one worker: drain, and change the role. Its calls go elsewhere while its engine runs on.
+"""Orders to one worker: drain, and change the role. Its calls move to others while its engine continues.
 
     READY ── drain ──> DRAINING ── all calls gone ──> READY in the other role, or the end of the process
                            `────── time is up, or anything fails ──────> READY in the old role (of a change of role)
 
-A draining worker takes no new choices to decode and hands back what it has not begun. Every choice that it decodes is
-asked to move: the router has the next worker pull the KV from here while the tokens go on, and then has the few missing
-blocks handed over like those of any prompt. So how long it takes depends on the KV, not on how much remains to be said.
+A draining worker accepts no new choices and hands back those that it has not begun. Routers are asked to move every
+choice that it decodes: the next worker pulls the KV from this one while tokens are still generated, and gets the few
+missing blocks by an ordinary hand-over. The time this takes depends on the KV, not on the tokens still to generate.
 
-A worker that was told to drain for good takes no work again. Where it was not the controller that told it, the
-controller sees it in the lease and has another one take its place.
+A worker that drains for good never takes work again. If the order did not come from the controller, the controller sees
+the drain in the lease and starts another worker in its place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deploy.worker.member import Member
 
 
 class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
-    """Of one worker, on its event loop."""
+    """The orders of one worker, on its event loop."""
 
     def __init__(self, member: Member, calls: CallServicer) -> None:
         self.member = member
@@ -36,10 +36,10 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
         self._is_leaving = False
 
     async def drain(self, timeout_s: float) -> int:
-        """For good. Returns once nothing is left to do here, or the time is up.
+        """Drains the worker for good. Returns once no call is left, or the time is up.
 
         Returns:
-            Calls that are left. What has come since there were none does not count: it is refused.
+            The number of calls that are left.
         """
         self._is_leaving = True
         return await self._drain(timeout_s)
@@ -57,7 +57,7 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
         return 0
 
     async def set_role(self, role: Role, timeout_s: float) -> None:
-        """Raises Conflict when the worker is not ready, or not free in time: it goes on in its old role."""
+        """Changes the role. Raises Conflict when the worker is not ready, or not free in time: it keeps its role."""
         member = self.member
         async with self._changing:
             if member.role is role:
@@ -77,7 +77,7 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
             self._stay(role)
 
     def _stay(self, role: Role) -> None:
-        """Takes work again, unless the worker has been told meanwhile to leave."""
+        """Makes the worker ready again, unless it has been ordered to leave in the meantime."""
         self.member.become(WorkerState.DRAINING if self._is_leaving else WorkerState.READY, role)
 
     async def Drain(  # noqa: N802 - the generated name
@@ -95,7 +95,7 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
 
 
 def _required_time(timeout_s: float) -> float:
-    """Raises InvalidRequest for a time that no timer takes; also NaN."""
+    """The time, if a timer can take it. Raises InvalidRequest otherwise, also for NaN."""
     if not 0 <= timeout_s <= MAX_TIMEOUT_S:
         raise InvalidRequest(f"timeout_s must be 0 to {MAX_TIMEOUT_S}, not {timeout_s:g}", "timeout_s")
     return timeout_s

@@ -1,6 +1,6 @@
-"""A worker as a member of the cluster: an engine whose lease and cached blocks others can see.
+"""A worker as a member of the cluster: an engine whose lease and cached blocks are visible to others.
 
-Both roles are members, and any member may change its role: it only tells routers what to ask.
+Workers of both roles are the same: the role in the lease only decides which calls routers send.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from kvstore.transfer.local_worker import LocalWorker
 
 logger = logging.getLogger(__name__)
 WIRE_VERSION = 2
-"""Of the hand-over: workers of different versions do not pair."""
+"""Version of the hand-over's protocol: workers of different versions do not connect."""
 
 
 class Member:
-    """One worker process's engine, gRPC server, lease and index publisher."""
+    """The engine, KV endpoint, lease and index publisher of one worker's process."""
 
     def __init__(self, role: Role, worker_id: str, host: str, config: Config, runner: Runner) -> None:
         self.worker_id = worker_id
@@ -45,7 +45,7 @@ class Member:
         self.config = config
         self.runner = runner
         self.incarnation = os.urandom(8).hex()
-        """One per process start; names this process in hand-overs."""
+        """Random identity of this process in hand-overs."""
         self.content_id = content_id(config.model.revision)
         self.wire_compat = wire_compat(config.model.revision, runner.spec)
         limits = SchedulerLimits(
@@ -82,7 +82,7 @@ class Member:
         return self._state
 
     def become(self, state: WorkerState, role: Role | None = None) -> None:
-        """Tells the others, at once, that this worker is in another state, and perhaps role, from now on."""
+        """Changes the state, and perhaps the role, and renews the lease at once so that others see it."""
         self._state = state
         if role is not None:
             self._role = role
@@ -149,9 +149,9 @@ class Member:
             tasks.create_task(self._belong(keeper, index), name="lease")
 
     async def _belong(self, keeper: LeaseKeeper, index: RedisIndex) -> None:
-        """Keeps the lease and publishes under its epoch; when it has expired, under the next one.
+        """Keeps the lease and publishes under its epoch; after an expired lease, under the next epoch.
 
-        The engine goes on meanwhile: those whose streams are open want their answers, whatever the index thinks.
+        The engine continues meanwhile: open streams need their answers, whatever the index holds.
         """
         while True:
             async with asyncio.TaskGroup() as tasks:
@@ -166,7 +166,7 @@ class Member:
             self._publisher = self._publisher_of(epoch, index)
 
     def _publisher_of(self, epoch: int, index: RedisIndex) -> IndexPublisher | None:
-        """None: what this model caches is of use to nobody."""
+        """The publisher of an epoch; None: blocks of this model cannot be reused."""
         if not self.loop.spec.supports_prefix_reuse:
             return None
         return IndexPublisher(index, self.worker_id, epoch, self.loop.keys)
@@ -188,7 +188,7 @@ class Member:
         )
 
     def _on_idle(self) -> None:
-        """The last sequence is gone: others should see it at once, not at the next renewal."""
+        """Renews the lease at once, so that others see the idle engine before the next renewal."""
         if self._keeper is not None:
             self._keeper.renew_soon()
 
@@ -203,7 +203,7 @@ class Member:
 
 
 def wire_compat(model_revision: str, spec: KVSpec) -> str:
-    """Identity of what two workers must share to pair: the model and what its KV consists of.
+    """Identity of what two workers must share to connect: the model and the structure of its KV.
 
     Block size, KV data type and tensor-parallel degree are not part of it: the transfer plan bridges them, or refuses
     them in words (`kvstore.transfer.protocol.layout.mismatch`).

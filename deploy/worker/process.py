@@ -1,4 +1,4 @@
-"""A worker's process: one engine, which serves both roles; its role tells routers what to ask of it.
+"""A worker's process: one engine, which serves both roles; its role decides which calls routers send.
 
     python -m deploy.worker ROLE ID HOST [--ready-fd N]        the configuration comes in BATON_CONFIG_JSON
 
@@ -6,8 +6,8 @@ A Ray actor keeps each one (`deploy.ray_pools.actor`); anything else that starts
 ready, or has failed to start, it writes one line of JSON to the descriptor: `{"pid": ..., "address": ...}`, or
 `{"kind": ..., "message": ...}`, which is an error of Baton's tree.
 
-SIGTERM drains it: what it does goes to others, for `cluster.drain_timeout_s` at most, then it leaves the cluster and
-ends. A second one ends it at once.
+SIGTERM drains it: its work moves to others, for `cluster.drain_timeout_s` at most, then it leaves the cluster and ends.
+A second SIGTERM ends it at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from prefill_worker.service import PrefillService
 
 ARITHMETIC_LAYERS = 2
 LAST_WORDS_S = 0.2
-"""What calls have said last is on its way to the routers for so long."""
+"""Time for the last events of calls to reach the routers, in seconds."""
 SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.KvControl")
 
 
@@ -51,7 +51,7 @@ SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.KvC
 async def running(
     config: Config, role: Role, worker_id: str, host: str, runner: Runner
 ) -> AsyncGenerator[tuple[WorkerControl, asyncio.Task[None]]]:
-    """A worker that takes traffic while the block is entered. Yields its control, and what `Member.joined` does."""
+    """A worker that takes traffic while the block is entered. Yields its control, and the task of `Member.joined`."""
     member = Member(role, worker_id, host, config, runner)
     rpc = RpcServer(SERVICE_NAMES, max_message_bytes=max_message_bytes(runner.max_model_len))
 
@@ -107,10 +107,10 @@ async def serve(
     ready_fd: int | None = None,
     build: Callable[[Config], Runner] = build_runner,
 ) -> None:
-    """Until SIGTERM, and until it is drained then.
+    """Serves until SIGTERM, and drains then.
 
     Raises:
-        Fenced: a newer incarnation has this worker's name.
+        Fenced: a newer incarnation has this worker's id.
     """
     stop, stop_now = asyncio.Event(), asyncio.Event()
     tracer = tracing.configure(f"baton-{role}", worker_id, config.telemetry)
@@ -140,7 +140,7 @@ async def serve(
 
 
 async def _first(ended: asyncio.Task[None], *others: Coroutine[Any, Any, object]) -> None:
-    """Until one of them is done. Raises the error with which the worker ended, if it did."""
+    """Waits until one of them is done. Raises the error with which the worker ended, if it did."""
     tasks = [asyncio.create_task(other) for other in others]
     try:
         await asyncio.wait((ended, *tasks), return_when=asyncio.FIRST_COMPLETED)

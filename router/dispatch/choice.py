@@ -124,6 +124,8 @@ class ChoiceGroup:
 
     def unanswered(self) -> ChoiceGroup:
         """The choices of which the client still needs something."""
+        if not any(choice.is_answered for choice in self.choices):
+            return self
         return ChoiceGroup(choices=tuple(choice for choice in self.choices if not choice.is_answered))
 
 

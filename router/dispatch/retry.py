@@ -57,6 +57,9 @@ class Avoidance:
         return Mode.AGGREGATED if is_tried_enough else configured
 
 
+NOTHING = Avoidance()
+
+
 def consecutive(failures: Sequence[Failure], latest: Failure) -> tuple[Failure, ...]:
     """The failures that count with the latest one: those since the choice last made progress."""
     num_emitted = failures[-1].num_emitted if failures else 0
@@ -67,6 +70,8 @@ def consecutive(failures: Sequence[Failure], latest: Failure) -> tuple[Failure, 
 
 def to_avoid(failures: Sequence[Failure]) -> Avoidance:
     """What the next placement avoids after these consecutive failures."""
+    if not failures:
+        return NOTHING  # as for nearly every choice
     refused: set[str] = set()
     no_sources: set[str] = set()
     doubted: set[str] = set()

@@ -26,7 +26,8 @@ class Call:
     """A request in flight, as a later call finds it."""
 
     driver: asyncio.Task[Any]
-    """The task that waits for the next chunk, or had the last one."""
+    """The task that waits for the next chunk, or had the last one. The service notes it after each chunk: an HTTP
+    stream's first chunk is awaited by another task than the rest."""
     digest: bytes = b""
     """Digest of what determines its tokens; empty: not known yet."""
     group: ChoiceGroup | None = None
@@ -37,13 +38,9 @@ class Call:
     @staticmethod
     def of_current_task() -> Call:
         """The call that the current task serves."""
-        return Call(driver=_current_task())
-
-    def is_driven_here(self) -> None:
-        """The current task reads the answer from here on: an HTTP stream's first chunk is awaited by another task than
-        the rest.
-        """
-        self.driver = _current_task()
+        task = asyncio.current_task()
+        assert task is not None
+        return Call(driver=task)
 
     def begin(self, digest: bytes, group: ChoiceGroup) -> None:
         """Notes the choices, now that they are known."""
@@ -103,9 +100,3 @@ class CallsInFlight:
                 raise
             task.uncancel()
             raise Conflict("another call has taken this request over, to continue it") from None
-
-
-def _current_task() -> asyncio.Task[Any]:
-    task = asyncio.current_task()
-    assert task is not None
-    return task

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from baton.telemetry.instruments import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
+from baton.telemetry.booked import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
 from tests.observability.prometheus import binaries
 from tests.observability.shipped import RULES, alerts, cases, recorded
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def generated() -> dict[Path, str]:
-    """Every file, from the repository's root, and what is to be in it."""
+    """The texts of the generated files, by path from the repository's root."""
     files = {
         Path(f"helm/baton/dashboards/{each.name}.json"): json.dumps(dashboard_json(each), indent=2) + "\n"
         for each in DASHBOARDS

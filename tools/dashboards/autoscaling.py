@@ -1,4 +1,4 @@
-"""What the pools need, have and get; and how work spreads over them."""
+"""The dashboard of the autoscaler: what the pools need, have and get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue of everything that can be looked at: instruments, recorded series, alerts."""
+"""The catalogue of all that can be queried: instruments, recorded series, alerts."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import Any
 import yaml
 
 from baton.cluster import ClusterStatus
-from baton.telemetry.instruments import DURATION_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS, Instruments
+from baton.telemetry.booked import DURATION_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
+from baton.telemetry.instruments import Instruments
 from baton.telemetry.prometheus import Definition
 
 HEAD = f"""\
 # Metrics
 
-Every router answers on its HTTP port at `/metrics`, for Prometheus. Routers also tell of all workers, as they read it
-from Redis, so that every router tells the same of a worker: take each worker once with `max by (worker, ...)`. Counters
-of requests are each router's own: `sum`. Times are differences of one process's monotonic clock.
+Every router serves `/metrics` on its HTTP port, for Prometheus. Routers also report metrics of all workers, which they
+read from Redis, so that all routers report the same for a worker: take each worker once, with `max by (worker, ...)`.
+Counters of requests are each router's own: `sum` them. Times are differences of one process's monotonic clock.
 
 Histograms end at {TTFT_BOUNDS[-1]:,g} s to the first token, {TOKEN_BOUNDS[-1]:,g} s between tokens and
-{DURATION_BOUNDS[-1]:,g} s for stages and requests. `histogram_quantile` is just that number for whatever lies above it;
-the page, `baton status --watch` and the dashboards show `> {TTFT_BOUNDS[-1]:,g} s` then.
+{DURATION_BOUNDS[-1]:,g} s for stages and requests. For values above, `histogram_quantile` returns that number; the
+page, `baton status --watch` and the dashboards show `> {TTFT_BOUNDS[-1]:,g} s`.
 
-`python -m tools.dashboards` writes this page, from `baton/telemetry/instruments.py` and `helm/baton/rules`, and the
-dashboards in `helm/baton/dashboards`.
+`python -m tools.dashboards` writes this page, from `baton/telemetry` and `helm/baton/rules`, and the dashboards in
+`helm/baton/dashboards`.
 """
 ALIASES = """
-With `telemetry.vllm_aliases`, for dashboards, autoscalers and gateways that know vLLM:
+With `telemetry.vllm_aliases`, for dashboards, autoscalers and gateways made for vLLM:
 """
 
 
@@ -35,7 +36,7 @@ def definitions(with_aliases: bool = False) -> list[Definition]:
     """Every instrument, as Prometheus shows it.
 
     Args:
-        with_aliases: under vLLM's names, too.
+        with_aliases: include those under vLLM's names.
     """
     nobody = ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
     return [*Instruments(lambda: nobody, vllm_model="any" if with_aliases else "").catalogue().values()]
@@ -48,7 +49,7 @@ def series(definition: Definition) -> tuple[str, ...]:
 
 
 def catalogue(rules: Path) -> str:
-    """docs/metrics.md.
+    """The text of docs/metrics.md.
 
     Args:
         rules: the folder of Prometheus' rule files.
@@ -76,9 +77,7 @@ def _instruments(found: Iterable[Definition]) -> Iterator[str]:
 
 
 def rules_in(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Args:
-    kind: `record` or `alert`.
-    """
+    """The rules of one kind, `record` or `alert`."""
     groups = [group for path in sorted(folder.glob("*.yaml")) for group in yaml.safe_load(path.read_text())["groups"]]
     return [rule for group in groups for rule in group["rules"] if kind in rule]
 

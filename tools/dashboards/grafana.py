@@ -113,7 +113,7 @@ def _field(panel: Panel) -> Json:
 
 
 def _above(bound: float, unit: str) -> Json:
-    """histogram_quantile is the last finite bound, to the digit, for whatever lies above it."""
+    """Marks values in the last bucket, for which histogram_quantile returns the last finite bound exactly."""
     text = f"> {bound:.0%}" if unit == "percentunit" else f"> {bound:,g} {unit}"
     return {"type": "value", "options": {f"{bound:g}": {"text": text, "index": 0}}}
 
@@ -166,7 +166,7 @@ def _options(panel: Panel) -> Json:
 
 
 def _columns() -> Json:
-    """Of a table: labels are columns; the time is everywhere the same."""
+    """The columns of a table: the labels, without the time, which is equal everywhere."""
     return {"id": "organize", "options": {"excludeByName": {"Time": True}}}
 
 
@@ -175,7 +175,7 @@ def _datasource() -> Json:
 
 
 def _variable(variable: Variable) -> Json:
-    """Where a label has no value, as the namespace outside Kubernetes, Grafana sets none, which matches that."""
+    """A variable. An unset one matches a label without a value, such as the namespace outside Kubernetes."""
     query = f"label_values({expanded(variable.metric)}, {variable.label})"
     every: Json = {
         "includeAll": True,

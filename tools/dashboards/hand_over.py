@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.telemetry.instruments import DURATION_BOUNDS, STAGE_BOUNDS
+from baton.telemetry.booked import DURATION_BOUNDS, STAGE_BOUNDS
 from tools.dashboards.model import ROLE, WORKER, Dashboard, Panel, Section
 from tools.dashboards.overview import quantiles
 
@@ -10,7 +10,7 @@ OF_WORKER = 'role=~"$role", worker=~"$worker"'
 
 
 def per_second(counter: str, by: str, labels: str = "") -> str:
-    """Of what workers count, added up by labels; each worker once, though every router tells of it."""
+    """The rate of a workers' counter, summed by labels; each worker counts once, though every router reports it."""
     inner = ", ".join(dict.fromkeys(("worker", "role", *filter(None, by.split(", ")), *_names(labels))))
     each = f"max by ({inner}) (rate({counter}{{$cluster, {OF_WORKER}{labels}}}[$__rate_interval]))"
     return f"sum by ({by}) ({each})" if by else f"sum({each})"

@@ -1,4 +1,4 @@
-"""What a dashboard consists of, whatever shows it."""
+"""The parts of a dashboard, independent of Grafana."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class Kind(StrEnum):
 class Panel:
     title: str
     description: str
-    """What it shows, and what to do when it looks bad."""
+    """The meaning of the panel, and what to do when it looks bad."""
     unit: str
     """Grafana's id of it."""
     queries: dict[str, str]
     """Legend -> expression. A line whose legend begins with `objective` or `ceiling` is a limit, and drawn dashed."""
     kind: Kind = Kind.LINES
     width: int = 12
-    """Of 24 columns."""
+    """Width in columns, of 24."""
     height: int = 8
     is_stacked: bool = False
     is_logarithmic: bool = False
     bad_above: float | None = None
-    """From here on red."""
+    """Value above which it is red."""
     bad_below: float | None = None
     last_bound: float | None = None
-    """Of the histogram whose quantiles are shown. One of just this value lies above it, nobody knows how far."""
+    """Last bound of the histogram whose quantiles are shown. A quantile of exactly this value lies above it."""
 
     @property
     def is_instant(self) -> bool:
@@ -65,7 +65,7 @@ class Variable:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
     name: str
-    """Of its file; its uid is `baton-NAME`."""
+    """Name of its file; its uid is `baton-NAME`."""
     title: str
     description: str
     variables: tuple[Variable, ...]
@@ -90,5 +90,5 @@ TENANT = Variable(name="tenant", metric="baton_tenant_requests_total{$cluster}",
 
 
 def expanded(expression: str) -> str:
-    """With what `$cluster` and `$zero` stand for."""
+    """The expression with `$cluster` and `$zero` replaced."""
     return expression.replace("$zero", ZERO).replace("$cluster", CLUSTER)

@@ -1,8 +1,8 @@
-"""Is the cluster well? What requests get, how fast, and which stage is to blame where it is too slow."""
+"""The overview: whether the cluster is well, how fast requests are, and which stage is to blame for slow ones."""
 
 from __future__ import annotations
 
-from baton.telemetry.instruments import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
+from baton.telemetry.booked import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
 from tools.dashboards.model import MODEL, SLO_CLASS, Dashboard, Kind, Panel, Section
 
 OF_CLASS = 'model=~"$model", slo_class=~"$slo_class"'

@@ -1,4 +1,4 @@
-"""How much of the prompts was known already, how much could have been, and whether the index tells the truth."""
+"""The dashboard of the prefix cache: hit rates, their ceiling, and the accuracy of the index."""
 
 from __future__ import annotations
 

@@ -11,9 +11,7 @@ def tokens(kinds: str) -> str:
 
 
 def requests(outcome: str = "", by: str = "tenant") -> str:
-    """Args:
-    outcome: a matcher, such as `="met"`.
-    """
+    """The rate of a tenant's requests; `outcome` is a matcher, such as `="met"`."""
     labels = '$cluster, tenant=~"$tenant"' + (f", outcome{outcome}" if outcome else "")
     return f"sum by ({by}) (rate(baton_tenant_requests_total{{{labels}}}[$__rate_interval]))"
 

@@ -166,8 +166,10 @@ class Engine:
         return schedule.step, outputs
 
     def commit(self, step: StepInput, output: StepOutput, now: float) -> list[Output]:
-        """Books an executed step."""
+        """Books an executed step. It is kept lean: it runs once per sequence and step."""
         outputs: list[Output] = []
+        eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
+        key_tokens = self.pool.key_tokens
         for index, part in enumerate(step.parts):
             sequence = self.sequences[part.sequence_key]
             sequence.in_flight = False
@@ -176,12 +178,21 @@ class Engine:
             if sequence.aborted:
                 self._finish(sequence)
                 continue
-            token_ids, finish_reason = self._append(sequence, output.sampled_token_ids[index])
-            num_computed_tokens = min(output.num_computed_tokens[index], sequence.num_tokens)
+            token_ids, finish_reason = output.sampled_token_ids[index], None
+            for count, token_id in enumerate(token_ids, start=1):
+                finish_reason = sequence.append(token_id, eos_token_ids, max_model_len)
+                if finish_reason is not None or sequence.purpose is Purpose.PREFILL:
+                    token_ids = token_ids[:count]  # of a prompt that is handed over, the others are drawn elsewhere
+                    break
+            num_computed_tokens = output.num_computed_tokens[index]
+            if num_computed_tokens == part.num_kv_tokens[0]:
+                sequence.num_kv_tokens = part.num_kv_tokens
+            else:
+                num_computed_tokens = min(num_computed_tokens, sequence.num_tokens)
+                sequence.num_kv_tokens = (num_computed_tokens,) * len(part.block_ids)
             sequence.num_computed_tokens = num_computed_tokens
-            is_whole = num_computed_tokens == part.end
-            sequence.num_kv_tokens = part.num_kv_tokens if is_whole else (num_computed_tokens,) * len(part.block_ids)
-            self.scheduler.register_computed_blocks(sequence)
+            if num_computed_tokens // key_tokens > sequence.num_registered_keys:
+                self.scheduler.register_computed_blocks(sequence)
             if not token_ids:
                 continue
             report = None
@@ -254,19 +265,6 @@ class Engine:
         self.scheduler.check(held, self._pins.values())
         finished = [s for s in self.sequences.values() if s.status is Status.FINISHED]
         assert not finished, "a finished sequence is kept"
-
-    def _append(self, sequence: Sequence, sampled: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Adds sampled tokens, up to the one that ends the sequence, and of a PREFILL sequence only the first.
-
-        Returns:
-            Those that were added, and why the sequence ends, if it does.
-        """
-        eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
-        for count, token_id in enumerate(sampled, start=1):
-            finish_reason = sequence.append(token_id, eos_token_ids, max_model_len)
-            if finish_reason is not None or sequence.purpose is Purpose.PREFILL:
-                return sampled[:count], finish_reason
-        return sampled, None
 
     def _book_computed(self, sequence: Sequence, num_tokens: int) -> None:
         assert num_tokens <= sequence.num_tokens, f"{num_tokens} of {sequence.num_tokens} known tokens are computed"

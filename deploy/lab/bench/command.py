@@ -11,7 +11,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from deploy.lab.bench.connection import Connection
+from deploy.lab.bench.connection import BenchConnection
 from deploy.lab.bench.fit import cost_model
 from deploy.lab.bench.options import BenchOptions
 from deploy.lab.bench.prompts import Prompts
@@ -24,18 +24,18 @@ from router.placement import Objective
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from deploy.lab.bench.replay import Observed
-    from deploy.lab.bench.report import Measured
+    from deploy.lab.bench.replay import ReplayedRequest
+    from deploy.lab.bench.report import BenchReport
     from deploy.lab.traces.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Benched:
-    """What came of it."""
+    """The result of a benchmark."""
 
-    figures: Measured
+    figures: BenchReport
     workers: Bench | None
-    """None where the operators' service is not for this client."""
+    """The workers' costs; None: this client may not read the status."""
 
 
 def run(options: BenchOptions, as_json: bool, log: Console) -> bool:
@@ -66,7 +66,7 @@ def objective_of(options: BenchOptions) -> Objective:
 
 async def bench(trace: Trace, options: BenchOptions, log: Console) -> Benched:
     """Replays a trace on the cluster of the options. Raises as `run`."""
-    connection = Connection(options.address, options.api_key)
+    connection = BenchConnection(options.address, options.api_key)
     try:
         model, workers = await connection.model(), await connection.workers()
         plan = plan_for(trace, model.max_model_len, options.max_output)
@@ -116,7 +116,7 @@ class _Bar:
         self._task = progress.add_task("requests", total=num_requests)
         self._num_refused = 0
 
-    def count(self, one: Observed) -> None:
+    def count(self, one: ReplayedRequest) -> None:
         self._num_refused += one.error is not None
         refused = f", {self._num_refused} refused" if self._num_refused else ""
         self._progress.update(self._task, advance=1, description=f"requests{refused}")

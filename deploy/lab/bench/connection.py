@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from router.placement import Objective
 
 CALL_TIMEOUT_S = 10.0
-"""Of calls that ask what there is."""
+"""Longest wait for calls that only read, in seconds."""
 GENERATE = "/baton.v1.Inference/Generate"
 NOT_FOR_CLIENTS = (
     grpc.StatusCode.UNAUTHENTICATED,
@@ -31,29 +31,29 @@ NOT_FOR_CLIENTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class BenchedModel:
     id: str
     max_model_len: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingWorker:
-    """One that is ready, as the operators' status has it."""
+    """A ready worker, from the status."""
 
     id: str
     role: str
     costs: StepCosts
-    """What its steps take, fitted from those that it has done."""
+    """Cost model of its steps, fitted to those that it has done."""
     num_blocks: int
     block_tokens: int
     chunk_tokens: int
 
 
-class Connection:
-    """One channel, over which all requests go. Its methods raise the router's typed errors.
+class BenchConnection:
+    """One channel for all requests. Its methods raise the router's typed errors.
 
     Args:
-        api_key: sent with every call, unless it is empty. InvalidRequest where it cannot be sent.
+        api_key: the key sent with every call, unless it is empty. Raises InvalidRequest where it cannot be sent.
     """
 
     def __init__(self, address: str, api_key: str = "") -> None:
@@ -62,7 +62,7 @@ class Connection:
         self._metadata = metadata_of(api_key)
         self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(GENERATE)
 
-    async def model(self) -> ServedModel:
+    async def model(self) -> BenchedModel:
         """NoWorker where no router answers."""
         stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         request = inference_pb2.ListModelsRequest()
@@ -70,10 +70,10 @@ class Connection:
             answer = await stub.ListModels(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self.typed(error) from None
-        return ServedModel(answer.models[0].id, answer.models[0].max_model_len)
+        return BenchedModel(answer.models[0].id, answer.models[0].max_model_len)
 
     async def workers(self) -> list[ServingWorker]:
-        """Those that are ready; none where the operators' service is not for this client."""
+        """The ready workers; none where this client may not read the status."""
         stub: Any = admin_pb2_grpc.AdminStub(self._channel)
         request = admin_pb2.GetStatusRequest()
         try:
@@ -107,7 +107,7 @@ class Connection:
 
 
 def message_of(token_ids: Sequence[int], num_output_tokens: int, objective: Objective) -> bytes:
-    """A request for exactly so many greedy tokens, without their text, that is held against the objective."""
+    """A request for exactly that many greedy tokens, without their text, with the objective."""
     sampling = {"max_tokens": num_output_tokens, "ignore_eos": True, "temperature": 0.0}
     request = GenerateRequest(
         prompt=TokenIds(tuple(token_ids)),

@@ -1,6 +1,6 @@
-"""What a cluster's work costs, as the simulator counts it: from what its workers say of themselves and clients saw.
+"""The costs of a cluster's work in the simulator's terms, from its workers' own models and the clients' measurements.
 
-Steps the workers have fitted. The rest a client can tell from the times of its requests:
+The workers have fitted the costs of steps. The rest follows from the times of the requests:
 
     due ─ request's overhead ─> queue, admission, prefill ─> first token ─ exposed transfer ─> step, gap, step, gap, ...
 """
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from deploy.lab.bench.connection import ServingWorker
-    from deploy.lab.bench.replay import Observed
+    from deploy.lab.bench.replay import ReplayedRequest
 
 RANGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The last number of sequences in each range of those that are taken together."""
 OFTEN = 20
-"""Times that say something of a range."""
+"""Number of measurements that a range needs to count."""
 JITTER = 0.1
 """Share of an interval by which clients may see its ends too early or too late."""
 
 
-def cost_model(served: Sequence[Observed], workers: Sequence[ServingWorker]) -> CostModel | None:
-    """None where no worker told its costs."""
+def cost_model(served: Sequence[ReplayedRequest], workers: Sequence[ServingWorker]) -> CostModel | None:
+    """The cost model of the cluster; None: no worker has reported its costs."""
     by_role = {role: median_costs([w.costs for w in workers if w.role == role]) for role in ("prefill", "decode")}
     steps = by_role["decode"]
     if steps is None:
@@ -52,14 +52,14 @@ def cost_model(served: Sequence[Observed], workers: Sequence[ServingWorker]) -> 
 
 
 def median_costs(costs: Sequence[StepCosts]) -> StepCosts | None:
-    """By coefficient; None of none."""
+    """The median of each coefficient; None: there are no models."""
     if not costs:
         return None
     return StepCosts(**{name: statistics.median(getattr(of, name) for of in costs) for name in StepCosts.__slots__})
 
 
-def request_overhead_s(served: Sequence[Observed]) -> float:
-    """What a first token takes besides waiting and computing: calls, tokens written and read. Median over requests."""
+def request_overhead_s(served: Sequence[ReplayedRequest]) -> float:
+    """Time of a first token beside waiting and computing: calls, writing and reading tokens. Median over requests."""
     overheads = [
         one.token_times[0][0] - one.sent_s - one.timing.queue_s - one.timing.admission_s - one.timing.prefill_s
         for one in served
@@ -68,14 +68,14 @@ def request_overhead_s(served: Sequence[Observed]) -> float:
     return max(0.0, statistics.median(overheads)) if overheads else 0.0
 
 
-def decoding_s(served: Sequence[Observed], steps: StepCosts) -> tuple[tuple[int, float], ...]:
-    """What decoding takes beyond what `steps` says: `(sequences, seconds)`, a point for each of `RANGES` seen often.
+def decoding_s(served: Sequence[ReplayedRequest], steps: StepCosts) -> tuple[tuple[int, float], ...]:
+    """Time of decoding beyond `steps`: `(sequences, seconds)`, one point for each of `RANGES` that was measured often.
 
-    Medians over the times between two tokens of a sequence in which no prompt was computed on its worker. Matrix
-    products of a processor's library may cost less for 16 rows than for 12, which no line shows.
+    Medians over the times between two tokens of a sequence in which no prompt was computed on its worker. A matrix
+    product on a CPU may cost less for 16 rows than for 12, which no line shows.
     """
     beyond: dict[int, list[tuple[int, float]]] = {}
-    by_worker: dict[str, list[Observed]] = {}
+    by_worker: dict[str, list[ReplayedRequest]] = {}
     for one in served:
         by_worker.setdefault(_worker(one), []).append(one)
     for here in by_worker.values():
@@ -107,7 +107,7 @@ class _Counter:
         self._ended, self._gone = self._summed((ended_s, weight) for _, ended_s, weight in spans)
 
     def between(self, began_s: float, ended_s: float) -> tuple[int, float]:
-        """Those that began before `ended_s` and were not over at `began_s`."""
+        """The spans that began before `ended_s` and were not over at `began_s`."""
         begun, gone = bisect.bisect_left(self._began, ended_s), bisect.bisect_right(self._ended, began_s)
         return begun - gone, self._begun[begun] - self._gone[gone]
 
@@ -117,14 +117,15 @@ class _Counter:
         return [time_s for time_s, _ in events], [0.0, *itertools.accumulate(weight for _, weight in events)]
 
 
-def _context(one: Observed) -> float:
+def _context(one: ReplayedRequest) -> float:
     """Tokens that a sequence has on average while it decodes."""
     return one.request.num_prompt_tokens + one.request.num_output_tokens / 2
 
 
-def prompt_step_s(served: Sequence[Observed], model: CostModel, chunk_tokens: int) -> float:
-    """What a decode worker's steps with a prompt take beyond what `model` says. Median over prompts of one step, beside
-    which no other was computed there; those of up to half a chunk count as one step.
+def prompt_step_s(served: Sequence[ReplayedRequest], model: CostModel, chunk_tokens: int) -> float:
+    """Additional time of a decode worker's step with a prompt, beyond `model`.
+
+    Median over prompts of one step (at most half a chunk) that were alone on the worker.
     """
     extras = []
     for one in served:
@@ -144,21 +145,21 @@ def prompt_step_s(served: Sequence[Observed], model: CostModel, chunk_tokens: in
     return max(0.0, statistics.median(extras)) if extras else 0.0
 
 
-def _computes_where_it_decodes(one: Observed) -> bool:
+def _computes_where_it_decodes(one: ReplayedRequest) -> bool:
     return one.timing is not None and not one.timing.prefill_worker
 
 
-def _worker(one: Observed) -> str:
+def _worker(one: ReplayedRequest) -> str:
     return one.timing.decode_worker if one.timing is not None else ""
 
 
-def _prefill(one: Observed) -> tuple[float, float]:
-    """From its admission to its first token, which has come to the client."""
+def _prefill(one: ReplayedRequest) -> tuple[float, float]:
+    """The time from its admission until its first token reached the client."""
     ended_s = one.token_times[0][0]
     return ended_s - (one.timing.prefill_s if one.timing is not None else 0.0), ended_s
 
 
-def _transfer(served: Sequence[Observed]) -> tuple[float, float]:
+def _transfer(served: Sequence[ReplayedRequest]) -> tuple[float, float]:
     """Seconds, and seconds a token, of hand-overs: the part that no computing hid, which is all that a client sees."""
     fit = CostFit((DEFAULT_PRICES.exposed_s, DEFAULT_PRICES.pull_s_per_token))
     for one in served:

@@ -18,7 +18,7 @@ DEFAULT_VOCAB = 32_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What to replay, where, and against which objectives. The annotated fields are options of the command."""
+    """The trace to replay, the cluster and the objectives. The annotated fields are options of the command."""
 
     trace: TraceOptions = field(default_factory=TraceOptions)
     address: Annotated[str, typer.Option(help="The router, host:port.", envvar="BATON_ADDRESS")] = DEFAULT_ADDRESS

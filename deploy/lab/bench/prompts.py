@@ -1,4 +1,4 @@
-"""Token ids for prompts of which a trace tells only which blocks they share."""
+"""Token ids for prompts of which a trace states only the blocks that they share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Sends a trace's requests, each at its time, whatever has become of those before.
+"""Sends a trace's requests, each at its time, regardless of the requests before.
 
-A request's clock starts when it is due, not when it is sent: a client that falls behind, or that waits for one of a
-limited number of places, hides nothing of what users would have waited. How late it sent is told besides.
+A request's clock starts when it is due, not when it is sent: a client that falls behind, or that waits because of a
+limit on requests in flight, hides no waiting time of users. How late it sent is reported, too.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from baton.api import GenerateChunk, Timing, Usage
-    from deploy.lab.bench.connection import Connection
+    from deploy.lab.bench.connection import BenchConnection
     from deploy.lab.bench.prompts import Prompts
     from deploy.lab.traces.trace import Trace, TraceRequest
     from router.placement import Objective
 
 
 @dataclass(slots=True, kw_only=True)
-class Observed:
-    """What became of a request that was sent. Seconds since the replay's start, as the trace's."""
+class ReplayedRequest:
+    """The outcome of a request that was sent. Times are seconds since the replay's start."""
 
     request: TraceRequest
     sent_s: float
     outcome: str = "cancelled"
-    """"served", "rejected" (overload), "failed" or "cancelled" (by whoever runs the replay)."""
+    """"served", "rejected" (overload), "failed" or "cancelled" (by Ctrl-C)."""
     error: BatonError | None = None
-    """Of one that is rejected or failed."""
+    """The error of a rejected or failed request."""
     token_times: list[tuple[float, int]] = field(default_factory=list)
     """When tokens came, and how many at once; this and all below of one that is served."""
     usage: Usage | None = None
@@ -90,19 +90,19 @@ class Observed:
 
 @dataclass(slots=True)
 class Replay:
-    """What was sent, in order of arrival, and what became of it."""
+    """The outcomes of the requests, in order of arrival."""
 
-    observed: list[Observed] = field(default_factory=list)
+    observed: list[ReplayedRequest] = field(default_factory=list)
     interrupted: bool = False
 
 
-async def check(connection: Connection, prompts: Prompts, objective: Objective) -> None:
-    """Generates one token from a prompt of one, the largest there may be: the first request of a replay then finds an
-    open connection, and a mistake that every request would make is told once.
+async def check(connection: BenchConnection, prompts: Prompts, objective: Objective) -> None:
+    """Generates one token from a prompt of one token, the largest id: the first request of a replay then finds an open
+    connection, and an error that every request would get is reported once.
 
     Raises:
         InvalidRequest: the model's vocabulary is smaller than that of the prompts.
-        BatonError: whatever else speaks against it, but that the cluster is busy.
+        BatonError: any other error, except that the cluster is overloaded.
     """
     call = connection.generate(message_of([prompts.vocab_size - 1], 1, objective))
     try:
@@ -118,21 +118,21 @@ async def check(connection: Connection, prompts: Prompts, objective: Objective) 
 
 async def replay(
     trace: Trace,
-    connection: Connection,
+    connection: BenchConnection,
     prompts: Prompts,
     objective: Objective,
     concurrency: int,
-    ended: Callable[[Observed], None],
+    on_ended: Callable[[ReplayedRequest], None],
 ) -> Replay:
-    """Sends all of a trace, and waits for the answers; Ctrl-C cancels what has not ended, and this still returns.
+    """Sends all of a trace, and waits for the answers. Ctrl-C cancels the unfinished ones, and this still returns.
 
     Args:
-        objective: sent with every request.
-        concurrency: requests in flight, at most; others wait, and that counts. 0: no bound.
-        ended: told each request when it is over.
+        objective: the objective that every request carries.
+        concurrency: most requests in flight; others wait, and their waiting counts. 0: no limit.
+        on_ended: called with each request when it has ended.
     """
     result = Replay()
-    sending = asyncio.create_task(_send(trace, connection, prompts, objective, concurrency, ended, result.observed))
+    sending = asyncio.create_task(_send(trace, connection, prompts, objective, concurrency, on_ended, result.observed))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, sending.cancel)
     try:
@@ -146,12 +146,12 @@ async def replay(
 
 async def _send(
     trace: Trace,
-    connection: Connection,
+    connection: BenchConnection,
     prompts: Prompts,
     objective: Objective,
     concurrency: int,
-    ended: Callable[[Observed], None],
-    observed: list[Observed],
+    on_ended: Callable[[ReplayedRequest], None],
+    observed: list[ReplayedRequest],
 ) -> None:
     places = asyncio.Semaphore(concurrency or len(trace.requests))
     async with asyncio.TaskGroup() as group:
@@ -160,19 +160,19 @@ async def _send(
             message = message_of(prompts.token_ids(number, request), request.num_output_tokens, objective)
             await asyncio.sleep(start_s + request.arrival_s - time.monotonic())
             await places.acquire()
-            one = Observed(request=request, sent_s=time.monotonic() - start_s)
+            one = ReplayedRequest(request=request, sent_s=time.monotonic() - start_s)
             observed.append(one)
             reading = group.create_task(_read(connection, connection.generate(message), one, start_s))
 
-            def over(_: asyncio.Task[None], one: Observed = one) -> None:
+            def over(_: asyncio.Task[None], one: ReplayedRequest = one) -> None:
                 places.release()
-                ended(one)
+                on_ended(one)
 
             reading.add_done_callback(over)
 
 
 async def _read(
-    connection: Connection, call: grpc.aio.UnaryStreamCall[bytes, bytes], one: Observed, start_s: float
+    connection: BenchConnection, call: grpc.aio.UnaryStreamCall[bytes, bytes], one: ReplayedRequest, start_s: float
 ) -> None:
     """Takes the time of each message, and looks into them when the last has come."""
     messages: list[tuple[float, bytes]] = []

@@ -1,4 +1,4 @@
-"""What clients saw, in the figures of the simulator and in counts of what only a real cluster has."""
+"""The clients' measurements, in the figures of the simulator, and counts that only a real cluster has."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from deploy.lab.bench.replay import Observed, Replay
-    from deploy.lab.traces.fit_to_model import Plan
+    from deploy.lab.bench.replay import Replay, ReplayedRequest
+    from deploy.lab.traces.fit_to_model import FittedTrace
     from router.placement import Objective
 
 LATE_S = 0.01
@@ -22,7 +22,7 @@ LATE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured(Figures):
+class BenchReport(Figures):
     """A replay. Requests that were cancelled or not sent are in no figure; `num_requests` counts the others.
 
     Hits, imbalance and times are of those served. Every other one has missed its objective.
@@ -32,10 +32,10 @@ class Measured(Figures):
     """Share of these requests' prompt tokens that a cache without limit would serve, were it empty at first."""
     num_served: int
     num_rejected: int
-    """For want of room (RESOURCE_EXHAUSTED)."""
+    """Requests refused for lack of room (RESOURCE_EXHAUSTED)."""
     num_failed: int
     num_cancelled: int
-    """By Ctrl-C."""
+    """Requests cancelled by Ctrl-C."""
     num_unsent: int
     """Because of it."""
     num_clipped: int
@@ -44,7 +44,7 @@ class Measured(Figures):
     """Sent more than LATE_S after they were due."""
     latest_s: float
     lasted_s: float
-    """From the first request's time until the last token came."""
+    """Time from the first request's due time to the last token."""
     output_tokens_per_s: float
     tokens_per_message: float
     """Mean of those that brought any; every further token of one is an interval of 0."""
@@ -53,21 +53,23 @@ class Measured(Figures):
     num_retries: int
     """Placements after the first."""
     computed_tokens: dict[str, int]
-    """Of prompts, by worker."""
+    """Prompt tokens that each worker computed."""
     errors: dict[str, dict[str, Any]]
-    """By kind: how many requests were refused with it, and one of its sentences."""
+    """The number of requests that got each kind of error, and one of its messages."""
     interrupted: bool
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def measured(replay: Replay, plan: Plan, workers: Mapping[str, Sequence[str]], objective: Objective) -> Measured:
-    """The report.
+def measured(
+    replay: Replay, plan: FittedTrace, workers: Mapping[str, Sequence[str]], objective: Objective
+) -> BenchReport:
+    """The report of a replay.
 
     Args:
-        workers: ids by role, so that those with nothing to do count in the imbalance; where it is empty, those count
-            that a request tells of.
+        workers: worker ids by role, so that idle ones count in the imbalance; empty: only the workers of the requests
+            count.
     """
     judged = [one for one in replay.observed if one.outcome != "cancelled"]
     served = [one for one in judged if one.outcome == "served"]
@@ -81,7 +83,7 @@ def measured(replay: Replay, plan: Plan, workers: Mapping[str, Sequence[str]], o
     num_good = sum(one.ttft_s <= objective.ttft_s and one.itl_s <= objective.itl_s for one in served)
     lates = [one.late_s for one in replay.observed if one.late_s > LATE_S]
     computed = _computed(served)
-    return Measured(
+    return BenchReport(
         num_requests=len(judged),
         hit_rate=sum(u.cached_tokens for u in usages) / max(1, sum(u.prompt_tokens for u in usages)),
         imbalance=_imbalance(computed, workers),
@@ -110,7 +112,7 @@ def measured(replay: Replay, plan: Plan, workers: Mapping[str, Sequence[str]], o
     )
 
 
-def _computed(served: Sequence[Observed]) -> dict[str, Counter[str]]:
+def _computed(served: Sequence[ReplayedRequest]) -> dict[str, Counter[str]]:
     """Prompt tokens that were computed, by the role and the id of the worker."""
     computed: dict[str, Counter[str]] = {"prefill": Counter(), "decode": Counter()}
     for one in served:
@@ -123,8 +125,8 @@ def _computed(served: Sequence[Observed]) -> dict[str, Counter[str]]:
 
 
 def _imbalance(computed: Mapping[str, Counter[str]], workers: Mapping[str, Sequence[str]]) -> float:
-    """Of the pool that is there to compute prompts: the prefill workers, or the decode workers where no prompt went to
-    those. Decode workers that compute short prompts besides are no imbalance.
+    """Imbalance of the pool that computes prompts: the prefill workers, or the decode workers where no prompt went to
+    those. Short prompts on decode workers are ignored.
     """
     role = "prefill" if computed["prefill"] else "decode"
     shares = Counter(dict.fromkeys(workers.get(role, ()), 0))
@@ -132,7 +134,7 @@ def _imbalance(computed: Mapping[str, Counter[str]], workers: Mapping[str, Seque
     return max(shares.values(), default=0) * len(shares) / max(1, shares.total())
 
 
-def _errors(judged: Sequence[Observed]) -> dict[str, dict[str, Any]]:
+def _errors(judged: Sequence[ReplayedRequest]) -> dict[str, dict[str, Any]]:
     errors: dict[str, dict[str, Any]] = {}
     for one in judged:
         if one.error is not None:
@@ -141,14 +143,14 @@ def _errors(judged: Sequence[Observed]) -> dict[str, dict[str, Any]]:
     return errors
 
 
-def table_of(title: str, result: Measured) -> Table:
-    """One row, of the simulator's columns."""
+def table_of(title: str, result: BenchReport) -> Table:
+    """A table of one row, with the simulator's columns."""
     table = figure_table(title, result.ceiling, "")
     table.add_row("measured", *result.cells())
     return table
 
 
-def notes_of(result: Measured) -> list[str]:
+def notes_of(result: BenchReport) -> list[str]:
     """A line each for what the table has no column for."""
     notes = [
         f"{result.num_requests} requests in {result.lasted_s:.1f} s: {result.num_served} served, "

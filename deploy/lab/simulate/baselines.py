@@ -1,10 +1,10 @@
 """Routing policies to compare with: the textbook's, and those of other serving stacks, rebuilt from their formulas.
 
-What holds for all of the latter: the leading tokens that a worker truly holds stand for whatever prefix tree, index or
-estimate the project keeps, and every view is fresh. Both favour the baselines: a real router guesses from what it sent
-where, and polls. Ties that the source does not break are broken at random. Thresholds are the projects' defaults. A
-policy chooses a worker and no more: shedding, queueing at the router and the choice to compute the prompt where it is
-decoded are left out.
+All of the latter see the leading tokens that a worker truly holds, in place of the prefix tree, index or estimate that
+the project keeps, and every view is fresh. Both favour the baselines: a real router estimates from what it sent where,
+and polls. Ties that the source does not break are broken at random. Thresholds are the projects' defaults. A policy
+only chooses a worker: shedding, queueing at the router and the choice to compute a prompt on its decode worker are left
+out.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Smg(Baseline):
 
     overloaded = load > 1.5 * mean and load > mean + min(64, max(4, ceil(2 * sqrt(mean)))), load in requests;
     wait = (queued + running + unaccounted + in-flight tokens) / throughput + 0.15 * k / (1 - k) seconds, k = KV use,
-    at most 0.999. Of equal prefixes the owner of the least load; where nobody holds any, and for decoding, the wait.
+    at most 0.999. Among equal prefixes the owner with the least load; without any, and for decoding, the wait.
 
     Approximations: the tokens are queued_tokens, which has all prompt tokens sent and not computed; what running
     requests have yet to generate is not known. Throughput is tokens_per_s. The 64 would bind above a mean of 1024
@@ -295,4 +295,4 @@ BASELINES: dict[str, Callable[[int, int], Policy]] = {
     "production_stack": lambda seed, _: ProductionStack(Random(seed)),
     "ray_prefix_affinity": lambda seed, _: RayPrefixAffinity(Random(seed)),
 }
-"""From a policy's name to its constructor, which takes a seed and the tokens of a block."""
+"""Constructors of policies by name; each takes a seed and the tokens per block."""

@@ -1,6 +1,6 @@
-"""What workers cost in the arena: steps as `baton.costs` has them, moving KV, and what a request takes besides.
+"""The costs of simulated workers: steps as in `baton.costs`, moving KV, and the overhead of a request.
 
-Derived on paper for known GPUs, or read from what `baton bench --json` has measured on a cluster.
+They are derived on paper for known GPUs, or read from the measurements of `baton bench --json`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """One worker's."""
+    """The costs of one worker."""
 
     steps: StepCosts
     transfer_latency_s: float
     transfer_s_per_token: float
     prefill_steps: StepCosts | None = None
-    """Of prefill workers, where theirs differ."""
+    """Costs of a prefill worker's steps, where they differ."""
     request_overhead_s: float = 0.0
-    """Of a first token, what is neither waiting nor computing: calls, placement, reading and writing tokens."""
+    """Time of a first token beside waiting and computing: calls, placement, reading and writing tokens."""
     prompt_step_s: float = 0.0
-    """Of workers that decode: what a step with a prompt takes beyond `steps`, in which such a step has no overhead that
-    one without a prompt has not."""
+    """Additional time of a decode worker's step with a prompt; `steps` has the same overhead for steps with and without
+    one."""
     decoding_s: tuple[tuple[int, float], ...] = ()
-    """What decoding takes beyond `steps`, which has the same for each further sequence: `(sequences, seconds)` for some
-    rising numbers of sequences; between two of them it is interpolated. Seconds may be negative, but no step
-    takes less than a quarter of what `steps` says."""
+    """Additional time of decoding beyond `steps`, which is linear in sequences: `(sequences, seconds)` for ascending
+    numbers of sequences, interpolated between them. Seconds may be negative, but a step takes at least a quarter of
+    the time in `steps`."""
 
     def transfer_s(self, num_tokens: int) -> float:
-        """From the first byte of a prompt's KV to the commit."""
+        """Time from the first byte of a prompt's KV to the commit."""
         return self.transfer_latency_s + self.transfer_s_per_token * num_tokens
 
     def of_prefill(self) -> CostModel:
@@ -50,7 +50,7 @@ class CostModel:
         return replace(self, steps=self.prefill_steps or self.steps, prompt_step_s=0.0, decoding_s=())
 
     def step_s(self, size: StepSize) -> float:
-        """One step."""
+        """Duration of one step."""
         step_s = self.steps.step_s(size.num_new, size.num_pairs, size.num_decoding, size.num_kv_tokens)
         if size.num_decoding and self.decoding_s:
             step_s = max(step_s / 4, step_s + interpolated(self.decoding_s, size.num_decoding))
@@ -62,7 +62,7 @@ class CostModel:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of short prompts, at full speed. A fit of few prompts may say that they take no time."""
+        """Tokens of short prompts per second, at full speed. A fit to few prompts may yield infinity."""
         return 1 / max(self.steps.s_per_token, 1e-9)
 
 
@@ -77,7 +77,7 @@ def interpolated(points: Sequence[tuple[int, float]], x: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One accelerator, dense figures of its data sheet, and the share of them that serving engines reach."""
+    """An accelerator: the dense figures of its data sheet, and the share of them that serving engines reach."""
 
     flops: float
     bytes_per_s: float
@@ -149,7 +149,7 @@ PROFILES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What `baton bench --json` tells of a cluster's workers."""
+    """The part of `baton bench --json` that describes a cluster's workers."""
 
     costs: CostModel
     num_blocks: int
@@ -167,7 +167,7 @@ WORKER_FIELDS = ("num_blocks", "block_tokens", "chunk_tokens", "max_model_len")
 
 
 def read_bench(path: Path) -> Bench:
-    """Raises ConfigError for a file that is not what `baton bench --json` has written, or that has no costs."""
+    """Reads the file. Raises ConfigError: it was not written by `baton bench --json`, or has no costs."""
     try:
         document = json.loads(path.read_text())
         costs, worker = dict(document["costs"]), document["worker"]
@@ -194,7 +194,7 @@ def _steps(values: dict[str, Any]) -> StepCosts:
 
 
 def _points(values: list[list[float]]) -> tuple[tuple[int, float], ...]:
-    """Raises ValueError for what is no rising list of numbers of sequences with seconds."""
+    """The points of `decoding_s`. Raises ValueError: they are no ascending numbers of sequences with seconds."""
     points = tuple((int(number), float(seconds)) for number, seconds in values)
     rises = all(first < second for (first, _), (second, _) in itertools.pairwise(points))
     if not rises or not all(math.isfinite(seconds) for _, seconds in points):
@@ -203,7 +203,7 @@ def _points(values: list[list[float]]) -> tuple[tuple[int, float], ...]:
 
 
 def _numbers(values: dict[str, Any], cls: type[StepCosts | CostModel]) -> dict[str, float]:
-    """Raises ValueError for what is no field of `cls` or no cost."""
+    """The fields of `cls`. Raises ValueError for an unknown field, or a value that is no cost."""
     names = {field.name for field in fields(cls)}
     for name, value in values.items():
         if name not in names or not isinstance(value, int | float) or not 0 <= value < math.inf:

@@ -32,7 +32,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run."""
+    """The result of one run, with its setting."""
 
     setting: Setting
     result: Result

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Member:
+class SimulatedMember:
     worker: SimulatedWorker
     role: Role
     state: WorkerState = WorkerState.READY
@@ -37,7 +37,7 @@ class Members:
     def __init__(self, shape: WorkerShape, costs: CostModel, prefill: int, decode: int) -> None:
         self._shape = shape
         self._costs = costs
-        self.all: list[Member] = []
+        self.all: list[SimulatedMember] = []
         for role, num in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
             for _ in range(num):
                 self.start(role, 0.0).state = WorkerState.READY
@@ -45,24 +45,24 @@ class Members:
     def ready(self, role: Role) -> list[SimulatedWorker]:
         return [m.worker for m in self.all if m.role is role and m.state is WorkerState.READY]
 
-    def start(self, role: Role, now: float) -> Member:
+    def start(self, role: Role, now: float) -> SimulatedMember:
         """A worker that is going to be ready; see `is_up`."""
         worker = SimulatedWorker(len(self.all), self._shape, self._costs_of(role))
-        self.all.append(Member(worker=worker, role=role, state=WorkerState.STARTING, started_s=now))
+        self.all.append(SimulatedMember(worker=worker, role=role, state=WorkerState.STARTING, started_s=now))
         return self.all[-1]
 
-    def is_up(self, member: Member) -> None:
+    def is_up(self, member: SimulatedMember) -> None:
         member.state = WorkerState.READY
 
-    def least_busy(self, role: Role) -> Member | None:
-        """That may leave its pool; None: nobody, or it is the last one that decodes."""
+    def least_busy(self, role: Role) -> SimulatedMember | None:
+        """The worker with the least work that may leave its pool; None: none may, or it is the last decode worker."""
         pool = [m for m in self.all if m.role is role and m.state is WorkerState.READY]
         if len(pool) <= (role is Role.DECODE):
             return None
         return min(pool, key=lambda member: member.work)
 
-    def leave(self, member: Member, then: Role | None) -> None:
-        """It gets no new work, until `has_left`."""
+    def leave(self, member: SimulatedMember, then: Role | None) -> None:
+        """Has the worker get no new work, until `has_left`."""
         member.state, member.then = WorkerState.DRAINING, then
 
     def is_leaving(self, worker: SimulatedWorker) -> bool:
@@ -91,7 +91,7 @@ class Members:
         return sum(max(0.0, min(m.stopped_s, until_s) - min(m.started_s, until_s)) for m in self.all)
 
     def status(self, now: float, router: RouterInfo) -> ClusterStatus:
-        """As a controller sees it that has ordered what is under way."""
+        """The status that a controller would see, with its own orders under way."""
         living = [member for member in self.all if member.state is not WorkerState.DEAD]
         pools = {}
         for role in Role:

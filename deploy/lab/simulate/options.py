@@ -14,7 +14,7 @@ from deploy.lab.traces.shape import TraceOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """What to simulate. The annotated fields are options of the command; their meaning is in their help."""
+    """The runs to simulate. The annotated fields are options of the command; their meaning is in their help."""
 
     trace: TraceOptions = field(default_factory=TraceOptions)
     prefill: Annotated[int, typer.Option(help="Number of prefill workers; 0: every worker does both.")] = 0

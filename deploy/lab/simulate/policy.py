@@ -1,4 +1,4 @@
-"""What a routing policy sees of a worker, and what it decides."""
+"""The view that a routing policy has of a worker, and its decision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """A worker at the moment of a decision, as a router knows it that is told of everything at once."""
+    """A worker at the moment of a decision, as seen by a router that learns everything at once."""
 
     index: int
     num_cached_tokens: int
@@ -30,13 +30,13 @@ class WorkerView:
     num_requests: int
     """Sent there and not done."""
     num_waiting: int
-    """Of them, not admitted yet."""
+    """Requests among them that are not admitted yet."""
     used_blocks: int
     num_blocks: int
     tokens_per_s: float
-    """What it computes of prompts at full speed."""
+    """Prompt tokens per second at full speed."""
     costs: StepCosts = PRIOR
-    """What its steps take, as it has fitted them."""
+    """Costs of its steps, as it has fitted them."""
     chunk_tokens: int = 2048
     block_tokens: int = 512
 
@@ -46,7 +46,7 @@ class WorkerView:
 
 
 class Policy(Protocol):
-    """One instance serves one run; it may remember what it decided. Workers are given in the order of their index."""
+    """A routing policy. An instance serves one run and may remember its decisions. Workers come in order of index."""
 
     @property
     def name(self) -> str: ...
@@ -59,7 +59,7 @@ class Policy(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class RoutingDecision:
     """Indices of workers."""
 
     computes: int
@@ -70,8 +70,8 @@ class Decision:
     source_tokens: int = 0
     """Leading prompt tokens that are pulled, as far as they are not there yet."""
     ttft_s: float = math.inf
-    """What the workers are told: when the first token is due, the mean time between tokens, and the answer's length for
-    which to reserve room (0: as their settings say). The routers of the field tell them none of it."""
+    """Objectives that the workers get with a request: first token, mean time between tokens, and the answer length for
+    which to reserve room (0: as in their settings). Other routers pass none of them."""
     itl_s: float = math.inf
     num_expected_tokens: int = 0
 
@@ -84,7 +84,7 @@ class Placer(Protocol):
 
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
-    ) -> Decision | None:
+    ) -> RoutingDecision | None:
         """`prefill` is empty in an aggregated pool. None: the request is refused."""
 
     def computed(self, request: TraceRequest, now_s: float) -> None:
@@ -101,10 +101,10 @@ class Placer(Protocol):
 
 
 class TwoLegs:
-    """A policy of the field: it knows of no pulling, and splits every request of a split pool.
+    """A policy of another stack: it never pulls, and splits every request of a split pool.
 
     Args:
-        told: what the workers are told of every request; the routers of the field tell nothing.
+        told: the objectives that workers get with every request; other routers pass none.
     """
 
     def __init__(self, policy: Policy, told: Objective = NO_OBJECTIVE) -> None:
@@ -114,15 +114,15 @@ class TwoLegs:
 
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
-    ) -> Decision:
+    ) -> RoutingDecision:
         if not prefill:
             worker = self._policy.choose(request, decode)
             return self._decision(worker, worker)
         decodes = self._policy.choose_decode(request, decode)
         return self._decision(self._policy.choose(request, prefill), decodes)
 
-    def _decision(self, computes: int, decodes: int) -> Decision:
-        return Decision(computes=computes, decodes=decodes, ttft_s=self._told.ttft_s, itl_s=self._told.itl_s)
+    def _decision(self, computes: int, decodes: int) -> RoutingDecision:
+        return RoutingDecision(computes=computes, decodes=decodes, ttft_s=self._told.ttft_s, itl_s=self._told.itl_s)
 
     def computed(self, request: TraceRequest, now_s: float) -> None:
         pass

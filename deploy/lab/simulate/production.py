@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.costs import believed, typical
 from baton.errors import Overloaded
-from deploy.lab.simulate.policy import Decision
+from deploy.lab.simulate.policy import RoutingDecision
 from deploy.lab.simulate.worker import key_of
 from router.admission import AnswerHistory, Gate, QueueEntry
 from router.admission.tenants import DEFAULT_TENANT
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from deploy.lab.traces.trace import TraceRequest
 
 REPORT_S = 1.0
-"""How often workers tell routers what their steps cost."""
+"""Interval at which workers report the costs of their steps, in seconds."""
 UNLIMITED_TOKENS = 10**9
-"""A trace does not say what its requests asked for at most."""
+"""Limit of a request's answer, which a trace does not state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Production:
     """`router.placement` behind `router.admission`, with the settings of a router.
 
     Args:
-        prices: what moving KV takes.
-        error: predictions of what steps take are so many times what the workers have measured.
-        knows_lengths: requests ask for exactly as many tokens as they get.
+        prices: the costs of moving KV.
+        error: the factor by which predictions of steps differ from the workers' measurements.
+        knows_lengths: whether requests ask for exactly as many tokens as they get.
     """
 
     name = "baton"
@@ -66,16 +66,16 @@ class Production:
         self._residence = Residence()
         self._books: dict[int, LoadBook] = {}
         self._costs: dict[int, StepCosts] = {}
-        """Of each worker, as of the last report."""
+        """The costs of each worker, as of its latest report."""
         self._next_report_s: dict[Role, float] = {}
         self._placed: dict[int, _Placed] = {}
-        """By the request's identity."""
+        """The placements of requests, by their identity."""
         self._let_in: set[int] = set()
-        """Of those to be placed again."""
+        """Time of admission of the requests that are placed again."""
 
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
-    ) -> Decision | None:
+    ) -> RoutingDecision | None:
         config = self._config
         at_most = request.num_output_tokens if self._knows_lengths else UNLIMITED_TOKENS
         expected = self._history.expect(DEFAULT_TENANT.id, at_most, self._knows_lengths)
@@ -120,7 +120,7 @@ class Production:
         self._books[decodes].decode(job, now_s)
         self._placed[id(request)] = _Placed(entry, job)
         source = int(placement.source) if placement.source else None
-        return Decision(
+        return RoutingDecision(
             computes=computes,
             decodes=decodes,
             source=source,

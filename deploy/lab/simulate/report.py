@@ -1,4 +1,4 @@
-"""What a run came to, in the figures by which routers are judged."""
+"""The result of a run, in the figures by which routers are judged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What is told of a run, simulated or real. Quantiles are those of QUANTILES."""
+    """The figures of a run, simulated or real. Quantiles are those of QUANTILES."""
 
     num_requests: int
     hit_rate: float
@@ -30,13 +30,13 @@ class Figures:
     """Most over mean of the prompt tokens that the workers which compute prompts computed."""
     ttft_s: tuple[float, ...]
     itl_s: tuple[float, ...]
-    """Of single intervals between tokens."""
+    """Quantiles of the intervals between two tokens."""
     goodput_per_s: float
     """Requests that met the objective, by the second of the trace."""
     good_share: float
 
     def cells(self) -> tuple[str, ...]:
-        """For the columns of `figure_table`."""
+        """The cells for the columns of `figure_table`."""
         return (
             f"{self.hit_rate:.3f}",
             f"{self.imbalance:.2f}",
@@ -49,7 +49,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Of the pools, "PREFILL:DECODE"."""
+    """A change of the pools' sizes, each written "PREFILL:DECODE"."""
 
     at_s: float
     before: str
@@ -61,14 +61,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result(Figures):
-    """One policy on one trace."""
+    """The figures of one policy on one trace."""
 
     policy: str
     busy_share: float
-    """Of the workers' time until the last request was done."""
+    """Share of the workers' time, until the last request ended, in which they were busy."""
     num_preemptions: int
     num_refused: int
-    """By admission; they are in no other figure but those of goodput."""
+    """Requests refused by admission; other figures than goodput leave them out."""
     mean_workers: float
     """Ready or starting, until the last request was done."""
     num_moved: int = 0
@@ -135,7 +135,7 @@ def quantiles(values: Iterable[tuple[float, int]]) -> tuple[float, ...]:
 
 
 def table_of(title: str, ceiling: float, results: Sequence[Result]) -> Table:
-    """One row a policy, best goodput first."""
+    """A table with one row per policy, the best goodput first."""
     table = figure_table(title, ceiling, "policy")
     for result in sorted(results, key=lambda r: -r.goodput_per_s):
         table.add_row(result.policy, *result.cells())

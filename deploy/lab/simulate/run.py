@@ -42,12 +42,12 @@ class Scenario:
     objective: Objective
     seed: int = 0
     error: float = 1.0
-    """The router's predictions of what steps take are so many times the truth."""
+    """The factor by which the router misjudges the costs of steps."""
     tells_all: bool = False
     """The workers know the objectives under every policy, not only under this router's."""
     router: RouterConfig = field(default_factory=RouterConfig)
     scaling: Scaling | None = None
-    """Who changes the pools; nobody: they stay."""
+    """The autoscaler of the pools; None: they stay as they are."""
     knows_lengths: bool = False
     """Requests ask for exactly as many tokens as they get, as those of `baton bench` do, and the router knows it."""
 
@@ -63,7 +63,7 @@ class Scenario:
 
 
 def run_policy(policy: str, scenario: Scenario) -> Result:
-    """Raises ConfigError for a policy that is not one of POLICIES."""
+    """Runs one policy. Raises ConfigError for a policy that is not one of POLICIES."""
     world = World(
         scenario.trace, _placer(policy, scenario), scenario.shape, scenario.costs,
         prefill=scenario.prefill, decode=scenario.decode, scaling=scenario.scaling,
@@ -74,11 +74,11 @@ def run_policy(policy: str, scenario: Scenario) -> Result:
 def run_all(
     runs: Sequence[tuple[str, Scenario]], done: Callable[[Result], None] = lambda result: None, jobs: int = 0
 ) -> list[Result]:
-    """Policies with their scenarios, each in a process of its own; in the order given.
+    """Results of policies on their scenarios, in the order given, each run in a process of its own.
 
     Args:
-        done: told each result as it comes.
-        jobs: processes at a time; 0: one a core.
+        done: called with each result as it comes.
+        jobs: most processes at a time; 0: one per core.
 
     Raises:
         ConfigError: a policy is not one of POLICIES.

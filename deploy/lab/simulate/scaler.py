@@ -1,4 +1,4 @@
-"""The autoscaler in virtual time: `deploy.scaling.policy` over what the simulated workers say of themselves."""
+"""The autoscaler in virtual time: `deploy.scaling.policy` over the status of the simulated workers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.cluster import ClusterStatus, Role, RouterInfo
-from deploy.scaling.policy import Decision, State, decide
+from deploy.scaling.policy import decide
+from deploy.scaling.values import PolicyState, ScalingDecision
 from deploy.scaling.window import measure
 
 if TYPE_CHECKING:
     from baton.config import AutoscaleConfig
-    from deploy.lab.simulate.members import Member, Members
+    from deploy.lab.simulate.members import Members, SimulatedMember
     from router.placement import Objective
 
 
@@ -24,21 +25,21 @@ class Scaling:
     objective: Objective
     mode: str = "auto"
     start_s: float = 30.0
-    """From the order to start a worker until it is ready."""
+    """Time from the order to start a worker until it is ready."""
     restarts_s: tuple[float, ...] = ()
     """When the controller is killed and forgets what it knew; ascending."""
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartOrder:
     role: Role
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class LeaveOrder:
     """A worker changes its role, or stops."""
 
-    member: Member
+    member: SimulatedMember
     then: Role | None
 
 
@@ -48,14 +49,14 @@ class Scaler:
     def __init__(self, scaling: Scaling, members: Members) -> None:
         self._scaling = scaling
         self._members = members
-        self._state = State.fresh(0.0)
+        self._state = PolicyState.fresh(0.0)
         self._restarts_s = deque(scaling.restarts_s)
         self._before: tuple[float, ClusterStatus] | None = None
-        self._orders: deque[Start | tuple[Role, Role | None]] = deque()
+        self._orders: deque[StartOrder | tuple[Role, Role | None]] = deque()
         """A worker to start, or one that leaves a role, and for which."""
         self._met = self._missed = self._rejected = 0
-        self.decisions: list[tuple[float, Decision]] = []
-        """Those that changed something, and when."""
+        self.decisions: list[tuple[float, ScalingDecision]] = []
+        """The decisions that changed something, and their times."""
 
     @property
     def window_s(self) -> float:
@@ -80,7 +81,7 @@ class Scaler:
         """The end of a window, and the beginning of the next."""
         if self._restarts_s and now >= self._restarts_s[0]:
             self._restarts_s.popleft()
-            self._state, self._before = State.fresh(now), None
+            self._state, self._before = PolicyState.fresh(now), None
             self._orders.clear()
         router = RouterInfo(
             id="router",
@@ -104,21 +105,21 @@ class Scaler:
                 self._order(decision)
         self._before = now, status
 
-    def next_order(self) -> Start | Leave | None:
+    def next_order(self) -> StartOrder | LeaveOrder | None:
         """None while a worker leaves: one after the other. An order that cannot be carried out is dropped."""
         while self._orders and not self._members.somebody_leaves:
             order = self._orders.popleft()
-            if isinstance(order, Start):
+            if isinstance(order, StartOrder):
                 return order
             role, then = order
             if (member := self._members.least_busy(role)) is not None:
-                return Leave(member, then)
+                return LeaveOrder(member, then)
         return None
 
-    def _order(self, decision: Decision) -> None:
+    def _order(self, decision: ScalingDecision) -> None:
         if (flips := decision.flips) is not None:
             other = Role.DECODE if flips.role is Role.PREFILL else Role.PREFILL
             self._orders += [(other, flips.role)] * flips.num
         for role in Role:
-            self._orders += [Start(role)] * decision.starts.of(role)
+            self._orders += [StartOrder(role)] * decision.starts.of(role)
             self._orders += [(role, None)] * decision.stops.of(role)

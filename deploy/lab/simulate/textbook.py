@@ -16,14 +16,11 @@ if TYPE_CHECKING:
     from deploy.lab.traces.trace import TraceRequest
 
 SESSION_BLOCKS = 2
-"""Leading blocks that tell sessions apart: the first alone is often a shared system prompt."""
+"""Number of leading blocks that identify a session: the first alone is often a shared system prompt."""
 
 
 class Baseline:
-    """What most have in common: a source of randomness for ties, and a decode leg.
-
-    Decode: least share of the KV pool in use.
-    """
+    """The common part of most baselines: random ties, and the decode worker with the least of its KV pool in use."""
 
     name: str
 

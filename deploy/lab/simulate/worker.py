@@ -1,7 +1,7 @@
-"""A worker in virtual time: the production engine, with its scheduler and block pool, over a model that only costs.
+"""A worker in virtual time: the production engine, scheduler and block pool over a model that only takes time.
 
-Steps in which every sequence decodes and nobody waits are taken many at once, as long as no sequence needs another
-block: nothing can come between but an arrival, which cuts such a leap short at the end of the step that runs.
+Steps in which every sequence decodes and none waits are taken many at once, until a sequence needs another block. Only
+an arrival can come between; it cuts such a leap short at the end of the step that runs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CostlyRunner:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """What the worker is doing: `num_steps` equal steps from `began_s` on."""
+    """The steps under way: `num_steps` equal ones from `began_s` on."""
 
     input: StepInput
     sequences: dict[int, Sequence]
@@ -133,7 +133,7 @@ class SimulatedWorker:
         """Uncached prompt tokens of sequences that are here and not computed."""
         self.booked_tokens = 0
         self.computed_tokens = 0
-        """Of prompts, since the start; what a preemption computes again counts again."""
+        """Prompt tokens computed since the start, including those that a preemption computes again."""
         self.busy_s = 0.0
         self._stepped_tokens = 0
         self._step: _Step | None = None
@@ -190,7 +190,7 @@ class SimulatedWorker:
         return [BlocksReserved(sequences[o.sequence_key], o.num_cached_tokens) for o in outputs if type(o) is Reserved]
 
     def load(self, now: float, state: WorkerState) -> WorkerLoad:
-        """As a worker says it of itself."""
+        """The load that the worker would report."""
         load, busy_s, num_tokens = self.engine.load(), self.busy_s, self._stepped_tokens
         if (step := self._step) is not None:
             busy_s += min(now, step.ends_s) - step.began_s
@@ -250,7 +250,7 @@ class SimulatedWorker:
         return Tokens(sequence, step.num_steps, step.step_s, finished)
 
     def cut_short(self, now: float) -> None:
-        """Of many steps, only the one that runs is done."""
+        """Ends a leap of many steps after the one that runs."""
         if self._step is not None and self._step.num_steps > 1:
             num_begun = int((now - self._step.began_s) / self._step.step_s) + 1
             self._step.num_steps = min(self._step.num_steps, num_begun)

@@ -27,7 +27,7 @@ from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from deploy.lab.simulate.members import Members
 from deploy.lab.simulate.policy import WorkerView
-from deploy.lab.simulate.scaler import Scaler, Start
+from deploy.lab.simulate.scaler import Scaler, StartOrder
 from deploy.lab.simulate.worker import BlocksReserved, PromptComputed, Tokens, key_of
 
 if TYPE_CHECKING:
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     from baton.engine.core.kv_spec import BlockTables
     from baton.engine.core.sequence import Sequence as EngineSequence
     from deploy.lab.simulate.costs import CostModel
-    from deploy.lab.simulate.policy import Decision, Placer
+    from deploy.lab.simulate.policy import Placer, RoutingDecision
     from deploy.lab.simulate.scaler import Scaling
     from deploy.lab.simulate.worker import SimulatedWorker, WorkerShape
     from deploy.lab.traces.trace import Trace, TraceRequest
-    from deploy.scaling.policy import Decision as ScaleDecision
+    from deploy.scaling.values import ScalingDecision
 
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """What became of a request. Seconds since the trace's start; infinite where it never happened."""
+    """The outcome of a request. Times are seconds since the trace's start; infinite where it never happened."""
 
     request: TraceRequest
     worker: int = -1
-    """That computed the prompt."""
+    """The worker that computed the prompt."""
     is_refused: bool = False
     num_cached_tokens: int = 0
     first_token_s: float = float("inf")
@@ -89,18 +89,18 @@ class _Flight:
     computing: EngineSequence | None = None
     """The prefill worker's, until its prompt is computed."""
     moving: EngineSequence | None = None
-    """On the decode worker that takes over from `leaves`, until its KV has come."""
+    """The sequence on the decode worker that takes over from a leaving one, until its KV has arrived."""
     leaves: SimulatedWorker | None = None
     source: tuple[SimulatedWorker, tuple[bytes, ...]] = field(init=False)
-    """From where a prefix is pulled, and its keys."""
+    """The worker from which a prefix is pulled, and the prefix' keys."""
 
 
 class World:
-    """One run.
+    """One run of the simulator.
 
     Args:
-        prefill, decode: numbers of workers, to begin with. No prefill workers: the pool is aggregated.
-        scaling: who changes them, if anybody.
+        prefill, decode: initial numbers of workers. No prefill workers: the pool is aggregated.
+        scaling: the autoscaler, if there is one.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class World:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
 
     def run(self) -> list[Served]:
-        """Until every request is done. In order of arrival."""
+        """Runs until every request is done, and returns the outcomes in order of arrival."""
         arrivals = iter(self._trace.requests)
         self._expect(next(arrivals, None), arrivals)
         if self._scaler is not None:
@@ -158,8 +158,8 @@ class World:
         return prefill if prefill and self._scaler is None else self.workers
 
     @property
-    def decisions(self) -> list[tuple[float, ScaleDecision]]:
-        """Those that changed a pool, and when."""
+    def decisions(self) -> list[tuple[float, ScalingDecision]]:
+        """The decisions that changed a pool, and their times."""
         return self._scaler.decisions if self._scaler else []
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -207,13 +207,13 @@ class World:
 
     @staticmethod
     def _book(flight: _Flight, sign: int) -> None:
-        """On its worker, or both of them."""
+        """Books the request on its worker, or on both of them."""
         for worker in {flight.computes.index: flight.computes, flight.decodes.index: flight.decodes}.values():
             worker.num_requests += sign
             worker.booked_tokens += sign * flight.served.request.num_prompt_tokens
 
     def _begin(self, flight: _Flight) -> None:
-        """On the worker that decodes: to generate, or to reserve."""
+        """Begins on the worker that decodes: to generate, or to reserve room."""
         purpose = Purpose.GENERATE if flight.computes is flight.decodes else Purpose.RECEIVE
         self._flights[flight.decodes.add(flight.spec, purpose, flight.keys, self.now)] = flight
         self._wake(flight.decodes)
@@ -261,7 +261,7 @@ class World:
             block_tokens=worker.shape.block_tokens,
         )
 
-    def _spec(self, request: TraceRequest, decision: Decision) -> SequenceSpec:
+    def _spec(self, request: TraceRequest, decision: RoutingDecision) -> SequenceSpec:
         number = next(self._numbers)
         waited_s = round(self.now - request.arrival_s - self._costs.request_overhead_s, 6)  # by who is placed again
         first = number % 2**14 << 18  # no two requests' last blocks and answers are equal; a token has 32 bits
@@ -385,7 +385,7 @@ class World:
     # -- pools that change -------------------------------------------------------------------------------------------
 
     def _scale(self, scaler: Scaler) -> None:
-        """One window after the other, until nothing is left to serve."""
+        """Scales window after window until nothing is left to serve."""
         scaler.observe(self.now)
         self._carry_out(scaler)
         if self._flights or self._is_expecting:
@@ -394,7 +394,7 @@ class World:
     def _carry_out(self, scaler: Scaler) -> None:
         """Orders, one after the other."""
         while (order := scaler.next_order()) is not None:
-            if isinstance(order, Start):
+            if isinstance(order, StartOrder):
                 member = self.members.start(order.role, self.now)
                 self._at(self.now + scaler.start_s, lambda member=member: self.members.is_up(member))  # type: ignore[misc]
             else:
@@ -402,7 +402,7 @@ class World:
                 self._hurry(order.member.worker)
 
     def _hurry(self, worker: SimulatedWorker) -> None:
-        """What is on a worker that leaves goes as soon as its step is done."""
+        """Moves the work of a leaving worker as soon as its step is done."""
         if worker.ends_s is None:
             self._advance(worker)
         else:
@@ -426,7 +426,7 @@ class World:
             self._carry_out(self._scaler)
 
     def _concerns(self, worker: SimulatedWorker, flight: _Flight, sequence: EngineSequence) -> bool:
-        """It is there, or waits elsewhere for room before it is computed there."""
+        """Whether the request is on that worker, or waits elsewhere for room before it is computed there."""
         is_to_come = flight.computes is worker and flight.computing is None and sequence.status is Status.WAITING
         has_begun = flight.served.first_token_s < float("inf")
         return self._host(sequence, flight) is worker or (is_to_come and not has_begun)
@@ -438,7 +438,7 @@ class World:
 
     @staticmethod
     def _may_withdraw(flight: _Flight, sequence: EngineSequence) -> bool:
-        """Its room to decode is reserved, and nobody computes the prompt yet."""
+        """Whether its room to decode is reserved and no worker computes the prompt yet."""
         computing = flight.computing
         return sequence is flight.receiving and computing is not None and computing.status is Status.WAITING
 
@@ -454,7 +454,7 @@ class World:
         self._place(flight.served)
 
     def _hand_on(self, flight: _Flight, sequence: EngineSequence, worker: SimulatedWorker) -> None:
-        """To the decode worker whose KV is used least. What was not computed, or is not any more, is computed there."""
+        """Moves to the decode worker with the least KV in use, which computes what was not computed or is lost."""
         pool = [other for other in self.members.ready(Role.DECODE) if other is not worker]
         target = min(pool, key=lambda other: (-other.engine.pool.num_available, other.index))
         token_ids, purpose = sequence.token_ids, Purpose.RECEIVE

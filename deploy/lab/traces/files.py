@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from io import BufferedIOBase
 
 BLOCK_TOKENS = 512
-"""Of Mooncake's ids. Azure's traces get blocks of the same size."""
+"""Tokens per block of Mooncake's ids. Azure's traces get blocks of the same size."""
 
 GZIP_MAGIC = b"\x1f\x8b"
 MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -42,20 +42,20 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """One line of a file."""
+    """The content of one line of a file."""
 
     time_us: int
     num_prompt_tokens: int
     num_output_tokens: int
     block_ids: tuple[int, ...] | None
-    """None where the file says nothing of prefixes."""
+    """Ids of the prompt's blocks; None: the file has no prefixes."""
 
 
 def read_trace(path: Path, *, spread_seed: int | None = 0) -> Trace:
     """The requests of a file by time, the earliest timestamp being 0 s.
 
-    The name tells the format (`.jsonl` or `.csv`), the header which of the two CSV forms, and the first bytes whether
-    it is compressed. Blank lines are skipped. An output of no tokens becomes one of one token.
+    The name determines the format (`.jsonl` or `.csv`), the header one of the two CSV forms, and the first bytes show
+    whether it is compressed. Blank lines are skipped. An output of no tokens becomes one of one token.
 
     Mooncake: arrivals were recorded on ticks of about 3 s. They are spread by `spread_ticks` with `spread_seed`, or
     left on their ticks where that is None. Only full blocks keep their ids.
@@ -119,7 +119,7 @@ def _records(path: Path, suffix: str, file: BufferedIOBase) -> list[_Record]:
 
 @contextmanager
 def _blaming(path: Path, number: int) -> Iterator[None]:
-    """Parsers say what is wrong in a ValueError; this says where."""
+    """Adds file and line to a parser's ValueError, as a ConfigError."""
     try:
         yield
     except (ValueError, csv.Error) as error:
@@ -188,7 +188,7 @@ def _whole(name: str, value: object, *, at_least: int) -> int:
 
 
 def _from_milliseconds(name: str, value: object) -> int:
-    """In microseconds, as a JSON number or its text."""
+    """Microseconds from a JSON number or its text."""
     try:
         milliseconds = float(value) if isinstance(value, int | float | str) else math.nan
     except (ValueError, OverflowError):
@@ -199,7 +199,7 @@ def _from_milliseconds(name: str, value: object) -> int:
 
 
 def _from_iso(name: str, value: str) -> int:
-    """In microseconds since 1970. The seventh fractional digit, tenths of them, is dropped; no zone means UTC."""
+    """Microseconds since 1970. A seventh fractional digit is dropped; no zone means UTC."""
     try:
         time = datetime.fromisoformat(value)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What of a trace a served model takes."""
+"""The part of a trace that a served model accepts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FittedTrace:
     trace: Trace
-    """What is sent."""
+    """The requests that are sent."""
     num_clipped: int
     """Requests in it whose prompts were cut at the end."""
     num_skipped: int
     """Requests that are left out."""
 
 
-def plan_for(trace: Trace, max_model_len: int, max_output: int = 0) -> Plan:
-    """The trace as a model serves it whose prompt and output have `max_model_len` tokens together at most.
+def plan_for(trace: Trace, max_model_len: int, max_output: int = 0) -> FittedTrace:
+    """The trace for a model whose prompt and output have at most `max_model_len` tokens together.
 
-    Outputs become `max_output` tokens long at most; 0: as the trace says. A prompt that leaves its output no room is
-    cut at its end, so that its prefix stays what it shares with others. A request whose output alone is too long is
-    skipped. ConfigError where nothing is left.
+    Outputs are cut to `max_output` tokens; 0: they are not. A prompt that leaves no room for its output is cut at its
+    end, so that it still shares its prefix. A request whose output alone is too long is skipped. Raises ConfigError
+    where nothing is left.
     """
     requests: list[TraceRequest] = []
     num_clipped = 0
@@ -50,4 +50,4 @@ def plan_for(trace: Trace, max_model_len: int, max_output: int = 0) -> Plan:
             f"no request of {trace.name} fits the model's {max_model_len} tokens; divide the lengths with --scale, "
             "or limit outputs with --max-output"
         )
-    return Plan(replace(trace, requests=tuple(requests)), num_clipped, len(trace.requests) - len(requests))
+    return FittedTrace(replace(trace, requests=tuple(requests)), num_clipped, len(trace.requests) - len(requests))

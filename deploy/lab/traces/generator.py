@@ -23,7 +23,10 @@ from deploy.lab.traces.trace import Trace, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """By its mean, and by sigma, the standard deviation of the logarithm: with 1, the mean is 1.6 times the median."""
+    """A log-normal distribution by its mean and sigma, the standard deviation of the logarithm.
+
+    With sigma 1 the mean is 1.6 times the median.
+    """
 
     mean: float
     sigma: float
@@ -46,12 +49,12 @@ class Conversations:
     continue_p: float = 0.39
     """Probability that a turn is followed by another."""
     think_s: LogNormal = LogNormal(mean=190.0, sigma=0.95)
-    """From a turn's arrival to the next one's: the answer and the user's time together."""
+    """Time from a turn's arrival to the next one's, for the answer and the user."""
     system_tokens: int = 512
     first_message_tokens: LogNormal = LogNormal(mean=11_500.0, sigma=1.3)
     """A document to talk about, more often than not."""
     message_tokens: LogNormal = LogNormal(mean=1300.0, sigma=2.2)
-    """Of later turns: mostly a sentence, now and then another document."""
+    """Length of later turns: mostly a sentence, sometimes another document."""
     output_tokens: LogNormal = LogNormal(mean=343.0, sigma=0.7)
     max_prompt_tokens: int = 131_072
     """A longer first prompt is cut to it; a session ends before a turn that would exceed it."""

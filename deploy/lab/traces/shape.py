@@ -99,7 +99,7 @@ def scaled(trace: Trace, divisor: int, block_tokens: int) -> Trace:
         divisor 32, block_tokens 16 (one of 512)    [ 7 ][ 8 ][ 9 ]      ->  [7][8][9]
         divisor 64, block_tokens 16 (two of 512)    [ 7 ][ 8 ][ 9 ]      ->  [ 8  ]
 
-    ConfigError where new blocks would begin or end inside old ones, whose identity the trace does not tell.
+    Raises ConfigError where new blocks would begin or end inside old ones, for which the trace has no ids.
     """
     covered = divisor * block_tokens
     if covered < 1 or covered % trace.block_tokens:

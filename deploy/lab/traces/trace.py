@@ -1,4 +1,4 @@
-"""What a trace is: requests by time, whose prompts share blocks."""
+"""A trace: requests by time, whose prompts share blocks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     arrival_s: float
-    """Since the trace's start."""
+    """Time since the trace's start, in seconds."""
     num_prompt_tokens: int
     num_output_tokens: int
-    """At least one."""
+    """Length of the output, at least one token."""
     block_ids: tuple[int, ...]
-    """Of the prompt's full blocks, in order. As with a chained hash, an id stands for its block and for all before it:
+    """Ids of the prompt's full blocks, in order. Like a chained hash, an id stands for its block and all before it:
     two prompts whose nth ids are equal share their first n blocks."""
 
 
@@ -22,7 +22,7 @@ class Trace:
     name: str
     block_tokens: int
     requests: tuple[TraceRequest, ...]
-    """In order of arrival."""
+    """The requests, in order of arrival."""
 
     @property
     def ceiling(self) -> float:

@@ -20,7 +20,8 @@ from baton.cluster import (
     WorkerState,
 )
 from baton.config import SloClassConfig
-from baton.telemetry.instruments import TRANSFER_COUNTERS, TRANSFER_GAUGES, Instruments
+from baton.telemetry.instruments import Instruments
+from baton.telemetry.observed import OBSERVED, TransferRows
 
 COUNTS = TransferCounts(**{field.name: i for i, field in enumerate(dataclasses.fields(TransferCounts), 1)})
 """Every field has a value of its own."""
@@ -57,7 +58,7 @@ def exposed() -> dict[str, dict[str, float]]:
 
 
 def test_every_count_of_a_lease_is_in_one_instrument() -> None:
-    fields = [name for *_, fields in (*TRANSFER_COUNTERS, *TRANSFER_GAUGES) for name in fields]
+    fields = [name for each in OBSERVED if isinstance(each.observe, TransferRows) for name in each.observe.fields]
     assert sorted(fields) == sorted(field.name for field in dataclasses.fields(TransferCounts))
 
 

@@ -28,7 +28,7 @@ from baton.config import (
     TransferConfig,
 )
 from baton.errors import ConfigError, StoreUnavailable
-from deploy.doctor import Check, Place, cluster, diagnose, machine, not_configured, redis
+from deploy.doctor import Check, Place, cluster, diagnose, machine, not_configured, redis, transports
 from deploy.doctor.checks import guarded, names
 from deploy.doctor.reach import Target, knock, reachability, wrongly_announced
 from deploy.embedded_redis import EmbeddedRedis
@@ -84,7 +84,7 @@ def test_every_rank_of_a_worker_needs_a_gpu() -> None:
     ],
 )
 def test_nccl_finds_a_network_by_its_own_rules(setting: str, up: list[str], state: str, words: str) -> None:
-    check = machine.nccl_interfaces(setting, up)
+    check = transports.nccl_interfaces(setting, up)
     assert check.state == state
     assert words in check.found
 
@@ -100,7 +100,7 @@ def test_rdma_devices_have_to_be_active_open_and_lockable(tmp_path: Path) -> Non
     nodes.mkdir()
 
     def look(is_disabled: bool = False, memlock: int = much) -> Check:
-        return machine.rdma(devices, nodes, is_disabled, memlock)
+        return transports.rdma(devices, nodes, is_disabled, memlock)
 
     assert look() == Check("rdma", "ok", "no devices: NCCL uses TCP between nodes")
     rdma_device(devices, "mlx5_0", "DOWN")
@@ -295,7 +295,7 @@ def worker(worker_id: str, role: Role = Role.DECODE, **info: Any) -> Worker:
 
 
 def lease_findings(*workers: Worker, left_s: float = 9.0, ahead_s: float = 0.0) -> dict[str, Check]:
-    look = redis.Look(replace(FACTS, ahead_s=ahead_s), tuple(redis.Lease(each, left_s, "") for each in workers))
+    look = redis.Look(replace(FACTS, ahead_s=ahead_s), tuple(redis.FoundLease(each, left_s, "") for each in workers))
     return {check.name: check for check in redis.leases(look, lease_s=10.0, now_s=lambda: 100.0)}
 
 

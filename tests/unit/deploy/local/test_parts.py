@@ -12,7 +12,7 @@ from rich.console import Console
 from baton.config import ClusterConfig, Config, IndexConfig, RouterConfig
 from baton.errors import ConfigError
 from deploy.local import parts
-from deploy.local.part import Part
+from deploy.local.part import ClusterPart
 from tests.integration.cluster import free_port
 
 WHOLE = Config(
@@ -29,16 +29,16 @@ def without(section: str, name: str) -> Config:
 @pytest.mark.parametrize(
     ("part", "section", "name"),
     [
-        (Part.ROUTER, "index", "redis_url"),
-        (Part.ROUTER, "router", "cache_secret"),
-        (Part.CONTROLLER, "index", "redis_url"),
-        (Part.CONTROLLER, "cluster", "name"),
-        (Part.CONTROLLER, "cluster", "state_file"),
-        (Part.CONTROLLER, "cluster", "ray_address"),
+        (ClusterPart.ROUTER, "index", "redis_url"),
+        (ClusterPart.ROUTER, "router", "cache_secret"),
+        (ClusterPart.CONTROLLER, "index", "redis_url"),
+        (ClusterPart.CONTROLLER, "cluster", "name"),
+        (ClusterPart.CONTROLLER, "cluster", "state_file"),
+        (ClusterPart.CONTROLLER, "cluster", "ray_address"),
     ],
 )
 def test_what_the_parts_have_to_agree_on_is_asked_for_by_name(
-    part: Part, section: str, name: str, model_dir: Path
+    part: ClusterPart, section: str, name: str, model_dir: Path
 ) -> None:
     with pytest.raises(ConfigError, match=rf"set {section}\.{name} .*BATON_{section.upper()}_{name.upper()}"):
         parts.run(part, without(section, name), Console(quiet=True))
@@ -46,7 +46,7 @@ def test_what_the_parts_have_to_agree_on_is_asked_for_by_name(
 
 def test_a_controller_waits_for_ray_and_not_for_ever(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"nobody listens at 127\.0\.0\.1:1 after 0\.5 s"):
-        parts.run(Part.CONTROLLER, WHOLE, Console(quiet=True))
+        parts.run(ClusterPart.CONTROLLER, WHOLE, Console(quiet=True))
     with socket.create_server(("127.0.0.1", port := free_port())):
         parts.await_port(f"127.0.0.1:{port}", 5.0)
     with pytest.raises(ConfigError, match="is not host:port"):
@@ -54,7 +54,7 @@ def test_a_controller_waits_for_ray_and_not_for_ever(model_dir: Path) -> None:
 
 
 def test_the_model_part_has_the_model_and_ends(model_dir: Path) -> None:
-    parts.run(Part.MODEL, Config(), Console(quiet=True))
+    parts.run(ClusterPart.MODEL, Config(), Console(quiet=True))
     model = parts.with_model(Config(), Console(quiet=True)).model
     assert Path(model.path) == model_dir
     assert model.revision

@@ -14,7 +14,7 @@ from baton.config import AutoscaleConfig, Config, RouterConfig, SloClassConfig
 from baton.errors import Conflict, NoController
 from deploy.scaling.autoscaler import Autoscaler, strictest
 from deploy.scaling.command import as_dict, status_of, summary
-from deploy.scaling.policy import Decision, Needs, Sizes, State
+from deploy.scaling.values import Needs, PolicyState, ScalingDecision, Sizes
 
 
 class Cluster:
@@ -73,8 +73,8 @@ def autoscaler(cluster: Cluster, config: AutoscaleConfig | None = None) -> Autos
     )
 
 
-def windows(scaler: Autoscaler, cluster: Cluster, num: int) -> list[Decision]:
-    async def run() -> list[Decision]:
+def windows(scaler: Autoscaler, cluster: Cluster, num: int) -> list[ScalingDecision]:
+    async def run() -> list[ScalingDecision]:
         found = []
         for _ in range(num):
             if decision := await scaler.step():
@@ -158,8 +158,8 @@ def test_the_strictest_class_is_what_pools_are_sized_for() -> None:
 
 
 def test_a_decision_is_told_in_words_and_as_json() -> None:
-    decision = Decision(
-        before=Sizes(1, 4), sizes=Sizes(3, 3), reasons=("because.",), needs=Needs(2.0, 1.0), state=State()
+    decision = ScalingDecision(
+        before=Sizes(1, 4), sizes=Sizes(3, 3), reasons=("because.",), needs=Needs(2.0, 1.0), state=PolicyState()
     )
     assert summary(decision) == "1:4 -> 3:3: 1 of the other pool become prefill workers; start 1 prefill"
     assert summary(replace(decision, sizes=Sizes(1, 4))) == "1:4 stays"

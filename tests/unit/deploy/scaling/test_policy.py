@@ -14,17 +14,8 @@ from baton.cluster import Role
 from baton.config import AutoscaleConfig
 from baton.costs import StepCosts
 from baton.errors import ConfigError
-from deploy.scaling.policy import (
-    KV_LIMIT,
-    Decision,
-    Flips,
-    Measured,
-    PoolMeasured,
-    Sizes,
-    State,
-    decide,
-    sequences_within,
-)
+from deploy.scaling.policy import KV_LIMIT, decide, sequences_within
+from deploy.scaling.values import Flips, Measured, PolicyState, PoolMeasured, ScalingDecision, Sizes
 from router.placement import Objective
 
 COSTS = StepCosts(
@@ -71,8 +62,8 @@ def measured(
     return Measured(prefill=prefill, decode=decode, met=met, missed=missed, rejected=rejected)
 
 
-def after_cool_down(window: Measured, config: AutoscaleConfig = CONFIG) -> Decision:
-    return decide(window, State(), config, OBJECTIVE, 0.0)
+def after_cool_down(window: Measured, config: AutoscaleConfig = CONFIG) -> ScalingDecision:
+    return decide(window, PolicyState(), config, OBJECTIVE, 0.0)
 
 
 def test_a_worker_decodes_what_the_objective_allows() -> None:
@@ -130,7 +121,7 @@ def test_without_a_limit_workers_only_change_their_roles() -> None:
     pressed = after_cool_down(measured(Sizes(2, 6), prompts=20.0, sequences=10), config)
     assert pressed.sizes.total == 8
     assert pressed.flips is not None
-    idle = decide(measured(Sizes(2, 6)), State(quiet_since_s=-1e6), config, OBJECTIVE, 0.0)
+    idle = decide(measured(Sizes(2, 6)), PolicyState(quiet_since_s=-1e6), config, OBJECTIVE, 0.0)
     assert idle.sizes == Sizes(2, 6)
 
 
@@ -152,7 +143,7 @@ def test_reasons_name_the_measurement_the_limit_and_what_follows() -> None:
 
 def test_nothing_changes_in_a_cool_down_or_while_a_worker_leaves_its_pool() -> None:
     pressed = measured(Sizes(1, 7), prompts=3.0, sequences=10)
-    state = State.fresh(100.0)
+    state = PolicyState.fresh(100.0)
     for now_s in (100.0, 100.0 + CONFIG.cool_down_s - 0.1):
         assert decide(pressed, state, CONFIG, OBJECTIVE, now_s).num_actions == 0
     acted = decide(pressed, state, CONFIG, OBJECTIVE, 100.0 + CONFIG.cool_down_s)
@@ -171,7 +162,7 @@ def test_nothing_is_started_while_something_is_about_to_be() -> None:
 
 
 def test_an_idle_cluster_shrinks_to_the_minimum_one_worker_at_a_time_and_not_before_its_time() -> None:
-    state, sizes, stopped = State.fresh(0.0), Sizes(3, 4), []
+    state, sizes, stopped = PolicyState.fresh(0.0), Sizes(3, 4), []
     for window in range(1, 200):
         now_s = window * CONFIG.window_s
         decision = decide(measured(sizes, met=0), state, CONFIG, OBJECTIVE, now_s)
@@ -186,7 +177,7 @@ def test_an_idle_cluster_shrinks_to_the_minimum_one_worker_at_a_time_and_not_bef
 
 def test_pools_of_other_sizes_are_watched_anew_before_a_worker_is_stopped() -> None:
     """Whoever changed them: here they shrink by what was decided, and an operator makes them larger at 1000 s."""
-    state, sizes, stopped = State.fresh(0.0), Sizes(1, 4), []
+    state, sizes, stopped = PolicyState.fresh(0.0), Sizes(1, 4), []
     for window in range(1, 200):
         now_s = window * CONFIG.window_s
         if now_s == 1000.0:
@@ -202,7 +193,7 @@ def test_pools_of_other_sizes_are_watched_anew_before_a_worker_is_stopped() -> N
 
 def test_a_worker_is_stopped_only_where_the_others_would_be_far_below_the_target() -> None:
     """Each pool at 43 %; with a worker less one of them would be at 65 %, just below the 70 %."""
-    quiet = State(quiet_since_s=-1e6)
+    quiet = PolicyState(quiet_since_s=-1e6)
     config = AutoscaleConfig(max_workers=6)
     busy = measured(Sizes(3, 3), prompts=1.3, sequences=1.3 * 0.7 * 45)
     decision = decide(busy, quiet, config, OBJECTIVE, 0.0)
@@ -222,7 +213,7 @@ def test_a_split_that_is_hardly_better_is_not_worth_a_flip() -> None:
 
 
 def test_goodput_guards_workers() -> None:
-    quiet = State(quiet_since_s=-1e6)
+    quiet = PolicyState(quiet_since_s=-1e6)
     missed = measured(Sizes(3, 4), prompts=0.1, met=90, missed=10)
     guarded = decide(missed, quiet, CONFIG, OBJECTIVE, 0.0)
     assert guarded.num_actions == 0
@@ -242,7 +233,7 @@ def test_sizes_outside_the_bounds_come_inside() -> None:
 def test_where_routers_aggregate_prompts_are_work_for_those_that_decode() -> None:
     window = measured(Sizes(1, 3), on_decode=4.0, sequences=10)
     config = replace(CONFIG, min_prefill=0)
-    found = decide(window, State(), config, OBJECTIVE, 0.0, "aggregated").sizes
+    found = decide(window, PolicyState(), config, OBJECTIVE, 0.0, "aggregated").sizes
     assert found.decode > found.prefill
     assert found.decode >= 6
 
@@ -252,7 +243,7 @@ def test_where_routers_aggregate_prompts_are_work_for_those_that_decode() -> Non
 def test_where_routers_aggregate_nobody_is_moved_to_the_prefill_pool(sizes: Sizes, on_decode: float) -> None:
     for config in (AutoscaleConfig(), CONFIG, AutoscaleConfig(min_prefill=1, max_decode=2, max_workers=4)):
         window = measured(sizes, on_decode=on_decode, sequences=10)
-        found = decide(window, State(), config, OBJECTIVE, 0.0, "aggregated").sizes
+        found = decide(window, PolicyState(), config, OBJECTIVE, 0.0, "aggregated").sizes
         assert found.prefill <= sizes.prefill
 
 
@@ -330,11 +321,11 @@ def test_constant_work_is_answered_and_then_left_alone(
     work: dict[str, float], sizes: Sizes, config: AutoscaleConfig, restart: int
 ) -> None:
     """In every pool size the same work is measured. After at most one change and what is stopped later, all is calm."""
-    state, changes = State.fresh(0.0), []
+    state, changes = PolicyState.fresh(0.0), []
     for window in range(1, 250):
         now_s = window * config.window_s
         if window == restart:
-            state = State.fresh(now_s)
+            state = PolicyState.fresh(now_s)
         decision = decide(measured(sizes, **work), state, config, OBJECTIVE, now_s)  # type: ignore[arg-type]
         if decision.num_actions:
             changes.append((now_s, decision))

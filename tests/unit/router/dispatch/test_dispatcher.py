@@ -13,6 +13,7 @@ import pytest
 from opentelemetry.context import Context
 
 from baton.cluster import BlockCounts, Role, Worker
+from baton.costs import PRIOR
 from baton.errors import (
     BatonError,
     InvalidRequest,
@@ -38,6 +39,7 @@ from baton.messages import (
     SequenceSpec,
 )
 from baton.sampling import FinishReason
+from router.admission.tenants import Tenant
 from router.dispatch.choice import ChoiceGroup
 from router.dispatch.worker_client import WorkerClient, WorkerStream
 from router.placement import NO_OBJECTIVE, Mode
@@ -277,6 +279,32 @@ async def test_a_resumed_request_goes_on_though_the_gate_would_let_nobody_in() -
         assert await collected(bench.tokens(record, claim=claim)) == [5]
     assert record.emitted == [3, 4, 5]
     assert workers.requests[0].sequence.token_ids == (*SPEC.token_ids, 3, 4)
+
+
+async def test_a_choice_that_has_to_make_way_is_refused_at_once() -> None:
+    """One tenant's prompts fill the queue; another's, which they would make late, ends the newest of them."""
+    workers = ScriptedWorkers(decode=[[LAST], [], [], [], [LAST]])
+    slow = replace(READY, costs=replace(PRIOR, s_per_token=0.02))
+    large, small = (replace(CLAIM, tenant=Tenant(id=name), arrived_s=time.monotonic()) for name in ("large", "small"))
+    async with bench_of(workers, {}, "aggregated") as bench:
+        await bench.lease("d0", Role.DECODE, slow)
+        record = new_choice()
+        assert await collected(bench.tokens(record)) == [5]
+        assert record.decision is not None
+        compute_s = record.decision.prediction.compute_s
+        assert compute_s > 5
+        waiting = []
+        for _ in range(3):
+            waiting.append(asyncio.ensure_future(anext(bench.tokens(claim=large))))
+            await until(lambda: len(workers.requests) == 1 + len(waiting))
+        urgent = replace(small, objective=replace(NO_OBJECTIVE, ttft_s=4 * compute_s))
+        assert await collected(bench.tokens(claim=urgent)) == [5]
+        with pytest.raises(Overloaded, match="had to make way"):
+            await asyncio.wait_for(waiting[2], 5)
+        assert not waiting[0].done()
+        for answer in waiting:
+            answer.cancel()
+        await asyncio.wait(waiting)
 
 
 @pytest.mark.parametrize("mode", [Mode.AGGREGATED, Mode.SPLIT])

@@ -20,13 +20,13 @@ from baton.costs import StepCosts
 from baton.errors import ConfigError, InvalidRequest, NoWorker, Overloaded, WorkerFailed
 from baton.rpc import RpcServer
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from deploy.lab.bench.connection import Connection, ServedModel, ServingWorker
+from deploy.lab.bench.connection import BenchConnection, BenchedModel, ServingWorker
 from deploy.lab.bench.options import BenchOptions
 from deploy.lab.bench.prompts import Prompts
-from deploy.lab.bench.replay import Observed, Replay, check, replay
-from deploy.lab.bench.report import Measured, measured, notes_of, table_of
+from deploy.lab.bench.replay import Replay, ReplayedRequest, check, replay
+from deploy.lab.bench.report import BenchReport, measured, notes_of, table_of
 from deploy.lab.simulate.report import Figures
-from deploy.lab.traces.fit_to_model import Plan, plan_for
+from deploy.lab.traces.fit_to_model import FittedTrace, plan_for
 from deploy.lab.traces.shape import TraceOptions
 from deploy.lab.traces.trace import Trace, TraceRequest
 from router.placement import Objective
@@ -90,13 +90,15 @@ def test_tokens_are_the_same_on_every_machine_for_the_same_seed_only() -> None:
 
 def test_prompts_are_cut_where_the_model_is_too_small_and_keep_their_prefix() -> None:
     plan = plan_for(trace(request(0, 60, 4, 1, 2, 3), request(1, 61, 5, 1, 2, 3), request(2, 10, 64)), 64)
-    assert plan == Plan(trace(request(0, 60, 4, 1, 2, 3), request(1, 59, 5, 1, 2, 3)), num_clipped=1, num_skipped=1)
+    assert plan == FittedTrace(
+        trace(request(0, 60, 4, 1, 2, 3), request(1, 59, 5, 1, 2, 3)), num_clipped=1, num_skipped=1
+    )
     assert plan_for(trace(request(0, 60, 40, 1, 2, 3)), 64).trace.requests == (request(0, 24, 40, 1),)
 
 
 def test_outputs_are_cut_where_that_is_asked_for() -> None:
     plan = plan_for(trace(request(0, 60, 40, 1), request(1, 9, 2)), 64, max_output=4)
-    assert plan == Plan(trace(request(0, 60, 4, 1), request(1, 9, 2)), num_clipped=0, num_skipped=0)
+    assert plan == FittedTrace(trace(request(0, 60, 4, 1), request(1, 9, 2)), num_clipped=0, num_skipped=0)
 
 
 def test_a_trace_of_which_nothing_fits_is_refused() -> None:
@@ -115,12 +117,12 @@ def observed(
     decode: str = "d0",
     late_s: float = 0.0,
     retries: int = 0,
-) -> Observed:
+) -> ReplayedRequest:
     """A request that was served."""
     usage = Usage(one.num_prompt_tokens, one.num_output_tokens, cached)
     mode = "split" if prefill else "aggregated"
     timing = Timing(prefill_worker=prefill, decode_worker=decode, mode=mode, retries=retries)
-    return Observed(
+    return ReplayedRequest(
         request=one,
         sent_s=one.arrival_s + late_s,
         outcome="served",
@@ -131,15 +133,17 @@ def observed(
     )
 
 
-def refused(one: TraceRequest, error: Exception) -> Observed:
-    result = Observed(request=one, sent_s=one.arrival_s)
+def refused(one: TraceRequest, error: Exception) -> ReplayedRequest:
+    result = ReplayedRequest(request=one, sent_s=one.arrival_s)
     assert isinstance(error, (Overloaded, WorkerFailed))
     result.refuse(error)
     return result
 
 
-def report(*done: Observed, workers: dict[str, list[str]] | None = None, interrupted: bool = False) -> Measured:
-    plan = Plan(trace(*(one.request for one in done)), 0, 0)
+def report(
+    *done: ReplayedRequest, workers: dict[str, list[str]] | None = None, interrupted: bool = False
+) -> BenchReport:
+    plan = FittedTrace(trace(*(one.request for one in done)), 0, 0)
     return measured(Replay(list(done), interrupted), plan, workers or {}, OBJECTIVE)
 
 
@@ -166,7 +170,7 @@ def test_the_figures_by_hand() -> None:
         observed(request(4.0, 10, 1), (4.9, 1), prefill="", late_s=0.005),
         refused(request(5.0, 10, 1), Overloaded("full")),
         refused(request(8.0, 10, 1), WorkerFailed("gone")),
-        Observed(request=request(9.0, 10, 1), sent_s=9.0),
+        ReplayedRequest(request=request(9.0, 10, 1), sent_s=9.0),
     )
     assert (result.num_requests, result.num_served, result.num_rejected, result.num_failed) == (6, 4, 1, 1)
     assert result.num_cancelled == 1
@@ -203,7 +207,7 @@ def test_the_ceiling_is_that_of_the_requests_that_count() -> None:
     first, second = request(0, 32, 1, 1, 2), request(1, 48, 1, 1, 2, 3)
     served = observed(first, (0.1, 1))
     assert report(served, observed(second, (1.1, 1))).ceiling == pytest.approx(32 / 80)
-    assert report(served, Observed(request=second, sent_s=1.0)).ceiling == 0.0
+    assert report(served, ReplayedRequest(request=second, sent_s=1.0)).ceiling == 0.0
 
 
 def test_a_replay_of_which_nothing_came_has_figures_too() -> None:
@@ -314,13 +318,13 @@ def scripted() -> ScriptedRouter:
 
 
 @contextlib.asynccontextmanager
-async def serving(router: ScriptedRouter, api_key: str = "") -> AsyncIterator[Connection]:
+async def serving(router: ScriptedRouter, api_key: str = "") -> AsyncIterator[BenchConnection]:
     server = RpcServer(())
     inference_pb2_grpc.add_InferenceServicer_to_server(router, server.server)
     admin_pb2_grpc.add_AdminServicer_to_server(router, server.server)
     port = server.bind("127.0.0.1", 0)
     await server.start()
-    connection = Connection(f"127.0.0.1:{port}", api_key)
+    connection = BenchConnection(f"127.0.0.1:{port}", api_key)
     try:
         yield connection
     finally:
@@ -328,7 +332,7 @@ async def serving(router: ScriptedRouter, api_key: str = "") -> AsyncIterator[Co
         await server.stop(0)
 
 
-def ignore(_: Observed) -> None:
+def ignore(_: ReplayedRequest) -> None:
     pass
 
 
@@ -336,7 +340,7 @@ async def test_requests_go_out_at_their_times_whatever_became_of_those_before() 
     router = scripted()
     router.answer_s = 0.5
     sent = trace(*(request(0.05 * n, 20 + n, 3, 1) for n in range(5)))
-    ended: list[Observed] = []
+    ended: list[ReplayedRequest] = []
     async with serving(router, "secret") as connection:
         result = await replay(sent, connection, PROMPTS, OBJECTIVE, 0, ended.append)
     assert router.most_in_flight == 5
@@ -398,7 +402,7 @@ async def test_an_answer_that_is_too_short_has_failed() -> None:
 async def test_an_interrupt_cancels_what_runs_and_keeps_what_is_done() -> None:
     router = scripted()
     sent = trace(request(0, 14, 1), request(0.1, HANGS, 1), request(0.1, HANGS, 1), request(60, 16, 1))
-    ended: asyncio.Queue[Observed] = asyncio.Queue()
+    ended: asyncio.Queue[ReplayedRequest] = asyncio.Queue()
 
     async def press_ctrl_c() -> None:
         """Once one request is done and two hang."""
@@ -422,7 +426,7 @@ async def test_an_interrupt_cancels_what_runs_and_keeps_what_is_done() -> None:
 async def test_what_is_served_and_who_serves_is_asked_first() -> None:
     router = scripted()
     async with serving(router) as connection:
-        assert await connection.model() == ServedModel("abacus", 64)
+        assert await connection.model() == BenchedModel("abacus", 64)
         assert await connection.workers() == [
             ServingWorker(id=name, role=role, costs=STEPS, num_blocks=100, block_tokens=16, chunk_tokens=512)
             for name, role in (("p0", "prefill"), ("d0", "decode"))
@@ -443,7 +447,7 @@ async def test_what_is_served_and_who_serves_is_asked_first() -> None:
 async def test_a_dead_router_is_told_in_a_sentence() -> None:
     async with serving(scripted()) as connection:
         address = connection.address
-    connection = Connection(address)
+    connection = BenchConnection(address)
     with pytest.raises(NoWorker, match=f"no router answers at {address}; start one with `baton up`"):
         await connection.model()
     await connection.close()

@@ -17,10 +17,10 @@ from baton.engine.core.step_fit import StepFit, StepSize
 from baton.errors import ConfigError
 from deploy.lab.bench.connection import ServingWorker
 from deploy.lab.bench.fit import OFTEN, cost_model, decoding_s, median_costs, prompt_step_s, request_overhead_s
-from deploy.lab.bench.replay import Observed
+from deploy.lab.bench.replay import ReplayedRequest
 from deploy.lab.simulate.command import measured_scenario
 from deploy.lab.simulate.costs import Bench, CostModel, read_bench
-from deploy.lab.simulate.policy import Decision
+from deploy.lab.simulate.policy import RoutingDecision
 from deploy.lab.simulate.run import run_policy
 from deploy.lab.simulate.worker import WorkerShape
 from deploy.lab.simulate.world import Served, World
@@ -57,8 +57,10 @@ def trace(*requests: TraceRequest) -> Trace:
 class Split:
     name = "split"
 
-    def place(self, request: TraceRequest, prefill: Sequence[Any], decode: Sequence[Any], now_s: float) -> Decision:
-        return Decision(computes=prefill[0].index if prefill else decode[0].index, decodes=decode[0].index)
+    def place(
+        self, request: TraceRequest, prefill: Sequence[Any], decode: Sequence[Any], now_s: float
+    ) -> RoutingDecision:
+        return RoutingDecision(computes=prefill[0].index if prefill else decode[0].index, decodes=decode[0].index)
 
     def computed(self, request: TraceRequest, now_s: float) -> None:
         pass
@@ -116,10 +118,10 @@ def test_a_worker_that_has_seen_hardly_a_prompt_can_be_simulated() -> None:
 
 def observed(
     one: TraceRequest, sent_s: float, *token_times: tuple[float, int], cached: int = 0, **timing: Any
-) -> Observed:
+) -> ReplayedRequest:
     usage = Usage(one.num_prompt_tokens, one.num_output_tokens, cached)
     defaults: dict[str, Any] = {"decode_worker": "d0", "prefill_worker": "p0", "mode": "split"}
-    return Observed(
+    return ReplayedRequest(
         request=one,
         sent_s=sent_s,
         outcome="served",
@@ -184,7 +186,7 @@ def test_what_steps_with_a_prompt_take_beyond_the_workers_own_fit() -> None:
 def test_what_decoding_takes_beyond_the_workers_own_fit() -> None:
     """A step takes 1 s and 0.1 s a token; a sequence alone decodes a token a second, three of them one in 0.9 s."""
 
-    def every(step_s: float, began_s: float, num_tokens: int, **timing: Any) -> Observed:
+    def every(step_s: float, began_s: float, num_tokens: int, **timing: Any) -> ReplayedRequest:
         times = [(began_s + step_s * n, 1) for n in range(num_tokens)]
         return observed(request(0.0, 20, num_tokens), 0.0, *times, **timing)
 

@@ -16,7 +16,7 @@ from baton.cluster import Role, WorkerState
 from baton.config import AutoscaleConfig, RouterConfig
 from deploy.lab.simulate import scaler as scaler_module
 from deploy.lab.simulate.costs import PROFILES
-from deploy.lab.simulate.policy import Decision, TwoLegs, WorkerView
+from deploy.lab.simulate.policy import RoutingDecision, TwoLegs, WorkerView
 from deploy.lab.simulate.production import Production
 from deploy.lab.simulate.report import Result, result_of
 from deploy.lab.simulate.run import Scenario, run_policy
@@ -26,8 +26,7 @@ from deploy.lab.simulate.worker import WorkerShape
 from deploy.lab.simulate.world import Served, World
 from deploy.lab.traces.generator import Conversations, generate
 from deploy.lab.traces.trace import Trace, TraceRequest
-from deploy.scaling.policy import Decision as ScaleDecision
-from deploy.scaling.policy import Measured, Needs, Sizes, State
+from deploy.scaling.values import Measured, Needs, PolicyState, ScalingDecision, Sizes
 from router.placement import Objective, Prices
 from tests.unit.deploy.lab.simulate.test_world import (
     COSTS,
@@ -51,9 +50,9 @@ def ordering(monkeypatch: pytest.MonkeyPatch, sized: Sized) -> None:
     """Instead of the policy: what the pools should be, by what they are and when."""
 
     def decide(
-        measured: Measured, state: State, config: AutoscaleConfig, objective: Objective, now_s: float, mode: str
-    ) -> ScaleDecision:
-        return ScaleDecision(
+        measured: Measured, state: PolicyState, config: AutoscaleConfig, objective: Objective, now_s: float, mode: str
+    ) -> ScalingDecision:
+        return ScalingDecision(
             before=measured.sizes,
             sizes=sized(measured.sizes, now_s),
             reasons=("by lot",),
@@ -83,7 +82,7 @@ def test_an_answer_under_way_goes_on_elsewhere_and_waits_for_its_kv_alone(monkey
     """Worker 1 decodes two answers and worker 0 one. That has its first token at 3 s, and then one every 1.1 s; at 10 s
     worker 0 becomes a prefill worker, as soon as its step is over, at 10.7 s, with 7 more tokens out."""
     ordering(monkeypatch, to(Sizes(1, 1), 10.0))
-    placer = Fixed(Decision(computes=0, decodes=0), Decision(computes=1, decodes=1))
+    placer = Fixed(RoutingDecision(computes=0, decodes=0), RoutingDecision(computes=1, decodes=1))
     requests = trace(request(0.0, 20, 40), request(0.0, 16, 60, 9), request(0.5, 16, 60, 19))
     world, (moved, *others) = run(requests, placer, 0, 2)
     assert world.num_moved == 1
@@ -101,7 +100,10 @@ def test_an_answer_under_way_goes_on_elsewhere_and_waits_for_its_kv_alone(monkey
 def test_prompts_that_wait_are_placed_again_and_their_deadlines_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker 0 computes a prompt from 0 s to 7 s, and another waits there; a third one is on worker 1."""
     ordering(monkeypatch, to(Sizes(1, 1), 5.0))
-    here, there = Decision(computes=0, decodes=0, ttft_s=100.0), Decision(computes=1, decodes=1, ttft_s=100.0)
+    here, there = (
+        RoutingDecision(computes=0, decodes=0, ttft_s=100.0),
+        RoutingDecision(computes=1, decodes=1, ttft_s=100.0),
+    )
     placer = Fixed(here, there, here, there, there, there)
     requests = trace(
         request(0.0, 60, 2),
@@ -114,7 +116,7 @@ def test_prompts_that_wait_are_placed_again_and_their_deadlines_stay(monkeypatch
     deadlines = []
     place = world._spec
 
-    def spied(asked: TraceRequest, decision: Decision) -> object:
+    def spied(asked: TraceRequest, decision: RoutingDecision) -> object:
         spec = place(asked, decision)
         deadlines.append(world.now + spec.ttft_s - asked.arrival_s)
         return spec
@@ -130,7 +132,7 @@ def test_prompts_that_wait_are_placed_again_and_their_deadlines_stay(monkeypatch
 
 def test_a_worker_that_starts_takes_its_time_and_one_that_stops_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     ordering(monkeypatch, lambda before, now: Sizes(0, 2) if now < 60 else Sizes(0, 1))
-    placer = Fixed(Decision(computes=0, decodes=0))
+    placer = Fixed(RoutingDecision(computes=0, decodes=0))
     requests = trace(*(request(4.0 * n, 16, 3, 10 * n) for n in range(40)))
     world, served = run(requests, placer, 0, 1)
     num_seen = [len(decode) for _, decode in placer.seen]
@@ -184,12 +186,12 @@ class AnyOf(Anything):
 
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
-    ) -> Decision:
+    ) -> RoutingDecision:
         decodes = self._draws.draw(st.sampled_from(decode))
         computes = self._draws.draw(st.sampled_from([*prefill, decodes]))
         others = [view for view in (*prefill, *decode) if view is not computes and view.num_cached_tokens]
         source = self._draws.draw(st.none() | st.sampled_from(others)) if others else None
-        return Decision(
+        return RoutingDecision(
             computes=computes.index,
             decodes=decodes.index,
             source=source.index if source else None,
@@ -202,7 +204,7 @@ class Checked(Production):
 
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
-    ) -> Decision | None:
+    ) -> RoutingDecision | None:
         decision = super().place(request, prefill, decode, now_s)
         if decision is not None:
             assert decision.decodes in {view.index for view in decode}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.config import RouterConfig
 from baton.costs import StepCosts
 from deploy.lab.simulate.costs import GPUS, MODELS, CostModel, roofline
-from deploy.lab.simulate.policy import Decision, WorkerView
+from deploy.lab.simulate.policy import RoutingDecision, WorkerView
 from deploy.lab.simulate.production import Production
 from deploy.lab.simulate.report import quantiles, result_of
 from deploy.lab.simulate.worker import SimulatedWorker, WorkerShape
@@ -47,7 +47,7 @@ class Fixed:
 
     name = "fixed"
 
-    def __init__(self, *decisions: Decision | None) -> None:
+    def __init__(self, *decisions: RoutingDecision | None) -> None:
         self._decisions = decisions
         self._count = 0
         self.seen: list[tuple[list[WorkerView], list[WorkerView]]] = []
@@ -55,7 +55,7 @@ class Fixed:
 
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
-    ) -> Decision | None:
+    ) -> RoutingDecision | None:
         is_again = any(told == "withdrawn" and other is request for told, other, _ in self.told)
         assert now_s > request.arrival_s if is_again else now_s == request.arrival_s
         self.seen.append((list(prefill), list(decode)))
@@ -92,7 +92,7 @@ def run(
     return world, world.run()
 
 
-HERE = Decision(computes=0, decodes=0)
+HERE = RoutingDecision(computes=0, decodes=0)
 
 
 def test_a_prompt_alone_takes_one_step_and_each_token_another() -> None:
@@ -133,7 +133,7 @@ def test_an_arrival_waits_for_the_step_that_runs_and_for_no_more() -> None:
 
 def test_a_split_request_gets_its_first_token_from_the_prefill_worker() -> None:
     world, (served,) = run(
-        trace(request(0.0, 40, 3)), Fixed(Decision(computes=0, decodes=1)), shape(batch=16), prefill=1, decode=1
+        trace(request(0.0, 40, 3)), Fixed(RoutingDecision(computes=0, decodes=1)), shape(batch=16), prefill=1, decode=1
     )
     computed_s = 2 * (1 + 1.6) + (1 + 0.8)
     assert served.ttft_s == pytest.approx(computed_s)
@@ -145,7 +145,7 @@ def test_a_split_request_gets_its_first_token_from_the_prefill_worker() -> None:
 def test_what_computing_does_not_hide_of_a_transfer_delays_the_second_token() -> None:
     _, (_, second) = run(
         trace(request(0.0, 80, 1), request(50.0, 80, 2)),
-        Fixed(Decision(computes=0, decodes=1)),
+        Fixed(RoutingDecision(computes=0, decodes=1)),
         shape(batch=64),
         prefill=1,
         decode=1,
@@ -158,7 +158,9 @@ def test_what_computing_does_not_hide_of_a_transfer_delays_the_second_token() ->
 
 
 def test_a_prefix_is_pulled_from_where_it_is() -> None:
-    placer = Fixed(Decision(computes=0, decodes=0), Decision(computes=1, decodes=1, source=0, source_tokens=48))
+    placer = Fixed(
+        RoutingDecision(computes=0, decodes=0), RoutingDecision(computes=1, decodes=1, source=0, source_tokens=48)
+    )
     world, (_, second) = run(trace(request(0.0, 48, 1), request(100.0, 58, 1)), placer, decode=2)
     assert second.num_cached_tokens == 48
     assert second.ttft_s == pytest.approx(0.25 + 48 * 0.125 + 1 + 10 * 0.1)
@@ -167,7 +169,9 @@ def test_a_prefix_is_pulled_from_where_it_is() -> None:
 
 
 def test_a_source_that_has_less_than_was_believed_gives_what_it_has() -> None:
-    placer = Fixed(Decision(computes=0, decodes=0), Decision(computes=1, decodes=1, source=0, source_tokens=64))
+    placer = Fixed(
+        RoutingDecision(computes=0, decodes=0), RoutingDecision(computes=1, decodes=1, source=0, source_tokens=64)
+    )
     _, (_, second) = run(trace(request(0.0, 32, 1), request(100.0, 70, 1)), placer, decode=2)
     assert second.num_cached_tokens == 32
     assert second.ttft_s == pytest.approx(0.25 + 32 * 0.125 + 1 + 38 * 0.1)
@@ -176,10 +180,10 @@ def test_a_source_that_has_less_than_was_believed_gives_what_it_has() -> None:
 def test_two_workers_that_pull_from_each_other_end() -> None:
     """Each one's cache is full of what the other wants; room comes as it is reserved, not before."""
     placer = Fixed(
-        Decision(computes=0, decodes=0),
-        Decision(computes=1, decodes=1),
-        Decision(computes=1, decodes=1, source=0, source_tokens=80),
-        Decision(computes=0, decodes=0, source=1, source_tokens=80),
+        RoutingDecision(computes=0, decodes=0),
+        RoutingDecision(computes=1, decodes=1),
+        RoutingDecision(computes=1, decodes=1, source=0, source_tokens=80),
+        RoutingDecision(computes=0, decodes=0, source=1, source_tokens=80),
     )
     requests = trace(request(0.0, 80, 1), request(0.5, 80, 1, 50), request(100.0, 96, 1), request(100.0, 96, 1, 50))
     _, served = run(requests, placer, shape(num_blocks=8), decode=2)
@@ -226,13 +230,13 @@ class Anything:
 
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
-    ) -> Decision:
+    ) -> RoutingDecision:
         decodes = self._draws.draw(st.sampled_from(decode)).index
         computes = self._draws.draw(st.sampled_from([*prefill, decode[decodes - len(prefill)]])).index
         others = [view for view in (*prefill, *decode) if view.index != computes and view.num_cached_tokens]
         source = self._draws.draw(st.none() | st.sampled_from(others)) if others else None
         objectives = st.sampled_from([0.5, 3.0, 60.0, math.inf])
-        return Decision(
+        return RoutingDecision(
             computes=computes,
             decodes=decodes,
             source=source.index if source else None,
@@ -323,7 +327,7 @@ def test_quantiles_are_of_everything_that_occurred() -> None:
 
 
 def test_the_placer_is_told_of_first_and_last_tokens() -> None:
-    placer, requests = Fixed(Decision(computes=0, decodes=1)), trace(request(0.0, 40, 3))
+    placer, requests = Fixed(RoutingDecision(computes=0, decodes=1)), trace(request(0.0, 40, 3))
     _, (served,) = run(requests, placer, prefill=1, decode=1)
     assert placer.told == [
         ("computed", requests.requests[0], served.first_token_s),
@@ -364,7 +368,7 @@ def test_itl_objectives_reach_the_engine() -> None:
     """A prompt of 60 tokens, in one step with the sequence that decodes, takes 7.1 s; the least chunk is of 7."""
     requests = trace(request(0.0, 40, 30), request(10.0, 60, 1, 20))
 
-    def slowest(decision: Decision) -> float:
+    def slowest(decision: RoutingDecision) -> float:
         _, (first, second) = run(requests, Fixed(decision))
         assert second.finished_s < math.inf
         return max(interval for interval, _ in first.intervals)
@@ -414,7 +418,9 @@ def view(index: int, num_cached_tokens: int = 0) -> WorkerView:
     )
 
 
-def placed(production: Production, num: int, prefill: list[WorkerView], decode: list[WorkerView]) -> list[Decision]:
+def placed(
+    production: Production, num: int, prefill: list[WorkerView], decode: list[WorkerView]
+) -> list[RoutingDecision]:
     found = [production.place(request(0.0, 80, 5), prefill, decode, 0.0) for _ in range(num)]
     return [decision for decision in found if decision is not None]
 
@@ -423,7 +429,7 @@ def test_the_routers_own_placement_decides_with_its_settings() -> None:
     """64 of the prompt's 80 tokens are somewhere: 1.6 s there, and elsewhere 8 s or a pull."""
     pool = [view(3), view(4, num_cached_tokens=64), view(5)]
     decisions = placed(Production(RouterConfig(pull_above_tokens=64), Objective(), FREE), 9, [], pool)
-    assert decisions[0] == Decision(computes=4, decodes=4, num_expected_tokens=256)
+    assert decisions[0] == RoutingDecision(computes=4, decodes=4, num_expected_tokens=256)
     elsewhere = [decision for decision in decisions if decision.computes != 4]
     assert {(decision.source, decision.source_tokens) for decision in elsewhere} == {(4, 64)}
     never = placed(Production(RouterConfig(pull_above_tokens=65), Objective(), FREE), 20, [], pool)
@@ -481,7 +487,7 @@ def test_under_overload_the_routers_own_admission_serves_those_whom_it_lets_in_o
     assert num_late <= 0.1 * len(let_in)
     without = World(
         requests,
-        Fixed(Decision(computes=0, decodes=0), Decision(computes=1, decodes=1)),
+        Fixed(RoutingDecision(computes=0, decodes=0), RoutingDecision(computes=1, decodes=1)),
         shape(num_blocks=512, batch=64),
         costs,
         decode=2,

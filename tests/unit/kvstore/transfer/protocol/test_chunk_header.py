@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,6 +72,13 @@ def test_every_flipped_bit_is_noticed() -> None:
         data[bit // 8] ^= 1 << bit % 8
         with pytest.raises(TransferCorrupted, match="does not add up"):
             unpacked(bytes(data))
+
+
+def test_a_header_of_another_protocol_version_is_refused() -> None:
+    body = bytearray(HEADER.pack()[:-4])
+    body[4] += 1
+    with pytest.raises(TransferCorrupted, match="does not add up"):
+        unpacked(bytes(body) + xxhash.xxh32_intdigest(bytes(body)).to_bytes(4, "little"))
 
 
 @pytest.mark.parametrize("name", NAMES)

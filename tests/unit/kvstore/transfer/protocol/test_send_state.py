@@ -208,6 +208,14 @@ def test_sending_has_no_time_limit_and_a_commit_has_its_own() -> None:
     assert [type(i) for i in offers.tick(1e6 + 10.0)] == [TransferFailed, Send, Unpin]
 
 
+def test_a_grant_after_the_commit_is_an_answer() -> None:
+    """Another source is not complete yet: the receiver is alive, and the wait begins anew."""
+    offers = committing()
+    assert offers.on_grant("t", 1, 5.0) == []
+    assert offers.tick(14.9) == [Send(COMMIT)]
+    assert [type(i) for i in offers.tick(15.0)] == [TransferFailed, Send, Unpin]
+
+
 def test_answers_about_others_are_counted_and_change_nothing() -> None:
     offers = committing()
     assert offers.on_grant("t", 2, 0.0) == offers.on_commit_ack("u", 1) == []

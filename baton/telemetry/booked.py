@@ -1,0 +1,118 @@
+"""Instruments on which the router books what happens to requests. A new one is one field of `Booked`.
+
+Names are OpenTelemetry's. Prometheus shows them with underscores and units: `gen_ai.server.request.duration` is
+`gen_ai_server_request_duration_seconds` there. Durations are differences of one process's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.telemetry.prometheus import Counter, Histogram
+
+# Bounds of the OpenTelemetry GenAI semantic conventions, in seconds, extended for late answers: a quantile in the last
+# bucket is only known to be above the last bound.
+LONG_BOUNDS = [163.84, 327.68, 655.36, 1310.72, 3600.0]
+DURATION_BOUNDS = [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, *LONG_BOUNDS]
+LATE_BOUNDS = [20.0, 40.0, 60.0, 120.0, 300.0, 600.0]
+TTFT_BOUNDS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, *LATE_BOUNDS]
+TOKEN_BOUNDS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0]
+STAGE_BOUNDS = [0.001, 0.0025, 0.005, *DURATION_BOUNDS]
+ERROR_BOUNDS = [0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0]
+
+
+def _histogram(name: str, description: str, bounds: Sequence[float], unit: str = "s") -> Histogram:
+    made: Histogram = field(default_factory=lambda: Histogram(name, description, bounds, unit))
+    return made
+
+
+def _counter(name: str, description: str, unit: str = "") -> Counter:
+    made: Counter = field(default_factory=lambda: Counter(name, description, unit))
+    return made
+
+
+@dataclass(kw_only=True, eq=False)
+class Booked:
+    """One field per instrument, in the order of the catalogue; its description is the one that Prometheus shows."""
+
+    request_duration: Histogram = _histogram(
+        "gen_ai.server.request.duration", "Time from a request's arrival to its last token.", DURATION_BOUNDS
+    )
+    time_to_first_token: Histogram = _histogram(
+        "gen_ai.server.time_to_first_token", "Time from a request's arrival to its first token.", TTFT_BOUNDS
+    )
+    time_per_output_token: Histogram = _histogram(
+        "gen_ai.server.time_per_output_token", "Mean time between a request's tokens after the first.", TOKEN_BOUNDS
+    )
+    inter_token_latency: Histogram = _histogram(
+        "baton.inter_token_latency", "Time between two consecutive tokens of a choice.", TOKEN_BOUNDS
+    )
+    stage_duration: Histogram = _histogram(
+        "baton.stage.duration",
+        "Time that an answered request spent in a stage: queue, decode_admission, prefill, transfer, decode or "
+        "recovery. Each request is in every histogram; its stages add up to the time from arrival to last token.",
+        STAGE_BOUNDS,
+    )
+    transfer_duration: Histogram = _histogram(
+        "baton.transfer.duration",
+        "Duration of a KV hand-over, from its first chunk to the acknowledged commit.",
+        DURATION_BOUNDS,
+    )
+    transfer_bytes: Counter = _counter("baton.transfer", "KV bytes handed over.", "By")
+    prediction_error: Histogram = _histogram(
+        "baton.placement.prediction_error",
+        "Relative error of placement's predictions, |predicted - measured| / measured, by what was predicted.",
+        ERROR_BOUNDS,
+        unit="",
+    )
+    shed: Counter = _counter(
+        "baton.admission_shed", "Admitted requests that were shed, before their first token, in favour of others."
+    )
+    requests_slo: Counter = _counter(
+        "baton.requests_slo",
+        "Finished requests by SLO class and outcome: met, ttft_missed, itl_missed, e2e_missed, error, rejected or "
+        "cancelled. Goodput is the rate of met.",
+    )
+    tokens_slo_met: Counter = _counter(
+        "baton.tokens_slo_met", "Tokens generated for requests that met their objectives, by SLO class."
+    )
+    slo_misses: Counter = _counter(
+        "baton.slo_misses",
+        "Answered requests that missed an objective, by SLO class, outcome (ttft_missed, itl_missed, e2e_missed) "
+        "and the stage to blame: queue, decode_admission, prefill, transfer, decode or recovery.",
+    )
+    tenant_requests: Counter = _counter(
+        "baton.tenant_requests",
+        "Finished requests by tenant and outcome: the outcomes of baton_requests_slo_total, and invalid.",
+    )
+    tenant_tokens: Counter = _counter(
+        "baton.tenant_tokens",
+        "Tokens of served requests, by tenant and kind: prompt, cached (a part of prompt), generated.",
+    )
+    requests: Counter = _counter(
+        "baton.requests", "Finished requests by outcome: ok, error, rejected, invalid or cancelled."
+    )
+    retries: Counter = _counter("baton.retries", "Choices that were placed again, by the kind of the failure before.")
+    migrations: Counter = _counter("baton.migrations", "Choices that moved, with their KV, from a worker that leaves.")
+    prompt_tokens: Counter = _counter("baton.prompt_tokens", "Prompt tokens of served requests.")
+    prefix_hit_tokens: Counter = _counter(
+        "baton.prefix_hit_tokens", "Prompt tokens found in a worker's prefix cache, or pulled into it."
+    )
+    prefix_ceiling_tokens: Counter = _counter(
+        "baton.prefix_ceiling_tokens",
+        "Prompt tokens that a cache without eviction would have held, among the prompts that this router has seen: at "
+        "least the last 262144 blocks. The ceiling of baton_prefix_hit_tokens_total.",
+    )
+    stale_hints: Counter = _counter(
+        "baton.index_stale_hints", "Placements on a worker that held less of the prompt than the prefix index reported."
+    )
+    stale_tokens: Counter = _counter(
+        "baton.index_stale_tokens",
+        "Prompt tokens the index wrongly reported as cached, whether or not they were then pulled from another worker.",
+    )
+    generation_tokens: Counter = _counter("baton.generation_tokens", "Generated tokens.")
+    finished_choices: Counter = _counter(
+        "baton.finished_choices", "Choices generated to their end, by reason: stop or length."
+    )
+    placements: Counter = _counter("baton.placements", "Placements by mode and workers.")

@@ -1,0 +1,259 @@
+"""Metrics that are read from the cluster's status at every scrape. A new one is one row of `OBSERVED`.
+
+Every router shows them for all workers, as their leases in Redis report them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from baton.cluster import VERSION, ClusterStatus, PoolScaling, Worker, WorkerState
+from baton.config import SloClassConfig
+from baton.telemetry.prometheus import Observation
+
+Observe = Callable[[ClusterStatus], Iterable[Observation]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedMetric:
+    """A gauge or counter whose rows come from the status."""
+
+    name: str
+    description: str
+    observe: Observe
+    unit: str = ""
+    is_counter: bool = False
+
+
+def _labels(worker: Worker) -> dict[str, str]:
+    return {"worker": worker.info.id, "role": worker.info.role.value}
+
+
+def _block_counts(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        blocks = worker.load.blocks
+        for state, count in (("free", blocks.free), ("cached", blocks.cached), ("in_use", blocks.in_use)):
+            yield Observation(count, {**_labels(worker), "state": state})
+
+
+def _sequence_counts(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        yield Observation(worker.load.running, {**_labels(worker), "state": "running"})
+        yield Observation(worker.load.waiting, {**_labels(worker), "state": "waiting"})
+
+
+def _worker_states(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        for state in WorkerState:
+            yield Observation(int(worker.load.state == state), {**_labels(worker), "state": state.value})
+
+
+def _worker_infos(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        info = worker.info
+        more = {"node": info.node, "wire_compat": info.wire_compat, "block_size": str(info.block_size)}
+        yield Observation(1, {**_labels(worker), **more})
+
+
+def _scaling(status: ClusterStatus) -> tuple[PoolScaling, ...]:
+    return status.controller.scaling if status.controller is not None else ()
+
+
+def _pools(status: ClusterStatus) -> Iterable[Observation]:
+    for name, pool in status.pools.items():
+        yield Observation(pool.desired, {"pool": name, "state": "desired"})
+        yield Observation(pool.ready, {"pool": name, "state": "ready"})
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRows:
+    """Reads fields of `TransferCounts`, each with the labels that distinguish it from the others of its metric."""
+
+    fields: Mapping[str, Mapping[str, str]]
+
+    def __call__(self, status: ClusterStatus) -> Iterable[Observation]:
+        for worker in status.workers:
+            for field, more in self.fields.items():
+                yield Observation(getattr(worker.load.transfers, field), {**_labels(worker), **more})
+
+
+def objectives(slo_classes: Mapping[str, SloClassConfig]) -> list[Observation]:
+    """The objectives in seconds; none for what has no objective."""
+    found = []
+    for name, slo in slo_classes.items():
+        for objective, value_ms in (("ttft", slo.ttft_ms), ("itl", slo.itl_ms), ("e2e", slo.e2e_ms)):
+            if math.isfinite(value_ms):
+                found.append(Observation(value_ms / 1e3, {"slo_class": name, "objective": objective}))
+    return found
+
+
+DIRECTIONS, OUTCOMES = ("sent", "received"), ("committed", "failed")
+FAILURES = ("corrupted", "expired", "timed_out", "refused", "lost")
+
+OBSERVED: tuple[ObservedMetric, ...] = (
+    ObservedMetric(name="baton.kv_blocks", description="KV blocks of a worker by state.", observe=_block_counts),
+    ObservedMetric(
+        name="baton.worker_sequences", description="Sequences on a worker by state.", observe=_sequence_counts
+    ),
+    ObservedMetric(
+        name="baton.worker_ready",
+        description="1 for a worker that takes traffic, else 0.",
+        observe=lambda s: [Observation(int(w.load.state == "ready"), _labels(w)) for w in s.workers],
+    ),
+    ObservedMetric(
+        name="baton.worker_state",
+        description="1 for the state that a worker is in, 0 for the others: starting, ready, draining or dead.",
+        observe=_worker_states,
+    ),
+    ObservedMetric(
+        name="baton.worker_info",
+        description="1 for each worker, with its constant properties as labels.",
+        observe=_worker_infos,
+    ),
+    ObservedMetric(
+        name="baton.build_info",
+        description="1, with the version of this router as a label.",
+        observe=lambda s: [Observation(1, {"version": VERSION})],
+    ),
+    ObservedMetric(
+        name="baton.autoscale_utilisation",
+        description="Utilisation of a pool, as the autoscaler last measured it; its target is "
+        "autoscale.target_utilisation.",
+        observe=lambda s: [Observation(p.utilisation, {"pool": p.pool}) for p in _scaling(s)],
+    ),
+    ObservedMetric(
+        name="baton.autoscale_wanted_workers",
+        description="Number of workers that the autoscaler last wanted a pool to have.",
+        observe=lambda s: [Observation(p.wanted, {"pool": p.pool}) for p in _scaling(s)],
+    ),
+    ObservedMetric(
+        name="baton.worker_self_check_ok",
+        description="1 while a worker's own integrity check holds, else 0.",
+        observe=lambda s: [Observation(int(w.load.self_check == "ok"), {"worker": w.info.id}) for w in s.workers],
+    ),
+    ObservedMetric(
+        name="baton.mirror_blocks",
+        description="Blocks that a worker holds according to this router's copy of the index; baton_kv_blocks is the "
+        "worker's own count.",
+        observe=lambda s: [Observation(number, {"worker": worker}) for worker, number in s.mirrored_blocks.items()],
+    ),
+    ObservedMetric(name="baton.pool_workers", description="Workers of a pool, desired and ready.", observe=_pools),
+    ObservedMetric(
+        name="baton.redis_up",
+        description="1 while the router reaches Redis, else 0.",
+        observe=lambda s: [Observation(int(s.redis_ok))],
+    ),
+    ObservedMetric(
+        name="baton.preemptions",
+        description="Sequences of a worker that were preempted: they gave their blocks back and were computed again.",
+        observe=lambda s: [Observation(w.load.preemptions, _labels(w)) for w in s.workers],
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.store_garbage",
+        description="Values in Redis that this router could not read and skipped, counted every time, by what they "
+        "are: lease, router, event, epoch, boot, ...",
+        observe=lambda s: [Observation(each.times, {"what": each.what}) for each in s.store_garbage],
+        is_counter=True,
+    ),
+    # KV between workers: hand-overs and pulled prefixes. Both sides count each transfer; the sender counts the seconds.
+    ObservedMetric(
+        name="baton.kv_transfers",
+        description="KV transfers of a worker that ended, by direction and outcome. A transfer that was no longer "
+        "needed when it ended is in neither.",
+        observe=TransferRows(
+            {f"{way}_{end}": {"direction": way, "outcome": end} for way in DIRECTIONS for end in OUTCOMES}
+        ),
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.kv_transfer_failures",
+        description="Failed KV transfers by reason. corrupted: a header or a checksum did not match; expired: the "
+        "lease ended; timed_out: one operation took too long; refused: the two sides do not fit; lost: the "
+        "connection, its transport or the peer broke.",
+        observe=TransferRows({name: {"reason": name} for name in FAILURES}),
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.kv_messages_fenced",
+        description="Messages and chunks of an unknown or past transfer, which were dropped.",
+        observe=TransferRows({"fenced": {}}),
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.kv_messages_resent",
+        description="Control messages that were sent again because no answer came.",
+        observe=TransferRows({"resent": {}}),
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.kv_nccl_stalls",
+        description="NCCL operations that did not end in time; their connection was given up.",
+        observe=TransferRows({"nccl_stalls": {}}),
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.kv_transfer",
+        description="Payload of committed KV transfers.",
+        observe=TransferRows({f"{way}_bytes": {"direction": way} for way in DIRECTIONS}),
+        unit="By",
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.kv_transfer_chunks",
+        description="Chunks of committed KV transfers.",
+        observe=TransferRows({f"{way}_chunks": {"direction": way} for way in DIRECTIONS}),
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.kv_transfer_time",
+        description="Total duration of sent KV transfers, each from its first chunk to the acknowledged commit.",
+        observe=TransferRows({"transfer_s": {}}),
+        unit="s",
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.kv_transfer_exposed_time",
+        description="The part of baton_kv_transfer_time_seconds_total after the prompt was computed, which no "
+        "computation hid.",
+        observe=TransferRows({"exposed_s": {}}),
+        unit="s",
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.kv_pulled_tokens",
+        description="Prompt tokens pulled from another worker's cache.",
+        observe=TransferRows({"pulled_tokens": {}}),
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.kv_pull_failures",
+        description="Prefixes that could not be pulled and were computed instead.",
+        observe=TransferRows({"failed_pulls": {}}),
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.kv_open_pairs",
+        description="Open connections to other workers, one per pair of ranks.",
+        observe=TransferRows({"open_pairs": {}}),
+    ),
+    ObservedMetric(
+        name="baton.kv_staging_slots_in_use",
+        description="Staging slots that hold a chunk.",
+        observe=TransferRows({"slots_in_use": {}}),
+    ),
+    ObservedMetric(
+        name="baton.kv_unsent",
+        description="Bytes of KV that is computed, pinned and not sent yet.",
+        observe=TransferRows({"unsent_bytes": {}}),
+        unit="By",
+    ),
+    ObservedMetric(
+        name="baton.mirror_lag",
+        description="Age of the newest index event that a router has not processed yet.",
+        observe=lambda s: [Observation(r.mirror_lag_s, {"router": r.id}) for r in s.routers],
+        unit="s",
+    ),
+)

@@ -1,0 +1,122 @@
+"""Checks of the transports of KV that a build of torch or a machine may lack: gloo, NCCL, RDMA."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from baton.config import Config
+from deploy.doctor.checks import Check, judged, names
+
+
+def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
+    """What carries KV between workers, of what a build of torch or a machine may lack: gloo, NCCL, RDMA. Shared memory
+    and TCP need nothing.
+    """
+    import torch
+    import torch.distributed as dist
+
+    has_nccl_link = torch.cuda.is_available() and "nccl" in config.transfer.links  # its signals are on gloo
+    if has_nccl_link or "gloo" in config.transfer.links or config.engine.tensor_parallel > 1:
+        is_there = dist.is_available() and dist.is_gloo_available()
+        yield judged(
+            "gloo",
+            is_there,
+            "available" if is_there else "missing from this build of torch",
+            "install the torch build that the Makefile installs",
+        )
+    if not has_nccl_link:
+        return
+    version = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""  # type: ignore[no-untyped-call]
+    yield judged(
+        "nccl",
+        bool(version),
+        version or "missing from this build of torch",
+        "install torch's CUDA build; until then KV goes over TCP",
+        "warn",
+    )
+    up = [name for name, stats in psutil.net_if_stats().items() if stats.isup]
+    yield nccl_interfaces(environ.get("NCCL_SOCKET_IFNAME", ""), up)
+    yield rdma(
+        Path("/sys/class/infiniband"),
+        Path("/dev/infiniband"),
+        environ.get("NCCL_IB_DISABLE", "0") == "1",
+        resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+    )
+
+
+def nccl_interfaces(setting: str, up: Collection[str]) -> Check:
+    """Whether NCCL finds a network by NCCL_SOCKET_IFNAME: prefixes, after `^` those to avoid, after `=` whole names.
+
+    Args:
+        up: the interfaces of this machine that are up.
+    """
+    is_excluding, rest = setting.startswith("^"), setting.removeprefix("^")
+    is_exact, listed = rest.startswith("="), [name for name in rest.removeprefix("=").split(",") if name]
+
+    def is_named(interface: str) -> bool:
+        return interface in listed if is_exact else any(interface.startswith(name) for name in listed)
+
+    if listed:
+        used = [name for name in up if is_named(name) != is_excluding]
+    else:  # NCCL's own choice: the loopback and Docker's bridge come last
+        used = [name for name in up if not name.startswith(("lo", "docker"))] or list(up)
+    shown = f"NCCL_SOCKET_IFNAME={setting}" if setting else "NCCL_SOCKET_IFNAME is not set"
+    if not used:
+        return Check(
+            "nccl network",
+            "fail",
+            f"{shown} matches no interface that is up ({names(up)})",
+            "name one of those, or leave the variable unset: NCCL then chooses",
+        )
+    if all(name.startswith("lo") for name in used):
+        return Check(
+            "nccl network",
+            "warn",
+            f"{shown}: only the loopback, {names(used)}",
+            "enough for one node; workers on other nodes need an interface between the nodes",
+        )
+    return Check("nccl network", "ok", f"{shown}: {names(used)}")
+
+
+def rdma(devices: Path, nodes: Path, is_disabled: bool, memlock: int) -> Check:
+    """RDMA devices of the machine, and whether this process may use them.
+
+    Args:
+        devices: the kernel's list of the devices.
+        nodes: the folder of their device files.
+        is_disabled: whether NCCL is configured not to use them.
+        memlock: bytes that this process may lock; -1: any number.
+    """
+    states = {path.name: _rdma_state(path) for path in devices.glob("*")}
+    active = [name for name, state in states.items() if "ACTIVE" in state]
+    if not states:
+        return Check("rdma", "ok", "no devices: NCCL uses TCP between nodes")
+    found = ", ".join(f"{name} {state}" for name, state in sorted(states.items()))
+    if is_disabled:
+        return Check("rdma", "warn", f"{found}; NCCL_IB_DISABLE=1", "unset it, unless TCP is what is wanted")
+    if not active:
+        return Check("rdma", "warn", found, "no port is active: look at cables, subnet manager and `ibstat`")
+    if not any(nodes.glob("uverbs*")):
+        return Check(
+            "rdma",
+            "warn",
+            f"{found}, but {nodes} is empty",
+            "ask for the RDMA resource of the cluster's device plugin (workers' `resources` in the chart)",
+        )
+    if 0 <= memlock < 2**30:
+        return Check(
+            "rdma",
+            "warn",
+            f"{found}, but only {memlock // 1024} KiB may be locked",
+            "raise the memlock limit: IPC_LOCK for the container, or `ulimit -l unlimited`",
+        )
+    return Check("rdma", "ok", found)
+
+
+def _rdma_state(device: Path) -> str:
+    ports = sorted(device.glob("ports/*/state"))
+    return " ".join(port.read_text().strip().partition(": ")[2] for port in ports) or "without ports"
