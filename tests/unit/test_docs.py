@@ -17,8 +17,8 @@ PAGES = sorted(
 )
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(#[^)]+)?\)")
 PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
-OURS = ("baton/", "router/", "kvstore/", "deploy/", "prefill_worker/", "decode_worker/", "tests/", "tools/", "docs/")
-OURS += ("examples/", "proto/", "helm/")
+FOLDERS = "baton router kvstore deploy prefill_worker decode_worker tests tools docs examples proto helm"
+OURS = tuple(f"{folder}/" for folder in FOLDERS.split())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

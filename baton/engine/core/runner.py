@@ -57,7 +57,7 @@ class StepPart(NamedTuple):
     """Whether this is one token of a sequence that has begun to answer."""
     sampling: SamplingParams
     choice_index: int
-    """With `sampling.seed` and the position, the counter of the random number that draws the next token."""
+    """Part of the counter of the random number that draws the next token, with `sampling.seed` and the position."""
 
     @property
     def num_scheduled_tokens(self) -> int:
