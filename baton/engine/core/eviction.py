@@ -113,7 +113,7 @@ class EvictionOrder:
         return True, _oldest(again) + self.margin
 
     def _step(self, is_protected: bool) -> float:
-        """Returns the change of the margin for one ghost of a kind that comes again; 0 if none of it has gone lately."""
+        """Returns the margin's change for one ghost of a kind that comes again; 0 if none of it has gone lately."""
         num_same, num_others = len(self._ghosts[is_protected]), len(self._ghosts[not is_protected])
         return STEP * max(1.0, num_others / num_same) if num_same else 0.0
 
