@@ -100,7 +100,8 @@ class Timing:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateChunk:
     """What is new of one choice. The last chunk of the whole stream carries `usage` and `timing`; all carry `usage`
-    where the request asks for that."""
+    where the request asks for that.
+    """
 
     request_id: str
     choice_index: int

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 FORGETTING = 0.995
 """Weight of an observation after the next one: about 200 of them are remembered."""
 PRIOR_WEIGHT = 0.1
-"""Of each of the prior's coefficients, in observations of which it is the whole; it fades as observations come."""
+"""Weight of each of the prior's coefficients, in observations that it makes up wholly; it fades as they come in."""
 
 
 class CostFit:

@@ -78,7 +78,8 @@ class ClusterConfig:
 @section("kubernetes")
 class KubernetesConfig:
     """Where Kubernetes keeps the sizes of the pools: in ServingPools, which `kubectl scale`, autoscalers, the CLI and
-    `Admin.ScalePool` all change. The chart fills it in."""
+    `Admin.ScalePool` all change. The chart fills it in.
+    """
 
     namespace: Text = ""
     """Namespace of the ServingPools. Empty: this is not Kubernetes."""

@@ -56,7 +56,8 @@ class Config:
 
     def to_json(self) -> str:
         """The settings that differ from their defaults: a process of the previous release refuses names it does not
-        know."""
+        know.
+        """
         return json.dumps(_changed(self, dataclasses.asdict(self)))
 
     @staticmethod

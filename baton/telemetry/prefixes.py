@@ -47,7 +47,8 @@ class PrefixBook:
 
     def hottest(self) -> list[tuple[str, float]]:
         """The most common beginnings of recent prompts that more than one of them has: the first 8 hexadecimal digits
-        of the first block's key, and the share of the prompts."""
+        of the first block's key, and the share of the prompts.
+        """
         most = [(key, count) for key, count in self._beginnings.most_common(HOTTEST + 1) if key and count > 1]
         return [(key.hex()[:8], count / len(self._recent)) for key, count in most[:HOTTEST]]
 

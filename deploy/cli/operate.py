@@ -145,10 +145,10 @@ def doctor(
 
     Changes nothing. Exit status 1: a check failed.
     """
-    from deploy.doctor import Place, diagnose, not_configured, show
+    from deploy.doctor import DoctorPart, diagnose, not_configured, show
 
-    if part not in list(Place):
-        raise InvalidRequest(f"--part must be one of {', '.join(Place)}; got {part!r}")
+    if part not in list(DoctorPart):
+        raise InvalidRequest(f"--part must be one of {', '.join(DoctorPart)}; got {part!r}")
     end_s = time.monotonic() + wait_s
     while True:
         try:
@@ -157,7 +157,7 @@ def doctor(
             checks = not_configured(error)
             break
         router = address or f"{settings.cluster.host}:{settings.cluster.grpc_port}"
-        checks = diagnose(settings, router, Place(part), api_key)
+        checks = diagnose(settings, router, DoctorPart(part), api_key)
         if all(check.state != "fail" for check in checks) or time.monotonic() >= end_s:
             break
         time.sleep(1)

@@ -22,10 +22,10 @@ from deploy.doctor.checks import Check, guarded, judged, show
 from deploy.doctor.reach import Target, reachability
 from kvstore.index import without_password
 
-__all__ = ["Check", "Place", "diagnose", "not_configured", "show"]
+__all__ = ["Check", "DoctorPart", "diagnose", "not_configured", "show"]
 
 
-class Place(StrEnum):
+class DoctorPart(StrEnum):
     LAPTOP = "laptop"
     CLUSTER = "cluster"
     ROUTER = "router"
@@ -36,7 +36,7 @@ class Place(StrEnum):
 def diagnose(
     config: Config,
     address: str,
-    part: Place = Place.LAPTOP,
+    part: DoctorPart = DoctorPart.LAPTOP,
     api_key: str = "",
     environ: Mapping[str, str] = os.environ,
 ) -> list[Check]:
@@ -45,21 +45,21 @@ def diagnose(
     Args:
         address: of a router; of no use to a part that does not run yet.
     """
-    if part is Place.LAPTOP:
+    if part is DoctorPart.LAPTOP:
         return _laptop(config, address, api_key, environ)
-    if part is Place.CLUSTER:
+    if part is DoctorPart.CLUSTER:
         missing = Check("router", "fail", f"none answers at {address}", "name another one with --address")
         return cluster.diagnose(config, address, api_key, _is_inside(environ)) or [missing]
     checks = [Check("configuration", "ok", "valid")]
     checks += _configured_redis(config)
-    if part is Place.ROUTER:
+    if part is DoctorPart.ROUTER:
         checks += guarded("tenants", lambda: machine.tenants(config))
         checks += machine.cache_secret(config)
         checks += machine.announced(config)
         checks += guarded("model", lambda: machine.model(config, is_needed=True))
         checks += guarded("ports", lambda: machine.ports(config))
         checks += guarded("open files", lambda: machine.files(config))
-    elif part is Place.CONTROLLER:
+    elif part is DoctorPart.CONTROLLER:
         checks += _named(config)
         checks += guarded("state file", lambda: _state(config))
         checks += guarded("kubernetes", lambda: _api_server(config, environ))

@@ -72,10 +72,9 @@ def metrics_seen(scraped: Mapping[str, Samples | None]) -> Iterator[Check]:
 
 
 def versions(found: Mapping[str, str], ours: str) -> Iterator[Check]:
-    """
-    Args:
-        found: who -> its version, of those that tell.
-        ours: of the distribution that this command is from.
+    """Args:
+    found: who -> its version, of those that tell.
+    ours: of the distribution that this command is from.
     """
     several = redis.by_value((who, version) for who, version in found.items())
     if len(several) > 1:

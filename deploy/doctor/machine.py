@@ -83,13 +83,12 @@ def torch_build(config: Config, num_workers: int = 1) -> Iterator[Check]:
 
 
 def gpu(wanted: str, needed: int, num_gpus: int, gpus: str, cuda: str, driver: str) -> Check:
-    """
-    Args:
-        wanted: `model.device`.
-        needed: GPUs at least, where there are any.
-        gpus: their names.
-        cuda: the version that torch is built for; empty: it is a CPU build.
-        driver: the kernel's; empty: there is none.
+    """Args:
+    wanted: `model.device`.
+    needed: GPUs at least, where there are any.
+    gpus: their names.
+    cuda: the version that torch is built for; empty: it is a CPU build.
+    driver: the kernel's; empty: there is none.
     """
     if num_gpus:
         found = f"{num_gpus} x {gpus}; CUDA {cuda}, driver {driver or 'unknown'}"

@@ -304,9 +304,8 @@ def kv_compatibility(workers: Sequence[Worker]) -> Iterator[Check]:
 
 
 def kv_kinds(kinds: dict[str, list[str]]) -> Check:
-    """
-    Args:
-        kinds: wire_compat -> workers.
+    """Args:
+    kinds: wire_compat -> workers.
     """
     if len(kinds) > 1:
         return Check(
@@ -320,9 +319,8 @@ def kv_kinds(kinds: dict[str, list[str]]) -> Check:
 
 
 def shapes(workers: Sequence[tuple[str, str, int, int]]) -> Iterator[Check]:
-    """
-    Args:
-        workers: id, role, block size, chunk tokens.
+    """Args:
+    workers: id, role, block size, chunk tokens.
     """
     for name, column in (("block size", 2), ("chunk tokens", 3)):
         for role in sorted({worker[1] for worker in workers}):

@@ -114,7 +114,8 @@ def split(address: str) -> tuple[str, int]:
 
 def seen_from(announced: str, asked: str) -> list[str]:
     """Addresses to try for an announced one, for a client that reached the router's gRPC port at `asked`: the announced
-    one, and its port on the asked host, since the announced host may be known in the cluster only."""
+    one, and its port on the asked host, since the announced host may be known in the cluster only.
+    """
     host, _, port = announced.rpartition(":")
     asked_host = asked.rpartition(":")[0]
     found = [] if host in NOWHERE else [announced]

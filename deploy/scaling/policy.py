@@ -78,12 +78,7 @@ def decide(
     before, bounds = measured.sizes, _Bounds(config, measured, is_aggregated)
     pressure = needs.pressure(before) if before.decode else math.inf
     is_pressed = pressure > config.target_utilisation
-    side = "above" if is_pressed else "within"
-    reasons.append(
-        f"{before} workers, for the work of {needs.prefill:.1f}:{needs.decode:.1f} and a backlog of "
-        f"{needs.backlog:.1f}: the busier pool is at {pressure:.0%}, {side} the target of "
-        f"{config.target_utilisation:.0%}."
-    )
+    reasons.append(_in_words(needs, before, pressure, config.target_utilisation))
     smaller = None if is_pressed else bounds.one_less(needs, before)
     is_quiet = smaller is not None and needs.pressure(smaller) <= SLACK * config.target_utilisation
     since_s = state.quiet_since_s if state.sizes in (None, before) else now_s
@@ -116,6 +111,15 @@ def decide(
     return order(
         smaller,
         f"For {now_s - since_s:.0f} s {smaller} would have done, now at {needs.pressure(smaller):.0%}: one stops.",
+    )
+
+
+def _in_words(needs: Needs, sizes: Sizes, pressure: float, target: float) -> str:
+    """How busy the pools are, against the target utilisation."""
+    side = "above" if pressure > target else "within"
+    return (
+        f"{sizes} workers, for the work of {needs.prefill:.1f}:{needs.decode:.1f} and a backlog of "
+        f"{needs.backlog:.1f}: the busier pool is at {pressure:.0%}, {side} the target of {target:.0%}."
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopChecker:
-    """Cuts a stream of text before the first occurrence of any stop string.
+    r"""Cuts a stream of text before the first occurrence of any stop string.
 
     However the stream is split, what comes out is `text[:min(text.find(s) for s in stops)]`: the match that begins
     earliest wins. Text is held back only while it may be the beginning of a stop string.

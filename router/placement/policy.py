@@ -279,7 +279,8 @@ def _session_of(prompt: Prompt) -> int:
 
 class _Costs:
     """The costs of one request on each candidate. The loops over candidates are here: plain arithmetic on local names,
-    since this is done for every request and every worker."""
+    since this is done for every request and every worker.
+    """
 
     def __init__(
         self,
@@ -354,7 +355,8 @@ class _Costs:
 
     def least(self, pool: Sequence[Terms], cost: Callable[[Terms], float]) -> Terms:
         """The cheapest. Of those that are equally cheap, the session's own two are looked at, and the one that has
-        computed less lately is taken (the power of two choices: Mitzenmacher, 2001)."""
+        computed less lately is taken (the power of two choices: Mitzenmacher, 2001).
+        """
         costs = [cost(terms) for terms in pool]
         limit = min(costs) * (1 + EQUAL_SHARE)
         equal = [terms for terms, value in zip(pool, costs, strict=True) if value <= limit]

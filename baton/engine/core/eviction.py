@@ -36,7 +36,7 @@ class EvictionOrder:
 
     def __init__(self, num_blocks: int) -> None:
         self.margin = 0.0
-        """By how many allocated blocks something protected counts as used later than it was."""
+        """Bonus of protected content, in allocated blocks: it counts as used so much later than it was."""
         self._num_blocks = num_blocks
         self._now = 0
         self._protected: set[bytes] = set()
@@ -113,7 +113,7 @@ class EvictionOrder:
         return True, _oldest(again) + self.margin
 
     def _step(self, is_protected: bool) -> float:
-        """By how much the margin changes for each of a kind that comes again; not at all if lately none has gone."""
+        """Returns the margin's change for one ghost of a kind that comes again; 0 if none of it has gone lately."""
         num_same, num_others = len(self._ghosts[is_protected]), len(self._ghosts[not is_protected])
         return STEP * max(1.0, num_others / num_same) if num_same else 0.0
 

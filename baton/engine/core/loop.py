@@ -48,7 +48,7 @@ class EngineLoop:
         self._on_block_events = on_block_events
         self._on_idle = on_idle
         self._outputs: dict[int, asyncio.Queue[Output | BatonError]] = {}
-        """By sequence key."""
+        """Outputs that nobody has read yet, by sequence key."""
         self._watchers: dict[int, tuple[OnProgress, ...]] = {}
         """Changed on the event loop and read by the engine's thread: values are replaced, never changed in place."""
         self._num_layers = engine.runner.spec.num_layers
@@ -83,7 +83,8 @@ class EngineLoop:
 
     def max_waiting(self, spec: SequenceSpec) -> float:
         """See `ServingEngine.max_waiting`. An answer that goes on was let in when it began: refusing it would end a
-        stream."""
+        stream.
+        """
         return math.inf if spec.is_continued else self._max_waiting
 
     # -- sequences -----------------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ Output = Reserved | Admitted | Generated | Preempted
 
 class KvProgress(NamedTuple):
     """The KV of the first `num_tokens` tokens is in the blocks, in the model's first `num_layers` layers, for a reader
-    that has waited for `fence` on its own stream (None: at once)."""
+    that has waited for `fence` on its own stream (None: at once).
+    """
 
     num_tokens: int
     num_layers: int

@@ -57,7 +57,7 @@ class StepPart(NamedTuple):
     """Whether this is one token of a sequence that has begun to answer."""
     sampling: SamplingParams
     choice_index: int
-    """With `sampling.seed` and the position, the counter of the random number that draws the next token."""
+    """Part of the counter of the random number that draws the next token, with `sampling.seed` and the position."""
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -136,7 +136,8 @@ class Runner(Protocol):
     @property
     def caches(self) -> Sequence[Any]:
         """Every rank's cache, each with its part of the heads, in a type of the runner's that the hand-over knows.
-        Block ids mean the same in all of them."""
+        Block ids mean the same in all of them.
+        """
         ...
 
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:

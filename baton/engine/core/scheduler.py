@@ -147,7 +147,8 @@ class Scheduler:
 
     def num_present_tokens(self, sequence: Sequence) -> int:
         """Returns how many leading tokens of a waiting or running sequence need not be computed here any more: they are
-        computed, cached while it waits, or received."""
+        computed, cached while it waits, or received.
+        """
         if sequence.status is not Status.WAITING:
             return sequence.num_computed_tokens
         if sequence.awaits_kv:

@@ -28,7 +28,7 @@ from baton.config import (
     TransferConfig,
 )
 from baton.errors import ConfigError, StoreUnavailable
-from deploy.doctor import Check, Place, cluster, diagnose, machine, not_configured, redis, transports
+from deploy.doctor import Check, DoctorPart, cluster, diagnose, machine, not_configured, redis, transports
 from deploy.doctor.checks import guarded, names
 from deploy.doctor.reach import Target, knock, reachability, wrongly_announced
 from deploy.embedded_redis import EmbeddedRedis
@@ -464,37 +464,38 @@ def test_a_key_that_is_needed_or_wrong_is_told() -> None:
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def states(part: Place, config: Config, environ: dict[str, str] | None = None) -> dict[str, str]:
+def states(part: DoctorPart, config: Config, environ: dict[str, str] | None = None) -> dict[str, str]:
     return {check.name: check.state for check in diagnose(config, "", part, environ=environ or {})}
 
 
 def test_every_part_needs_a_redis() -> None:
-    for part in (Place.ROUTER, Place.CONTROLLER, Place.WORKER):
+    for part in (DoctorPart.ROUTER, DoctorPart.CONTROLLER, DoctorPart.WORKER):
         assert states(part, Config())["redis"] == "fail"
         lost = Config(index=IndexConfig(redis_url="redis://127.0.0.1:1/0"))
         assert states(part, lost)["redis"] == "fail", "it has to answer"
 
 
 def test_a_router_needs_what_baton_run_asks_for(tmp_path: Path) -> None:
-    bare = states(Place.ROUTER, Config(cluster=ClusterConfig(cache_dir=str(tmp_path), host="0.0.0.0")))
+    bare = states(DoctorPart.ROUTER, Config(cluster=ClusterConfig(cache_dir=str(tmp_path), host="0.0.0.0")))
     assert (bare["cache secret"], bare["address"], bare["model"], bare["tenants"]) == ("fail", "warn", "fail", "ok")
     config = Config(
         router=RouterConfig(cache_secret="x"),
         cluster=ClusterConfig(cache_dir=str(tmp_path), host="0.0.0.0", advertise_host="10.0.0.1"),
     )
-    found = states(Place.ROUTER, config)
+    found = states(DoctorPart.ROUTER, config)
     assert (found["cache secret"], found["address"]) == ("ok", "ok")
 
 
 def test_a_controller_needs_a_name_a_state_file_and_the_api_server(tmp_path: Path) -> None:
-    assert (states(Place.CONTROLLER, Config()))["state file"] == "fail"
+    assert (states(DoctorPart.CONTROLLER, Config()))["state file"] == "fail"
     cluster_config = ClusterConfig(name="baton", state_file=str(tmp_path / "state.json"))
     config = Config(cluster=cluster_config, kubernetes=KubernetesConfig(namespace="default"))
-    found = states(Place.CONTROLLER, config, {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"})
+    api_server = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
+    found = states(DoctorPart.CONTROLLER, config, api_server)
     assert (found["cluster name"], found["state folder"], found["state file"]) == ("ok", "ok", "ok")
     assert found["unreachable"] == "fail"
     (tmp_path / "state.json").write_text("{}")
-    assert states(Place.CONTROLLER, config)["state file"] == "fail", "it is no controller's"
+    assert states(DoctorPart.CONTROLLER, config)["state file"] == "fail", "it is no controller's"
 
 
 def test_a_worker_that_asks_for_a_gpu_needs_one(tmp_path: Path) -> None:
@@ -502,10 +503,10 @@ def test_a_worker_that_asks_for_a_gpu_needs_one(tmp_path: Path) -> None:
 
     config = Config(model=ModelConfig(device="cuda"), cluster=ClusterConfig(cache_dir=str(tmp_path)))
     expected = "ok" if torch.cuda.is_available() else "fail"
-    assert states(Place.WORKER, config)["gpu"] == expected
-    assert "gloo" not in states(Place.WORKER, Config(model=ModelConfig(device="cpu")))
+    assert states(DoctorPart.WORKER, config)["gpu"] == expected
+    assert "gloo" not in states(DoctorPart.WORKER, Config(model=ModelConfig(device="cpu")))
     config = Config(model=ModelConfig(device="cpu"), transfer=TransferConfig(links=("gloo", "tcp")))
-    found = states(Place.WORKER, config)
+    found = states(DoctorPart.WORKER, config)
     assert (found["gpu"] in ("ok", "warn"), found["gloo"], found["packages"]) == (True, "ok", "ok")
 
 
@@ -523,8 +524,9 @@ def test_a_redis_that_is_away_says_where_it_was_looked_for_without_its_password(
 
 def test_the_routers_checks_load_neither_torch_nor_ray() -> None:
     code = (
-        "import sys; from baton.config import Config; from deploy.doctor import Place, diagnose;"
-        "diagnose(Config(), '', Place.ROUTER); print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+        "import sys; from baton.config import Config; from deploy.doctor import DoctorPart, diagnose;"
+        "diagnose(Config(), '', DoctorPart.ROUTER);"
+        "print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"
@@ -546,7 +548,7 @@ def test_the_command_ends_with_status_1_and_json_when_something_fails() -> None:
 
 
 def test_a_cluster_that_is_asked_for_has_to_answer() -> None:
-    (check,) = diagnose(Config(), "127.0.0.1:1", Place.CLUSTER, environ={})
+    (check,) = diagnose(Config(), "127.0.0.1:1", DoctorPart.CLUSTER, environ={})
     assert (check.name, check.state, check.found) == ("router", "fail", "none answers at 127.0.0.1:1")
 
 

@@ -1,0 +1,45 @@
+"""The documents name what is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for path in (
+        *ROOT.glob("*.md"),
+        *(path for folder in ("docs", "examples") for path in ROOT.glob(f"{folder}/**/*.md")),
+    )
+)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(#[^)]+)?\)")
+PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
+FOLDERS = "baton router kvstore deploy prefill_worker decode_worker tests tools docs examples proto helm"
+OURS = tuple(f"{folder}/" for folder in FOLDERS.split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_link_and_every_path_leads_somewhere(page: Path) -> None:
+    text = (ROOT / page).read_text()
+    links = [(ROOT / page).parent / link for link, _ in LINK.findall(text)]
+    paths = [ROOT / path for path in PATH.findall(text) if path.startswith(OURS)]
+    assert [str(target) for target in (*links, *paths) if not target.exists()] == []
+
+
+def test_anchors_within_the_documents_exist() -> None:
+    for page in PAGES:
+        for link, anchor in LINK.findall((ROOT / page).read_text()):
+            if anchor and link.endswith(".md"):
+                text = ((ROOT / page).parent / link).read_text()
+                headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+                slugs = {"#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                assert anchor in slugs, f"{page}: {link}{anchor}"
+
+
+def test_private_words_are_few() -> None:
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    assert rows == sorted(rows, key=str.lower)
+    assert 20 <= len(rows) <= 40
