@@ -44,7 +44,7 @@ serve: $(STAMP)
 test: check
 	@trap 'kill $$! 2>/dev/null' INT TERM; \
 	$(PYTEST) -q -m 'clock and not chaos' $(OTHER_TESTS) >$(VENV)/clock.log 2>&1 & clock=$$!; \
-	$(BIN)/python -m tests.support.aside -n 4 --dist loadgroup --no-loadscope-reorder --durations 25 \
+	$(BIN)/python -m tests.support.aside -n 3 --dist loadgroup --no-loadscope-reorder --durations 25 \
 		-m 'not fast and not clock and not chaos' $(OTHER_TESTS); others=$$?; \
 	wait $$clock; clock=$$?; echo "==> Held against the clock:"; cat $(VENV)/clock.log; \
 	test $$clock = 0 && exit $$others; exit $$clock

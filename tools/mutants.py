@@ -215,7 +215,7 @@ def _run_tests(folder: Path, tests: Sequence[str]) -> None:
 
         # A plugin that a library has imported before is no error here.
         options = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
-        code = int(pytest.main([*tests, *options, "--timeout", "120", "--tb", "short"]))
+        code = int(pytest.main([*tests, *options, "--timeout", "60", "--tb", "short"]))
     except BaseException:
         traceback.print_exc()
     finally:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import psutil
 
-NICE = 19
+NICE = 10
+"""A ninth of the share that what has priority gets: it steps back, and does not starve where others work as well."""
 LOOK_EVERY_S = 1.0
 
 
