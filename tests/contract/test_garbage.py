@@ -25,11 +25,12 @@ from router.dispatch.worker_client import WorkerClient
 from router.placement import Prompt
 from router.placement.pool_view import PoolView
 from tests.contract.garbage import Garbage, index_of, leases_of, shared
+from tests.support.waiting import until
 from tests.unit.deploy.controller.test_controller import LocalActors
 from tests.unit.router.placement.test_pool_view import NORMAL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator
     from pathlib import Path
 
     from deploy.embedded_redis import EmbeddedRedis
@@ -153,19 +154,13 @@ async def plane(url: str, namespace: str, folder: Path) -> AsyncGenerator[Plane]
     try:
         async with asyncio.TaskGroup() as tasks:
             running = await it.start(tasks)
-            await eventually(it.is_whole)
+            await until(it.is_whole)
             yield it
             assert not [task for task in running if task.done()]
             for task in running:
                 task.cancel()
     finally:
         await it.redis.close()
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - looks from outside
-            await asyncio.sleep(0.005)
 
 
 async def endure(it: Plane, garbage: Garbage) -> None:
@@ -181,13 +176,13 @@ async def endure(it: Plane, garbage: Garbage) -> None:
             assert "good" in it.candidates()
             assert it.pools.max_model_len() == 2048
     if garbage.what == "lease":
-        await eventually(lambda: it.candidates() == {"good"})
+        await until(lambda: it.candidates() == {"good"})
         assert {worker.info.id for worker in it.registry.status().workers} == {"good"}
         await it.describe_bad()
     if garbage.what == "workers":
         await it.describe_bad()
     it.store_a_block()
-    await eventually(it.is_whole)
+    await until(it.is_whole)
     assert not it.keeper.fenced.is_set()
 
 

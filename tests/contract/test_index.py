@@ -28,9 +28,10 @@ from kvstore.index.keys import Keys
 from kvstore.index.publisher import MAX_EVENT_KEYS
 from kvstore.leases import LeaseKeeper
 from tests.contract.conftest import STREAM_MAX_EVENTS
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from tests.contract.conftest import Backend, RedisServer
 
@@ -56,12 +57,6 @@ def snapshot(epoch: int, seq: int, *numbers: int) -> list[BlockEvent]:
 
 async def read(backend: Backend, since: Cursor = ORIGIN) -> list[tuple[Cursor, BlockEvent]]:
     return [(cursor, event) for cursor, event in await backend.index.read(since, 0) if event]
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - looks from outside
-            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

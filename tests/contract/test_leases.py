@@ -32,6 +32,7 @@ from kvstore.index import BlockEvent, IndexOutcome, Op, RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper
 from kvstore.leases.codec import decode_worker, encode
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -399,12 +400,6 @@ async def test_the_keeper_waits_for_redis_to_acquire(own_server: RedisServer, na
         assert not acquiring.done()
         own_server.embedded.start()
     assert acquiring.result() == 1_000_000_000
-
-
-async def until(condition: object) -> None:
-    assert callable(condition)
-    while not condition():  # noqa: ASYNC110 - looks from outside
-        await asyncio.sleep(0.005)
 
 
 def test_a_url_of_something_else_is_refused() -> None:

@@ -22,6 +22,7 @@ import psutil
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.operator.client import Client
 from deploy.processes import die_with_parent
+from tests.support.waiting import wait_until
 
 READY = re.compile(r"BATON READY grpc=(\S+) http=(\S+)")
 FIXED_PORTS = range(10_000, 30_000)
@@ -65,11 +66,14 @@ class Served:
 
     def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
         """The first status that fulfils the condition."""
-        deadline = time.monotonic() + timeout_s
-        while not condition(status := self.client.status()):
-            assert time.monotonic() < deadline, f"not within {timeout_s} s; last status: {status}\n{self.log}"
-            time.sleep(0.1)
-        return status
+        found: list[dict[str, Any]] = []
+
+        def holds() -> bool:
+            found[:] = [self.client.status()]
+            return condition(found[0])
+
+        wait_until(holds, timeout_s, every_s=0.1, seen=lambda: f"{found}\n{self.log}")
+        return found[0]
 
     def wait_until_idle(self) -> dict[str, Any]:
         """Every worker has nothing to do, holds nothing, and says so itself."""

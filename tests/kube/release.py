@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -25,6 +24,7 @@ from tests.fakekube.machine import Machine, running_machine
 from tests.fakekube.store import Key, Resource
 from tests.integration.cluster import request
 from tests.kube.binaries import Binaries, binaries
+from tests.support.waiting import wait_until
 
 CHART = Path(__file__).parents[2] / "helm" / "baton"
 NAMESPACE, NAME = "serving", "baton"
@@ -83,10 +83,7 @@ class Release:
         ]
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, self.picture()
-            time.sleep(0.1)
+        wait_until(condition, timeout_s, every_s=0.1, seen=self.picture)
 
     def wait_for_pool(self, role: str, size: int) -> None:
         """Until it has so many workers, who all serve, and as many pods: none of them has changed its role."""

@@ -50,8 +50,9 @@ from router.dispatch.worker_client import WorkerCallError
 from router.placement import NO_OBJECTIVE, Weights
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintBook
+from tests.support.waiting import until
 from tests.unit.router.dispatch.scripted_workers import new_choice
-from tests.unit.router.dispatch.test_worker_client import router, soon
+from tests.unit.router.dispatch.test_worker_client import router
 
 FIELD_99 = b"\x98\x06\x01"
 ENTRY_WITH_FIELD_9 = b"\x52\x06\x08\x01\x10\x03\x48\x01"
@@ -374,7 +375,7 @@ async def test_a_choice_that_has_begun_waits_for_a_worker_that_knows_all_of_it()
     async with dispatching(workers, {"old": OLDER, "new": wire.KNOWN_FIELDS}) as (pools, serve):
         record = new_choice()
         serving = asyncio.create_task(serve(WITH_MIN_P, record))
-        await soon(lambda: record.retries)
+        await until(lambda: record.retries)
         old, new = pools.get("old"), pools.get("new")
         await pools.update([old])
         await asyncio.sleep(0.05)

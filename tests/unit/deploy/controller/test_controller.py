@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from deploy.ray_pools.actors import RayActors, Started
 from kvstore.index import MemoryStore, Mirror
 from kvstore.leases import MemoryLeases
 from tests.integration.cluster import free_port
+from tests.support.waiting import until
 
 LEASE_S = 0.1
 CONFIG = Config(index=IndexConfig(lease_s=LEASE_S, renew_s=0.02))
@@ -174,12 +175,6 @@ async def bench(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await bench.controller.let_go()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 def is_in(bench: Bench, worker_id: str, phase: WorkerPhase) -> bool:

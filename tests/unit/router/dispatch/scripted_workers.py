@@ -81,12 +81,6 @@ def ticket(spec: SequenceSpec) -> Ticket:
     )
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Returns once something has come about of which no event tells."""
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-
-
 class ScriptedWorkers:
     """Any number of workers behind one address. The first call of a kind follows the first of its scripts, the second
     the second; at the end of its script a call is silent until the router leaves it.

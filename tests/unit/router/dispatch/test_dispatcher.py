@@ -45,6 +45,7 @@ from router.dispatch.worker_client import WorkerClient, WorkerStream
 from router.placement import NO_OBJECTIVE, Mode
 from router.placement.pool_view import LEAVING_S
 from router.slo import Stage
+from tests.support.waiting import until
 from tests.unit.router.dispatch.scripted_workers import (
     BLOCK,
     CLAIM,
@@ -57,7 +58,6 @@ from tests.unit.router.dispatch.scripted_workers import (
     bench_of,
     new_choice,
     ticket,
-    until,
 )
 
 PAIR = {"p0": Role.PREFILL, "d0": Role.DECODE}

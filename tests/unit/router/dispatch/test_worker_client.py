@@ -37,6 +37,7 @@ from baton.sampling import FinishReason, SamplingParams
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.worker.calls import CallServicer
 from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio
 TICKET = Ticket(
@@ -149,12 +150,6 @@ def worker_at(port: int, worker_id: str = "decode-0") -> Worker:
     return Worker(info, WorkerLoad(state=WorkerState.READY))
 
 
-async def soon(holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110 - what is waited for says nothing
-            await asyncio.sleep(0.005)
-
-
 async def read(stream: Stream) -> Decoding:
     async with asyncio.timeout(10):
         return await stream.read()
@@ -192,13 +187,13 @@ async def test_what_is_ready_together_travels_in_one_frame() -> None:
             for call_id in (1, 2, 3)
         ]
         await stream.write(wire.serve_request(starts))
-        await soon(lambda: len(engine.held) == 3)
+        await until(lambda: len(engine.held) == 3)
         for step in range(3):
             for name in "123":
                 engine.say(name, tokens_of(name, step))
             assert wire.events(await stream.read()) == [(int(name), tokens_of(name, step)) for name in "123"]
         stream.cancel()
-        await soon(lambda: not engine.held)
+        await until(lambda: not engine.held)
 
 
 @pytest.mark.parametrize("num_read", [0, 1])
@@ -209,8 +204,8 @@ async def test_leaving_a_call_frees_it_and_leaves_the_others_alone(num_read: int
             engine.say("1", tokens_of("1", 0), tokens_of("1", 1))
             for index in range(num_read):
                 assert await read(left) == tokens_of("1", index)
-            await soon(lambda: len(engine.held) == 2)
-        await soon(lambda: engine.freed == ["1"])
+            await until(lambda: len(engine.held) == 2)
+        await until(lambda: engine.freed == ["1"])
         engine.say("2", tokens_of("2", 0))
         assert await read(other) == tokens_of("2", 0)
         assert engine.held == {"2"}
@@ -226,7 +221,7 @@ async def test_a_call_that_is_left_before_it_began_never_begins() -> None:
         async with call("3") as third:
             engine.say("3", tokens_of("3", 0))
             await read(third)
-        await soon(lambda: engine.freed == ["3"])
+        await until(lambda: engine.freed == ["3"])
         assert (len(engine.traces), engine.held) == (2, {"1"})
 
 
@@ -284,8 +279,8 @@ async def test_a_call_that_has_ended_is_not_cancelled() -> None:
                 assert await read(stream) == NewTokens(token_ids=(7,), finish_reason=FinishReason.LENGTH)
         assert "ended the call early" in str(await failure_of(stream.read())), "and nothing more comes"
         async with calls.decode(worker_at(port), spec("3"), await_kv=False, trace=Context()):
-            await soon(lambda: engine.held)
-        await soon(lambda: len(engine.freed) == 3)
+            await until(lambda: engine.held)
+        await until(lambda: len(engine.freed) == 3)
     assert [(type(command), command.call_id) for command in received] == [
         (StartCall, 1),
         (StartCall, 2),
@@ -311,7 +306,7 @@ async def test_an_error_arrives_as_what_it_was_and_after_what_came_before(
     engine = Engine()
     async with joined(engine) as call, call("2") as other, call("1") as stream:
         engine.say("1", tokens_of("1", 0), raised)
-        await soon(lambda: engine.freed == ["1"])
+        await until(lambda: engine.freed == ["1"])
         assert await read(stream) == tokens_of("1", 0)
         failure = await failure_of(stream.read())
         assert (type(failure.error), str(failure.error)) == (type(expected), str(expected))
@@ -338,10 +333,10 @@ async def test_the_end_of_the_stream_fails_all_its_calls_at_once_and_the_next_ca
             streams = [calls.decode(worker, spec(name), await_kv=False, trace=Context()) for name in "12345"]
             reading = [asyncio.ensure_future(failure_of(stream.read())) for stream in streams[1:]]
             engine.say("1", tokens_of("1", 0))
-            await soon(lambda: len(engine.held) == 5)
+            await until(lambda: len(engine.held) == 5)
             await asyncio.sleep(0.05)
             await rpc.stop(0)
-            await soon(lambda: not engine.held)
+            await until(lambda: not engine.held)
             assert await read(streams[0]) == tokens_of("1", 0), "what came before the end is not lost"
             failures = [await failure_of(streams[0].read()), *[await each for each in reading]]
             assert {(type(f.error), f.worker) for f in failures} == {(WorkerFailed, worker)}
@@ -366,12 +361,12 @@ async def test_a_router_that_goes_away_frees_all_its_calls_and_no_other_routers(
     engine = Engine()
     async with serving(engine) as (_, port), router() as staying:
         others = [staying.decode(worker_at(port), spec(name), await_kv=False, trace=Context()) for name in "789"]
-        await soon(lambda: len(engine.held) == 3)
+        await until(lambda: len(engine.held) == 3)
         async with router() as leaving:
             for name in "12":
                 leaving.decode(worker_at(port), spec(name), await_kv=False, trace=Context())
-            await soon(lambda: len(engine.held) == 5)
-        await soon(lambda: sorted(engine.freed) == ["1", "2"])
+            await until(lambda: len(engine.held) == 5)
+        await until(lambda: sorted(engine.freed) == ["1", "2"])
         for name, other in zip("789", others, strict=True):
             engine.say(name, tokens_of(name, 0))
             assert await read(other) == tokens_of(name, 0)
@@ -384,13 +379,13 @@ async def test_nothing_breaks_into_the_cleaning_up_of_a_call_that_was_left(caplo
     async with serving(engine) as (_, port):
         async with router() as calls:
             async with calls.decode(worker_at(port), spec("1"), await_kv=False, trace=Context()):
-                await soon(lambda: engine.held)
+                await until(lambda: engine.held)
             engine.say("2", tokens_of("2", 0))
             await read(calls.decode(worker_at(port), spec("2"), await_kv=False, trace=Context()))
         await asyncio.sleep(0.1)
         assert engine.held == {"1", "2"}
         engine.cleaning.set()
-        await soon(lambda: sorted(engine.freed) == ["1", "2"])
+        await until(lambda: sorted(engine.freed) == ["1", "2"])
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -409,7 +404,7 @@ async def test_a_read_that_is_given_up_loses_nothing() -> None:
     engine = Engine()
     async with joined(engine) as call, call("1") as stream:
         reading = asyncio.create_task(stream.read())
-        await soon(lambda: engine.held)
+        await until(lambda: engine.held)
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         engine.say("1", tokens_of("1", 0))
@@ -423,7 +418,7 @@ async def test_each_call_has_its_own_trace() -> None:
         for name, span in zip("12", spans, strict=True):
             trace = set_span_in_context(NonRecordingSpan(span))
             await stack.enter_async_context(calls.decode(worker_at(port), spec(name), await_kv=False, trace=trace))
-        await soon(lambda: len(engine.held) == 2)
+        await until(lambda: len(engine.held) == 2)
     found = [get_current_span(trace).get_span_context().trace_id for trace in engine.traces]
     assert found == [5, 6]
 
@@ -432,10 +427,10 @@ async def test_the_stream_of_a_past_incarnation_is_closed() -> None:
     engine, newer = Engine(), Engine()
     async with serving(engine) as (_, port), serving(newer) as (_, other_port), router() as calls:
         stream = calls.decode(worker_at(port), spec("1"), await_kv=False, trace=Context())
-        await soon(lambda: engine.held)
+        await until(lambda: engine.held)
         await calls.forget_past_incarnations([worker_at(other_port)])
         assert isinstance((await failure_of(stream.read())).error, WorkerFailed)
-        await soon(lambda: engine.freed == ["1"])
+        await until(lambda: engine.freed == ["1"])
         again = calls.decode(worker_at(other_port), spec("2"), await_kv=False, trace=Context())
         newer.say("2", tokens_of("2", 0))
         assert await read(again) == tokens_of("2", 0)
@@ -483,7 +478,7 @@ async def test_a_call_id_that_is_taken_is_refused_and_nothing_of_it_is_kept(capl
     calls = CallServicer(decode=engine.decode)
     async with raw_stream(calls) as stream:
         await write_starts(stream, decoding(7, spec("1")))
-        await soon(lambda: engine.held == {"1"})
+        await until(lambda: engine.held == {"1"})
         await write_starts(stream, decoding(7, spec("2")))
         ((call_id, refusal),) = await heard(stream)
         assert isinstance(refusal, Failed)
@@ -574,9 +569,9 @@ async def test_more_commands_than_a_router_writes_end_its_stream() -> None:
     calls = CallServicer(decode=engine.decode)
     async with raw_stream(calls) as stream:
         await write_starts(stream, decoding(1, spec("1")))
-        await soon(lambda: engine.held == {"1"})
+        await until(lambda: engine.held == {"1"})
         await stream.write(worker_pb2.ServeRequest(commands=[worker_pb2.Command()] * 100_000))
         with pytest.raises(grpc.aio.AioRpcError, match="a frame has 100000 commands"):
             await heard(stream)
-        await soon(lambda: engine.freed == ["1"])
+        await until(lambda: engine.freed == ["1"])
     assert calls.num_running == 0
