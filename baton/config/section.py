@@ -60,6 +60,16 @@ def _no_switch(value: Any) -> Any:
     return value
 
 
+def _whole(value: Any) -> Any:
+    """The environment writes whole numbers without a point."""
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            raise PydanticCustomError("int_parsing", "must be a whole number") from None
+    return _no_switch(value)
+
+
 def _on_off(value: Any) -> Any:
     """YAML reads a bare on or off as a bool."""
     return value if not isinstance(value, bool) else "on" if value else "off"
@@ -83,18 +93,19 @@ def _from_json(value: Any) -> Any:
 
 
 NUMBER = BeforeValidator(_no_switch)
+WHOLE = BeforeValidator(_whole)
 COMMA_SEPARATED = BeforeValidator(_listed)
 JSON = BeforeValidator(_from_json)
 ON_OFF = BeforeValidator(_on_off)
 """These come after a field's constraints, or pydantic's schema does not name those."""
 Switch: TypeAlias = Annotated[bool, BeforeValidator(_switch)]
-Int: TypeAlias = Annotated[int, NUMBER]
+Int: TypeAlias = Annotated[int, WHOLE]
 Float: TypeAlias = Annotated[float, NUMBER]
 Text: TypeAlias = Annotated[str, ON_OFF]
 
-AtLeastOne: TypeAlias = Annotated[int, Field(ge=1), NUMBER, Must.be("at least 1")]
-NotNegative: TypeAlias = Annotated[int, Field(ge=0), NUMBER, Must.be("at least 0")]
-Port: TypeAlias = Annotated[int, Field(ge=0, le=MAX_PORT), NUMBER, Must.be(f"a port, 0 to {MAX_PORT}")]
+AtLeastOne: TypeAlias = Annotated[int, Field(ge=1), WHOLE, Must.be("at least 1")]
+NotNegative: TypeAlias = Annotated[int, Field(ge=0), WHOLE, Must.be("at least 0")]
+Port: TypeAlias = Annotated[int, Field(ge=0, le=MAX_PORT), WHOLE, Must.be(f"a port, 0 to {MAX_PORT}")]
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1), NUMBER, Must.be("more than 0 and at most 1")]
 Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0 seconds")]
 Wait: TypeAlias = Annotated[

@@ -6,7 +6,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from baton.config.section import COMMA_SEPARATED, NUMBER, ON_OFF, AtLeastOne, Must, OneOf, Seconds, Text, section
+from baton.config.section import COMMA_SEPARATED, ON_OFF, WHOLE, AtLeastOne, Must, OneOf, Seconds, Text, section
 from baton.errors import ConfigError
 
 LINK_KINDS = ("nccl", "shm", "tcp", "gloo")
@@ -27,7 +27,7 @@ class TransferConfig:
     own."""
     window: AtLeastOne = 4
     """Staging slots that one connection may hold at a time."""
-    max_pairs: Annotated[int, Field(ge=0), NUMBER, Must.be("0 (automatic) or more")] = 0
+    max_pairs: Annotated[int, Field(ge=0), WHOLE, Must.be("0 (automatic) or more")] = 0
     """Connections that a sender keeps open, one per pair of ranks; the least recently used one is closed to make room.
     0: 8 where nccl is used, since each takes about 30 MB of GPU memory, else 64 per rank."""
     open_timeout_s: Seconds = 10.0

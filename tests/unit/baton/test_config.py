@@ -147,6 +147,7 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
         ("engine: 5", "engine must be a section of settings"),
         ("- engine", "must hold sections such as 'engine:'"),
         ("engine: {block_size: many}", "engine.block_size must be of type int, got 'many'"),
+        ("engine: {block_size: '16.0'}", "engine.block_size must be of type int, got '16.0'"),
         ("engine: {block_size: 16.5}", "engine.block_size must be of type int, got 16.5"),
         ("engine: {block_size: true}", "engine.block_size must be of type int, got True"),
         ("engine: {block_size: }", "engine.block_size must be of type int, got None"),
