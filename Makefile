@@ -39,15 +39,12 @@ $(STAMP): pyproject.toml
 serve: $(STAMP)
 	@$(BIN)/baton up --ask "The capital of France is"
 
-# Tests that are held against the clock run with priority beside all others, which take what those leave (`aside`). What
-# they print is shown when both have ended; either may fail.
+# What these hold against the clock, others beside them would hold up: they run by themselves, two at a time, since most
+# of them wait most of the time.
 test: check
-	@trap 'kill $$! 2>/dev/null' INT TERM; \
-	$(PYTEST) -q -m 'clock and not chaos' $(OTHER_TESTS) >$(VENV)/clock.log 2>&1 & clock=$$!; \
-	$(BIN)/python -m tests.support.aside -n 3 --dist loadgroup --no-loadscope-reorder --durations 25 \
-		-m 'not fast and not clock and not chaos' $(OTHER_TESTS); others=$$?; \
-	wait $$clock; clock=$$?; echo "==> Held against the clock:"; cat $(VENV)/clock.log; \
-	test $$clock = 0 && exit $$others; exit $$clock
+	$(PYTEST) -n 2 --dist loadgroup --no-loadscope-reorder -m 'clock and not chaos' $(OTHER_TESTS)
+	$(PYTEST) -n 3 --dist loadgroup --no-loadscope-reorder --durations 25 \
+		-m 'not fast and not clock and not chaos' $(OTHER_TESTS)
 
 # Everything that is marked `chaos`, ten minutes of faults under load, every property with twenty times its examples, and
 # the mutants: a fault a line, each of which a test must see.
