@@ -42,8 +42,8 @@ serve: $(STAMP)
 # What these hold against the clock, others beside them would hold up: they run by themselves, two at a time, since most
 # of them wait most of the time.
 test: check
-	$(PYTEST) -n 2 --dist loadgroup --no-loadscope-reorder -m 'clock and not chaos' $(OTHER_TESTS)
-	$(PYTEST) -n 3 --dist loadgroup --no-loadscope-reorder --durations 25 \
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m 'clock and not chaos' $(OTHER_TESTS)
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations 25 \
 		-m 'not fast and not clock and not chaos' $(OTHER_TESTS)
 
 # Everything that is marked `chaos`, ten minutes of faults under load, every property with twenty times its examples, and

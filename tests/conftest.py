@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
+from xdist.scheduler import LoadFileScheduling
 
 # Before gRPC is imported: it rebuilds its pollers in the parent at each fork, and they do not always survive that. What
 # is forked here beside a running gRPC executes another program at once, and needs nothing rebuilt.
@@ -29,17 +30,31 @@ NOT_FAST = {"slow", "chaos", "clock"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is fast, puts what is marked `first` first, and keeps a file's tests in one process."""
+    """Marks what is fast, and puts what is marked `first` first."""
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if not marks & NOT_FAST and any(folder in item.path.parents for folder in FAST_FOLDERS):
             item.add_marker("fast")
-        if "xdist_group" not in marks:
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
     if settings.get_current_profile_name() == "twentyfold":
         for function in {item.obj for item in items if isinstance(item, pytest.Function)}:
             take_more_examples(function)
+
+
+ONE_CLUSTER = {f"tests/integration/test_{name}.py" for name in ("plumbing", "doctor", "explain", "live")}
+"""Files that share a cluster, and so a process. (xdist's own groups have no effect with pytest 9.2.)"""
+
+
+class ByFile(LoadFileScheduling):
+    """Keeps the tests of a file, or of all that share a cluster, in one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "one cluster" if file in ONE_CLUSTER else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
 
 
 def take_more_examples(function: Any) -> None:

@@ -152,6 +152,6 @@ def _expected(request: GenerateRequest, choice_index: int) -> tuple[int, ...]:
     weighted = sum((position + 1) * token for position, token in enumerate(tokens))
     for _ in range(spec.max_tokens):
         position = len(tokens)
-        tokens.append(drawn(weighted % MODULUS, spec.sampling, 0, position, VOCAB_SIZE))
+        tokens.append(drawn(weighted % MODULUS, spec.sampling, choice_index, position, VOCAB_SIZE))
         weighted += (position + 1) * tokens[-1]
     return tuple(tokens[len(prompt) :])

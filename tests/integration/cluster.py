@@ -106,6 +106,8 @@ class Cluster(Served):
             self.grpc, self.http = self._wait_until_ready()
         except BaseException:
             self.process.kill()
+            self.process.wait(STOP_TIMEOUT_S)
+            self._log_file.close()
             raise
         self.connect()
 

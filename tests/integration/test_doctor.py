@@ -19,7 +19,7 @@ from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import RedisConnection
 from tests.integration.cluster import Cluster, Served
 
-pytestmark = [pytest.mark.first, pytest.mark.xdist_group("arithmetic cluster")]
+pytestmark = pytest.mark.first
 
 
 def doctor(cluster: Served, *words: str, **settings: str) -> tuple[int, dict[str, dict[str, str]]]:

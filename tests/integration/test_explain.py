@@ -17,7 +17,7 @@ from tests.integration.test_operator_errors import baton
 from tests.support.asking import metric, prompt_of, sampling
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.first, pytest.mark.xdist_group("arithmetic cluster")]
+pytestmark = pytest.mark.first
 
 
 def explain(address: str, request_id: str) -> list[dict[str, Any]]:

@@ -428,8 +428,8 @@ def test_what_ours_send_is_served(loop: Loop, cluster: Cluster, kind: str) -> No
     expected = {
         "decode": ("NewTokens",),
         "reserve": ("Ticket",),
-        "fetch": ("Fetched", "Ended"),
-        "prefill": ("FirstToken", "HandedOver", "Ended"),
+        "fetch": ("Fetched", "CallEnded"),
+        "prefill": ("FirstToken", "HandedOver", "CallEnded"),
         "pull": ("PullResponse",),
     }
     if kind in expected:

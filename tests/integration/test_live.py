@@ -24,7 +24,7 @@ from tests.integration.cluster import Cluster
 from tests.support.waiting import wait_until
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-pytestmark = [pytest.mark.first, pytest.mark.xdist_group("arithmetic cluster")]
+pytestmark = pytest.mark.first
 
 GOODPUT = re.compile(r"goodput\s+([\d.]+) requests/s")
 

@@ -37,7 +37,7 @@ from tests.integration.conftest import TraceReceiver
 from tests.support.asking import held_by, metric, prompt_of, sampling
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.first, pytest.mark.xdist_group("arithmetic cluster")]
+pytestmark = pytest.mark.first
 
 
 def test_streams_are_what_the_arithmetic_says(arithmetic_cluster: Cluster) -> None:
