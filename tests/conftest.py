@@ -45,7 +45,7 @@ ONE_CLUSTER = {f"tests/integration/test_{name}.py" for name in ("plumbing", "doc
 """Files that share a cluster, and so a process. (xdist's own groups have no effect with pytest 9.2.)"""
 
 
-class ByFile(LoadFileScheduling):
+class ByFile(LoadFileScheduling):  # type: ignore[misc]
     """Keeps the tests of a file, or of all that share a cluster, in one process."""
 
     def _split_scope(self, nodeid: str) -> str:
