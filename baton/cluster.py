@@ -116,6 +116,11 @@ class WorkerInfo:
     known_fields: str = ""
     """The fields of a router's messages that this worker knows, as `baton.wire` writes and reads them. A worker that
     lists none is asked for nothing."""
+    engine: str = ""
+    """The engine that computes there; empty: a release that did not announce it."""
+    sampler: str = ""
+    """The contract of its random numbers: samplers of one name draw the same token from the same logits, seed, choice
+    and position. Empty: a release that did not announce it, which counts as a sampler of a name of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

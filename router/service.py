@@ -49,7 +49,7 @@ from router.answer import AnswerChunks, AnswerWriter
 from router.dispatch import Choice, ChoiceGroup, Dispatcher
 from router.prompt import PromptEncoder
 from router.request.model import UNKNOWN_DOOR, Door, LoadedModel
-from router.request.resume import Call, CallsInFlight
+from router.request.resume import Call, CallsInFlight, with_delivered
 from router.request.resume_journal import Journal, digest_of
 from router.request.sequence import SequenceBuilder
 from router.request.settlement import Settlement
@@ -131,7 +131,8 @@ class RouterService:
                 check_resume(request, params)
                 spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)
                 digest = digest_of(self.model.content_id, spec)
-                noted = await self._noted(key, digest, past) if request.resume_from else {}
+                known = await self._noted(key, digest, past) if request.resume_from else {}
+                noted = with_delivered(known, request.resume_from)
                 group = ChoiceGroup.begin(spec, claim, settle.trace, params.n, noted)
                 call.begin(digest, group)
                 settle.begin(group.choices, params, request.resume_from)

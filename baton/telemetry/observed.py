@@ -54,7 +54,8 @@ def _worker_infos(status: ClusterStatus) -> Iterable[Observation]:
     for worker in status.workers:
         info = worker.info
         more = {"node": info.node, "wire_compat": info.wire_compat, "block_size": str(info.block_size)}
-        yield Observation(1, {**_labels(worker), **more})
+        makes = {"engine": info.engine, "sampler": info.sampler}
+        yield Observation(1, {**_labels(worker), **more, **makes})
 
 
 def _scaling(status: ClusterStatus) -> tuple[PoolScaling, ...]:

@@ -538,6 +538,8 @@ class Worker(_message.Message):
     CONTENT_ID_FIELD_NUMBER: _builtins.int
     WIRE_COMPAT_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    SAMPLER_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -569,6 +571,11 @@ class Worker(_message.Message):
     wire_compat: _builtins.str
     max_model_len: _builtins.int
     """Longest sequence that it can hold, in tokens."""
+    engine: _builtins.str
+    """The engine that computes there, and its sampler: an answer that is drawn goes on only on workers whose sampler has
+    the same name. Empty: the worker's release did not announce them.
+    """
+    sampler: _builtins.str
     @_builtins.property
     def blocks(self) -> Global___Blocks: ...
     @_builtins.property
@@ -603,10 +610,12 @@ class Worker(_message.Message):
         content_id: _builtins.str = ...,
         wire_compat: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
+        engine: _builtins.str = ...,
+        sampler: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "costs", b"costs", "transfers", b"transfers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "blocks", b"blocks", "busy_s", b"busy_s", "chunk_tokens", b"chunk_tokens", "computed_tokens", b"computed_tokens", "content_id", b"content_id", "costs", b"costs", "epoch", b"epoch", "id", b"id", "max_model_len", b"max_model_len", "node", b"node", "pid", b"pid", "preemptions", b"preemptions", "queued_tokens", b"queued_tokens", "role", b"role", "running", b"running", "self_check", b"self_check", "state", b"state", "transfers", b"transfers", "version", b"version", "waiting", b"waiting", "wire_compat", b"wire_compat"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "blocks", b"blocks", "busy_s", b"busy_s", "chunk_tokens", b"chunk_tokens", "computed_tokens", b"computed_tokens", "content_id", b"content_id", "costs", b"costs", "engine", b"engine", "epoch", b"epoch", "id", b"id", "max_model_len", b"max_model_len", "node", b"node", "pid", b"pid", "preemptions", b"preemptions", "queued_tokens", b"queued_tokens", "role", b"role", "running", b"running", "sampler", b"sampler", "self_check", b"self_check", "state", b"state", "transfers", b"transfers", "version", b"version", "waiting", b"waiting", "wire_compat", b"wire_compat"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

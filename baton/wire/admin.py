@@ -118,4 +118,6 @@ def _worker(worker: Worker) -> admin_pb2.Worker:
         content_id=info.content_id,
         wire_compat=info.wire_compat,
         max_model_len=info.max_model_len,
+        engine=info.engine,
+        sampler=info.sampler,
     )

@@ -21,6 +21,8 @@ def print_status(report: dict[str, Any]) -> None:
     out = Console(soft_wrap=True)
     out.print(worker_table(report["workers"]))
     out.print(transfer_table(report["workers"]))
+    for line in engine_lines(report["workers"]):
+        out.print(line, markup=False)
     for name, pool in report["pools"].items():
         out.print(f"pool {name}: {pool['ready']} ready of {pool['desired']} desired")
     for router in report["routers"]:
@@ -38,6 +40,17 @@ def print_status(report: dict[str, Any]) -> None:
 def garbage_lines(redis: dict[str, Any]) -> list[str]:
     """Values in Redis that the router could not read: one line per kind."""
     return [f"  {each['what']} skipped {each['times']} times: {each['latest']}" for each in redis["garbage"]]
+
+
+def engine_lines(workers: list[dict[str, Any]]) -> list[str]:
+    """The engines and samplers that compute: one line for each pair, with its workers."""
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for worker in workers:
+        pairs.setdefault((worker["engine"], worker["sampler"]), []).append(worker["id"])
+    return [
+        f"engine {engine or 'unknown'}, sampler {sampler or 'unknown'}: {', '.join(ids)}"
+        for (engine, sampler), ids in sorted(pairs.items())
+    ]
 
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:

@@ -132,6 +132,8 @@ class Member:
                 chunk_tokens=self.config.engine.max_num_batched_tokens,
                 version=VERSION,
                 known_fields=wire.KNOWN_FIELDS,
+                engine=self.loop.name,
+                sampler=self.loop.sampler,
             )
             self.kv.receiver.kv_address = self.info.address
             self._publisher = self._publisher_of(epoch, index)

@@ -10,6 +10,9 @@ MAX_SEQ = 2**53 - 1
 """Largest seq: beyond it Lua's numbers are not exact."""
 MAX_TEXT = 2**16
 """Longest name, address or finding of a self-check, in characters."""
+MAX_LABEL = 64
+"""Longest name of an engine or a sampler, in characters."""
+_LABEL = re.compile(rf"[\w.+/:-]{{0,{MAX_LABEL}}}", re.ASCII)
 _NATURAL = re.compile(rb"[0-9]{1,16}")
 
 
@@ -26,3 +29,10 @@ def text(found: bytes) -> str:
     if not 0 < len(name) <= MAX_TEXT:
         raise ValueError(f"a name has 1 to {MAX_TEXT} characters, this one {len(name)}")
     return name
+
+
+def label(found: object) -> str:
+    """Reads the name of an engine or a sampler, or none; raises ValueError unless it has a name's form."""
+    if not isinstance(found, str) or not _LABEL.fullmatch(found):
+        raise ValueError(f"{found!r:.100} is no name of at most {MAX_LABEL} letters, digits and _ . + / : -")
+    return found

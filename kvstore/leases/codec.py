@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from baton.blocks import GRANULE
 from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
-from kvstore.index.values import MAX_EPOCH, MAX_SEQ, MAX_TEXT
+from kvstore.index.values import MAX_EPOCH, MAX_SEQ, MAX_TEXT, label
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -33,6 +33,8 @@ MAX_INT32 = 2**31 - 1
 MAX_S = 1e9
 """Largest number of seconds, and of every other fraction: 30 years."""
 MAX_COST_S = 3600.0
+LABELS = {"engine", "sampler"}
+"""Texts that are read as names, of a bounded form."""
 LEAST = {"block_size": GRANULE, "max_model_len": GRANULE, "chunk_tokens": 1}
 """Lower bounds of numbers, if not 0."""
 MOST: dict[str, float] = {
@@ -102,6 +104,8 @@ def _reader(kind: Any, name: str) -> Reader:
         return partial(_items, _reader(typing.get_args(kind)[0], name), name)
     if issubclass(kind, Enum):
         return partial(kind)
+    if name in LABELS:
+        return label
     if kind is str:
         return partial(_text, name)
     least, most = LEAST.get(name, 0), MOST.get(name, MAX_SEQ if kind is int else MAX_S)

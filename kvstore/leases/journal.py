@@ -4,6 +4,9 @@ A record is stored under tenant and request id. It grows by parts, and each part
 counts as dead still writes, two routers may record the same request, and a reader uses the parts of one of them only.
 
     field   digest (16) | writer (8) | choice | start        value   finish reason | 0 | tokens from `start` on
+
+Where a sampler has drawn the tokens, a space and its name follow the finish reason. A router of a release that does not
+know of it cannot read such a record, and generates the answer from its beginning.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.sampling import FinishReason
+from kvstore.index.values import label
 
 DIGEST_BYTES = 16
 WRITER_BYTES = 8
@@ -31,7 +35,7 @@ class RecordKey:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordPart:
     """Tokens of one choice of a request, from its token `start` on. Overlapping parts of one writer agree."""
 
@@ -40,6 +44,8 @@ class RecordPart:
     token_ids: Sequence[int]
     finish_reason: FinishReason | None = None
     """The choice's finish reason, if it ends with the last of these tokens."""
+    sampler: str = ""
+    """Name of the sampler that has drawn them; empty: nothing was drawn, or its name is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,8 @@ class Noted:
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
+    sampler: str = ""
+    """Name of the sampler that has drawn them; empty: nothing was drawn, or its name is not known."""
 
 
 class RecordStore(Protocol):
@@ -100,9 +108,14 @@ def field_of(entry: RecordEntry, part: RecordPart) -> bytes:
 def fields_of(entry: RecordEntry) -> dict[bytes, bytes]:
     """Returns the fields that store an entry."""
     return {
-        field_of(entry, part): (part.finish_reason or "").encode() + b"\0" + array("I", part.token_ids).tobytes()
+        field_of(entry, part): _head(part).encode() + b"\0" + array("I", part.token_ids).tobytes()
         for part in entry.parts
     }
+
+
+def _head(part: RecordPart) -> str:
+    reason = part.finish_reason or ""
+    return f"{reason} {part.sampler}" if part.sampler else reason
 
 
 def choices_of(fields: Mapping[bytes, bytes], digest: bytes) -> dict[int, Noted]:
@@ -125,13 +138,15 @@ def choices_of(fields: Mapping[bytes, bytes], digest: bytes) -> dict[int, Noted]
 
 def _joined(written: list[tuple[int, bytes]]) -> Noted:
     tokens = array("I")
-    finish_reason = ""
+    finish_reason = sampler = ""
     for start, value in written:
-        reason, _, packed = value.partition(b"\0")
+        head, _, packed = value.partition(b"\0")
+        reason, _, drawn_by = head.decode().partition(" ")
         part = array("I", packed)
         if start > len(tokens):
             break
         if start + len(part) >= len(tokens):
             tokens[start:] = part
-            finish_reason = reason.decode() or finish_reason
-    return Noted(tuple(tokens), FinishReason(finish_reason) if finish_reason else None)
+            finish_reason = reason or finish_reason
+            sampler = label(drawn_by)
+    return Noted(tuple(tokens), FinishReason(finish_reason) if finish_reason else None, sampler)

@@ -38,6 +38,10 @@ class Choice:
     """Tokens of the answer so far, from whatever worker or router."""
     finish_reason: FinishReason | None = None
     """Why the engine ended the answer; None: it has not."""
+    sampler: str = ""
+    """Name of the sampler of the latest attempt, on this router or another: what is emitted is drawn by it."""
+    is_continued: bool = False
+    """Whether the client has tokens of it from an earlier call."""
     is_answered: bool = False
     """Whether the client needs no more of it, because of the engine or a stop string. Set by the service: the attempt
     that runs is then left."""
@@ -73,6 +77,25 @@ class Choice:
         """Its place among the request's choices."""
         return self.spec.choice_index
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether its tokens depend on random numbers, and so on the sampler."""
+        return self.spec.sampling.temperature > 0
+
+    @property
+    def only_sampler(self) -> str | None:
+        """Name of the only sampler that can go on with it; None: any can, as nothing is drawn, or nothing yet.
+
+        The engine does not matter: greedy answers go on across engines too, whose logits are equal but for near ties,
+        and the same sampler makes the same of equal logits.
+        """
+        return self.sampler if self.emitted and self.is_drawn else None
+
+    @property
+    def is_of_unknown_sampler(self) -> bool:
+        """Whether the client has drawn tokens of which no router has noted what drew them."""
+        return self.is_continued and self.is_drawn and not self.emitted
+
     def next_spec(self, now_s: float, num_expected_tokens: int) -> SequenceSpec:
         """The sequence as the next attempt sends it: with the tokens emitted so far, and what is left of its time."""
         claim = self.claim
@@ -106,7 +129,7 @@ class ChoiceGroup:
 
         Args:
             spec: the first choice's.
-            noted: what has been generated already, by choice.
+            noted: what has been generated of the choices that the client continues.
         """
         return ChoiceGroup(
             choices=tuple(
@@ -116,6 +139,8 @@ class ChoiceGroup:
                     trace=trace,
                     emitted=list(known.token_ids),
                     finish_reason=known.finish_reason,
+                    sampler=known.sampler,
+                    is_continued=index in noted,
                 )
                 for index in range(num_choices)
                 for known in (noted.get(index, Noted()),)

@@ -5,8 +5,8 @@ a deadline for that token; when the deadline has passed, or when the choice has 
 at once.
 
 A failure before the last token places the choice again, with the tokens emitted so far as part of its prompt. Tokens
-are drawn by position, so the stream goes on as if nothing had happened. What survived of its KV, on whatever worker, is
-found by placement as any prefix is.
+are drawn by position, so the stream goes on as if nothing had happened, on workers whose sampler is the one that has
+drawn it. What survived of its KV is found by placement as any prefix is.
 
 A worker that leaves its role asks for its choices to be moved (`router.dispatch.migration`).
 """
@@ -43,7 +43,7 @@ from router.dispatch.exchange import FINISHED, Exchange
 from router.dispatch.migration import Migration
 from router.dispatch.patience import Patience
 from router.dispatch.reports import Reports
-from router.dispatch.retry import Failure, consecutive, given_up, to_avoid
+from router.dispatch.retry import Failure, consecutive, given_up
 from router.dispatch.selector import WorkerSelector
 from router.dispatch.worker_client import WorkerCallError, WorkerClient
 from router.placement import Job, Placement, Prediction, Prompt
@@ -188,8 +188,9 @@ class Dispatcher:
         assignment = prepared
         if assignment is None:
             choice.stages.attempt(choice.began_s)
-            assignment = await self._selector.place(spec, choice.claim, prompt, to_avoid(choice.failures))
+            assignment = await self._selector.place(choice, spec, prompt)
         placement = assignment.placement
+        choice.sampler = assignment.decode.info.sampler
         entry = QueueEntry(tenant=choice.claim.tenant, priority=choice.claim.priority, ttft_s=spec.ttft_s)
         entry.is_placed(placement)
         if spec.attempt == 0:

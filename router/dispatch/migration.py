@@ -50,7 +50,7 @@ class Migration:
         while True:
             prompt_ids = attempt.spec.token_ids[: attempt.spec.num_prompt_tokens]
             spec = replace(attempt.spec, token_ids=prompt_ids + tuple(choice.emitted))
-            found = self._selector.destination(spec, choice.claim, failed)
+            found = self._selector.destination(choice, spec, failed)
             if found is None:
                 failed.clear()
                 await asyncio.sleep(MOVE_RETRY_S * random.uniform(0.5, 1.5))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from baton import wire
@@ -12,10 +12,9 @@ from baton.cluster import Role
 from baton.config import RouterConfig
 from baton.errors import NoWorker, Overloaded, Unsupported
 from baton.messages import PrefixSource, SequenceSpec
-from router.admission import Claim
-from router.dispatch.choice import Assignment
-from router.dispatch.retry import Avoidance
-from router.placement import Mode, Placement, PriceFit, Prompt, place
+from router.dispatch.choice import Assignment, Choice
+from router.dispatch.retry import to_avoid
+from router.placement import Candidate, Mode, Placement, Prediction, PriceFit, Prompt, place
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintBook
 
@@ -35,17 +34,23 @@ class WorkerSelector:
         num_emitted = len(spec.token_ids) - spec.num_prompt_tokens
         return Prompt(len(spec.token_ids), keys, max(1, spec.num_expected_tokens - num_emitted))
 
-    async def place(self, spec: SequenceSpec, claim: Claim, prompt: Prompt, avoid: Avoidance) -> Assignment:
-        """Waits, within bounds, until workers for a sequence are there.
+    async def place(self, choice: Choice, spec: SequenceSpec, prompt: Prompt) -> Assignment:
+        """Waits, within bounds, until workers for a choice are there.
+
+        Args:
+            spec: the choice's sequence, as of the attempt.
 
         Raises:
             Overloaded, Unsupported: every worker that could serve it has refused it.
-            NoWorker: none became ready in time.
+            NoWorker: none became ready in time, or none of the sampler that has drawn its tokens; or it is not known
+                which one that is, and there are several.
         """
-        deadline = time.monotonic() + self._config.worker_wait_s
-        decide = self._decider(claim, avoid.no_sources)
+        deadline, claim = time.monotonic() + self._config.worker_wait_s, choice.claim
+        avoid = to_avoid(choice.failures)
+        decide = self._decider(choice, avoid.no_sources)
         mode = avoid.mode(self._config.mode)
         while True:
+            self._check_sampler(choice)
             unfit = self.pools.unfit(spec)
             excluded = avoid.refused | unfit.keys() | self.pools.too_short(spec)
             candidates = self.pools.candidates(prompt, (-claim.priority, False), excluded)
@@ -56,27 +61,30 @@ class WorkerSelector:
                 return self._assigned(spec, prompt, placement, believed)
             if avoid.refused:
                 raise avoid.unsupported or Overloaded("every worker's queue is full; try again later")
-            self._give_up(spec, unfit, is_late=time.monotonic() >= deadline)
+            self._give_up(choice, spec, unfit, is_late=time.monotonic() >= deadline)
             await self.pools.wait_for_change(deadline - time.monotonic())
 
     def destination(
-        self, spec: SequenceSpec, claim: Claim, excluded: Collection[str]
+        self, choice: Choice, spec: SequenceSpec, excluded: Collection[str]
     ) -> tuple[Placement, Prompt] | None:
-        """The decode worker to which a choice moves; None: none has room for it now."""
+        """The decode worker to which a choice moves; None: none that can go on with it has room for it now."""
         excluded = {*excluded, *self.pools.unfit(spec), *self.pools.too_short(spec)}
         with_room = self.pools.with_room(len(spec.token_ids), excluded)
         if not with_room:
             return None
         prompt = self.prompt(spec)
-        candidates = self.pools.candidates(prompt, (-claim.priority, False))
+        candidates = self.pools.candidates(prompt, (-choice.claim.priority, False))
         fitting = [c for c in candidates if c.worker_id in with_room]
-        placement = self._decider(claim)(prompt, fitting, Mode.AGGREGATED)
+        placement = self._decider(choice)(prompt, fitting, Mode.AGGREGATED)
         if placement is None or placement.prediction.room_s > 0:
             return None
         return placement, prompt
 
-    def _decider(self, claim: Claim, no_sources: Collection[str] = ()) -> Callable[..., Placement | None]:
-        return partial(
+    def _decider(
+        self, choice: Choice, no_sources: Collection[str] = ()
+    ) -> Callable[[Prompt, Sequence[Candidate], str], Placement | None]:
+        claim = choice.claim
+        decide = partial(
             place,
             objective=claim.objective,
             weights=claim.weights,
@@ -84,6 +92,16 @@ class WorkerSelector:
             pull_above_tokens=self._config.pull_above_tokens,
             not_from=no_sources,
         )
+        if not choice.is_drawn:
+            return decide
+
+        def decide_alike(prompt: Prompt, candidates: Sequence[Candidate], mode: str) -> Placement | None:
+            """Chooses among the workers of one sampler, the one with which the answer is complete soonest."""
+            groups = self.pools.alike(candidates, choice.only_sampler)
+            found = [placement for group in groups if (placement := decide(prompt, group, mode)) is not None]
+            return min(found, key=lambda each: _answered_s(prompt, each.prediction), default=None)
+
+        return decide_alike
 
     def _assigned(self, spec: SequenceSpec, prompt: Prompt, placement: Placement, num_believed: int) -> Assignment:
         pools, source = self.pools, None
@@ -99,7 +117,7 @@ class WorkerSelector:
             hint=hint,
         )
 
-    def _give_up(self, spec: SequenceSpec, unfit: dict[str, set[str]], *, is_late: bool) -> None:
+    def _give_up(self, choice: Choice, spec: SequenceSpec, unfit: dict[str, set[str]], *, is_late: bool) -> None:
         """Raises NoWorker or Unsupported where waiting longer is of no use."""
         decodes = [worker.info.id for worker in self.pools.workers if worker.info.role is Role.DECODE]
         # A choice that has begun was placed on a worker that knew all of it and may be back.
@@ -108,6 +126,24 @@ class WorkerSelector:
             unknown = wire.named(set().union(*unfit.values()))
             raise Unsupported(f"no worker is ready that knows {unknown}; those that run are of an older release")
         if is_late:
+            needed = f"no worker{self._sampler_in_words(choice)} became ready"
+            raise NoWorker(f"{needed} within {self._config.worker_wait_s:g} s; `baton status` shows the pools")
+
+    def _check_sampler(self, choice: Choice) -> None:
+        if choice.is_of_unknown_sampler and len(self.pools.samplers) > 1:
             raise NoWorker(
-                f"no worker became ready within {self._config.worker_wait_s:g} s; `baton status` shows the pools"
+                f"what the client has of {choice.spec.sequence_id} was not recorded, and the samplers of the workers "
+                f"differ ({', '.join(name or 'unnamed' for name in self.pools.samplers)}): another one would not draw "
+                "the same tokens; send the request anew"
             )
+
+    def _sampler_in_words(self, choice: Choice) -> str:
+        """Names the sampler that a choice needs, where the pools have others."""
+        only = choice.only_sampler
+        if only is None or self.pools.samplers in ((), (only,)):
+            return ""
+        return f" with the sampler {only or 'of a release that does not name it'}, which has drawn the answer so far,"
+
+
+def _answered_s(prompt: Prompt, prediction: Prediction) -> float:
+    return prediction.ttft_s + prediction.exposed_s + prompt.num_expected_tokens * prediction.step_s

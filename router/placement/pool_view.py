@@ -58,6 +58,7 @@ class PoolView:
         """Load of the workers that drain: only prefixes can be had from them."""
         self._lacking: dict[str, frozenset[str]] = {}
         """Workers of an older release -> fields that they do not know."""
+        self._samplers: tuple[str, ...] = ()
         self._residence = Residence()
         self._suspects: dict[tuple[str, int], float] = {}
         self._leaving: dict[tuple[str, int, Role], float] = {}
@@ -87,6 +88,7 @@ class PoolView:
         self._block_size = mode(info.block_size for info in infos) if infos else GRANULE
         lacking = {info.id: wire.fields_unknown_to(info.known_fields) for info in infos}
         self._lacking = {worker_id: fields for worker_id, fields in lacking.items() if fields}
+        self._samplers = tuple(sorted({info.sampler for info in infos}))
         usual = {role: typical([w.load.costs for w in workers if w.info.role is role]) for role in Role}
         known = self._books
         # A lease that is missing once must not make a worker look idle.
@@ -144,6 +146,23 @@ class PoolView:
             return {}
         used = wire.fields_of(spec)
         return {worker_id: unknown for worker_id, fields in self._lacking.items() if (unknown := used & fields)}
+
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        """Names of the workers' samplers; the empty one stands for those that do not say theirs."""
+        return self._samplers
+
+    def alike(self, candidates: Sequence[Candidate], only: str | None = None) -> list[Sequence[Candidate]]:
+        """Groups candidates that may share an answer that is drawn: those of one sampler. A hand-over, a move and a
+        retry then give the tokens that one worker alone would have given.
+
+        Args:
+            only: the sampler that has drawn a part of the answer; None: nothing is drawn yet.
+        """
+        names = self._samplers if only is None else (only,)
+        if names == self._samplers and len(names) < 2:  # as nearly always
+            return [candidates]
+        return [[c for c in candidates if self._workers[c.worker_id].info.sampler == name] for name in names]
 
     def too_short(self, spec: SequenceSpec) -> set[str]:
         """Workers that cannot hold the sequence and all of its answer, though it is no longer than `max_model_len`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -49,7 +49,10 @@ class Call:
     def noted(self) -> dict[int, Noted]:
         """What has been generated of it, by choice."""
         choices = self.group.choices if self.group else ()
-        return {choice.index: Noted(tuple(choice.emitted), choice.finish_reason) for choice in choices}
+        return {
+            choice.index: Noted(tuple(choice.emitted), choice.finish_reason, choice.only_sampler or "")
+            for choice in choices
+        }
 
 
 class CallsInFlight:
@@ -100,3 +103,13 @@ class CallsInFlight:
                 raise
             task.uncancel()
             raise Conflict("another call has taken this request over, to continue it") from None
+
+
+def with_delivered(noted: Mapping[int, Noted], resume_from: Mapping[int, int]) -> dict[int, Noted]:
+    """Adds the choices of which the client has tokens and nothing is noted.
+
+    Args:
+        noted: what has been generated, by choice.
+        resume_from: tokens that the client has, by choice.
+    """
+    return {index: Noted() for index, num_tokens in resume_from.items() if num_tokens} | dict(noted)

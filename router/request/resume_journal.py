@@ -117,7 +117,14 @@ class Journal:
         for index, choice in enumerate(noting.choices):
             start, end = noting.num_written[index], len(choice.emitted)
             if end > start:
-                parts.append(RecordPart(index, start, choice.emitted[start:], choice.finish_reason))
+                part = RecordPart(
+                    choice_index=index,
+                    start=start,
+                    token_ids=choice.emitted[start:],
+                    finish_reason=choice.finish_reason,
+                    sampler=choice.only_sampler or "",
+                )
+                parts.append(part)
                 noting.num_written[index] = end
         if not parts:
             return None

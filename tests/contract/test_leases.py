@@ -240,6 +240,26 @@ def test_a_field_of_a_newer_release_is_skipped() -> None:
     assert decode_worker(info.encode(), json.dumps(older).encode()) == Worker(worker_info("w", 1), LOAD)
 
 
+def test_engine_and_sampler_are_read_as_names_and_an_older_release_names_none() -> None:
+    info = dataclasses.replace(worker_info("w", 1), engine="transformers", sampler="inverse-transform-blake2b/1")
+    assert decode_worker(encode(info).encode(), encode(LOAD).encode()).info == info
+    older = json.loads(encode(info))
+    del older["engine"], older["sampler"]
+    read = decode_worker(json.dumps(older).encode(), encode(LOAD).encode()).info
+    assert read == worker_info("w", 1)
+    assert (read.engine, read.sampler) == ("", "")
+
+
+@pytest.mark.parametrize("name", ["engine", "sampler"])
+@pytest.mark.parametrize(
+    "garbage", ["a b", "a\n", "x" * 65, "\u00e9", "\ud800", "<b>", 1, None, ["a"], {"a": "b"}], ids=repr
+)
+def test_what_is_no_name_of_an_engine_or_a_sampler_is_refused(name: str, garbage: object) -> None:
+    written = json.dumps(json.loads(encode(worker_info("w", 1))) | {name: garbage})
+    with pytest.raises(ValueError, match="is no name of at most 64"):
+        decode_worker(written.encode(), encode(LOAD).encode())
+
+
 async def test_a_set_of_ids_that_is_lost_is_told_like_a_loss_of_everything(server: RedisServer, namespace: str) -> None:
     """Who renews next is listed alone, and the others must not be taken for dead until they have renewed."""
     backend = server.backend(namespace)

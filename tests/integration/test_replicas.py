@@ -248,7 +248,7 @@ def note(fleet: Fleet, request: GenerateRequest, token_ids: tuple[int, ...]) -> 
         RecordKey(DEFAULT_TENANT.id, request.request_id),
         digest_of(content, spec),
         b"the dead",
-        [RecordPart(0, 0, token_ids)] if token_ids else [],
+        [RecordPart(choice_index=0, start=0, token_ids=token_ids)] if token_ids else [],
     )
 
     async def write() -> None:

@@ -41,10 +41,11 @@ SIZE = Section(
             title="Workers",
             description="What each says of itself. wire_compat is what two workers must have in common to hand KV "
             "over: during a "
-            "roll-out there are two, afterwards one.",
+            "roll-out there are two, afterwards one. An answer that is drawn goes on only on workers of one sampler.",
             unit="short",
             queries={
-                "": f"max by (worker, role, node, wire_compat, block_size) (baton_worker_info{{$cluster, {OF_WORKER}}})"
+                "": "max by (worker, role, node, engine, sampler, wire_compat, block_size) "
+                f"(baton_worker_info{{$cluster, {OF_WORKER}}})"
             },
             kind=Kind.TABLE,
         ),

@@ -58,6 +58,14 @@ class EngineLoop:
     # -- what is known of the engine -----------------------------------------------------------------------------------
 
     @property
+    def name(self) -> str:
+        return self.engine.runner.name
+
+    @property
+    def sampler(self) -> str:
+        return self.engine.runner.sampler
+
+    @property
     def spec(self) -> KVSpec:
         return self.engine.runner.spec
 

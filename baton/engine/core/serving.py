@@ -74,6 +74,16 @@ class ServingEngine(Protocol):
     """An engine as its worker sees it."""
 
     @property
+    def name(self) -> str:
+        """The engine's name, as the cluster shows it."""
+        ...
+
+    @property
+    def sampler(self) -> str:
+        """The name of its sampler (see `Runner`): a drawn answer goes on only on engines that give the same."""
+        ...
+
+    @property
     def spec(self) -> KVSpec:
         """The shape of each rank's KV cache."""
         ...

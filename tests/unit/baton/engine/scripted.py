@@ -67,6 +67,8 @@ class LateFence:
 class ScriptedEngine:
     """`ServingEngine`, with one task per sequence."""
 
+    name = "scripted"
+
     def __init__(self, num_blocks: int = 64, *, preempts: bool = True, delay_s: float = 0.0) -> None:
         self._runner = ArithmeticRunner(num_blocks)
         self._free = list(range(num_blocks))
@@ -78,6 +80,10 @@ class ScriptedEngine:
         self.num_preemptions = 0
         self.self_check = "ok"
         self.num_blocks = num_blocks
+
+    @property
+    def sampler(self) -> str:
+        return self._runner.sampler
 
     @property
     def spec(self) -> KVSpec:

@@ -142,6 +142,8 @@ INFO = WorkerInfo(
     wire_compat="wire",
     block_size=16,
     max_model_len=8192,
+    engine="e",
+    sampler="s/1",
 )
 LOAD = WorkerLoad(state=WorkerState.DRAINING, running=3, waiting=2, blocks=BlockCounts(8, 1, 5, 2), preemptions=4)
 SCALING = (PoolScaling("prefill", 0.25, 1), PoolScaling("decode", 0.75, 3))
@@ -242,7 +244,8 @@ def test_what_a_worker_and_the_autoscaler_say() -> None:
         f'baton_worker_state{{{worker},state="ready",worker="d0"}} 0.0',
         f'baton_worker_state{{{worker},state="draining",worker="d0"}} 1.0',
         f'baton_worker_state{{{worker},state="dead",worker="d0"}} 0.0',
-        f'baton_worker_info{{block_size="16",node="node-7",{worker},wire_compat="wire",worker="d0"}} 1.0',
+        f'baton_worker_info{{block_size="16",engine="e",node="node-7",{worker},sampler="s/1",wire_compat="wire",'
+        'worker="d0"} 1.0',
         'baton_autoscale_utilisation{pool="prefill"} 0.25',
         'baton_autoscale_utilisation{pool="decode"} 0.75',
         'baton_autoscale_wanted_workers{pool="prefill"} 1.0',

@@ -392,6 +392,8 @@ def status(num_workers: int) -> ClusterStatus:
         max_model_len=8192,
         chunk_tokens=128,
         version="1.4",
+        engine="transformers",
+        sampler="inverse-transform-blake2b/1",
     )
     transfers = TransferCounts(
         sent_committed=2, received_committed=3, received_failed=1, pulled_tokens=2**40, open_pairs=4, slots_in_use=5,
@@ -479,6 +481,8 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                 "content_id": "content",
                 "wire_compat": "wire",
                 "max_model_len": 8192,
+                "engine": "transformers",
+                "sampler": "inverse-transform-blake2b/1",
             }
         ],
         "routers": [

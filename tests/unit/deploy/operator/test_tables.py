@@ -12,7 +12,14 @@ from rich.table import Table
 
 from baton.api import Explanation, Option
 from baton.errors import InvalidRequest
-from deploy.operator.tables import garbage_lines, option_table, print_explanations, transfer_table, worker_table
+from deploy.operator.tables import (
+    engine_lines,
+    garbage_lines,
+    option_table,
+    print_explanations,
+    transfer_table,
+    worker_table,
+)
 
 WORKER = {
     "id": "decode-0",
@@ -187,3 +194,13 @@ def test_the_options_fit_a_terminal_in_milliseconds_and_only_who_decodes_has_roo
     row = ["decode-3", "0", "500.0", "0.0", "98765.4", "120500.0", "2500.0", "125.0", "62.5"]
     assert decode.split() == row
     assert max(map(len, (heading, prefill, decode))) <= 80
+
+
+def test_workers_are_listed_by_engine_and_sampler() -> None:
+    makes = {"d0": ("transformers", "s/1"), "d1": ("", ""), "d2": ("transformers", "s/1"), "d3": ("arithmetic", "s/1")}
+    workers = [WORKER | {"id": name, "engine": engine, "sampler": sampler} for name, (engine, sampler) in makes.items()]
+    assert engine_lines(workers) == [
+        "engine unknown, sampler unknown: d1",
+        "engine arithmetic, sampler s/1: d3",
+        "engine transformers, sampler s/1: d0, d2",
+    ]

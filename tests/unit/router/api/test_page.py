@@ -120,7 +120,7 @@ baton_worker_ready{role="decode",worker="decode-1"} 0.0
 baton_worker_ready{role="prefill",worker="prefill-0"} 0.0
 baton_worker_state{role="decode",state="draining",worker="decode-1"} 1.0
 baton_worker_state{role="decode",state="ready",worker="decode-1"} 0.0
-baton_worker_info{block_size="16",node="a \\"b\\" \\\\c",role="decode",wire_compat="x",worker="decode-0"} 1.0
+baton_worker_info{block_size="16",engine="e",node="a \\"b\\" \\\\c",role="decode",sampler="s/1",worker="decode-0"} 1.0
 baton_worker_self_check_ok{worker="decode-0"} 1.0
 baton_worker_self_check_ok{worker="decode-1"} 0.0
 baton_worker_sequences{role="decode",state="running",worker="decode-0"} 5.0
@@ -184,7 +184,7 @@ def test_the_cluster_is_as_its_gauges_say() -> None:
     well, sick, other = seen["workers"]
     assert well == {
         "worker": "decode-0", "role": "decode", "state": "ready", "isWell": True, "running": 5, "waiting": 2,
-        "inUse": 0.2, "cached": 0.3, "node": 'a "b" \\c',
+        "inUse": 0.2, "cached": 0.3, "node": 'a "b" \\c', "engine": "e, s/1",
     }  # fmt: skip
     assert (sick["state"], sick["isWell"], sick["inUse"]) == ("draining", False, None)
     assert other["state"] == "not ready"

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from opentelemetry.context import Context
 
-from baton.cluster import BlockCounts, Role, Worker
+from baton.cluster import BlockCounts, Role, Worker, WorkerState
 from baton.costs import PRIOR
 from baton.errors import (
     BatonError,
     InvalidRequest,
+    NoWorker,
     Overloaded,
     TransferCancelled,
     TransferCorrupted,
@@ -39,11 +40,12 @@ from baton.messages import (
     SequenceSpec,
 )
 from baton.sampling import FinishReason
+from kvstore.leases import Noted
 from router.admission.tenants import Tenant
 from router.dispatch.choice import ChoiceGroup
 from router.dispatch.worker_client import WorkerClient, WorkerStream
 from router.placement import NO_OBJECTIVE, Mode
-from router.placement.pool_view import LEAVING_S
+from router.placement.pool_view import LEAVING_S, SUSPICION_S
 from router.slo import Stage
 from tests.support.waiting import until
 from tests.unit.router.dispatch.scripted_workers import (
@@ -633,9 +635,13 @@ async def test_a_choice_does_not_move_to_who_could_not_pull_its_kv() -> None:
     assert choice.decode_worker == "d2"
 
 
-@pytest.mark.parametrize("unfit", [{"known_fields": "SequenceSpec:1,2"}, {"max_model_len": 64}], ids=str)
+@pytest.mark.parametrize(
+    ("unfit", "temperature"),
+    [({"known_fields": "SequenceSpec:1,2"}, 0.0), ({"max_model_len": 64}, 0.0), ({"sampler": "b"}, 1.0)],
+    ids=str,
+)
 async def test_a_choice_moves_to_nobody_who_does_not_know_or_cannot_hold_all_of_it(
-    unfit: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    unfit: dict[str, Any], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.dispatch.migration.MOVE_RETRY_S", 0.01)
     workers, record = leaving_worker(), new_choice()
@@ -648,7 +654,7 @@ async def test_a_choice_moves_to_nobody_who_does_not_know_or_cannot_hold_all_of_
 
     monkeypatch.setattr(WorkerClient, "fetch", watched)
     async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
-        answer = bench.tokens(record, spec=LONG)
+        answer = bench.tokens(record, spec=replace(LONG, sampling=replace(LONG.sampling, temperature=temperature)))
         assert await anext(answer) == 4
         await bench.lease("d1", Role.DECODE, **unfit)
         moved = asyncio.ensure_future(anext(answer))
@@ -783,3 +789,105 @@ async def test_a_hand_over_that_fails_behind_the_first_token_ends_the_wait_for_t
         async with asyncio.timeout(5):
             assert await collected(bench.tokens(record)) == [4, 5]
     assert (record.retries, record.mode) == (1, Mode.AGGREGATED)
+
+
+# -- samplers ----------------------------------------------------------------------------------------------------------
+
+DRAWN = replace(SPEC, sampling=replace(SPEC.sampling, temperature=1.0))
+DIES_LATER: Script = [NewTokens(token_ids=(4,), finish_reason=None), GONE]
+
+
+@contextlib.asynccontextmanager
+async def bench_with(
+    workers: ScriptedWorkers, samplers: Mapping[str, str], held: Mapping[str, int], mode: str = "aggregated"
+) -> AsyncIterator[Bench]:
+    """Workers whose sampler is named, "p..." to prefill and "d..." to decode. Who holds more attracts."""
+    async with bench_of(workers, {}, mode, held) as bench:
+        for worker_id, sampler in samplers.items():
+            await bench.lease(worker_id, Role.PREFILL if worker_id[0] == "p" else Role.DECODE, sampler=sampler)
+        yield bench
+
+
+@pytest.mark.parametrize(
+    ("spec", "samplers", "worker_id"),
+    [
+        (DRAWN, {"d0": "a", "d1": "b", "d2": "a"}, "d2"),
+        (DRAWN, {"d0": "a", "d1": "", "d2": "a"}, "d2"),
+        (DRAWN, {"d0": "", "d1": "a", "d2": ""}, "d2"),
+        (SPEC, {"d0": "a", "d1": "b", "d2": "a"}, "d1"),
+        (SPEC, {"d0": "a", "d1": "", "d2": "a"}, "d1"),
+    ],
+    ids=["drawn", "not by the unknown", "unknown to unknown", "greedy", "greedy to the unknown"],
+)
+async def test_what_is_drawn_goes_on_with_the_same_sampler_and_a_greedy_answer_anywhere(
+    spec: SequenceSpec, samplers: dict[str, str], worker_id: str
+) -> None:
+    workers, choice = ScriptedWorkers(decode=[DIES_LATER, [LAST]]), new_choice()
+    async with bench_with(workers, samplers, {"d0": 20, "d1": 10}) as bench:
+        assert await collected(bench.tokens(choice, spec=spec)) == [4, 5]
+    assert (choice.decode_worker, choice.retries) == (worker_id, 1)
+
+
+async def test_an_answer_of_which_nothing_is_drawn_may_change_the_sampler() -> None:
+    workers, choice = ScriptedWorkers(decode=[[GONE], DIES_LATER, [LAST]]), new_choice()
+    async with bench_with(workers, {"d0": "a", "d1": "b", "d2": "a", "d3": "b"}, {"d0": 20, "d1": 15}) as bench:
+        assert await collected(bench.tokens(choice, spec=DRAWN)) == [4, 5]
+    assert (choice.decode_worker, choice.sampler, choice.retries) == ("d3", "b", 2)
+
+
+async def test_what_is_drawn_waits_for_the_same_sampler_and_not_for_ever() -> None:
+    workers, waits = ScriptedWorkers(decode=[DIES_LATER, DIES_LATER, [LAST]]), [new_choice(), new_choice()]
+    async with bench_with(workers, {"d0": "a", "d1": "b"}, {"d0": 20}) as bench:
+        with pytest.raises(NoWorker, match=r"^no worker with the sampler a, which has drawn .* within 1 s; `baton sta"):
+            await collected(bench.tokens(waits[0], spec=DRAWN))
+        await bench.lease("d2", Role.DECODE, sampler="a")
+        bench.clock.ahead_s = SUSPICION_S
+        answer = bench.tokens(waits[1], spec=DRAWN)
+        assert await anext(answer) == 4
+        await bench.lease("d2", Role.DECODE, replace(READY, state=WorkerState.DRAINING), sampler="a")
+        rest = asyncio.ensure_future(collected(answer))
+        await until(lambda: waits[1].retries == 1)
+        await bench.lease("d3", Role.DECODE, sampler="a")
+        assert await rest == [5]
+    assert waits[1].decode_worker == "d3"
+
+
+@pytest.mark.parametrize(("spec", "prefill_worker"), [(DRAWN, "p1"), (SPEC, "p0")], ids=["drawn", "greedy"])
+async def test_a_hand_over_of_what_is_drawn_is_between_equal_samplers(spec: SequenceSpec, prefill_worker: str) -> None:
+    """The prefill worker draws the first token."""
+    workers, choice = ScriptedWorkers(decode=[[ticket]], prefill=[[FIRST_IS_LAST]]), new_choice()
+    async with bench_with(workers, {"p0": "a", "p1": "b", "d0": "b"}, {"p0": 20}, "split") as bench:
+        assert await collected(bench.tokens(choice, spec=spec)) == [5]
+    assert (choice.prefill_worker, choice.decode_worker) == (prefill_worker, "d0")
+
+
+async def test_an_answer_begins_with_the_sampler_that_will_be_done_soonest() -> None:
+    workers, choice = ScriptedWorkers(decode=[[LAST]]), new_choice()
+    async with bench_with(workers, {"d0": "b", "d1": "a", "d2": "c"}, {"d1": 20}) as bench:
+        assert await collected(bench.tokens(choice, spec=DRAWN)) == [5]
+    assert choice.decode_worker == "d1"
+
+
+async def test_another_router_goes_on_with_the_sampler_that_was_noted() -> None:
+    noted = {0: Noted((4,), sampler="b")}
+    (choice,) = ChoiceGroup.begin(DRAWN, CLAIM, Context(), 1, noted).choices
+    workers = ScriptedWorkers(decode=[[LAST]])
+    async with bench_with(workers, {"d0": "a", "d1": "b"}, {"d0": 20}) as bench:
+        assert await collected(bench.tokens(choice, spec=DRAWN)) == [5]
+    assert choice.decode_worker == "d1"
+
+
+@pytest.mark.parametrize("samplers", [{"d0": "a", "d1": "b"}, {"d0": "a", "d1": "a"}], ids=["two", "one"])
+async def test_where_it_is_not_known_what_drew_a_clients_tokens_there_must_be_one_sampler(
+    samplers: dict[str, str],
+) -> None:
+    """Those of another one would not go with the tokens that the client has."""
+    (choice,) = ChoiceGroup.begin(DRAWN, CLAIM, Context(), 1, {0: Noted()}).choices
+    workers = ScriptedWorkers(decode=[[LAST]])
+    async with bench_with(workers, samplers, {}) as bench:
+        if len(set(samplers.values())) == 1:
+            assert await collected(bench.tokens(choice, spec=DRAWN)) == [5]
+        else:
+            with pytest.raises(NoWorker, match=r"not recorded, and the samplers of the workers differ \(a, b\)"):
+                await collected(bench.tokens(choice, spec=DRAWN))
+            assert workers.requests == []

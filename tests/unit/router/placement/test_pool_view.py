@@ -352,3 +352,22 @@ async def test_get_gives_the_latest_lease() -> None:
     assert pools.get("a") == newer
     assert pools.is_trusted(newer)
     assert not pools.is_trusted(replace(newer, load=WorkerLoad(state=WorkerState.DRAINING)))
+
+
+async def test_candidates_are_grouped_by_the_samplers_of_their_workers() -> None:
+    pools, _ = view()
+    named = [replace(w, info=replace(w.info, sampler=name)) for w, name in zip(map(worker, "vwx"), "bab", strict=True)]
+
+    async def groups(workers: list[Worker], only: str | None = None) -> list[list[str]]:
+        await pools.update(workers)
+        return [[c.worker_id for c in group] for group in pools.alike(pools.candidates(PROMPT, NORMAL), only)]
+
+    assert await groups([]) == [[]]
+    assert await groups(named) == [["w"], ["v", "x"]]
+    assert await groups(named, "b") == [["v", "x"]]
+    assert await groups(named, "") == [[]]
+    assert await groups(named[1:2]) == await groups(named[1:2], "a") == [["w"]]
+    assert await groups(named[1:2], "b") == [[]]
+    unnamed = worker("y")
+    assert await groups([*named, unnamed]) == [["y"], ["w"], ["v", "x"]]
+    assert await groups([*named, unnamed], "") == [["y"]]

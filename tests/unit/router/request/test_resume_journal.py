@@ -88,6 +88,16 @@ async def test_the_end_is_noted_with_the_last_token(journal: Journal, records: R
         assert await journal.recall(KEY, DIGEST) == {0: Noted((5,), FinishReason.STOP), 1: Noted((6,))}
 
 
+async def test_the_sampler_is_noted_of_what_it_has_drawn(journal: Journal) -> None:
+    choices = [new_choice([5]), new_choice([6])]
+    greedy = replace(SPEC, sampling=replace(SPEC.sampling, temperature=0.0))
+    for choice, spec in zip(choices, (greedy, SPEC), strict=True):
+        choice.spec, choice.sampler = spec, "a"
+    with journal.noting(KEY, DIGEST, choices):
+        await journal.flush()
+        assert await journal.recall(KEY, DIGEST) == {0: Noted((5,)), 1: Noted((6,), sampler="a")}
+
+
 async def test_a_request_that_has_ended_is_forgotten(journal: Journal, records: Records) -> None:
     with begun(journal, new_choice(emitted=[5])):
         await journal.flush()
