@@ -104,6 +104,7 @@ async def serve(
     role: Role,
     worker_id: str,
     host: str,
+    *,
     ready_fd: int | None = None,
     build: Callable[[Config], Runner] = build_runner,
 ) -> None:
@@ -160,7 +161,7 @@ def main() -> None:
     config = process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{args.role}")
     try:
-        uvloop.run(serve(config, Role(args.role), args.id, args.host, args.ready_fd))
+        uvloop.run(serve(config, Role(args.role), args.id, args.host, ready_fd=args.ready_fd))
     except* Fenced as fenced:
         print(fenced.exceptions[0], file=sys.stderr)  # noqa: T201
         sys.exit(FENCED)
