@@ -33,7 +33,7 @@ from router.api.http import create_app
 from router.dispatch.choice import Choice, ChoiceGroup
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel
-from router.request.resume_journal import Journal
+from router.request.resume import Journal
 from router.service import RouterService
 from tests.support.asking import VOCABULARY
 from tests.support.builders import cluster_status
@@ -86,14 +86,15 @@ class Router:
         self._tenants = TenantBook.configured("")
 
     @contextlib.asynccontextmanager
-    async def inference(self) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+    async def inference(self) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
         rpc = RpcServer(SERVICE_NAMES, [Authentication(self._tenants)])
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self._service), rpc.server)
         port = rpc.bind("127.0.0.1", 0)
         await rpc.start()
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                yield inference_pb2_grpc.InferenceStub(channel)
+                stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+                yield stub
         finally:
             await rpc.stop(0)
 
