@@ -1,4 +1,8 @@
-"""Which workers serve a request: a pure function over a snapshot of the pools."""
+"""Which workers serve a request: a pure function over a snapshot of the pools.
+
+`policy` compares candidates in seconds, from loads (`load`), costs (`prices`) and cached prefixes. `pool_view` takes
+the snapshot and `stale_hints` remembers where the index was wrong.
+"""
 
 from router.placement.load import Job, LoadBook, Residence, Turn
 from router.placement.policy import (
