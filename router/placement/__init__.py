@@ -4,7 +4,7 @@
 the snapshot and `stale_hints` remembers where the index was wrong.
 """
 
-from router.placement.load import Job, LoadBook, Residence, Turn
+from router.placement.load import Job, LoadTracker, Residence, Turn
 from router.placement.policy import (
     DEFAULT_WEIGHTS,
     NO_OBJECTIVE,
@@ -26,7 +26,7 @@ __all__ = [
     "NO_OBJECTIVE",
     "Candidate",
     "Job",
-    "LoadBook",
+    "LoadTracker",
     "Mode",
     "Objective",
     "Placement",
