@@ -125,11 +125,14 @@ class Ticket:
     """The receiving worker's incarnation: one per process start."""
     kv_address: str
     num_tokens: int
-    """Tokens whose KV is handed over; the sequence's length before the first token."""
+    """Tokens whose KV is handed over. Of a whole sequence all of them, or all but the last one, which the receiver
+    computes itself."""
     skip_tokens: int
     """Leading tokens whose blocks the receiver already holds; a multiple of its block size."""
     wire_compat: str
     layout: KvLayout
+    force_first_token: bool = False
+    """Whether the receiver has to be given the first token, since it cannot draw it from the KV that it asks for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +157,8 @@ class PrefillReport:
 class FirstToken:
     """The prompt is computed; the hand-over of its KV goes on."""
 
-    token_id: int
+    token_id: int | None
+    """None: the worker's engine draws no token with a prompt, and the decode worker draws it."""
     finish_reason: FinishReason | None
     report: PrefillReport
 
@@ -349,7 +353,8 @@ class Commit:
     transfer_id: str
     generation: int
     first_token: int | None
-    """None for a pulled prefix. Sampling is keyed by seed and position, so there is no other sampler state."""
+    """The token from which the receiver continues. None for a pulled prefix, and where the receiver draws it itself.
+    Sampling is keyed by seed and position, so there is no other sampler state."""
 
 
 @dataclass(frozen=True, slots=True)
