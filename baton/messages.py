@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from baton.errors import BatonError
+from baton.kv_layout import KvLayout
 from baton.sampling import FinishReason, SamplingParams
 
 ROUTERS_SAMPLING = frozenset({"stop", "n"})
@@ -67,38 +68,6 @@ class SequenceSpec:
     def is_continued(self) -> bool:
         """Whether the client has some of the answer already, from another worker."""
         return len(self.token_ids) > self.num_prompt_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupLayout:
-    """A layer group of a cache: of the model, not of one rank."""
-
-    name: str
-    layers: tuple[int, ...]
-    num_kv_heads: int
-    k_dim: int
-    v_dim: int
-    dtype: str
-    """As torch names it, without `torch.`."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateLayout:
-    """A recurrent state of a cache: one tensor for each sequence."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class KvLayout:
-    """The shape of a worker's KV cache, as its peers receive it. Every rank holds its share of each group's heads."""
-
-    block_size: int
-    tp_size: int
-    groups: tuple[GroupLayout, ...]
-    states: tuple[StateLayout, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
