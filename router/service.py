@@ -147,11 +147,11 @@ class RouterService:
                     async with contextlib.aclosing(self._dispatcher.run(group.unanswered())) as messages:
                         async for choice, message in messages:
                             writer = writers[choice]
-                            piece = writer.push(message.token_ids, message.finish_reason)
-                            if piece.finish_reason is not None:
+                            chunk = writer.write(message.token_ids, message.finish_reason)
+                            if writer.has_ended:
                                 choice.is_answered = True
                                 self._dispatcher.answered(choice, writer.num_tokens)
-                            if (chunk := writer.chunk(piece)) is not None:
+                            if chunk is not None:
                                 yield settle.book(chunk)
                                 call.driver = asyncio.current_task() or call.driver
             self._limiter.record(time.monotonic() - settle.arrived_s)

@@ -39,9 +39,8 @@ from router.dispatch.choice import (
     WorkerLeaving,
 )
 from router.dispatch.decisions import DecisionLog
-from router.dispatch.exchange import FINISHED, Exchange
+from router.dispatch.exchange import FINISHED, Exchange, Patience
 from router.dispatch.migration import Migration
-from router.dispatch.patience import Patience
 from router.dispatch.reports import Reports
 from router.dispatch.retry import Failure, consecutive, given_up, to_avoid
 from router.dispatch.selector import WorkerSelector
@@ -188,7 +187,7 @@ class Dispatcher:
         assignment = prepared
         if assignment is None:
             choice.stages.attempt(choice.began_s)
-            assignment = await self._selector.place(spec, choice.claim, prompt, to_avoid(choice.failures))
+            assignment = await self._selector.place(spec, choice.claim, prompt, choice.avoid)
         placement = assignment.placement
         entry = QueueEntry(tenant=choice.claim.tenant, priority=choice.claim.priority, ttft_s=spec.ttft_s)
         entry.is_placed(placement)
@@ -249,6 +248,7 @@ class Dispatcher:
         choice.failures = consecutive(choice.failures, failed)
         if len(choice.failures) == self._config.max_attempts:
             raise given_up(choice.failures) from failure
+        choice.avoid = to_avoid(choice.failures)
         choice.retries += 1
         self._instruments.retries.add(1, {"error": type(error).__name__})
         logger.warning("%s is placed again after %d tokens: %s", attempt.spec.sequence_id, len(choice.emitted), error)

@@ -44,7 +44,7 @@ class WorkerSelector:
         """
         deadline = time.monotonic() + self._config.worker_wait_s
         decide = self._decider(claim, avoid.no_sources)
-        mode = avoid.mode(self._config.mode)
+        mode = Mode.AGGREGATED if avoid.hand_over and self._config.mode == "auto" else self._config.mode
         while True:
             unfit = self.pools.unfit(spec)
             excluded = avoid.refused | unfit.keys() | self.pools.too_short(spec)

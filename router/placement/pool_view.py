@@ -213,6 +213,11 @@ class PoolView:
             if book is not None:
                 book.computed(job, self._clock())
 
+    def computed(self, job: Job) -> None:
+        """The job's prompt is computed, though the block of `computing` is entered still; idempotent."""
+        if job.queued_at is not None:
+            job.queued_at.computed(job, self._clock())
+
     @contextlib.contextmanager
     def decoding(self, worker: Worker, job: Job) -> Iterator[None]:
         """The job's sequence is on the incarnation that decodes it, while the block is entered."""

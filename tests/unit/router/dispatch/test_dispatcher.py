@@ -41,6 +41,7 @@ from baton.messages import (
 from baton.sampling import FinishReason
 from router.admission.tenants import Tenant
 from router.dispatch.choice import ChoiceGroup
+from router.dispatch.exchange import _Held
 from router.dispatch.worker_client import WorkerClient, WorkerStream
 from router.placement import NO_OBJECTIVE, Mode
 from router.placement.pool_view import LEAVING_S
@@ -73,7 +74,7 @@ LONG = replace(SPEC, sampling=replace(SPEC.sampling, max_tokens=100, ignore_eos=
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    for module in ("dispatcher", "exchange", "patience", "selector", "reports"):
+    for module in ("dispatcher", "exchange", "selector", "reports"):
         monkeypatch.setattr(f"router.dispatch.{module}.time", bench.clock)
 
 
@@ -718,11 +719,11 @@ async def test_a_client_that_leaves_in_the_middle_of_a_move_leaves_nothing_runni
     async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
         answer = asyncio.ensure_future(collected(bench.tokens(spec=LONG)))
 
-        def outlive_context(stream: WorkerStream[object]) -> None:
-            stream._outlives_context = True
+        def let_go(held: _Held, stream: WorkerStream[object]) -> None:
+            held._calls.remove(stream)
             answer.cancel()
 
-        monkeypatch.setattr(WorkerStream, "outlive_context", outlive_context)
+        monkeypatch.setattr(_Held, "let_go", let_go)
         with pytest.raises(asyncio.CancelledError):
             await answer
         assert workers.kinds == [DecodeRequest, FetchRequest]
