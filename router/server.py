@@ -42,7 +42,7 @@ from router.placement.pool_view import UNKNOWN_LENGTH, PoolView
 from router.placement.stale_hints import HintBook
 from router.prompt import Tokenizer
 from router.request.model import Door, LoadedModel
-from router.request.resume_journal import Journal
+from router.request.resume import Journal
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)

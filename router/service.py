@@ -4,7 +4,7 @@
    refuse at once with Retry-After.
 2. Write the prompt. Chat template and tokenizer; check length and vocabulary (`router.prompt`). From here on only
    token ids.
-3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`router.request.sequence`).
+3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`router.prompt.sequence`).
 4. Place, reserve, prefill, hand over, decode: `router.dispatch`, for all choices, again when a worker fails.
 5. Write the text. Incremental detokenization and stop strings (`router.answer`).
 6. Settle. Usage, timing, metrics and the request's spans, exactly once, however the request ended: did it meet its
@@ -13,9 +13,9 @@
 Leaving the stream early, at any step, cancels the request everywhere: each step frees what it holds as it unwinds.
 
 A client whose stream broke sends the request again, to any router, with its id and `resume_from`. Before step 4, its
-choices then get the tokens that a router has recorded of them (`router.request.resume`, `resume_journal`). Tokens that
-were not recorded are regenerated and come out identical: without a client seed, the seed is derived from the request
-id. In step 5, what the client has is written again to the same state of text, and not sent.
+choices then get the tokens that a router has recorded of them (`router.request.resume`). Tokens that were not recorded
+are regenerated and come out identical: without a client seed, the seed is derived from the request id. In step 5, what
+the client has is written again to the same state of text, and not sent.
 """
 
 from __future__ import annotations
@@ -47,11 +47,9 @@ from router.admission import (
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import AnswerChunks, AnswerWriter
 from router.dispatch import Choice, ChoiceGroup, Dispatcher
-from router.prompt import PromptEncoder
+from router.prompt import PromptEncoder, SequenceBuilder
 from router.request.model import UNKNOWN_DOOR, Door, LoadedModel
-from router.request.resume import Call, CallsInFlight
-from router.request.resume_journal import Journal, digest_of
-from router.request.sequence import SequenceBuilder
+from router.request.resume import Call, CallsInFlight, Journal, digest_of
 from router.request.settlement import Settlement
 
 
