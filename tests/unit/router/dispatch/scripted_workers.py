@@ -31,7 +31,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.worker_client import WorkerClient
 from router.placement import NO_OBJECTIVE, Weights
 from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintBook
+from router.placement.stale_hints import HintTracker
 
 BLOCK = 16
 NUM_PROMPT = 400
@@ -137,7 +137,7 @@ class Bench:
         self.instruments = Instruments(
             lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
         )
-        hints = HintBook(Mirror(), self.instruments)
+        hints = HintTracker(Mirror(), self.instruments)
         self.dispatcher = Dispatcher(
             pools=self.pools,
             client=client,
