@@ -108,7 +108,7 @@ class CallsInFlight:
 
     @contextlib.contextmanager
     def conflict_when_taken_over(self) -> Iterator[None]:
-        """Turns the end of a call whose request another call continues into Conflict. The block is a door's call."""
+        """Turns the end of a call whose request another call continues into Conflict. The block is one API call."""
         try:
             yield
         except asyncio.CancelledError:
