@@ -20,12 +20,12 @@ from baton import wire
 from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import RouterConfig
 from baton.errors import BatonError, Unsupported, WorkerFailed
+from baton.kv_layout import KvLayout
 from baton.messages import (
     DecodeRequest,
     Event,
     FetchRequest,
     FirstToken,
-    KvLayout,
     NewTokens,
     PrefillReport,
     PrefillRequest,

@@ -15,15 +15,8 @@ from baton import wire
 from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import RouterConfig
 from baton.errors import BatonError
-from baton.messages import (
-    DecodeRequest,
-    Event,
-    FetchRequest,
-    KvLayout,
-    PrefillRequest,
-    SequenceSpec,
-    Ticket,
-)
+from baton.kv_layout import KvLayout
+from baton.messages import DecodeRequest, Event, FetchRequest, PrefillRequest, SequenceSpec, Ticket
 from baton.rpc import RpcServer
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry.instruments import Instruments
