@@ -151,17 +151,9 @@ def plan(
             f"got {skip_tokens}"
         )
     groups = []
-    for index, (ours, theirs) in enumerate(zip(src.groups, dst.groups, strict=True)):
+    for index in range(len(src.groups)):
         heads = shared_heads(src, src_rank, dst, dst_rank, index)
-        dtype = wire_dtype_of(ours, theirs, options.wire_dtype)
-        unit_tokens = min(block_size_of(src, index), block_size_of(dst, index))
-        num_bytes = _unit_bytes(ours, len(heads), unit_tokens, dtype)
-        _require_fitting(ours, num_bytes, options.chunk_bytes)
-        groups.append(
-            WireGroup(
-                head_lo=heads.start, head_hi=heads.stop, dtype=dtype, unit_tokens=unit_tokens, unit_bytes=num_bytes
-            )
-        )
+        groups.append(_wire_group(src, dst, index, heads, options))
     chunks: list[Chunk] = []
     whole_units = math.lcm(*(group.unit_tokens for group in groups))
     for lo, hi in _spans(num_tokens, skip_tokens, max(1, options.span_tokens // whole_units) * whole_units):
@@ -195,6 +187,17 @@ def plan(
         options=options,
         groups=tuple(groups),
         chunks=tuple(chunks),
+    )
+
+
+def _wire_group(src: KvLayout, dst: KvLayout, index: int, heads: range, options: WireOptions) -> WireGroup:
+    ours, theirs = src.groups[index], dst.groups[index]
+    dtype = wire_dtype_of(ours, theirs, options.wire_dtype)
+    unit_tokens = min(block_size_of(src, index), block_size_of(dst, index))
+    num_bytes = _unit_bytes(ours, len(heads), unit_tokens, dtype)
+    _require_fitting(ours, num_bytes, options.chunk_bytes)
+    return WireGroup(
+        head_lo=heads.start, head_hi=heads.stop, dtype=dtype, unit_tokens=unit_tokens, unit_bytes=num_bytes
     )
 
 
