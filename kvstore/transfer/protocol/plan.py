@@ -36,7 +36,7 @@ from baton.errors import ConfigError
 from kvstore.transfer.protocol.layout import AUTO, block_size_of, heads_of, mismatch, shared_heads, wire_dtype_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from baton.kv_layout import GroupLayout, KvLayout
 
@@ -155,8 +155,7 @@ def plan(
         heads = shared_heads(src, src_rank, dst, dst_rank, index)
         groups.append(_wire_group(src, dst, index, heads, options))
     chunks: list[Chunk] = []
-    whole_units = math.lcm(*(group.unit_tokens for group in groups))
-    for lo, hi in _spans(num_tokens, skip_tokens, max(1, options.span_tokens // whole_units) * whole_units):
+    for lo, hi in _spans(num_tokens, skip_tokens, options.span_tokens, groups):
         span = [
             chunk
             for part, (layout, group) in enumerate(zip(src.groups, groups, strict=True))
@@ -243,8 +242,12 @@ def _unit_bytes(group: GroupLayout, num_heads: int, unit_tokens: int, dtype: str
     return num_heads * (scales + unit_tokens * (group.k_dim + group.v_dim) * DTYPE_BYTES[dtype])
 
 
-def _spans(num_tokens: int, skip_tokens: int, step: int) -> Iterator[tuple[int, int]]:
-    """Cuts the sequence's tokens behind `skip_tokens` into spans at multiples of `step`."""
+def _spans(
+    num_tokens: int, skip_tokens: int, span_tokens: int, groups: Sequence[WireGroup]
+) -> Iterator[tuple[int, int]]:
+    """Cuts the sequence's tokens behind `skip_tokens` into spans, at multiples of whole units of every group."""
+    whole_units = math.lcm(*(group.unit_tokens for group in groups))
+    step = max(1, span_tokens // whole_units) * whole_units
     cuts = _cut(skip_tokens // step * step, num_tokens, step)
     return ((max(lo, skip_tokens), hi) for lo, hi in cuts if hi > skip_tokens)
 
