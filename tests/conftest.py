@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from baton.config import ModelConfig, load
 from deploy.models import cache_dir, resolve
+from tests.support.logs import ends_of_logs
 from tests.support.order import ByFile, put_first
 
 # By default a test fails if one of its examples takes 200 ms, which a busy machine needs for anything.
@@ -39,6 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if settings.get_current_profile_name() == "twentyfold":
         for function in {item.obj for item in items if isinstance(item, pytest.Function)}:
             take_more_examples(function)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Adds the ends of the logs to the report of a test that failed."""
+    report = yield
+    if report.failed:
+        report.sections += ends_of_logs()
+    return report
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:

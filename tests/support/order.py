@@ -8,15 +8,18 @@ from xdist.scheduler import LoadFileScheduling
 ONE_CLUSTER = {
     f"tests/integration/test_{name}.py" for name in ("plumbing", "doctor", "explain", "live", "surroundings")
 }
-"""Files that share a cluster, and so a process. (xdist's own groups have no effect with pytest 9.2.)"""
+ONE_CHART = {f"tests/helm/test_{name}.py" for name in ("config", "policy", "relations", "render")}
+"""Which ask for the same charts, each of which a process renders once."""
+SCOPES = dict.fromkeys(ONE_CLUSTER, "one cluster") | dict.fromkeys(ONE_CHART, "one chart")
+"""What files share, and so a process. (xdist's own groups have no effect with pytest 9.2.)"""
 
 
 class ByFile(LoadFileScheduling):  # type: ignore[misc]
-    """Keeps the tests of a file, or of all that share a cluster, in one process."""
+    """Keeps the tests of a file, or of all files that share something, in one process."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "one cluster" if file in ONE_CLUSTER else file
+        return SCOPES.get(file, file)
 
 
 def put_first(items: list[pytest.Item]) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.conftest import pytest_xdist_make_scheduler
-from tests.support.order import ONE_CLUSTER, put_first
+from tests.support.order import ONE_CHART, ONE_CLUSTER, put_first
 
 ROOT = Path(__file__).parents[2]
 LOG: Any = SimpleNamespace(loadscopesched=lambda *told: None, loadfilesched=lambda *told: None)
@@ -59,8 +61,9 @@ def test_a_files_tests_run_in_one_process_in_their_order() -> None:
     assert [process[0].partition("::")[0] for process in ran] == ["tests/a.py", "tests/b.py", "tests/c.py"]
 
 
-def test_files_that_share_a_cluster_run_in_one_process() -> None:
-    shared = sorted(f"{file}::test_{number}" for file in ONE_CLUSTER for number in range(4))
+@pytest.mark.parametrize("files", [ONE_CLUSTER, ONE_CHART])
+def test_files_that_share_something_run_in_one_process(files: set[str]) -> None:
+    shared = sorted(f"{file}::test_{number}" for file in files for number in range(4))
     others = [f"tests/integration/test_{file}.py::test_{number}" for file in "abc" for number in range(4)]
     ran = handed_out([*others[:4], *shared[:9], *others[4:], *shared[9:]], 3)
     assert [test for process in ran for test in process if test in shared] == shared

@@ -329,7 +329,7 @@ async def test_a_choice_that_has_to_make_way_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.AGGREGATED, Mode.SPLIT])
-async def test_the_gate_forgets_a_prompt_when_it_is_computed(mode: Mode) -> None:
+async def test_the_queues_forget_a_prompt_when_it_is_computed(mode: Mode) -> None:
     """A long answer is no part of its tenant's share of the queues."""
     waits, ends = asyncio.Event(), asyncio.Event()
     if mode is Mode.SPLIT:
@@ -350,14 +350,16 @@ async def test_the_gate_forgets_a_prompt_when_it_is_computed(mode: Mode) -> None
     else:
         workers = ScriptedWorkers(decode=[[waits, NewTokens(token_ids=(4,), finish_reason=None), ends, LAST]])
     async with bench_of(workers, PAIR, mode) as bench:
-        gate = bench.dispatcher._patience.gate
+        gate, books = bench.dispatcher._patience.gate, bench.pools._books.values()
         answer = bench.tokens()
         first = asyncio.ensure_future(anext(answer))
         await until(lambda: any(gate._queues.values()))
+        assert any(book._jobs for book in books)
         waits.set()
         assert await first == 4
         assert not any(gate._queues.values())
         assert not gate._shares
+        assert not any(book._jobs for book in books), "nor does the next prompt wait for it on that worker"
         ends.set()
         assert await collected(answer) == [5]
 
