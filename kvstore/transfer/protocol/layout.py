@@ -173,7 +173,7 @@ def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
                 return f"group {ours.name!r} is opaque and has {here} at the source and {there} at the destination"
         if max(sizes) % min(sizes):
             return (
-                f"of the block sizes {sizes[0]} (source) and {sizes[1]} (destination) of group {ours.name!r} "
+                f"in group {ours.name!r}, of the block sizes {sizes[0]} (source) and {sizes[1]} (destination) "
                 "neither divides the other"
             )
         for tp_size in (src.tp_size, dst.tp_size):

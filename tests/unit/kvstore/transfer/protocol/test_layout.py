@@ -233,7 +233,11 @@ def test_the_layout_of_groups_that_are_not_alike() -> None:
         (layout(tp_size=4), layout(), "the 6 KV heads of group 'full' cannot be spread over 4 ranks"),
         (layout(), layout(tp_size=9), "the 6 KV heads of group 'full' cannot be spread over 9 ranks"),
         (with_group(dtype="int64"), layout(), "in group 'full', int64 cannot be converted to float32"),
-        (mixed(16, 64, 64), mixed(16, 48, 48), "block sizes 64 (source) and 48 (destination) of group 'latent'"),
+        (
+            mixed(16, 64, 64),
+            mixed(16, 48, 48),
+            "in group 'latent', of the block sizes 64 (source) and 48 (destination)",
+        ),
         (layout(), with_group(page_order="by_token"), "page order k_then_v at the source and by_token at the dest"),
         (opaque(), opaque(tag="vendor/2"), "group 'full' has page order opaque vendor/1 at the source and opaque"),
         (opaque(), layout(), "page order opaque vendor/1 at the source and k_then_v at the destination"),
