@@ -12,7 +12,9 @@ NVIDIA ?= $(shell command -v nvidia-smi || ls /proc/driver/nvidia/version 2>/dev
 PYTEST := $(BIN)/python -m pytest
 FAST_TESTS := tests/unit tests/contract
 # Among the unit tests of the hand-over some are slow. Which tests are begun first, marks say.
-OTHER_TESTS := tests/kube tests/integration tests/chaos tests/observability tests/helm tests/unit/kvstore/transfer
+OTHER_TESTS := tests/kube tests/helm tests/integration tests/chaos tests/observability tests/unit/kvstore/transfer
+# What has the mark, so that its processes import no more than that.
+CLOCK_TESTS := $(shell grep -rl --include='test_*.py' 'pytest.mark.clock' tests)
 SOAK := tests/chaos/test_streams.py
 export OMP_NUM_THREADS ?= 1
 
@@ -42,7 +44,7 @@ serve: $(STAMP)
 # What these hold against the clock, others beside them would hold up: they run by themselves, two at a time, since most
 # of them wait most of the time.
 test: check
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m 'clock and not chaos' $(OTHER_TESTS)
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m 'clock and not chaos' $(CLOCK_TESTS)
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations 25 \
 		-m 'not fast and not clock and not chaos' $(OTHER_TESTS)
 

@@ -47,7 +47,7 @@ from router.dispatch.selector import WorkerSelector
 from router.dispatch.worker_client import WorkerCallError, WorkerClient
 from router.placement import Job, Placement, Prediction, Prompt
 from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintBook
+from router.placement.stale_hints import HintTracker
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Dispatcher:
         *,
         pools: PoolView,
         client: WorkerClient,
-        hints: HintBook,
+        hints: HintTracker,
         decisions: DecisionLog,
         config: RouterConfig,
         instruments: Instruments,

@@ -143,11 +143,12 @@ class _HandOver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Begun:
-    """An attempt whose first token is there."""
+    """An attempt whose prompt is computed."""
 
     stream: WorkerStream[Decoding]
     """The call that decodes."""
     first: NewTokens
+    """Empty where the decode worker draws the first token, after the hand-over."""
     hand_over: _HandOver | None = None
     """None: the worker that decodes has computed the prompt."""
 
@@ -182,7 +183,8 @@ class Exchange:
                     if isinstance(begun, WorkerLeaving):
                         outcome = begun
                     else:
-                        yield begun.first
+                        if begun.first.token_ids or begun.first.finish_reason is not None:
+                            yield begun.first
                         rest = _Rest(attempt, begun, held, migration=self._migration, reports=self._reports)
                         while isinstance(outcome := await rest.next(), NewTokens):
                             yield outcome
@@ -237,7 +239,9 @@ class Exchange:
         self._reports.prefill(attempt, first.report)
         return _Begun(
             stream=decode,
-            first=NewTokens(token_ids=(first.token_id,), finish_reason=first.finish_reason),
+            first=NewTokens(
+                token_ids=() if first.token_id is None else (first.token_id,), finish_reason=first.finish_reason
+            ),
             hand_over=_HandOver(prefill=prefill, ticket=ticket, reading=reading),
         )
 

@@ -17,13 +17,13 @@ from router.dispatch.choice import Assignment
 from router.dispatch.retry import Avoidance
 from router.placement import Mode, Placement, PriceFit, Prompt, place
 from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintBook
+from router.placement.stale_hints import HintTracker
 
 
 class WorkerSelector:
     """Placement for one router, with its settings and what moving KV costs it."""
 
-    def __init__(self, *, pools: PoolView, hints: HintBook, config: RouterConfig) -> None:
+    def __init__(self, *, pools: PoolView, hints: HintTracker, config: RouterConfig) -> None:
         self.pools = pools
         self.hints = hints
         self.prices = PriceFit()

@@ -204,6 +204,11 @@ def test_nobody_else_may_do_anything(api: RunningApi, commands: Commands) -> Non
         ('{"drainTimeoutSeconds": 0}', "drainTimeoutSeconds"),
     ],
 )
+@pytest.mark.parametrize(
+    "commands",
+    [pytest.param(3, id="helm3", marks=pytest.mark.chaos), pytest.param(4, id="helm4")],
+    indirect=True,
+)
 def test_kubernetes_refuses_a_pool_that_cannot_be(commands: Commands, wrong: str, why: str) -> None:
     install(commands)
     with pytest.raises(CommandFailed, match=why):

@@ -22,6 +22,7 @@ import psutil
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.operator.client import Client
 from deploy.processes import die_with_parent
+from tests.support.logs import forget, show_on_failure
 from tests.support.waiting import wait_until
 
 READY = re.compile(r"BATON READY grpc=(\S+) http=(\S+)")
@@ -47,8 +48,10 @@ class Served:
         self.client = Client(self.grpc)
         self._channel = grpc.insecure_channel(self.grpc)
         self.inference = inference_pb2_grpc.InferenceStub(self._channel)
+        show_on_failure(self.grpc, lambda: self.log)
 
     def disconnect(self) -> None:
+        forget(self.grpc)
         self.client.close()
         self._channel.close()
 

@@ -25,8 +25,11 @@ BLOCK = 16
 NUM_BLOCKS = 1024
 SPLIT = RouterConfig(mode="split")
 TWO_EACH = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
-TOKEN_MS = 1.0
-"""What computing a token takes, so that a prefix is pulled: without it, placement may find computing to be quicker."""
+TOKEN_MS = 3.0
+"""What computing a token takes. Computing a turn's 300 tokens takes longer than any pull, even on a busy machine:
+placement may, rightly, do whatever it predicts to be quicker."""
+PULL_TIMEOUT_S = 60.0
+PATIENT = TransferConfig(pull_timeout_s=PULL_TIMEOUT_S)
 
 
 def whole_blocks(num_tokens: int) -> int:
@@ -36,7 +39,7 @@ def whole_blocks(num_tokens: int) -> int:
 class Conversation:
     """Two turns of arithmetic: the second prompt is the first with its answer and something new."""
 
-    def __init__(self, seed: int, num_prompt: int = 200, num_answer: int = 100, num_new: int = 80) -> None:
+    def __init__(self, seed: int, num_prompt: int = 60, num_answer: int = 300, num_new: int = 80) -> None:
         self.first_prompt = prompt_of(seed, num_prompt)
         self.num_answer = num_answer
         self.answer = expected_tokens(self.first_prompt, num_answer)
@@ -62,7 +65,7 @@ class Conversation:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with running_fleet(TransferConfig(), SPLIT, num_blocks=NUM_BLOCKS, arithmetic_token_ms=TOKEN_MS) as fleet:
+    with running_fleet(PATIENT, SPLIT, num_blocks=NUM_BLOCKS, arithmetic_token_ms=TOKEN_MS) as fleet:
         fleet.fill(Role.PREFILL, Role.DECODE, Role.DECODE)  # of two who compute, either may seem the quicker one
         yield fleet
 
@@ -97,16 +100,13 @@ def test_the_source_dies_just_before_the_next_turn(fleet: Fleet) -> None:
 
 def test_left_to_itself_the_next_turn_goes_where_the_conversation_is() -> None:
     """Split or not: it is computed where the most of it is, or what is missing there comes over."""
-    with running_fleet(TransferConfig(), RouterConfig(), num_blocks=NUM_BLOCKS, arithmetic_token_ms=TOKEN_MS) as fleet:
+    with running_fleet(PATIENT, RouterConfig(), num_blocks=NUM_BLOCKS, arithmetic_token_ms=TOKEN_MS) as fleet:
         cluster = fleet.fill(*TWO_EACH)
         for seed in (120, 140, 160):
             conversation = Conversation(seed)
             conversation.first_turn(cluster)
             assert conversation.second_turn(cluster).usage.cached_tokens == conversation.num_held
             cluster.wait_until_idle()
-
-
-PULL_TIMEOUT_S = 60.0
 
 
 @pytest.fixture
@@ -119,8 +119,7 @@ def slow_fleet() -> Iterator[Fleet]:
     """
     busy = SloClassConfig(affinity_weight=1e5, interference_weight=1e12)
     router = RouterConfig(mode="aggregated", slo_classes={"default": busy})
-    transfer = TransferConfig(pull_timeout_s=PULL_TIMEOUT_S)
-    with running_fleet(transfer, router, num_blocks=NUM_BLOCKS, faults="link_delay_ms=3000") as fleet:
+    with running_fleet(PATIENT, router, num_blocks=NUM_BLOCKS, faults="link_delay_ms=3000") as fleet:
         fleet.fill(Role.DECODE, Role.DECODE)
         yield fleet
 
@@ -147,7 +146,7 @@ class Busy:
 def test_a_busy_owner_is_a_source_of_its_peers(slow_fleet: Fleet) -> None:
     """Decode worker to decode worker: the whole prefix comes over."""
     cluster = slow_fleet.routers[0]
-    conversation = Conversation(300, num_prompt=1000)
+    conversation = Conversation(300, num_prompt=1000, num_answer=100)
     owner = conversation.first_turn(cluster).timing.decode_worker
     cluster.wait_until_idle()
     busy = Busy(cluster, conversation)
@@ -161,7 +160,7 @@ def test_a_busy_owner_is_a_source_of_its_peers(slow_fleet: Fleet) -> None:
 def test_the_source_dies_while_it_sends(slow_fleet: Fleet) -> None:
     """The prompt is computed after all, in the same attempt; the owner's own stream goes on elsewhere."""
     cluster = slow_fleet.routers[0]
-    conversation = Conversation(400, num_prompt=1000)
+    conversation = Conversation(400, num_prompt=1000, num_answer=100)
     owner = cluster.worker(conversation.first_turn(cluster).timing.decode_worker)
     cluster.wait_until_idle()
     busy = Busy(cluster, conversation)

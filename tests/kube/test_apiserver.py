@@ -137,7 +137,12 @@ def api() -> Iterator[RunningApi]:
         yield running
 
 
-@pytest.fixture(params=[3, 4], ids=["helm3", "helm4"])
+HELM_3, HELM_4 = pytest.param(3, id="helm3"), pytest.param(4, id="helm4")
+both_majors = pytest.mark.parametrize("commands", [HELM_3, HELM_4], indirect=True)
+"""For what helm does itself, which the two do in different ways."""
+
+
+@pytest.fixture(params=[pytest.param(3, id="helm3", marks=pytest.mark.chaos), HELM_4])
 def commands(request: pytest.FixtureRequest, api: RunningApi, tmp_path: Path) -> Commands:
     return Commands(request.param, api.kubeconfig(), tmp_path)
 
@@ -158,6 +163,7 @@ def chart(tmp_path: Path) -> Path:
     return folder
 
 
+@both_majors
 def test_helm_installs_upgrades_rolls_back_and_uninstalls(api: RunningApi, commands: Commands, chart: Path) -> None:
     before = api.store.keys()
 
@@ -186,6 +192,7 @@ def test_helm_installs_upgrades_rolls_back_and_uninstalls(api: RunningApi, comma
     assert {key.name for key in left} == {"pools.example.dev"}  # helm leaves CRDs alone
 
 
+@both_majors
 def test_what_kubectl_scaled_survives_an_upgrade(api: RunningApi, commands: Commands, chart: Path) -> None:
     commands.helm("install", "small", chart)
     commands.kubectl("scale", "pool/decode", "deployment/web", "--replicas=7")
@@ -194,6 +201,7 @@ def test_what_kubectl_scaled_survives_an_upgrade(api: RunningApi, commands: Comm
     assert _replicas(api) == (7, 7)
 
 
+@both_majors
 def test_rendered_replicas_are_fought_over(api: RunningApi, commands: Commands, chart: Path) -> None:
     """Helm 3 takes a Deployment back; of a custom resource it sends only what changed between the charts. Helm 4 asks
     the server to apply, which refuses."""
@@ -289,6 +297,7 @@ def test_kubectl_apply_merges_lists_by_their_keys(api: RunningApi, commands: Com
     assert main["imagePullPolicy"] == "Always"
 
 
+@both_majors
 def test_server_side_apply_knows_who_owns_what(api: RunningApi, commands: Commands) -> None:
     commands.kubectl("apply", "-f", "-", stdin=CRD)
 

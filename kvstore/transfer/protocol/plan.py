@@ -37,7 +37,7 @@ from kvstore.transfer.protocol.layout import AUTO, heads_of, mismatch, shared_he
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from baton.messages import GroupLayout, KvLayout
+    from baton.kv_layout import GroupLayout, KvLayout
 
 EVERY_LAYER: Final = 1 << 30
 """A number of layers that no model has: it stands for the end of the step, after which nothing changes any more."""

@@ -329,7 +329,7 @@ async def test_a_choice_that_has_to_make_way_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.AGGREGATED, Mode.SPLIT])
-async def test_the_gate_forgets_a_prompt_when_it_is_computed(mode: Mode) -> None:
+async def test_the_queues_forget_a_prompt_when_it_is_computed(mode: Mode) -> None:
     """A long answer is no part of its tenant's share of the queues."""
     waits, ends = asyncio.Event(), asyncio.Event()
     if mode is Mode.SPLIT:
@@ -350,14 +350,16 @@ async def test_the_gate_forgets_a_prompt_when_it_is_computed(mode: Mode) -> None
     else:
         workers = ScriptedWorkers(decode=[[waits, NewTokens(token_ids=(4,), finish_reason=None), ends, LAST]])
     async with bench_of(workers, PAIR, mode) as bench:
-        gate = bench.dispatcher._patience.gate
+        gate, books = bench.dispatcher._patience.gate, bench.pools._books.values()
         answer = bench.tokens()
         first = asyncio.ensure_future(anext(answer))
         await until(lambda: any(gate._queues.values()))
+        assert any(book._jobs for book in books)
         waits.set()
         assert await first == 4
         assert not any(gate._queues.values())
         assert not gate._shares
+        assert not any(book._jobs for book in books), "nor does the next prompt wait for it on that worker"
         ends.set()
         assert await collected(answer) == [5]
 
@@ -775,12 +777,26 @@ async def test_a_worker_that_leaves_again_after_it_had_stayed_is_left(monkeypatc
         assert await rest == [6, 7]
 
 
-async def test_a_hand_over_that_fails_behind_the_first_token_ends_the_wait_for_the_second() -> None:
+async def test_a_first_token_may_come_from_the_worker_that_decodes() -> None:
+    """The prefill worker's engine draws none with the prompt; what it reports of the prompt counts all the same."""
+    computed = FirstToken(token_id=None, finish_reason=None, report=PrefillReport(num_cached_tokens=160))
+    tokens = NewTokens(token_ids=(5, 6), finish_reason=None)
+    workers = ScriptedWorkers(decode=[[ticket, tokens, LAST]], prefill=[[computed, HandedOver(10, 1, 0.5, 0.25)]])
+    record = new_choice()
+    async with bench_of(workers, PAIR, "split", {"p0": 10}) as bench:
+        assert await collected(bench.tokens(record)) == [5, 6, *LAST.token_ids]
+    assert (record.num_cached_tokens, record.retries) == (160, 0)
+
+
+@pytest.mark.parametrize("token_id", [4, None])
+async def test_a_hand_over_that_fails_behind_the_prompt_ends_the_wait_for_the_decode_worker(
+    token_id: int | None,
+) -> None:
     """The decode worker's own stream, which hangs, would say nothing."""
-    first = FirstToken(token_id=4, finish_reason=None, report=PrefillReport())
+    first = FirstToken(token_id=token_id, finish_reason=None, report=PrefillReport())
     workers = ScriptedWorkers(decode=[[ticket], [LAST]], prefill=[[first, TransferRefused("of another shape")]])
     record = new_choice()
     async with bench_of(workers, PAIR, "auto", {"p0": 20}) as bench:
         async with asyncio.timeout(5):
-            assert await collected(bench.tokens(record)) == [4, 5]
+            assert await collected(bench.tokens(record)) == [*([token_id] if token_id else []), 5]
     assert (record.retries, record.mode) == (1, Mode.AGGREGATED)

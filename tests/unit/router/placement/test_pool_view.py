@@ -184,6 +184,19 @@ async def test_load_is_what_it_was_sent_or_what_it_says_whichever_is_more() -> N
     assert load_of(pools, "a") == 10
 
 
+async def test_a_prompt_that_is_computed_before_its_block_is_left_counts_once() -> None:
+    pools, _ = view()
+    await pools.update([worker("a")])
+    done = job(40)
+    with pools.computing(pools.get("a"), job(30)):
+        with pools.computing(pools.get("a"), done):
+            assert load_of(pools, "a") == 70
+            pools.computed(done)
+            assert load_of(pools, "a") == 30
+            pools.computed(done)
+        assert load_of(pools, "a") == 30
+
+
 async def test_a_wait_is_told_by_turn_and_gets_shorter_while_the_worker_computes() -> None:
     pools, clock = view()
     await pools.update([worker("a")])

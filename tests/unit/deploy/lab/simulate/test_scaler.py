@@ -257,7 +257,15 @@ def statics() -> dict[int, float]:
     return {prefill: scaled(prefill, 4 - prefill, None).good_share for prefill in (1, 2, 3)}
 
 
-@pytest.mark.parametrize("restarts_s", [(), (100.0,), (21.0, 26.0)])
+@pytest.mark.parametrize(
+    "restarts_s",
+    [
+        (21.0, 26.0),
+        pytest.param((), marks=pytest.mark.chaos),
+        pytest.param((100.0,), marks=pytest.mark.chaos),
+    ],
+    ids=str,
+)
 def test_from_a_bad_split_the_autoscaler_comes_near_the_best(
     statics: dict[int, float], restarts_s: tuple[float, ...]
 ) -> None:

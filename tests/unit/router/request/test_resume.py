@@ -15,8 +15,8 @@ from kvstore.index import MemoryStore
 from kvstore.leases import MemoryRecords, Noted, RecordEnd, RecordEntry, RecordKey
 from router.admission.tenants import Tenant
 from router.dispatch.choice import Choice
-from router.request.resume_journal import READ_S, Journal, digest_of
-from router.request.sequence import SequenceBuilder
+from router.prompt import SequenceBuilder
+from router.request.resume import READ_S, Journal, digest_of
 from tests.unit.router.dispatch.scripted_workers import new_choice
 
 KEY = RecordKey("acme", "r")

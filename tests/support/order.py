@@ -1,0 +1,27 @@
+"""In which order the tests run, and which of them in one process: what `conftest.py` tells pytest and xdist."""
+
+from __future__ import annotations
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+ONE_CLUSTER = {
+    f"tests/integration/test_{name}.py" for name in ("plumbing", "doctor", "explain", "live", "surroundings")
+}
+ONE_CHART = {f"tests/helm/test_{name}.py" for name in ("config", "policy", "relations", "render")}
+"""Which ask for the same charts, each of which a process renders once."""
+SCOPES = dict.fromkeys(ONE_CLUSTER, "one cluster") | dict.fromkeys(ONE_CHART, "one chart")
+"""What files share, and so a process. (xdist's own groups have no effect with pytest 9.2.)"""
+
+
+class ByFile(LoadFileScheduling):  # type: ignore[misc]
+    """Keeps the tests of a file, or of all files that share something, in one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return SCOPES.get(file, file)
+
+
+def put_first(items: list[pytest.Item]) -> None:
+    """What is marked `first` comes first, and otherwise nothing changes places."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
