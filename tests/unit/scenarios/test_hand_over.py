@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from baton.cluster import Role
 from baton.engine.core.block_pool import BlockEvent
@@ -19,16 +17,12 @@ from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import TransferError, TransferRefused
 from baton.v1 import kv_pb2_grpc
-from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
-from kvstore.transfer.protocol.plan import Chunk
 from router.placement import Mode
-from router.slo import Stage
 from tests.support.asking import prompt_of
-from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import Worker, engine_worker, make_spec, read_all, with_link
-from tests.unit.router.dispatch.scripted_workers import Bench, new_choice
+from tests.unit.router.dispatch.scripted_workers import Bench
 from tests.unit.scenarios.cluster import ask, router_of
 
 CONFIG = with_link("tcp")
@@ -182,61 +176,6 @@ async def test_of_one_id_that_runs_twice_each_can_be_left_alone() -> None:
         await leaving.aclose()
         assert [first[1], *[token async for token in staying]] == expected_tokens(prompt, 200)
         assert first[0] == first[1]
-
-
-# -- blocks that are taken again at once -------------------------------------------------------------------------------
-
-
-COPY_S = 0.02
-
-
-async def test_blocks_that_leaving_clients_free_are_taken_at_once_and_every_answer_is_right(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A copy takes 20 ms and a pool holds four prompts: what one client frees, another one gets within a step."""
-    gather, scatter = BlockCopier.gather, BlockCopier.scatter
-
-    num_scattered = 0
-
-    def slow_gather(copier: BlockCopier, chunk: Chunk, payload: torch.Tensor, *how: Any) -> Any:
-        time.sleep(COPY_S)
-        return gather(copier, chunk, payload, *how)
-
-    def slow_scatter(copier: BlockCopier, chunk: Chunk, payload: torch.Tensor, *how: Any) -> None:
-        nonlocal num_scattered
-        num_scattered += 1
-        time.sleep(COPY_S)
-        scatter(copier, chunk, payload, *how)
-
-    monkeypatch.setattr(BlockCopier, "gather", slow_gather)
-    monkeypatch.setattr(BlockCopier, "scatter", slow_scatter)
-    randomly = random.Random(7)
-
-    async def one_of_many(router: Bench, number: int) -> bool:
-        """Whether it stayed to the end."""
-        prompt = prompt_of(100 + number, randomly.randrange(33, 80))
-        choice = new_choice()
-        spec = make_spec(prompt, num_tokens=8, request_id=f"r{number}")
-        asking = asyncio.create_task(ask(router, spec, choice))
-        if number % 3 == 1:
-            await until(lambda: any(phase.stage is Stage.DECODE_ADMISSION for phase in choice.stages.noted))
-            last = num_scattered + randomly.randrange(1, 5)
-            await until(lambda: num_scattered >= last or asking.done(), every_s=0.001)  # in the middle of a copy
-            if asking.cancel():
-                await asyncio.wait({asking})
-                return False
-        assert (await asking).token_ids == expected_tokens(prompt, 8)
-        return True
-
-    async with (
-        pair(num_blocks=24) as (split, prefill, decode),
-        router_of(roles(prefill, decode), "aggregated") as whole,
-    ):
-        # Who computes in place writes at once into what has come free, and not behind the copies that are under way.
-        routers = (whole, split, split)
-        stayed = await asyncio.gather(*(one_of_many(routers[number % 3], number) for number in range(60)))
-        assert num_scattered >= decode.kv.counts().received_chunks + 3, "so many were left while they were written"
-    assert 40 <= sum(stayed) < 55
 
 
 # -- two versions of the hand-over -------------------------------------------------------------------------------------
