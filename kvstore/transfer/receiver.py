@@ -244,7 +244,7 @@ class KvReceiver:
         if kind is None:
             is_elsewhere = any(offered in self._usable for offered in hello.links)
             raise TransferRefused(
-                f"worker {hello.worker_id} offers the links {', '.join(hello.links) or 'none'}"
+                f"worker {hello.worker_id} offers the transports {', '.join(hello.links) or 'none'}"
                 f"{', and is on another host; ' if is_elsewhere else ', '}"
                 f"worker {here.worker_id} can use {', '.join(self._usable)}"
             )

@@ -174,5 +174,5 @@ class IncomingConnection:
             self._stream.send(LinkReady())
             return
         if isinstance(error, TransferCorrupted):
-            logger.warning("the link from worker %s cannot be trusted: %s", self._peer_id, error)
+            logger.warning("the transport from worker %s cannot be trusted: %s", self._peer_id, error)
         self.break_off(error)

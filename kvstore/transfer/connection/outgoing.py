@@ -358,7 +358,7 @@ class OutgoingConnection:
             )
         if welcome.link not in self._hello.links:
             raise TransferRefused(
-                f"worker {peer.worker_id} chose a {welcome.link!r} link, this worker offered "
+                f"worker {peer.worker_id} chose a {welcome.link!r} transport, this worker offered "
                 f"{', '.join(self._hello.links)}"
             )
         self.transport_kind = welcome.link

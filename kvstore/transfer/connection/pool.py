@@ -157,7 +157,7 @@ class ConnectionPool:
                 if self._closing or not failed or not links:
                     raise
                 logger.warning(
-                    "no %s link to worker %s, trying %s: %s", failed, peer.worker_id, ", ".join(links), error
+                    "no %s transport to worker %s, trying %s: %s", failed, peer.worker_id, ", ".join(links), error
                 )
 
     def _gone(self, connection: OutgoingConnection, _: asyncio.Task[None]) -> None:

@@ -64,7 +64,7 @@ class TransportThread(Generic[T]):
 
         self.opened.add_done_callback(opened)
         self.ended.add_done_callback(
-            lambda future: on_transport(future.result() or TransferError("the link was closed"))
+            lambda future: on_transport(future.result() or TransferError("the transport was closed"))
         )
 
     def stop(self) -> None:
@@ -97,14 +97,14 @@ class TransportThread(Generic[T]):
         except TransferError as failure:
             error = failure
         except Exception as failure:  # a device or a library may raise any kind of error
-            error = TransferError(f"the link's thread failed: {failure!r}")
+            error = TransferError(f"the transport's thread failed: {failure!r}")
             error.__cause__ = failure
         finally:
             with self._lock:
                 self._transport = None
             if transport is not None:
                 error = _closed(transport) or error
-            post(self._loop, _settle, self.opened, error or TransferError("the link is closed"))
+            post(self._loop, _settle, self.opened, error or TransferError("the transport is closed"))
             post(self._loop, _finish, self.ended, _without_frames(error))
 
 
@@ -112,7 +112,7 @@ def _closed(transport: Transport) -> TransferError | None:
     try:
         transport.close()
     except Exception as failure:  # a library may raise any kind of error, and `ended` must be settled all the same
-        return TransferError(f"the link could not be closed: {failure!r}")
+        return TransferError(f"the transport could not be closed: {failure!r}")
     return None
 
 

@@ -86,11 +86,11 @@ def unpack(data: bytes, epoch: int, place: int, num_bytes: int, slot_bytes: int)
     body, total = data[: _FORMAT.size], data[_FORMAT.size : HEADER_BYTES]
     magic, version, *fields = _FORMAT.unpack(body)
     if total != _SUM.pack(xxhash.xxh32_intdigest(body)) or (magic, version) != (MAGIC, PROTOCOL_VERSION):
-        raise TransferCorrupted(f"message {place} of the link is not what was sent: its header does not add up")
+        raise TransferCorrupted(f"message {place} of the transport is not what was sent: its header does not add up")
     header = Header(*fields)
     if (header.epoch, header.place, header.num_bytes) != (epoch, place, num_bytes) or header.next_bytes > slot_bytes:
         raise TransferCorrupted(
-            f"message {place} of the link, epoch {epoch}, {num_bytes} bytes, was expected; "
+            f"message {place} of the transport, epoch {epoch}, {num_bytes} bytes, was expected; "
             f"message {header.place}, epoch {header.epoch}, {header.num_bytes} bytes, arrived"
         )
     return header

@@ -178,7 +178,7 @@ class FaultyTransport:
             self.abort()
             self.close()
             del under_way
-            raise TransferError("the link was killed on purpose")
+            raise TransferError("the transport was killed on purpose")
         if self._inject("link_stall"):
             self._stalled = True
             return _Never(self._aborted)
@@ -252,4 +252,4 @@ class _Never:
 
     def wait(self) -> None:
         self._aborted.wait()
-        raise TransferError("the link was aborted")
+        raise TransferError("the transport was aborted")

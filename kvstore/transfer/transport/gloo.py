@@ -92,7 +92,7 @@ class GlooTransport:
         try:
             return _GlooOperation(start(self._group), message, self._op_timeout)
         except RuntimeError as error:
-            raise TransferError(f"the gloo link is broken: {error}") from error
+            raise TransferError(f"the gloo transport is broken: {error}") from error
 
 
 class _GlooOperation:
@@ -107,7 +107,7 @@ class _GlooOperation:
         except RuntimeError as error:
             if "Timed out" in str(error):
                 raise TransferTimeout(f"no bytes moved within {self._timeout.total_seconds():g} s") from error
-            raise TransferError(f"the gloo link is broken: {error}") from error
+            raise TransferError(f"the gloo transport is broken: {error}") from error
 
     @property
     def header(self) -> bytes:

@@ -168,7 +168,7 @@ class NcclTransport:
         """Starts a `send` or `recv` of `message`; the caller has the turn."""
         group = self._group
         if group is None:
-            raise TransferError("the nccl link was aborted")
+            raise TransferError("the nccl transport was aborted")
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         staged = torch.cuda.current_stream(self._device)  # the thread's own: it does not wait for the engine's steps
         try:
@@ -177,7 +177,7 @@ class NcclTransport:
                 getattr(group, move)([message], self._peer, _TAG).wait()  # makes our stream wait for NCCL's
                 done.record(self._stream)
         except RuntimeError as error:
-            raise TransferError(f"the nccl link is broken: {error}") from error
+            raise TransferError(f"the nccl transport is broken: {error}") from error
         return _NcclOperation(self, done, timeout_s)
 
 
@@ -189,7 +189,7 @@ def num_nccl_stalls() -> int:
 def _expect(word: bytes, operation: SignalOperation) -> None:
     operation.wait()
     if operation.header != word:
-        raise TransferError("the nccl link is out of step: another message came than the one announced")
+        raise TransferError("the nccl transport is out of step: another message came than the one announced")
 
 
 class _NcclReceive:
@@ -228,7 +228,7 @@ class _NcclOperation:
                 raise TransferTimeout(f"no bytes moved within {self._timeout_s:g} s")
             time.sleep(50e-6)
         if self._transport.is_aborted:  # which also ends the operation, with half of its bytes moved
-            raise TransferError("the nccl link was aborted")
+            raise TransferError("the nccl transport was aborted")
 
 
 def _is_usable(devices: Sequence[torch.device]) -> bool:

@@ -71,11 +71,11 @@ class DeviceTurns:
         queue = self._queues[direction]
         with self._changed:
             if link.is_aborted:
-                raise TransferError("the link was aborted")
+                raise TransferError("the transport was aborted")
             queue.append(link)
             self._changed.wait_for(lambda: link.is_aborted or queue[0] is link, timeout_s)
             if link.is_aborted:
-                raise TransferError("the link was aborted while it waited for its turn")
+                raise TransferError("the transport was aborted while it waited for its turn")
             if queue[0] is not link:
                 queue.remove(link)
                 raise TransferTimeout(f"other transfers kept the GPU's {direction.value} turn for {timeout_s:g} s")

@@ -58,7 +58,7 @@ class RendezvousStore(Store):
 
     def close(self) -> None:
         """Fails every wait, now or later, with TransferError."""
-        self._fail("the session ended while the link was being opened")
+        self._fail("the session ended while the transport was being opened")
 
     # Called by gloo and NCCL, from C++ and from threads of their own, and by the transports.
 
@@ -88,12 +88,14 @@ class RendezvousStore(Store):
             if self._failure:
                 raise TransferError(self._failure)
             if not arrived:
-                raise TransferTimeout(f"the peer did not join the link within {timeout.total_seconds():g} s")
+                raise TransferTimeout(f"the peer did not join the transport within {timeout.total_seconds():g} s")
 
     def _fail_unless_well_formed(self, key: str, value: bytes) -> None:
         is_known = key in self._values or len(self._values) < _MAX_KEYS
         if not (is_known and _is_small(key, value) and self._is_well_formed(key, value)):
-            self._fail(f"the peer said {len(value)} bytes as {key[:40]!r}, which no such link says while it is opened")
+            self._fail(
+                f"the peer said {len(value)} bytes as {key[:40]!r}, which no such transport says while it is opened"
+            )
 
     def _fail(self, why: str) -> None:
         """The first reason stands."""

@@ -140,6 +140,6 @@ def _opening(kind: str, end: TransportEnd, peer: int) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise TransferTimeout(f"the peer did not join the {kind} link in time") from error
+        raise TransferTimeout(f"the peer did not join the {kind} transport in time") from error
     except (RuntimeError, OSError, ValueError, struct.error) as error:
-        raise TransferError(f"the {kind} link could not be opened: {error}") from error
+        raise TransferError(f"the {kind} transport could not be opened: {error}") from error

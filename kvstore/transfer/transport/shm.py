@@ -143,7 +143,7 @@ class ShmReceiver(_ShmEnd):
             message, fds, _, _ = socket.recv_fds(connection, _RING.size, 1, socket.MSG_CMSG_CLOEXEC)
             try:
                 if not fds:
-                    raise TransferError("the sender left while the link was being opened")
+                    raise TransferError("the sender left while the transport was being opened")
                 num_slots, stride = _RING.unpack(message)
                 ring = _map(fds[0], num_slots, stride, shared=False)
             finally:
@@ -169,7 +169,7 @@ class ShmReceiver(_ShmEnd):
         header, number = _CHUNK.unpack(self._next(_CHUNK.size))
         slot: Slot | None = self._ring[number] if number < len(self._ring) else None
         if slot is None or slot.read_header() != header:
-            raise TransferError("the shm link is broken: a chunk is not where its announcement says")
+            raise TransferError("the shm transport is broken: a chunk is not where its announcement says")
         return slot
 
     def _next(self, num_bytes: int) -> bytes:
@@ -177,7 +177,7 @@ class ShmReceiver(_ShmEnd):
         if packet is None:
             raise TransferTimeout(f"no message came within {self._op_timeout_s:g} s")
         if len(packet) != num_bytes:
-            raise TransferError("the shm link is out of step: a signal came for a chunk, or a chunk for a signal")
+            raise TransferError("the shm transport is out of step: a signal came for a chunk, or a chunk for a signal")
         return packet
 
 
@@ -266,7 +266,9 @@ class _SenderSlots:
         (number,) = _ACK.unpack(packet)
         place = next((place for place, (lent, _) in enumerate(self._lent) if lent == number), None)
         if place is None:
-            raise TransferError(f"the shm link is broken: the receiver released slot {number}, which it did not have")
+            raise TransferError(
+                f"the shm transport is broken: the receiver released slot {number}, which it did not have"
+            )
         del self._lent[place]
         self._free_unless_used(number)
         return True
@@ -338,5 +340,5 @@ def _require_own_user(connection: socket.socket) -> socket.socket:
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid != os.getuid():
         connection.close()
-        raise TransferError(f"the peer of an shm link is user {uid}'s")
+        raise TransferError(f"the peer of an shm transport is user {uid}'s")
     return connection

@@ -34,7 +34,7 @@ class SocketEnd:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _peer_is_gone(self) -> TransferError:
-        return TransferError(f"the {self._kind} link is broken: the peer is gone, or the link was aborted")
+        return TransferError(f"the {self._kind} transport is broken: the peer is gone, or the transport was aborted")
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:
@@ -44,7 +44,7 @@ class SocketEnd:
         except TimeoutError as error:
             raise TransferTimeout(f"the message did not move within {self._op_timeout_s:g} s") from error
         except OSError as error:
-            raise TransferError(f"the {self._kind} link is broken: {error}") from error
+            raise TransferError(f"the {self._kind} transport is broken: {error}") from error
 
 
 class _Sent:

@@ -418,7 +418,7 @@ async def refusal(prefill: Prefill, decode: Decode, **changes: Any) -> str:
 async def test_sides_that_do_not_fit_are_refused_in_words() -> None:
     config = with_link("gloo")
     settings: list[tuple[dict[str, Any], str]] = [
-        ({"links": ("shm",)}, "offers the links gloo, worker d0 can use shm"),
+        ({"links": ("shm",)}, "offers the transports gloo, worker d0 can use shm"),
         ({"slot_bytes": 2048}, "chunks of 4096 bytes do not fit the slots of 2048 bytes here"),
         ({"span_tokens": 16}, "spans of 16 tokens"),
         ({"checksum": "off"}, "checksum off"),
@@ -867,7 +867,7 @@ async def test_where_no_link_can_be_made_every_transfer_says_so() -> None:
     async with sides(dataclasses.replace(CONFIG, open_timeout_s=0.4)) as (prefill, decode):
         decode.door.watch = lambda kind, message: not kind.endswith("rendezvous")
         ticket = decode.receiver.expect("t", 16, 0, tables_of(decode.receiver, [0], 0))
-        with pytest.raises(TransferError, match="did not join the link"):
+        with pytest.raises(TransferError, match="did not join the transport"):
             await send(prefill, ticket, [4])
         decode.door.lose("", times=0)
         await send(prefill, ticket, [4])
@@ -906,7 +906,7 @@ async def test_a_closing_decode_worker_fails_what_waits_on_both_sides(link: str)
                 await decode.receiver.close()
                 with pytest.raises(TransferError, match="shuts down"):
                     await wait
-                with pytest.raises(BatonError, match=r"shuts down|link is broken"):  # whichever is seen first
+                with pytest.raises(BatonError, match=r"shuts down|transport is broken"):  # whichever is seen first
                     await transfer.finish(1)
             assert (await decode.receiver.release(waiting))[0] == (1,)
             assert (await decode.receiver.release(done))[0] == (0,)

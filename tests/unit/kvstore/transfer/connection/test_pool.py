@@ -117,7 +117,7 @@ async def test_memory_is_shared_on_one_host_only(links: tuple[str, ...], monkeyp
             assert {pair.transport_kind for pair in prefill.sender._connections._alive} == {"tcp"}
             assert decode.num_pairs_ever == 1, "and none was tried before"
         else:
-            assert "offers the links shm, and is on another host; worker decode-0 can use shm" in failure
+            assert "offers the transports shm, and is on another host; worker decode-0 can use shm" in failure
 
 
 async def test_a_sender_that_is_still_talking_hears_why_its_session_failed(monkeypatch: pytest.MonkeyPatch) -> None:

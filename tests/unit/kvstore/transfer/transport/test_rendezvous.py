@@ -126,7 +126,7 @@ async def test_no_value_of_a_sender_ends_a_worker(kind: str) -> None:
             assert took_s < SOON_S
         for others in (said(kind)[RECEIVER][0], "", "0/7", "k" * 4000):
             heard, took_s = await answers(ticket.kv_address, hello, Rendezvous(others, value))
-            assert "which no such link says" in heard[-1].reason
+            assert "which no such transport says" in heard[-1].reason
             assert took_s < SOON_S
         await send(prefill, ticket, list(range(10)))
         assert await decode.ask("outcome")
@@ -204,7 +204,7 @@ async def test_gloo_is_for_those_who_ask_for_it() -> None:
         decode.receiver.expect("t", 160, 0, tables_of(decode.receiver, list(range(10)), 3))
         heard, _ = await answers(decode.receiver.kv_address, hello, Rendezvous("0/0", b""))
         assert heard[-1] == SessionFailed(
-            "TransferRefused: worker prefill-0 offers the links gloo, worker decode-0 can use shm, tcp"
+            "TransferRefused: worker prefill-0 offers the transports gloo, worker decode-0 can use shm, tcp"
         )
         async with prefill_side(dataclasses.replace(CONFIG, links=("gloo", "tcp"))) as prefill:
             await hand_over(prefill, decode, [4, 5], [20, 21])
@@ -221,7 +221,7 @@ async def test_a_receiver_chooses_among_what_it_was_offered() -> None:
         served(impostor) as (address, _),
     ):
         ticket = decode.receiver.expect("t", 160, 0, tables_of(decode.receiver, list(range(10)), 3))
-        with pytest.raises(BatonError, match="worker decode-0 chose a 'gloo' link, this worker offered tcp"):
+        with pytest.raises(BatonError, match="worker decode-0 chose a 'gloo' transport, this worker offered tcp"):
             await send(prefill, dataclasses.replace(ticket, kv_address=address), list(range(10)))
         await decode.receiver.release(ticket)
         await hand_over(prefill, decode, [4, 5], [20, 21])
