@@ -19,6 +19,12 @@ class GroupLayout:
     v_dim: int
     dtype: str
     """As torch names it, without `torch.`."""
+    block_size: int = 0
+    """Tokens per block, where the groups of the layout differ; 0: the layout's."""
+    page_order: str = ""
+    """How the values of a head lie in a block, by the name of a `PageOrder`; empty: K of all tokens, then V."""
+    tag: str = ""
+    """Name of an opaque page order; empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ class KvLayout:
     """The shape of a worker's KV cache, as its peers receive it. Every rank holds its share of each group's heads."""
 
     block_size: int
+    """Tokens of the shortest prefix that whole blocks of every group hold; a multiple of 16."""
     tp_size: int
     groups: tuple[GroupLayout, ...]
     states: tuple[StateLayout, ...] = ()

@@ -470,12 +470,21 @@ class GroupLayout(_message.Message):
     K_DIM_FIELD_NUMBER: _builtins.int
     V_DIM_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_ORDER_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     num_kv_heads: _builtins.int
     k_dim: _builtins.int
     v_dim: _builtins.int
     dtype: _builtins.str
     """As torch names it, without "torch."."""
+    block_size: _builtins.int
+    """Tokens per block, where the groups of a layout differ; 0: the layout's."""
+    page_order: _builtins.str
+    """How the values of a head lie in a block: "by_token" or "opaque"; empty: the K of all tokens, then the V."""
+    tag: _builtins.str
+    """Names an opaque order. Such blocks move whole, between equals."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -487,10 +496,13 @@ class GroupLayout(_message.Message):
         k_dim: _builtins.int = ...,
         v_dim: _builtins.int = ...,
         dtype: _builtins.str = ...,
+        block_size: _builtins.int = ...,
+        page_order: _builtins.str = ...,
+        tag: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "k_dim", b"k_dim", "layers", b"layers", "name", b"name", "num_kv_heads", b"num_kv_heads", "v_dim", b"v_dim"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "k_dim", b"k_dim", "layers", b"layers", "name", b"name", "num_kv_heads", b"num_kv_heads", "page_order", b"page_order", "tag", b"tag", "v_dim", b"v_dim"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -533,6 +545,7 @@ class KvLayout(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
+    """Tokens of the shortest prefix that whole blocks of every group hold; a multiple of 16."""
     tp_size: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupLayout]: ...

@@ -15,6 +15,7 @@ from baton.blocks import GRANULE
 from baton.cluster import TransferCounts
 from baton.v1 import kv_pb2, kv_pb2_grpc
 from kvstore.transfer.prefix_pull import PrefixPuller
+from kvstore.transfer.protocol.layout import block_size_of
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
 from kvstore.transfer.transport.nccl import num_nccl_stalls
@@ -41,6 +42,7 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         self.receiver = KvReceiver(worker, config)
         self.prefixes = PrefixPuller(worker.worker_id, engine, self.receiver, config.pull_timeout_s)
         self._engine = engine
+        self._max_keys = worker.max_tokens // GRANULE
 
     def counts(self) -> TransferCounts:
         """Returns the counts that the worker's lease publishes."""
@@ -85,13 +87,11 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         self, request: kv_pb2.PullRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.PullResponse:
         """Sends the cached part of a prefix to the worker that asks for it."""
-        block_size = self.sender.layout.block_size
-        max_keys = self._engine.caches[0].num_blocks * block_size // GRANULE
-        pull = wire.pull_from_pb(request, max_keys=max_keys)
+        pull = wire.pull_from_pb(request, max_keys=self._max_keys)
         ticket = pull.ticket
         pin = await self._engine.pin_prefix(pull.block_keys)
         try:
-            num_tokens = min(len(pin.block_ids[0]) * block_size, ticket.num_tokens)
+            num_tokens = min(len(pin.block_ids[0]) * block_size_of(self.sender.layout, 0), ticket.num_tokens)
             if num_tokens <= ticket.skip_tokens:
                 return kv_pb2.PullResponse(num_tokens=0)
             async with self.sender.transfer(ticket, num_tokens) as transfer:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from baton.engine.model.kv_cache import KVCache
     from baton.kv_layout import KvLayout
+    from kvstore.transfer.copy.blocks import RankCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class LocalWorker:
     worker_id: str
     incarnation: str
     """The id of this start of the process; a ticket names the incarnation that issued it."""
-    caches: Sequence[KVCache]
+    caches: Sequence[RankCache]
     """One cache per rank; block ids mean the same on all of them."""
     wire_compat: str
     """The kind of KV; only workers of the same kind pair."""
@@ -36,6 +36,12 @@ class LocalWorker:
     def devices(self) -> list[torch.device]:
         """The devices of the caches, one per rank."""
         return [cache.device for cache in self.caches]
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence that the blocks of every group hold."""
+        cache = self.caches[0]
+        return min(n * g.block_size for n, g in zip(cache.table_sizes, cache.spec.groups, strict=False))
 
     def layout(self) -> KvLayout:
         """Returns how the KV lies in the caches."""

@@ -31,7 +31,7 @@ from baton.messages import FromSender, Hello, SessionFailed, Ticket
 from kvstore.transfer.connection.incoming import IncomingConnection
 from kvstore.transfer.connection.reservations import Arrival, Expected, Reservations
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
-from kvstore.transfer.protocol.layout import AUTO, mismatch
+from kvstore.transfer.protocol.layout import AUTO, block_size_of, mismatch
 from kvstore.transfer.protocol.plan import require_fitting_slots
 from kvstore.transfer.stats import TransferStats
 from kvstore.transfer.transport.select import LocalRank, StagingPools, choose_transport, usable_transports
@@ -108,7 +108,7 @@ class KvReceiver:
 
         Args:
             num_tokens: tokens of KV: of the sequence, of all of it but the last token, or of a prefix.
-            skip_tokens: leading tokens that are in the blocks already; a multiple of the block size.
+            skip_tokens: leading tokens that are in the blocks already; a multiple of the layout's block size.
             block_ids: the sequence's block tables.
             expected: what completes the transfer.
 
@@ -116,13 +116,14 @@ class KvReceiver:
             ValueError: there are too few blocks, an empty place is to be written, or `skip_tokens` is not
                 block-aligned.
         """
-        block_size = self.layout.block_size
-        num_blocks = num_blocks_for(num_tokens, block_size)
-        for table in block_ids[: len(self.layout.groups)]:
+        for index, table in enumerate(block_ids[: len(self.layout.groups)]):
+            size = block_size_of(self.layout, index)
+            num_blocks = num_blocks_for(num_tokens, size)
             if len(table) < num_blocks:
                 raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, got {len(table)}")
-            if EMPTY_PLACE in table[skip_tokens // block_size : num_blocks]:
+            if EMPTY_PLACE in table[skip_tokens // size : num_blocks]:
                 raise ValueError(f"KV cannot be received into an empty place of {table}")
+        block_size = self.layout.block_size
         if skip_tokens % block_size or not 0 <= skip_tokens <= num_tokens:
             raise ValueError(f"skip_tokens must be a multiple of {block_size} up to {num_tokens}, got {skip_tokens}")
         ticket = Ticket(

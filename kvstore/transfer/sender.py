@@ -179,7 +179,7 @@ class KvSender:
     def _parts(self, ticket: Ticket, num_tokens: int) -> dict[tuple[int, int], TransferPart]:
         """Plans the parts of a transfer, by sending and receiving rank."""
         here, there = self.layout, ticket.layout
-        if num_tokens > (most := self._worker.caches[0].num_blocks * here.block_size):
+        if num_tokens > (most := self._worker.max_tokens):
             raise TransferRefused(f"{num_tokens} tokens are to be sent; this worker's cache holds at most {most}")
         if ticket.wire_compat != self._worker.wire_compat:
             raise TransferRefused(

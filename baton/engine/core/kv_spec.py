@@ -37,7 +37,7 @@ class PageOrder(StrEnum):
     BY_TOKEN = "by_token"
     """The K and V of one token side by side, token after token."""
     OPAQUE = "opaque"
-    """Known to the engine alone, which names it by a tag. Blocks are copied whole between equal tags."""
+    """Known to the engine alone, which names it by a tag. Blocks are copied whole, between groups that are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,12 @@ class LayerGroup:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         if (self.page_order is PageOrder.OPAQUE) != bool(self.tag):
             raise ValueError(f"an opaque page order needs a tag, and only that: {self.page_order}, {self.tag!r}")
+
+    @property
+    def page_dims(self) -> tuple[int, ...]:
+        """Elements per token of each page of a head: of K and of V, or of both where they do not lie apart."""
+        is_apart = self.page_order is PageOrder.K_THEN_V
+        return (self.k_dim, self.v_dim) if is_apart else (self.k_dim + self.v_dim,)
 
     @property
     def page_numel(self) -> int:
@@ -140,6 +146,7 @@ class KVSpec:
         sizes = "/".join(str(size) for size in sorted({group.block_size for group in self.groups}))
         groups = "; ".join(
             f"{g.name}: {len(g.layers)} layers x {g.num_kv_heads} heads x ({g.k_dim}+{g.v_dim}) {g.dtype}"
+            f"{'' if g.page_order is PageOrder.K_THEN_V else f' {g.page_order} {g.tag}'.rstrip()}"
             for g in self.groups
         )
         states = "".join(f"; state {s.name}{list(s.shape)}" for s in self.states)

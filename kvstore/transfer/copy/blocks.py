@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -33,16 +33,40 @@ from kvstore.transfer.copy import int8
 from kvstore.transfer.protocol.layout import heads_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from baton.engine.core.kv_spec import BlockTables, LayerGroup
+    from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup
     from baton.engine.core.runner import Fence
-    from baton.engine.model.kv_cache import KVCache
     from baton.kv_layout import KvLayout
     from kvstore.transfer.copy.checksum import Checksum
     from kvstore.transfer.protocol.plan import Chunk, TransferPlan
+
+
+class RankCache(Protocol):
+    """One rank's KV cache, as the hand-over reads and writes it. `KVCache` is one, and an engine may have its own."""
+
+    @property
+    def spec(self) -> KVSpec: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def groups(self) -> Sequence[torch.Tensor]:
+        """One contiguous tensor a layer group, `[layers, blocks, row_numel]`."""
+        ...
+
+    @property
+    def states(self) -> Mapping[str, torch.Tensor]:
+        """One tensor a named state, its first dimension the blocks of the states' table."""
+        ...
+
+    @property
+    def table_sizes(self) -> tuple[int, ...]:
+        """Blocks for each block table of a sequence."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +88,7 @@ def runs_of(group: LayerGroup, unit_tokens: int, head_lo: int, head_hi: int) -> 
         at: list[tuple[int, int]] = []
         for head in range(head_lo, head_hi):
             page = head * group.page_numel
-            for dim in (group.k_dim, group.v_dim):
+            for dim in group.page_dims:
                 at.append((page + unit * unit_tokens * dim, unit_tokens * dim))
                 page += block_size * dim
         pieces.append(_joined(at))
@@ -97,7 +121,7 @@ class BlockCopier:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: RankCache,
         plan: TransferPlan,
         layout: KvLayout,
         rank: int,
@@ -110,13 +134,13 @@ class BlockCopier:
         self._tables: list[NDArray[np.int64]] = []
         self.extend(block_ids)
         self._stream = stream
-        self._first_unit = plan.skip_tokens // plan.unit_tokens
+        self._first_units = [plan.skip_tokens // wire.unit_tokens for wire in plan.groups]
         self._indices: dict[tuple[int, int, int], torch.Tensor] = {}
         """Run indices by part and units: the chunks of a span share one."""
         self._runs: list[Runs] = []
         for ours, model, wire in zip(cache.spec.groups, layout.groups, plan.groups, strict=True):
             first = heads_of(model.num_kv_heads, layout.tp_size, rank).start
-            self._runs.append(runs_of(ours, plan.unit_tokens, wire.head_lo - first, wire.head_hi - first))
+            self._runs.append(runs_of(ours, wire.unit_tokens, wire.head_lo - first, wire.head_hi - first))
         self._bytes = {
             part: group.view(len(group), -1, runs.numel).view(torch.uint8).numpy()
             for part, (group, runs, wire) in enumerate(zip(cache.groups, self._runs, plan.groups, strict=True))
@@ -235,8 +259,8 @@ class BlockCopier:
 
     def _behind_the_end(self, chunk: Chunk) -> torch.Tensor | None:
         """Returns the runs behind the sequence's end in its last block, for the chunk that has the last unit."""
-        num_left = -(self._first_unit + chunk.unit_hi) % len(self._runs[chunk.part].of_unit)
-        if chunk.unit_hi != self.plan.num_units or not num_left:
+        num_left = -(self._first_units[chunk.part] + chunk.unit_hi) % len(self._runs[chunk.part].of_unit)
+        if not num_left or chunk.unit_hi != self.plan.num_units(chunk.part):
             return None
         return self._index(chunk.part, chunk.unit_hi, chunk.unit_hi + num_left)
 
@@ -245,7 +269,7 @@ class BlockCopier:
         key = part, unit_lo, unit_hi
         if key not in self._indices:
             runs = self._runs[part]
-            units = np.arange(self._first_unit + unit_lo, self._first_unit + unit_hi)
+            units = self._first_units[part] + np.arange(unit_lo, unit_hi)
             blocks, units_of_block = np.divmod(units, len(runs.of_unit))
             index = self._tables[part][blocks][:, None] * runs.per_row + runs.of_unit[units_of_block]
             self._indices[key] = torch.from_numpy(index.ravel())

@@ -22,13 +22,13 @@ def quantized(plan: TransferPlan, chunk: Chunk, values: torch.Tensor) -> torch.T
     """
     wire = plan.groups[chunk.part]
     num_units, num_heads = chunk.unit_hi - chunk.unit_lo, wire.head_hi - wire.head_lo
-    num_valid = plan.num_tokens - plan.skip_tokens - (chunk.unit_hi - 1) * plan.unit_tokens
+    num_valid = plan.num_tokens - plan.skip_tokens - (chunk.unit_hi - 1) * wire.unit_tokens
     out = torch.empty(num_units, wire.unit_bytes, dtype=torch.uint8, device=values.device)
     scales, pages_out = _parts(plan, chunk, out)
     widths = _page_widths(plan, chunk)
     pages = torch.split(values.view(num_units, num_heads, -1).float(), widths, 2)
     for number, (page, to) in enumerate(zip(pages, torch.split(pages_out, widths, 2), strict=True)):
-        page[-1].view(num_heads, plan.unit_tokens, -1)[:, num_valid:] = 0
+        page[-1].view(num_heads, wire.unit_tokens, -1)[:, num_valid:] = 0
         # Not 0 for a page of zeros, and not subnormal: a quotient could leave the range.
         scale = (page.abs().amax(2) / INT8_MAX).clamp_min_(torch.finfo(torch.float32).tiny)
         scales[:, :, number] = scale
@@ -60,4 +60,5 @@ def _parts(plan: TransferPlan, chunk: Chunk, units: torch.Tensor) -> tuple[torch
 
 def _page_widths(plan: TransferPlan, chunk: Chunk) -> list[int]:
     """Returns the number of elements of each page of a head of a unit."""
-    return [plan.unit_tokens * dim for dim in page_dims(plan.src.groups[chunk.part])]
+    unit_tokens = plan.groups[chunk.part].unit_tokens
+    return [unit_tokens * dim for dim in page_dims(plan.src.groups[chunk.part])]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baton.blocks import GRANULE
 from baton.engine.core.kv_spec import DTYPE_BYTES, KVSpec, LayerGroup, PageOrder, StateSpec
 from baton.errors import ConfigError
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
@@ -26,6 +27,8 @@ AUTO = "auto"
 CONVERTIBLE = ("float32", "bfloat16", "float16")
 """Pool data types between which values may be converted; all others travel unchanged."""
 WIRE_DTYPES = (AUTO, *CONVERTIBLE, "int8")
+MAX_BLOCK_TOKENS = 2**20
+"""An upper bound, above any real block size."""
 MAX_RANKS = 64
 """An upper bound, above any real tensor-parallel degree: a transfer has a connection for each receiving rank."""
 
@@ -40,20 +43,35 @@ def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) 
     Raises:
         ConfigError: KV of this shape cannot be handed over.
     """
-    if len({group.block_size for group in spec.groups}) > 1:
-        raise ConfigError("the hand-over needs one block size for all layer groups of a model")
-    if any(group.page_order is not PageOrder.K_THEN_V for group in spec.groups):
-        raise ConfigError("the hand-over copies pages of K and of V; the KV of this engine has another order")
+    for group in spec.groups:
+        if any(group.strides):
+            raise ConfigError(f"the hand-over copies blocks without gaps; those of group {group.name!r} have some")
     totals = num_kv_heads or tuple(group.num_kv_heads * tp_size for group in spec.groups)
+    is_mixed = len({group.block_size for group in spec.groups}) > 1
     return KvLayout(
         spec.block_size,
         tp_size,
         tuple(
-            GroupLayout(name=g.name, layers=g.layers, num_kv_heads=total, k_dim=g.k_dim, v_dim=g.v_dim, dtype=g.dtype)
+            GroupLayout(
+                name=g.name,
+                layers=g.layers,
+                num_kv_heads=total,
+                k_dim=g.k_dim,
+                v_dim=g.v_dim,
+                dtype=g.dtype,
+                block_size=g.block_size if is_mixed else 0,
+                page_order="" if g.page_order is PageOrder.K_THEN_V else g.page_order.value,
+                tag=g.tag,
+            )
             for g, total in zip(spec.groups, totals, strict=True)
         ),
         tuple(StateLayout(s.name, s.shape, s.dtype) for s in spec.states),
     )
+
+
+def block_size_of(layout: KvLayout, group: int) -> int:
+    """Returns the tokens in a block of a group."""
+    return layout.groups[group].block_size or layout.block_size
 
 
 def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
@@ -63,13 +81,15 @@ def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
             LayerGroup(
                 name=g.name,
                 layers=g.layers,
-                block_size=layout.block_size,
+                block_size=block_size_of(layout, index),
                 num_kv_heads=len(heads_of(g.num_kv_heads, layout.tp_size, rank)),
                 k_dim=g.k_dim,
                 v_dim=g.v_dim,
                 dtype=g.dtype,
+                page_order=PageOrder(g.page_order or PageOrder.K_THEN_V),
+                tag=g.tag,
             )
-            for g in layout.groups
+            for index, g in enumerate(layout.groups)
         ),
         tuple(StateSpec(s.name, s.shape, s.dtype) for s in layout.states),
     )
@@ -121,33 +141,46 @@ def wire_dtype(src_dtype: str, dst_dtype: str, wanted: str) -> str:
     return min(src_dtype, dst_dtype, key=lambda name: DTYPE_BYTES[name])
 
 
+def wire_dtype_of(src: GroupLayout, dst: GroupLayout, wanted: str) -> str:
+    """Returns the data type in which a group travels. Opaque blocks keep their bits, whatever is wanted.
+
+    Raises:
+        ValueError: the two differ and one of them cannot be converted.
+    """
+    return src.dtype if src.page_order == PageOrder.OPAQUE else wire_dtype(src.dtype, dst.dtype, wanted)
+
+
 def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
     """Returns why KV of `src` cannot become KV of `dst`, in one sentence; "" if it can. Layouts are untrusted."""
-    for layout in (src, dst):
-        if layout.block_size < 1:
-            return f"a layout has blocks of {layout.block_size} tokens"
-        if not 1 <= layout.tp_size <= MAX_RANKS:
-            return f"a layout has {layout.tp_size} ranks, and must have 1 to {MAX_RANKS}"
+    if broken := _broken(src) or _broken(dst):
+        return broken
     names = [[group.name for group in layout.groups] for layout in (src, dst)]
     if names[0] != names[1]:
         return f"the source has the layer groups {names[0]}, the destination {names[1]}"
-    if max(src.block_size, dst.block_size) % min(src.block_size, dst.block_size):
-        return (
-            f"of the block sizes {src.block_size} (source) and {dst.block_size} (destination) neither divides the other"
-        )
-    for ours, theirs in zip(src.groups, dst.groups, strict=True):
+    for index, (ours, theirs) in enumerate(zip(src.groups, dst.groups, strict=True)):
         for what, one, other in (
             ("layers", ours.layers, theirs.layers),
             ("KV heads", ours.num_kv_heads, theirs.num_kv_heads),
             ("K and V dimensions", (ours.k_dim, ours.v_dim), (theirs.k_dim, theirs.v_dim)),
+            ("page order", _page_order(ours), _page_order(theirs)),
         ):
             if one != other:
                 return f"group {ours.name!r} has {what} {one} at the source and {other} at the destination"
+        sizes = block_size_of(src, index), block_size_of(dst, index)
+        if ours.page_order == PageOrder.OPAQUE:
+            here, there = _opaque_block(src, index), _opaque_block(dst, index)
+            if here != there:
+                return f"group {ours.name!r} is opaque and has {here} at the source and {there} at the destination"
+        if max(sizes) % min(sizes):
+            return (
+                f"in group {ours.name!r}, of the block sizes {sizes[0]} (source) and {sizes[1]} (destination) "
+                "neither divides the other"
+            )
         for tp_size in (src.tp_size, dst.tp_size):
             if max(ours.num_kv_heads, tp_size) % min(ours.num_kv_heads, tp_size):
                 return f"the {ours.num_kv_heads} KV heads of group {ours.name!r} cannot be spread over {tp_size} ranks"
         try:
-            wire_dtype(ours.dtype, theirs.dtype, wanted)
+            wire_dtype_of(ours, theirs, wanted)
         except ValueError as error:
             return f"in group {ours.name!r}, {error}"
     if src.states != dst.states:
@@ -161,6 +194,30 @@ def _is_pair(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int) -> bool
     if src.states and src_rank == dst_rank:
         return True
     return any(shared_heads(src, src_rank, dst, dst_rank, group) for group in range(len(src.groups)))
+
+
+def _broken(layout: KvLayout) -> str:
+    """Returns what is wrong with the numbers of a layout, in one sentence; "" if nothing is."""
+    if not 1 <= layout.tp_size <= MAX_RANKS:
+        return f"a layout has {layout.tp_size} ranks, and must have 1 to {MAX_RANKS}"
+    for size in (layout.block_size, *(group.block_size or layout.block_size for group in layout.groups)):
+        if not 0 < size <= MAX_BLOCK_TOKENS or size % GRANULE:
+            return f"a layout has blocks of {size} tokens, and must have multiples of {GRANULE} to {MAX_BLOCK_TOKENS}"
+        if layout.block_size % size:
+            return f"a layout has blocks of {size} tokens, of which {layout.block_size} are no multiple"
+    return ""
+
+
+def _page_order(group: GroupLayout) -> str:
+    return f"{group.page_order or PageOrder.K_THEN_V.value} {group.tag}".rstrip()
+
+
+def _opaque_block(layout: KvLayout, index: int) -> str:
+    """Returns all that two sides must share to copy blocks whole."""
+    group = layout.groups[index]
+    num_heads = len(heads_of(group.num_kv_heads, layout.tp_size, 0))
+    numel = num_heads * (group.k_dim + group.v_dim) * block_size_of(layout, index)
+    return f"blocks of {numel} x {group.dtype} for {block_size_of(layout, index)} tokens on {layout.tp_size} ranks"
 
 
 def _describe(layout: KvLayout) -> str:

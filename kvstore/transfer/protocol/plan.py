@@ -1,16 +1,17 @@
 """Which bytes of a sequence's cache travel in which chunk: pure, and the same on both sides.
 
-A plan describes one pair of ranks. A wire unit is one block of the smaller of the two block sizes, of the heads that
-the two ranks share, in one layer:
+A plan describes one pair of ranks. A wire unit of a layer group is one block of the smaller of the two sides' block
+sizes, of the heads that the two ranks share, in one layer:
 
     sequence      | held by the destination | unit 0 | unit 1 | ...       unit u starts at token
                   0                    skip_tokens                        skip_tokens + u * unit_tokens
     unit          | head 0: K page, V page | head 1: K page, V page | ...                 in the wire data type
     unit in int8  | float32 scale a page: head 0 K, V; head 1 K, V; ... | the pages as above |
+    by token      one page a head, of K and V of each token           opaque: a whole block, its bits as they are
 
-Chunks are ordered so that what is computed first leaves first. The units are cut into spans at multiples of
-`span_tokens` of the sequence, one after the other; within a span the layers come in the order of the model; the
-states come last, since they are final only with the last token:
+Chunks are ordered so that what is computed first leaves first. The sequence is cut into spans at multiples of
+`span_tokens`, one after the other; within a span the layers come in the order of the model; the states come last,
+since they are final only with the last token:
 
                     span 0    span 1
     part 0  layer 0 |  0  |  |  4  |             part = index into groups + states
@@ -32,10 +33,10 @@ from typing import TYPE_CHECKING, Final
 
 from baton.engine.core.kv_spec import DTYPE_BYTES
 from baton.errors import ConfigError
-from kvstore.transfer.protocol.layout import AUTO, heads_of, mismatch, shared_heads, wire_dtype
+from kvstore.transfer.protocol.layout import AUTO, block_size_of, heads_of, mismatch, shared_heads, wire_dtype_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from baton.kv_layout import GroupLayout, KvLayout
 
@@ -52,7 +53,7 @@ class WireOptions:
     chunk_bytes: int
     """Largest payload of a chunk; at most what a slot holds."""
     span_tokens: int
-    """Tokens of one span, rounded down to whole units, at least one."""
+    """Tokens of one span, rounded down to whole units of every group, at least one."""
     wire_dtype: str
     """Data type on the wire, one of `layout.WIRE_DTYPES`."""
 
@@ -69,7 +70,7 @@ class Chunk:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WireGroup:
     """How one layer group travels between the two ranks."""
 
@@ -77,6 +78,8 @@ class WireGroup:
     head_hi: int
     """Heads of the model, `head_lo:head_hi`; none if the two ranks share none of this group."""
     dtype: str
+    unit_tokens: int
+    """Tokens of one unit."""
     unit_bytes: int
     """Bytes of one unit of one layer."""
 
@@ -92,15 +95,13 @@ class TransferPlan:
     num_tokens: int
     skip_tokens: int
     options: WireOptions
-    unit_tokens: int
     groups: tuple[WireGroup, ...]
     chunks: tuple[Chunk, ...]
     """The chunks, in the order in which they are sent."""
 
-    @property
-    def num_units(self) -> int:
-        """Units of one layer that travel."""
-        return -(-(self.num_tokens - self.skip_tokens) // self.unit_tokens)
+    def num_units(self, part: int) -> int:
+        """Returns how many units of one layer of a group travel."""
+        return -(-(self.num_tokens - self.skip_tokens) // self.groups[part].unit_tokens)
 
     @property
     def num_bytes(self) -> int:
@@ -121,7 +122,8 @@ class TransferPlan:
         """
         if chunk.part >= len(self.groups):
             return self.num_tokens, EVERY_LAYER
-        tokens = min(self.skip_tokens + chunk.unit_hi * self.unit_tokens, self.num_tokens)
+        unit_tokens = self.groups[chunk.part].unit_tokens
+        tokens = min(self.skip_tokens + chunk.unit_hi * unit_tokens, self.num_tokens)
         return tokens, max(self.src.groups[chunk.part].layers[chunk.layer_lo : chunk.layer_hi]) + 1
 
 
@@ -148,21 +150,23 @@ def plan(
             f"skip_tokens must be a multiple of the block size {dst.block_size} up to num_tokens {num_tokens}, "
             f"got {skip_tokens}"
         )
-    unit_tokens = min(src.block_size, dst.block_size)
     groups = []
-    for index, (ours, theirs) in enumerate(zip(src.groups, dst.groups, strict=True)):
+    for index in range(len(src.groups)):
         heads = shared_heads(src, src_rank, dst, dst_rank, index)
-        dtype = wire_dtype(ours.dtype, theirs.dtype, options.wire_dtype)
-        num_bytes = _unit_bytes(ours, len(heads), unit_tokens, dtype)
-        _require_fitting(ours, num_bytes, options.chunk_bytes)
-        groups.append(WireGroup(heads.start, heads.stop, dtype, num_bytes))
+        groups.append(_wire_group(src, dst, index, heads, options))
     chunks: list[Chunk] = []
-    for lo, hi in _unit_spans(num_tokens, skip_tokens, unit_tokens, options.span_tokens):
+    for lo, hi in _spans(num_tokens, skip_tokens, options.span_tokens, groups):
         span = [
             chunk
             for part, (layout, group) in enumerate(zip(src.groups, groups, strict=True))
             if group.head_lo < group.head_hi
-            for chunk in _span_chunks(part, len(layout.layers), (lo, hi), group.unit_bytes, options.chunk_bytes)
+            for chunk in _span_chunks(
+                part,
+                len(layout.layers),
+                ((lo - skip_tokens) // group.unit_tokens, -(-(hi - skip_tokens) // group.unit_tokens)),
+                group.unit_bytes,
+                options.chunk_bytes,
+            )
         ]
         chunks += sorted(span, key=lambda chunk: src.groups[chunk.part].layers[chunk.layer_hi - 1])
     if src_rank == dst_rank:
@@ -180,9 +184,19 @@ def plan(
         num_tokens=num_tokens,
         skip_tokens=skip_tokens,
         options=options,
-        unit_tokens=unit_tokens,
         groups=tuple(groups),
         chunks=tuple(chunks),
+    )
+
+
+def _wire_group(src: KvLayout, dst: KvLayout, index: int, heads: range, options: WireOptions) -> WireGroup:
+    ours, theirs = src.groups[index], dst.groups[index]
+    dtype = wire_dtype_of(ours, theirs, options.wire_dtype)
+    unit_tokens = min(block_size_of(src, index), block_size_of(dst, index))
+    num_bytes = _unit_bytes(ours, len(heads), unit_tokens, dtype)
+    _require_fitting(ours, num_bytes, options.chunk_bytes)
+    return WireGroup(
+        head_lo=heads.start, head_hi=heads.stop, dtype=dtype, unit_tokens=unit_tokens, unit_bytes=num_bytes
     )
 
 
@@ -192,23 +206,26 @@ def require_fitting_slots(layout: KvLayout, slot_bytes: int, wanted: str = AUTO)
     Args:
         wanted: the wire data type, one of `layout.WIRE_DTYPES`.
     """
-    for group in layout.groups:
-        _require_fitting(group, _largest_unit(layout, group, wanted), slot_bytes)
+    for index, group in enumerate(layout.groups):
+        _require_fitting(group, _largest_unit(layout, index, wanted), slot_bytes)
 
 
 def least_chunk_bytes(layout: KvLayout, wanted: str) -> int:
     """Returns the smallest `chunk_bytes` that suffices for a rank's cache, whatever the peer's layout."""
-    return max(_largest_unit(layout, group, wanted) for group in layout.groups)
+    return max(_largest_unit(layout, index, wanted) for index in range(len(layout.groups)))
 
 
-def _largest_unit(layout: KvLayout, group: GroupLayout, wanted: str) -> int:
+def _largest_unit(layout: KvLayout, index: int, wanted: str) -> int:
     """Returns the bytes of a whole block and all heads of a rank: no peer's layout makes a unit larger."""
+    group = layout.groups[index]
     num_heads = len(heads_of(group.num_kv_heads, layout.tp_size, 0))
-    return _unit_bytes(group, num_heads, layout.block_size, wire_dtype(group.dtype, group.dtype, wanted))
+    return _unit_bytes(group, num_heads, block_size_of(layout, index), wire_dtype_of(group, group, wanted))
 
 
 def page_dims(group: GroupLayout) -> tuple[int, ...]:
-    """Returns the width of each page of a head: K and V, or K alone if the group has no V."""
+    """Returns the width of each page of a head: K and V, K alone where there is no V, both where they lie by token."""
+    if group.page_order:
+        return (group.k_dim + group.v_dim,)
     return tuple(dim for dim in (group.k_dim, group.v_dim) if dim)
 
 
@@ -225,11 +242,14 @@ def _unit_bytes(group: GroupLayout, num_heads: int, unit_tokens: int, dtype: str
     return num_heads * (scales + unit_tokens * (group.k_dim + group.v_dim) * DTYPE_BYTES[dtype])
 
 
-def _unit_spans(num_tokens: int, skip_tokens: int, unit_tokens: int, span_tokens: int) -> Iterator[tuple[int, int]]:
-    """Cuts the units into spans, where the sequence's tokens are a multiple of `span_tokens`."""
-    first, end = skip_tokens // unit_tokens, -(-num_tokens // unit_tokens)
-    step = max(1, span_tokens // unit_tokens)
-    return ((max(lo, first) - first, hi - first) for lo, hi in _cut(first // step * step, end, step) if hi > first)
+def _spans(
+    num_tokens: int, skip_tokens: int, span_tokens: int, groups: Sequence[WireGroup]
+) -> Iterator[tuple[int, int]]:
+    """Cuts the sequence's tokens behind `skip_tokens` into spans, at multiples of whole units of every group."""
+    whole_units = math.lcm(*(group.unit_tokens for group in groups))
+    step = max(1, span_tokens // whole_units) * whole_units
+    cuts = _cut(skip_tokens // step * step, num_tokens, step)
+    return ((max(lo, skip_tokens), hi) for lo, hi in cuts if hi > skip_tokens)
 
 
 def _span_chunks(

@@ -78,13 +78,14 @@ class ScriptedEngine:
         self,
         num_blocks: int = 64,
         *,
+        runner: ArithmeticRunner | None = None,
         preempts: bool = True,
         delay_s: float = 0.0,
         draws_with_prompt: bool = True,
         computes_last_token: bool = False,
     ) -> None:
-        self._runner = ArithmeticRunner(num_blocks)
-        self._free = list(range(num_blocks))
+        self._runner = runner or ArithmeticRunner(num_blocks)
+        self._free = [list(range(number)) for number in self._runner.num_blocks]
         self._keys = itertools.count()
         self._preempts = preempts
         self._delay_s = delay_s
@@ -94,7 +95,7 @@ class ScriptedEngine:
         self.fences: list[LateFence] = []
         self.num_preemptions = 0
         self.self_check = "ok"
-        self.num_blocks = num_blocks
+        self.num_blocks = self.num_free
 
     @property
     def sampler(self) -> str:
@@ -118,7 +119,7 @@ class ScriptedEngine:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return sum(len(free) for free in self._free)
 
     @contextlib.asynccontextmanager
     async def sequence(
@@ -143,7 +144,7 @@ class ScriptedEngine:
         return Pin(next(self._keys), ((),))
 
     def pin(self, sequence: ScriptedSequence) -> Pin:
-        pin = Pin(next(self._keys), (tuple(sequence.blocks),))
+        pin = Pin(next(self._keys), sequence.tables)
         self._pins[pin.pin_id] = sequence
         return pin
 
@@ -154,8 +155,12 @@ class ScriptedEngine:
     def give_back(self, sequence: ScriptedSequence) -> None:
         """Frees the blocks of a sequence that has left, once nobody reads them."""
         if sequence.has_left and sequence not in self._pins.values():
-            self._free += sequence.blocks
-            sequence.blocks = []
+            self.free(sequence)
+
+    def free(self, sequence: ScriptedSequence) -> None:
+        for free, blocks in zip(self._free, sequence.blocks, strict=True):
+            free[:0] = blocks
+            blocks.clear()
 
     def hand_back(self, reason: BatonError) -> None:
         raise NotImplementedError
@@ -168,7 +173,7 @@ class ScriptedEngine:
             running=0,
             waiting=0,
             queued_tokens=0,
-            blocks=BlockCounts(self.num_blocks, len(self._free), 0, self.num_blocks - len(self._free)),
+            blocks=BlockCounts(self.num_blocks, self.num_free, 0, self.num_blocks - self.num_free),
             preemptions=self.num_preemptions,
             costs=PRIOR,
             busy_s=0.0,
@@ -178,8 +183,8 @@ class ScriptedEngine:
     async def run(self) -> None:
         await asyncio.Event().wait()
 
-    def take(self) -> int:
-        return self._free.pop()
+    def take(self, group: int) -> int:
+        return self._free[group].pop()
 
     def compute(self, step: StepInput) -> tuple[int, ...]:
         return self._runner.execute(step).sampled_token_ids[0]
@@ -189,7 +194,8 @@ class ScriptedSequence:
     """`ServedSequence`."""
 
     def __init__(self, engine: ScriptedEngine, spec: SequenceSpec, purpose: Purpose, key: int) -> None:
-        self.blocks: list[int] = []
+        self.blocks: list[list[int]] = [[] for _ in engine.spec.groups]
+        """Of each layer group."""
         self.has_left = False
         self._engine = engine
         self._spec = spec
@@ -215,7 +221,7 @@ class ScriptedSequence:
         return self._engine.pin(self)
 
     def watch(self, on_progress: OnProgress) -> None:
-        on_progress(KvProgress(self._num_computed, self._engine.spec.num_layers, None, self._tables))
+        on_progress(KvProgress(self._num_computed, self._engine.spec.num_layers, None, self.tables))
         self._watchers.append(on_progress)
 
     def insert(self, first_token: int | None, num_tokens: int | None = None) -> None:
@@ -230,7 +236,7 @@ class ScriptedSequence:
         match self._purpose:
             case Purpose.PREFILL:
                 self._grow(PART_TOKENS)
-                self._queue.put_nowait(Admitted(self._key, self._tables, 0))
+                self._queue.put_nowait(Admitted(self._key, self.tables, 0))
                 await asyncio.sleep(0.01)
                 await self._compute_prompt()
                 token_ids = (self._sample(),) if self._engine._draws_with_prompt else ()
@@ -238,7 +244,7 @@ class ScriptedSequence:
             case Purpose.RECEIVE:
                 self._grow(len(self._tokens))
                 num_wanted = len(self._tokens) - self._engine._computes_last_token
-                self._queue.put_nowait(Reserved(self._key, self._tables, num_wanted, 0))
+                self._queue.put_nowait(Reserved(self._key, self.tables, num_wanted, 0))
                 first_token, num_tokens = await self._inserted
                 self._num_computed = len(self._tokens) if num_tokens is None else num_tokens
                 if first_token is not None:
@@ -271,8 +277,8 @@ class ScriptedSequence:
     async def _preempt(self) -> None:
         """Loses its blocks and computes everything again in others."""
         self._engine.num_preemptions += 1
-        self._engine._free[:0] = self.blocks
-        self.blocks, self._num_computed = [], 0
+        self._engine.free(self)
+        self._num_computed = 0
         self._queue.put_nowait(Preempted(self._key))
         await self._compute_prompt()
 
@@ -286,7 +292,7 @@ class ScriptedSequence:
             fence = LateFence(lambda part=part: self._engine.compute(StepInput((part,))))
             self._engine.fences.append(fence)
             for on_progress in self._watchers:
-                on_progress(KvProgress(stop, self._engine.spec.num_layers, fence, self._tables))
+                on_progress(KvProgress(stop, self._engine.spec.num_layers, fence, self.tables))
             await asyncio.sleep(self._engine._delay_s)
             fence.reach()
             self._num_computed = stop
@@ -300,20 +306,21 @@ class ScriptedSequence:
         return token
 
     @property
-    def _tables(self) -> BlockTables:
-        return (tuple(self.blocks),)
+    def tables(self) -> BlockTables:
+        return tuple(tuple(blocks) for blocks in self.blocks)
 
     def _grow(self, num_tokens: int) -> None:
-        while len(self.blocks) < num_blocks_for(num_tokens, self._engine.spec.block_size):
-            self.blocks.append(self._engine.take())
+        for number, (group, blocks) in enumerate(zip(self._engine.spec.groups, self.blocks, strict=True)):
+            while len(blocks) < num_blocks_for(num_tokens, group.block_size):
+                blocks.append(self._engine.take(number))
 
     def _part(self, start: int, end: int) -> StepPart:
         return StepPart(
             sequence_key=self._key,
             token_ids=tuple(self._tokens[start:end]),
             num_computed_tokens=start,
-            block_ids=self._tables,
-            num_kv_tokens=(end,),
+            block_ids=self.tables,
+            num_kv_tokens=(end,) * len(self.blocks),
             sample=end == len(self._tokens),
             is_decoding=False,
             sampling=self._spec.sampling,

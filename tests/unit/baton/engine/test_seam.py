@@ -50,6 +50,7 @@ from tests.unit.baton.engine.core.test_engine import (
     write_prompt_kv,
 )
 from tests.unit.baton.engine.core.test_engine import make_spec as engine_spec
+from tests.unit.baton.engine.grouped import GroupedRunner
 from tests.unit.baton.engine.scripted import BURSTS, ScriptedEngine
 from tests.unit.kvstore.transfer.peers import CONFIG, engine_worker, local_worker, make_spec, served, with_link
 
@@ -128,6 +129,57 @@ async def test_an_engine_whose_blocks_grow_and_whose_fences_are_its_own_serves_s
         assert [fence.num_waits > 0 for fence in engines[0].fences] == [True] * 5, (
             "the sender came before the step's end"
         )
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 64), (48, 16)])
+@pytest.mark.parametrize("modes", ["scripted to ours", "ours to scripted", "both scripted"])
+async def test_groups_of_unlike_blocks_one_of_them_opaque_serve_split(modes: str, sizes: tuple[int, int]) -> None:
+    """Blocks of pages are bridged where the two sides' differ; opaque ones, of 48 tokens, move whole."""
+    ours_first = modes.startswith("ours")
+    runners = [GroupedRunner(block_size=size) for size in sizes]
+    engines = [ScriptedEngine(runner=GroupedRunner(block_size=size), delay_s=0.01) for size in sizes]
+    spec = make_spec(PROMPT, 20)
+    async with (
+        asyncio.timeout(20),
+        scripted_worker(engines[0], "prefill") as prefill,
+        scripted_worker(engines[1], "decode") as decode,
+        engine_worker("ours", runners[0 if ours_first else 1], SMALL) as ours,
+    ):
+        workers = {"scripted to ours": (prefill, ours.context), "ours to scripted": (ours.context, decode)}
+        assert await split(*workers.get(modes, (prefill, decode)), spec) == expected_tokens(PROMPT, 20)
+        await ours.check_idle()
+    for engine in engines:
+        assert engine.num_free == engine.num_blocks
+
+
+@pytest.mark.parametrize(("num_held", "num_pulled"), [(100, 96), (60, 48)])
+async def test_a_prefix_of_unlike_groups_is_pulled_in_blocks_that_are_whole_in_all_of_them(
+    num_held: int, num_pulled: int
+) -> None:
+    async with (
+        asyncio.timeout(20),
+        engine_worker("here", GroupedRunner(), SMALL) as here,
+        engine_worker("there", GroupedRunner(), SMALL) as there,
+    ):
+        spec = make_spec(PROMPT, 6)
+        assert await there.generate(make_spec(PROMPT[:num_held], 3)) == expected_tokens(PROMPT[:num_held], 3)
+        assert await here.kv.prefixes.fetch(spec, there.source(len(PROMPT)), 0.0, Context()) == num_pulled
+        messages = await aggregated(here.context, spec)
+        assert [token for message in messages for token in message.token_ids] == expected_tokens(PROMPT, 6)
+        assert messages[0].report is not None
+        assert messages[0].report.num_cached_tokens == num_pulled
+        await here.check_idle()
+        await there.check_idle()
+
+
+async def test_opaque_blocks_of_another_kind_are_refused_by_name() -> None:
+    async with (
+        asyncio.timeout(20),
+        scripted_worker(ScriptedEngine(runner=GroupedRunner(tag="vendor/1")), "prefill") as prefill,
+        scripted_worker(ScriptedEngine(runner=GroupedRunner(tag="vendor/2")), "decode") as decode,
+    ):
+        with pytest.raises(TransferRefused, match="page order opaque vendor/1 at the source and opaque vendor/2 at"):
+            await split(prefill, decode, make_spec(PROMPT, 4))
 
 
 async def test_a_prompt_that_is_preempted_while_it_is_handed_over_fails_this_hand_over_only() -> None:
@@ -387,12 +439,11 @@ def test_a_shape_that_an_engine_or_the_hand_over_cannot_do_is_refused_by_name_at
     for spec in (opaque, by_token):
         with pytest.raises(ValueError, match="does not lie in pages of K and of V"):
             KVCache(spec, 4, 1)
-        with pytest.raises(ConfigError, match="the hand-over copies pages of K and of V"):
-            layout_of(spec)
+    gaps = KVSpec((group(strides=(4096, 128)),))
     with pytest.raises(ValueError, match="without gaps"):
-        KVCache(KVSpec((group(strides=(4096, 128)),)), 4, 1)
-    with pytest.raises(ConfigError, match="one block size for all layer groups"):
-        layout_of(KVSpec((group(), group(name="wide", layers=(1,), block_size=64))))
+        KVCache(gaps, 4, 1)
+    with pytest.raises(ConfigError, match="copies blocks without gaps; those of group 'all' have some"):
+        layout_of(gaps)
 
 
 def test_nothing_reaches_through_the_engines_face() -> None:

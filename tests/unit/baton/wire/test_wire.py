@@ -312,9 +312,14 @@ def test_sampling_fields_refused_today() -> None:
 
 @pytest.mark.parametrize("name", list(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name))
 def test_every_request_field_is_taken(name: str) -> None:
-    message = inference_pb2.GenerateRequest(text="x")
-    set_field(message, inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name[name])
-    wire.generate_request_from_pb(message)
+    message = inference_pb2.GenerateRequest(text="y")
+    without = wire.generate_request_from_pb(message)
+    field = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name[name]
+    set_field(message, field)
+    if name in ("sampling", "slo", "stream_options"):  # empty, they say nothing
+        part = getattr(message, name)
+        set_field(part, part.DESCRIPTOR.fields[0])
+    assert wire.generate_request_from_pb(message) != without
 
 
 def test_what_a_client_has_already_is_kept() -> None:

@@ -36,7 +36,8 @@ async def test_the_wait_before_a_restart_has_a_limit_however_many_there_were(mon
     monkeypatch.setattr(children, "MAX_RESTART_S", 0.01)
     failing = Child("x", "x", (), {})
     failing._began_s, failing._num_failures = time.monotonic(), 5000
-    await failing.pause("ended")
+    async with asyncio.timeout(20):
+        await failing.pause("ended")
 
 
 @pytest.mark.parametrize(("was_started", "num_ends"), [(True, 1), (False, 0)])

@@ -19,6 +19,7 @@ import grpc
 import torch
 
 from baton.config import FaultsConfig, TransferConfig
+from baton.engine.core.block_pool import BlockEvent
 from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, StateSpec
 from baton.engine.core.loop import EngineLoop, SequenceHandle
@@ -328,17 +329,30 @@ class Worker:
 
 @contextlib.asynccontextmanager
 async def engine_worker(
-    name: str, runner: ArithmeticRunner, config: TransferConfig = CONFIG, faults: str = "", step_tokens: int = 64
+    name: str,
+    runner: ArithmeticRunner,
+    config: TransferConfig = CONFIG,
+    faults: str = "",
+    step_tokens: int = 64,
+    *,
+    incarnation: int = 1,
+    on_block_events: Callable[[list[BlockEvent]], None] = lambda events: None,
+    door: Callable[[KvEndpoint], kv_pb2_grpc.KvControlServicer] = lambda kv: kv,
 ) -> AsyncIterator[Worker]:
+    """A worker with an engine that runs; at the end it must still be running.
+
+    Args:
+        door: what other workers reach in the place of its endpoint.
+    """
     limits = SchedulerLimits(
         max_num_seqs=8,
         max_num_batched_tokens=step_tokens,
         output_reservation=0,
     )
-    loop = EngineLoop(Engine(runner, limits), 100)
-    kv = KvEndpoint(local_worker(name, 1, runner.caches), loop, config, FaultsConfig(spec=faults))
+    loop = EngineLoop(Engine(runner, limits), 100, on_block_events)
+    kv = KvEndpoint(local_worker(name, incarnation, runner.caches), loop, config, FaultsConfig(spec=faults))
     running = asyncio.create_task(loop.run())
-    async with served(kv) as (address, server):
+    async with served(door(kv)) as (address, server):
         kv.receiver.kv_address = address
         try:
             yield Worker(id=name, loop=loop, kv=kv, runner=runner, running=running, server=server)

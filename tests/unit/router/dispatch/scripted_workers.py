@@ -124,13 +124,11 @@ class Bench:
 
     def __init__(
         self,
-        workers: ScriptedWorkers,
         address: str,
         held: Mapping[str, int],
         config: RouterConfig,
         client: WorkerClient,
     ) -> None:
-        self.workers = workers
         self.address = address
         self.clock = Clock()
         self.pools = PoolView(lambda keys: dict(held), self.clock.monotonic)
@@ -197,7 +195,7 @@ async def bench_of(
     address = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
     await rpc.start()
     calls = WorkerClient()
-    bench = Bench(workers, address, held or {}, RouterConfig(mode=mode, worker_wait_s=1), calls)
+    bench = Bench(address, held or {}, RouterConfig(mode=mode, worker_wait_s=1), calls)
     try:
         async with asyncio.timeout(20):
             for worker_id, role in roles.items():

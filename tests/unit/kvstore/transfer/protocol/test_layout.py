@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
+from baton import wire
+from baton.engine.core.kv_spec import KVSpec, LayerGroup, PageOrder, StateSpec
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
+from baton.messages import Ticket
+from baton.v1 import worker_pb2
 from kvstore.transfer.protocol.layout import (
     destination_ranks,
     heads_of,
@@ -22,6 +25,10 @@ from kvstore.transfer.protocol.layout import (
 FULL = GroupLayout(name="full", layers=(0, 2), num_kv_heads=6, k_dim=8, v_dim=8, dtype="float32")
 LATENT = GroupLayout(name="latent", layers=(1, 3), num_kv_heads=1, k_dim=16, v_dim=0, dtype="bfloat16")
 CONV = StateLayout("conv", (3, 5), "float32")
+TICKET = Ticket(
+    transfer_id="t", generation=1, decode_worker_id="d", incarnation="d.1", kv_address="h:1", num_tokens=9,
+    skip_tokens=0, wire_compat="kind", layout=KvLayout(16, 1, ()),
+)  # fmt: skip
 
 
 def layout(tp_size: int = 1, block_size: int = 16, num_heads: int = 6) -> KvLayout:
@@ -157,6 +164,57 @@ def test_layouts_that_fit(other: KvLayout) -> None:
 
 
 STATEFUL = replace(layout(), states=(CONV,))
+OPAQUE = replace(FULL, page_order="opaque", tag="vendor/1")
+
+
+def mixed(full: int, latent: int, common: int, **changes: object) -> KvLayout:
+    """Groups with blocks of their own."""
+    groups = replace(FULL, block_size=full, **changes), replace(LATENT, block_size=latent)  # type: ignore[arg-type]
+    return KvLayout(common, 1, groups)
+
+
+def opaque(block_size: int = 16, tp_size: int = 1, **changes: object) -> KvLayout:
+    return KvLayout(block_size, tp_size, (replace(OPAQUE, **changes), LATENT))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "int8"])
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (mixed(16, 64, 64), mixed(48, 16, 48)),
+        (mixed(16, 64, 64), layout(block_size=32)),
+        (opaque(), opaque()),
+        (opaque(tp_size=3), opaque(tp_size=3)),
+        (opaque(dtype="uint8"), opaque(dtype="uint8")),
+        (with_group(page_order="by_token"), replace(with_group(page_order="by_token"), block_size=64)),
+    ],
+)
+def test_layouts_of_other_shapes_that_fit(src: KvLayout, dst: KvLayout, wanted: str) -> None:
+    assert mismatch(src, dst, wanted) == mismatch(dst, src, wanted) == ""
+
+
+def test_the_layout_of_groups_that_are_not_alike() -> None:
+    spec = KVSpec(
+        (
+            LayerGroup(
+                name="a", layers=(0,), num_kv_heads=2, k_dim=8, v_dim=8, block_size=16, dtype="bfloat16",
+                page_order=PageOrder.BY_TOKEN,
+            ),
+            LayerGroup(
+                name="b", layers=(1,), num_kv_heads=1, k_dim=9, v_dim=0, block_size=48, dtype="uint8",
+                page_order=PageOrder.OPAQUE, tag="vendor/1",
+            ),
+        ),
+    )  # fmt: skip
+    found = layout_of(spec)
+    assert found.block_size == 48
+    assert [(g.block_size, g.page_order, g.tag) for g in found.groups] == [
+        (16, "by_token", ""),
+        (48, "opaque", "vendor/1"),
+    ]
+    assert rank_spec(found, 0) == spec
+    sent = wire.ticket_to_pb(replace(TICKET, layout=found)).SerializeToString()
+    assert wire.ticket_from_pb(worker_pb2.Ticket.FromString(sent)).layout == found
 
 
 @pytest.mark.parametrize(
@@ -175,6 +233,22 @@ STATEFUL = replace(layout(), states=(CONV,))
         (layout(tp_size=4), layout(), "the 6 KV heads of group 'full' cannot be spread over 4 ranks"),
         (layout(), layout(tp_size=9), "the 6 KV heads of group 'full' cannot be spread over 9 ranks"),
         (with_group(dtype="int64"), layout(), "in group 'full', int64 cannot be converted to float32"),
+        (
+            mixed(16, 64, 64),
+            mixed(16, 48, 48),
+            "in group 'latent', of the block sizes 64 (source) and 48 (destination)",
+        ),
+        (layout(), with_group(page_order="by_token"), "page order k_then_v at the source and by_token at the dest"),
+        (opaque(), opaque(tag="vendor/2"), "group 'full' has page order opaque vendor/1 at the source and opaque"),
+        (opaque(), layout(), "page order opaque vendor/1 at the source and k_then_v at the destination"),
+        (opaque(), opaque(32), "is opaque and has blocks of 1536 x float32 for 16 tokens on 1 ranks at the source"),
+        (opaque(), opaque(tp_size=2), "blocks of 768 x float32 for 16 tokens on 2 ranks at the destination"),
+        (opaque(), opaque(dtype="int32"), "blocks of 1536 x int32 for 16 tokens on 1 ranks at the destination"),
+        (opaque(), opaque(v_dim=9), "K and V dimensions (8, 8) at the source and (8, 9)"),
+        (layout(block_size=24), layout(), "a layout has blocks of 24 tokens, and must have multiples of 16"),
+        (layout(), layout(block_size=2**21), "a layout has blocks of 2097152 tokens, and must have"),
+        (mixed(16, 40, 80), layout(), "a layout has blocks of 40 tokens, and must have multiples of 16"),
+        (layout(), mixed(16, 64, 32), "a layout has blocks of 64 tokens, of which 32 are no multiple"),
         (STATEFUL, layout(), "states are conv[3, 5] float32 at the source and none at the destination"),
         (STATEFUL, replace(STATEFUL, tp_size=2), "states cannot move from tensor-parallel degree 1 to 2"),
     ],

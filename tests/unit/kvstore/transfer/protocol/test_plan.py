@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
-from kvstore.transfer.protocol.layout import WIRE_DTYPES, destination_ranks, heads_of, source_ranks
+from kvstore.transfer.protocol.layout import WIRE_DTYPES, block_size_of, destination_ranks, heads_of, source_ranks
 from kvstore.transfer.protocol.plan import (
     EVERY_LAYER,
     Chunk,
@@ -60,9 +60,10 @@ def transfers(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, int, int, WireOption
     states = draw(st.sampled_from([(), (StateLayout("conv", (3, 1701), "float32"),)]))
     src_tp = draw(st.sampled_from([1, 2, 3, 6, 12]))
     dst_tp = src_tp if states else draw(st.sampled_from([1, 2, 3, 6, 12]))
+    sizes = st.sampled_from([16, 32, 64])
     sides = [
         KvLayout(
-            draw(st.sampled_from([16, 32, 64])),
+            max(full, latent),
             tp_size,
             (
                 GroupLayout(
@@ -72,6 +73,7 @@ def transfers(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, int, int, WireOption
                     k_dim=8,
                     v_dim=8,
                     dtype=draw(dtypes),
+                    block_size=full if full != latent else 0,
                 ),
                 GroupLayout(
                     name="latent",
@@ -80,11 +82,12 @@ def transfers(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, int, int, WireOption
                     k_dim=12,
                     v_dim=4,
                     dtype=draw(dtypes),
+                    block_size=latent if full != latent else 0,
                 ),
             ),
             states,
         )
-        for tp_size in (src_tp, dst_tp)
+        for tp_size, full, latent in ((src_tp, draw(sizes), draw(sizes)), (dst_tp, draw(sizes), draw(sizes)))
     ]
     num_tokens = draw(st.integers(1, 900))
     skip = draw(st.integers(0, num_tokens // sides[1].block_size)) * sides[1].block_size
@@ -117,18 +120,17 @@ def test_the_pairs_together_move_everything_to_every_destination_once(
                 num_layers = chunk.layer_hi - chunk.layer_lo
                 assert chunk.num_bytes == num_layers * len(units) * group.unit_bytes
                 moved.update(
-                    (chunk.part, layer, head, skip + unit * planned.unit_tokens)
+                    (chunk.part, layer, head, skip + unit * group.unit_tokens)
                     for layer in range(chunk.layer_lo, chunk.layer_hi)
                     for head in range(group.head_lo, group.head_hi)
                     for unit in units
                 )
-        step = min(src.block_size, dst.block_size)
         assert moved == Counter(
             (part, layer, head, token)
             for part, group_layout in enumerate(dst.groups)
             for layer in range(len(group_layout.layers))
             for head in heads_of(group_layout.num_kv_heads, dst.tp_size, dst_rank)
-            for token in range(skip, num_tokens, step)
+            for token in range(skip, num_tokens, min(block_size_of(src, part), block_size_of(dst, part)))
         )
         assert state_bytes == Counter((2, byte) for _ in dst.states for byte in range(3 * 1701 * 4))
 
@@ -139,7 +141,8 @@ def test_chunks_leave_in_the_order_in_which_they_can(
 ) -> None:
     src, dst, num_tokens, skip, options = transfer
     planned = plan(src, source_ranks(src, dst, 0)[0], dst, 0, num_tokens, skip, options)
-    span = max(options.span_tokens // planned.unit_tokens * planned.unit_tokens, planned.unit_tokens)
+    unit_tokens = max(group.unit_tokens for group in planned.groups)
+    span = max(options.span_tokens // unit_tokens * unit_tokens, unit_tokens)
     ready = []
     for chunk in planned.chunks:
         tokens, layers = planned.ready_at(chunk)
@@ -179,6 +182,32 @@ def test_a_layer_that_does_not_fit_travels_in_runs_of_units() -> None:
         (1, 0, 32),
         (1, 32, 40),
     ]
+
+
+def test_units_are_of_each_groups_own_size_and_spans_whole_in_all_groups() -> None:
+    whole = layout_of_groups(1, 1)
+    narrow, wide = whole.groups
+    src, dst = (
+        replace(whole, block_size=b, groups=(replace(narrow, block_size=a), replace(wide, block_size=b)))
+        for a, b in ((16, 48), (32, 96))
+    )
+    planned = plan(src, 0, dst, 0, 210, 96, WireOptions(SLOT, 64, "auto"))
+    assert [group.unit_tokens for group in planned.groups] == [16, 48]
+    assert [planned.num_units(part) for part in range(2)] == [8, 3]
+    assert [(c.part, c.unit_lo, c.unit_hi) for c in planned.chunks] == [
+        (0, 0, 3), (1, 0, 1), (0, 3, 6), (1, 1, 2), (0, 6, 8), (1, 2, 3),
+    ]  # fmt: skip
+    assert [planned.ready_at(c)[0] for c in planned.chunks] == [144, 144, 192, 192, 210, 210]
+
+
+def test_an_opaque_group_travels_in_whole_blocks_and_its_own_data_type() -> None:
+    layout = layout_of_groups(2)
+    (group,) = layout.groups
+    opaque = replace(layout, groups=(replace(group, page_order="opaque", tag="vendor/1"),))
+    planned = between_equals(opaque, 40, options=replace(OPTIONS, wire_dtype="int8"))
+    assert [(g.dtype, g.unit_tokens, g.unit_bytes) for g in planned.groups] == [("float32", 16, 512)]
+    with pytest.raises(ConfigError, match=r"group 'g0' is 512 bytes"):
+        require_fitting_slots(opaque, 511, "int8")
 
 
 def test_groups_whose_layers_alternate_do_so_on_the_wire() -> None:

@@ -157,11 +157,14 @@ def test_a_delay_is_before_every_chunk_and_no_signal(kind: str) -> None:
         start = time.monotonic()
         _, link = arrivals(pair, Faults(link_delay_ms=50), 3, 3)
         assert 0.15 <= time.monotonic() - start < 2.0
-        posted = pair.receiver.recv_signal()
-        start = time.monotonic()
-        link.send_signal(header(1)).wait()
-        posted.wait()
-        assert time.monotonic() - start < 0.05
+        took_s = []
+        for _ in range(5):  # a delay would be before each; a machine that is held up is so now and then
+            posted = pair.receiver.recv_signal()
+            start = time.monotonic()
+            link.send_signal(header(1)).wait()
+            posted.wait()
+            took_s.append(time.monotonic() - start)
+        assert min(took_s) < 0.05
 
 
 def test_a_stalled_sender_is_silent_until_it_is_aborted(kind: str) -> None:

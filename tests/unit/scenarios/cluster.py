@@ -1,0 +1,74 @@
+"""A cluster in one process, without Redis: dispatchers, workers with the arithmetic engine, real gRPC and links."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.cluster import Role
+from baton.config import RouterConfig
+from baton.messages import SequenceSpec
+from baton.rpc import RpcServer
+from baton.v1 import worker_pb2_grpc
+from decode_worker.service import DecodeService
+from deploy.worker.calls import CallServicer
+from prefill_worker.service import PrefillService
+from router.dispatch.choice import Choice
+from router.dispatch.worker_client import WorkerClient
+from tests.unit.kvstore.transfer.peers import HOST, Worker
+from tests.unit.router.dispatch.scripted_workers import Bench, new_choice
+
+LIMIT_S = 60.0
+"""Of what a router does in one test, against a test that hangs."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client has got, and how."""
+
+    token_ids: list[int]
+    choice: Choice
+
+
+@contextlib.asynccontextmanager
+async def calls_of(worker: Worker) -> AsyncIterator[str]:
+    """The address at which routers reach the worker."""
+    prefill, decode = PrefillService(worker.context), DecodeService(worker.context)
+    servicer = CallServicer(prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch)
+    rpc = RpcServer(("baton.v1.WorkerCalls",))
+    worker_pb2_grpc.add_WorkerCallsServicer_to_server(servicer, rpc.server)
+    address = f"{HOST}:{rpc.bind(HOST, 0)}"
+    await rpc.start()
+    try:
+        yield address
+    finally:
+        await rpc.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def router_of(
+    workers: Sequence[tuple[Role, Worker]], mode: str, held: Mapping[str, int] | None = None
+) -> AsyncIterator[Bench]:
+    """A router that knows of these workers.
+
+    Args:
+        held: leading blocks of any prompt that a worker is believed to hold.
+    """
+    client = WorkerClient()
+    bench = Bench("", held or {}, RouterConfig(mode=mode, worker_wait_s=30), client)
+    async with contextlib.AsyncExitStack() as stack:
+        for role, worker in workers:
+            await bench.lease(worker.id, role, address=await stack.enter_async_context(calls_of(worker)))
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                yield bench
+        finally:
+            await client.close()
+
+
+async def ask(router: Bench, spec: SequenceSpec, choice: Choice | None = None) -> Answer:
+    """Asks for one choice, to its end."""
+    choice = choice or new_choice()
+    return Answer([token async for token in router.tokens(choice, spec=spec)], choice)

@@ -1,0 +1,209 @@
+"""What a cluster may go through while prompts are handed over: each client gets the answer to its own prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.cluster import Role
+from baton.engine.core.block_pool import BlockEvent
+from baton.engine.core.sequence import Purpose
+from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
+from baton.errors import TransferError, TransferRefused
+from baton.v1 import kv_pb2_grpc
+from kvstore.transfer.endpoint import KvEndpoint
+from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
+from router.placement import Mode
+from tests.support.asking import prompt_of
+from tests.unit.kvstore.transfer.peers import Worker, engine_worker, make_spec, read_all, with_link
+from tests.unit.router.dispatch.scripted_workers import Bench
+from tests.unit.scenarios.cluster import ask, router_of
+
+CONFIG = with_link("tcp")
+NUM_BLOCKS = 512
+Door = Callable[[KvEndpoint], kv_pb2_grpc.KvControlServicer]
+
+
+def roles(prefill: Worker, decode: Worker) -> list[tuple[Role, Worker]]:
+    return [(Role.PREFILL, prefill), (Role.DECODE, decode)]
+
+
+@contextlib.asynccontextmanager
+async def pair(
+    mode: str = "split",
+    *,
+    num_blocks: int = NUM_BLOCKS,
+    door: Door = lambda kv: kv,
+    held: Mapping[str, int] | None = None,
+) -> AsyncIterator[tuple[Bench, Worker, Worker]]:
+    """A router, a prefill worker p0 and a decode worker d0, which has the door."""
+    async with (
+        engine_worker("p0", ArithmeticRunner(num_blocks), CONFIG) as prefill,
+        engine_worker("d0", ArithmeticRunner(num_blocks), CONFIG, door=door) as decode,
+        router_of(roles(prefill, decode), mode, held) as router,
+    ):
+        yield router, prefill, decode
+        await prefill.check_idle()
+        await decode.check_idle()
+
+
+# -- a failed transfer leaves nothing in a cache -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("faults", ["corrupt_chunk=3", "drop_chunk=2", "link_kill=2", "link_truncate=3"])
+async def test_blocks_of_a_failed_transfer_are_in_no_cache(faults: str) -> None:
+    """Neither in the worker's own table nor in what it tells, from which the index and every mirror are made."""
+    told: list[BlockEvent] = []
+    prompt = prompt_of(1, 400)
+    config = with_link("tcp", slot_bytes=1024)  # some thirty chunks: the fault is in the middle
+    async with (
+        engine_worker("p0", ArithmeticRunner(NUM_BLOCKS), config, faults) as prefill,
+        engine_worker("d0", ArithmeticRunner(NUM_BLOCKS), config, on_block_events=told.extend) as decode,
+        router_of(roles(prefill, decode), "split") as router,
+    ):
+        with pytest.raises(TransferError, match="4 placements failed"):
+            await ask(router, make_spec(prompt, num_tokens=20))
+        await decode.check_idle()
+        assert decode.runner.cache.groups[0].any(), "some of its KV is in the blocks"
+        assert (decode.loop.keys(), told) == ([], [])
+        async with decode.loop.sequence(make_spec(prompt, num_tokens=20), Purpose.GENERATE) as sequence:
+            assert await read_all(sequence) == expected_tokens(prompt, 20)
+            assert sequence._sequence.num_cached_tokens == 0
+        assert len(decode.loop.keys()) == len(told) == 419 // 16, "what it has computed itself is"
+        await prefill.check_idle()
+        await decode.check_idle()
+
+
+# -- the first token and the KV, in any order --------------------------------------------------------------------------
+
+
+class LateCommits(kv_pb2_grpc.KvControlServicer):
+    """Holds every commit back for a while of its own, and lets what comes behind it pass."""
+
+    def __init__(self, endpoint: KvEndpoint) -> None:
+        self._endpoint = endpoint
+        self._random = random.Random(1)
+        self.num_overtaken = 0
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override] # noqa: N802
+        arrived = asyncio.Queue[Any]()
+        reading = asyncio.create_task(self._read(request_iterator, arrived))
+        try:
+            await self._endpoint.Session(self._in_order_of_arrival(arrived), context)
+        finally:
+            reading.cancel()
+
+    async def Pull(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return await self._endpoint.Pull(request, context)
+
+    async def _read(self, requests: Any, arrived: asyncio.Queue[Any]) -> None:
+        loop, due_s = asyncio.get_running_loop(), 0.0
+        async for request in requests:
+            if request.WhichOneof("message") != "commit":
+                arrived.put_nowait(request)
+                continue
+            delay_s = self._random.uniform(0.0, 0.1)
+            self.num_overtaken += loop.time() + delay_s < due_s
+            due_s = max(due_s, loop.time() + delay_s)
+            loop.call_later(delay_s, arrived.put_nowait, request)
+        arrived.put_nowait(None)
+
+    @staticmethod
+    async def _in_order_of_arrival(arrived: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+        while (request := await arrived.get()) is not None:
+            yield request
+
+
+async def test_each_client_gets_its_own_first_token_though_commits_are_late_and_overtake_each_other() -> None:
+    """Half of the answers have one token, which is the last: nobody wants their KV any more."""
+    doors: list[LateCommits] = []
+
+    def late(kv: KvEndpoint) -> LateCommits:
+        doors.append(LateCommits(kv))
+        return doors[0]
+
+    prompts = [prompt_of(seed, 20 + seed) for seed in range(40)]
+    async with pair(door=late) as (router, _, decode):
+        answers = await asyncio.gather(
+            *(
+                ask(router, make_spec(prompt, num_tokens=1 + number % 2, request_id=f"r{number}"))
+                for number, prompt in enumerate(prompts)
+            )
+        )
+        assert decode.kv.counts().received_committed >= 20
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        assert answer.token_ids == expected_tokens(prompt, 1 + number % 2)
+        assert (answer.choice.retries, answer.choice.mode) == (0, Mode.SPLIT)
+    assert doors[0].num_overtaken > 5
+
+
+# -- the same id twice -------------------------------------------------------------------------------------------------
+
+
+async def test_one_id_through_two_routers_at_once_is_two_requests() -> None:
+    """A client whose router died, or who mistakes ids: the workers and the transfer between them keep them apart."""
+    ours, theirs = prompt_of(1, 300), prompt_of(2, 200)
+    async with engine_worker("p0", ArithmeticRunner(NUM_BLOCKS), CONFIG) as prefill:
+        for incarnation in (1, 2):  # the decode worker is started again, under its name and elsewhere
+            runner = ArithmeticRunner(NUM_BLOCKS)
+            async with engine_worker("d0", runner, CONFIG, incarnation=incarnation) as decode:
+                workers = roles(prefill, decode)
+                async with router_of(workers, "split") as one, router_of(workers, "split") as other:
+                    for prompts in ((ours, theirs), (ours, ours)):
+                        asked = zip((one, other), prompts, strict=True)
+                        specs = [(router, make_spec(prompt, num_tokens=20, request_id="r")) for router, prompt in asked]
+                        answers = await asyncio.gather(*(ask(router, spec) for router, spec in specs))
+                        for prompt, answer in zip(prompts, answers, strict=True):
+                            assert answer.token_ids == expected_tokens(prompt, 20)
+                            assert (answer.choice.retries, answer.choice.mode) == (0, Mode.SPLIT)
+                await decode.check_idle()
+                await prefill.check_idle()
+                assert decode.kv.counts().received_committed == 4
+
+
+async def test_of_one_id_that_runs_twice_each_can_be_left_alone() -> None:
+    prompt = prompt_of(3, 300)
+    spec = make_spec(prompt, num_tokens=200, request_id="r")
+    async with pair() as (one, prefill, decode), router_of(roles(prefill, decode), "split") as other:
+        leaving, staying = one.tokens(spec=spec), other.tokens(spec=spec)
+        first = await anext(leaving), await anext(staying)
+        await leaving.aclose()
+        assert [first[1], *[token async for token in staying]] == expected_tokens(prompt, 200)
+        assert first[0] == first[1]
+
+
+# -- two versions of the hand-over -------------------------------------------------------------------------------------
+
+
+def speak(worker: Worker, version: int) -> None:
+    """As a sender, to all that it has no connection to."""
+    connections = worker.kv.sender._connections
+    connections._hello = replace(connections._hello, protocol_version=version)
+
+
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+async def test_workers_of_two_versions_serve_without_a_hand_over(version: int) -> None:
+    """The prompt's prefix is where it may not be handed over from: it is computed once more, and nobody is refused."""
+    prompts = [prompt_of(seed, 300) for seed in range(3)]
+    async with pair("auto", held={"p0": 18}) as (router, prefill, decode):
+        speak(prefill, version)
+        for prompt in prompts:
+            answer = await ask(router, make_spec(prompt, num_tokens=20))
+            assert answer.token_ids == expected_tokens(prompt, 20)
+        assert prefill.kv.counts().refused > 0, "nobody has tried"
+        assert decode.kv.counts().received_committed == 0
+
+
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+async def test_where_prompts_must_be_handed_over_two_versions_are_refused_in_words(version: int) -> None:
+    sentence = f"worker p0 speaks version {version} of the hand-over, worker d0 version {PROTOCOL_VERSION}"
+    async with pair("split") as (router, prefill, _):
+        speak(prefill, version)
+        with pytest.raises(TransferRefused, match=sentence):
+            await ask(router, make_spec(prompt_of(1, 100), num_tokens=20))
