@@ -1,0 +1,28 @@
+"""What every process shares: the vocabulary of requests, workers and blocks, and the ways in which processes speak.
+
+The vocabulary is in plain modules (`api`, `messages`, `cluster`, `blocks`, `sampling`, `errors`), settings are in
+`config`, the engine is in `engine`; protobuf stops at `wire`, `rpc` is gRPC, `telemetry` declares every metric, and
+`v1` is generated from `proto/`. No other package of the product is imported here.
+"""
+
+__all__ = [
+    "api",
+    "blocks",
+    "chat",
+    "cluster",
+    "config",
+    "costs",
+    "engine",
+    "errors",
+    "fit",
+    "memory",
+    "messages",
+    "model_files",
+    "parent",
+    "rpc",
+    "sampling",
+    "tasks",
+    "telemetry",
+    "v1",
+    "wire",
+]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from baton.errors import BatonError
+from baton.kv_layout import KvLayout
 from baton.sampling import FinishReason, SamplingParams
 
 ROUTERS_SAMPLING = frozenset({"stop", "n"})
@@ -69,38 +70,6 @@ class SequenceSpec:
         return len(self.token_ids) > self.num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupLayout:
-    """A layer group of a cache: of the model, not of one rank."""
-
-    name: str
-    layers: tuple[int, ...]
-    num_kv_heads: int
-    k_dim: int
-    v_dim: int
-    dtype: str
-    """As torch names it, without `torch.`."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateLayout:
-    """A recurrent state of a cache: one tensor for each sequence."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class KvLayout:
-    """The shape of a worker's KV cache, as its peers receive it. Every rank holds its share of each group's heads."""
-
-    block_size: int
-    tp_size: int
-    groups: tuple[GroupLayout, ...]
-    states: tuple[StateLayout, ...] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
     """A worker that is believed to hold a longer prefix of the prompt, from which it can be pulled."""
@@ -125,11 +94,14 @@ class Ticket:
     """The receiving worker's incarnation: one per process start."""
     kv_address: str
     num_tokens: int
-    """Tokens whose KV is handed over; the sequence's length before the first token."""
+    """Tokens whose KV is handed over. Of a whole sequence all of them, or all but the last one, which the receiver
+    computes itself."""
     skip_tokens: int
     """Leading tokens whose blocks the receiver already holds; a multiple of its block size."""
     wire_compat: str
     layout: KvLayout
+    force_first_token: bool = False
+    """Whether the receiver has to be given the first token, since it cannot draw it from the KV that it asks for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +126,8 @@ class PrefillReport:
 class FirstToken:
     """The prompt is computed; the hand-over of its KV goes on."""
 
-    token_id: int
+    token_id: int | None
+    """None: the worker's engine draws no token with a prompt, and the decode worker draws it."""
     finish_reason: FinishReason | None
     report: PrefillReport
 
@@ -349,7 +322,8 @@ class Commit:
     transfer_id: str
     generation: int
     first_token: int | None
-    """None for a pulled prefix. Sampling is keyed by seed and position, so there is no other sampler state."""
+    """The token from which the receiver continues. None for a pulled prefix, and where the receiver draws it itself.
+    Sampling is keyed by seed and position, so there is no other sampler state."""
 
 
 @dataclass(frozen=True, slots=True)

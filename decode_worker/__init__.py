@@ -3,3 +3,5 @@
 A decode worker receives the KV of prompts, or computes them itself in aggregated mode, and generates the answers. What
 is particular to that role is here: `service.DecodeService`.
 """
+
+__all__ = ["service"]

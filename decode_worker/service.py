@@ -23,6 +23,7 @@ from baton.messages import (
     Ticket,
 )
 from baton.telemetry import tracing
+from kvstore.transfer.connection.reservations import Expected
 from kvstore.worker_context import WorkerContext
 
 
@@ -83,8 +84,10 @@ class DecodeService:
             reserved = await sequence.next()
             assert isinstance(reserved, Reserved)
             transfer_id = f"{spec.sequence_id}@{worker.worker_id}"
+            # A state comes with all tokens in it, so the last one cannot be computed again to draw the first token.
+            expected = Expected.WITH_FIRST_TOKEN if worker.engine.spec.states else Expected.WHOLE
             ticket = worker.kv.receiver.expect(
-                transfer_id, reserved.num_tokens, reserved.num_cached_tokens, reserved.block_ids
+                transfer_id, reserved.num_tokens, reserved.num_cached_tokens, reserved.block_ids, expected
             )
             try:
                 yield ticket
@@ -99,7 +102,7 @@ class DecodeService:
             sequence.insert(first_token, arrival.num_tokens)
             async with contextlib.aclosing(_tokens(sequence)) as messages:
                 async for message in messages:
-                    # The router has the first token already, straight from the prefill worker, and its finish reason
+                    # The router has a first token already, straight from the prefill worker, and its finish reason
                     # too. Where that ends the sequence there is nothing to add.
                     if message.token_ids or first_token is None:
                         yield message

@@ -10,3 +10,19 @@ models       from a name to a model folder
 doctor       checks of a machine and of a cluster
 lab          the simulator and the benchmark; no code that serves imports it
 """
+
+__all__ = [
+    "cli",
+    "controller",
+    "doctor",
+    "embedded_redis",
+    "kubernetes",
+    "lab",
+    "local",
+    "models",
+    "operator",
+    "processes",
+    "ray_pools",
+    "scaling",
+    "worker",
+]

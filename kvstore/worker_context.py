@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,17 +12,17 @@ if TYPE_CHECKING:
     from kvstore.transfer.endpoint import KvEndpoint
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerContext:
-    """One worker, as the handlers of its role see it."""
+    """One worker, as the handlers of its role see it. Its member changes `is_draining`."""
 
     worker_id: str
     engine: ServingEngine
     kv: KvEndpoint
-    is_draining: Callable[[], bool] = lambda: False
+    is_draining: bool = False
     """Whether the worker leaves its role, and takes no new work."""
 
     def require_staying(self) -> None:
         """Raises WorkerDraining while the worker leaves its role."""
-        if self.is_draining():
+        if self.is_draining:
             raise WorkerDraining(f"{self.worker_id} takes no new work")

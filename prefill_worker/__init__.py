@@ -3,3 +3,5 @@
 A prefill worker computes prompts and hands their KV over to a decode worker while it computes. What is particular to
 that role is here: `service.PrefillService`.
 """
+
+__all__ = ["service"]

@@ -1,4 +1,4 @@
-"""Computes a prompt's KV and its first token, and hands the blocks over while it computes."""
+"""Computes a prompt's KV and, where the engine draws one, its first token; hands the blocks over meanwhile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class PrefillService:
             TransferRefused: the ticket is not of this sequence, or its worker's KV is of another kind.
         """
         worker, spec, ticket, source = self._worker, request.sequence, request.ticket, request.source
-        _require_fitting(ticket, len(spec.token_ids))
+        if ticket is not None:
+            _require_fitting(ticket, len(spec.token_ids))
         if not spec.is_continued:
             worker.require_staying()
         arrived_s = time.monotonic()
@@ -55,8 +56,7 @@ class PrefillService:
             self._record(report, trace)
             # The first token goes out at once; the blocks stay held until the transfer is over.
             first_token = output.token_ids[0] if output.token_ids else None
-            if first_token is not None:
-                yield FirstToken(token_id=first_token, finish_reason=output.finish_reason, report=report)
+            yield FirstToken(token_id=first_token, finish_reason=output.finish_reason, report=report)
             if transfer is not None and output.finish_reason is None:
                 handed_over = await _finished(transfer, first_token)
                 sent: tracing.Attributes = {
@@ -90,9 +90,12 @@ class PrefillService:
                 self._worker.engine.unpin(pin)
 
 
-def _require_fitting(ticket: Ticket | None, num_tokens: int) -> None:
-    """Refuses a ticket of another sequence. A receiver may compute the last token of the prompt for itself."""
-    if ticket and ticket.num_tokens not in (num_tokens, num_tokens - 1):
+def _require_fitting(ticket: Ticket, num_tokens: int) -> None:
+    """Refuses a ticket of another sequence. A receiver may compute the last token of the prompt for itself, unless a
+    state comes with the KV: that is one of all tokens.
+    """
+    least = num_tokens if ticket.layout.states else num_tokens - 1
+    if not least <= ticket.num_tokens <= num_tokens:
         raise TransferRefused(f"the ticket is for {ticket.num_tokens} tokens, the prompt has {num_tokens}")
 
 

@@ -10,3 +10,17 @@ dispatch    the calls to workers, and what happens when one fails
 answer      detokenization and stop strings
 cluster     the picture of the other processes
 """
+
+__all__ = [
+    "admission",
+    "answer",
+    "api",
+    "cluster",
+    "dispatch",
+    "placement",
+    "prompt",
+    "request",
+    "server",
+    "service",
+    "slo",
+]

@@ -39,10 +39,10 @@ from router.dispatch.decisions import DecisionLog
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import UNKNOWN_LENGTH, PoolView
-from router.placement.stale_hints import HintBook
+from router.placement.stale_hints import HintTracker
 from router.prompt import Tokenizer
-from router.request.model import Door, LoadedModel
-from router.request.resume_journal import Journal
+from router.request.model import Ingress, LoadedModel
+from router.request.resume import Journal
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Router:
                 await stop.wait()
                 logger.info("router %s stops", self.config.router.id)
                 self.readiness.stop()
-                self.http.should_exit = True  # both doors close at once, and both give running requests the same time
+                self.http.should_exit = True  # gRPC and HTTP close at once, and give requests the same time
                 await asyncio.gather(self.rpc.stop(self.config.router.drain_timeout_s), serving)
                 for task in background:
                     task.cancel()
@@ -187,8 +187,8 @@ def build(config: Config) -> Router:
     service = _service(
         config, model, store, pools, client=client, decisions=decisions, instruments=instruments, slo_counts=slo_counts
     )
-    door = Door(config.cluster.host, grpc_port)
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service, door), rpc.server)
+    ingress = Ingress(config.cluster.host, grpc_port)
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service, ingress), rpc.server)
     admin = AdminServicer(registry.status, decisions.explain, ControllerClient(registry.controller))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     http = _HttpServer(
@@ -246,7 +246,7 @@ def _service(
         dispatcher=Dispatcher(
             pools=pools,
             client=client,
-            hints=HintBook(store.mirror, instruments),
+            hints=HintTracker(store.mirror, instruments),
             decisions=decisions,
             config=config.router,
             instruments=instruments,

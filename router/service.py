@@ -1,10 +1,10 @@
 """The life of a request, told once and in order. The code below reads in the same order.
 
-1. Admit. The door has identified the tenant (`router.admission.tenants`). Check model, id and sampling; take a slot, or
+1. Admit. The API has identified the tenant (`router.admission.tenants`). Check model, id and sampling; take a slot, or
    refuse at once with Retry-After.
 2. Write the prompt. Chat template and tokenizer; check length and vocabulary (`router.prompt`). From here on only
    token ids.
-3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`router.request.sequence`).
+3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`router.prompt.sequence`).
 4. Place, reserve, prefill, hand over, decode: `router.dispatch`, for all choices, again when a worker fails.
 5. Write the text. Incremental detokenization and stop strings (`router.answer`).
 6. Settle. Usage, timing, metrics and the request's spans, exactly once, however the request ended: did it meet its
@@ -13,9 +13,9 @@
 Leaving the stream early, at any step, cancels the request everywhere: each step frees what it holds as it unwinds.
 
 A client whose stream broke sends the request again, to any router, with its id and `resume_from`. Before step 4, its
-choices then get the tokens that a router has recorded of them (`router.request.resume`, `resume_journal`). Tokens that
-were not recorded are regenerated and come out identical: without a client seed, the seed is derived from the request
-id. In step 5, what the client has is written again to the same state of text, and not sent.
+choices then get the tokens that a router has recorded of them (`router.request.resume`). Tokens that were not recorded
+are regenerated and come out identical: without a client seed, the seed is derived from the request id. In step 5, what
+the client has is written again to the same state of text, and not sent.
 """
 
 from __future__ import annotations
@@ -47,16 +47,14 @@ from router.admission import (
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import AnswerChunks, AnswerWriter
 from router.dispatch import Choice, ChoiceGroup, Dispatcher
-from router.prompt import PromptEncoder
-from router.request.model import UNKNOWN_DOOR, Door, LoadedModel
-from router.request.resume import Call, CallsInFlight, with_delivered
-from router.request.resume_journal import Journal, digest_of
-from router.request.sequence import SequenceBuilder
+from router.prompt import PromptEncoder, SequenceBuilder
+from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
+from router.request.resume import Call, CallsInFlight, Journal, digest_of, with_delivered
 from router.request.settlement import Settlement
 
 
 class RouterService:
-    """Text in, text out, over the worker pools. gRPC and HTTP are thin doors to it.
+    """Text in, text out, over the worker pools. gRPC and HTTP are thin layers over it.
 
     Args:
         slo_counts: filled in here.
@@ -105,7 +103,7 @@ class RouterService:
         request: GenerateRequest,
         trace: Context | None = None,
         tenant: Tenant = DEFAULT_TENANT,
-        door: Door = UNKNOWN_DOOR,
+        ingress: Ingress = UNKNOWN_INGRESS,
     ) -> AsyncGenerator[GenerateChunk]:
         """Serves a request of `tenant`.
 
@@ -116,7 +114,7 @@ class RouterService:
             Conflict: another call has taken the request over.
         """
         facts = self.facts
-        with self._settlement(request, tenant, door, trace) as settle:
+        with self._settlement(request, tenant, ingress, trace) as settle:
             check_model(request.model, facts)
             check_request_id(request.request_id)
             claim = settle.claim = claim_of(request, tenant, self._config, settle.arrived_s)
@@ -148,11 +146,11 @@ class RouterService:
                     async with contextlib.aclosing(self._dispatcher.run(group.unanswered())) as messages:
                         async for choice, message in messages:
                             writer = writers[choice]
-                            piece = writer.push(message.token_ids, message.finish_reason)
-                            if piece.finish_reason is not None:
+                            chunk = writer.write(message.token_ids, message.finish_reason)
+                            if writer.has_ended:
                                 choice.is_answered = True
                                 self._dispatcher.answered(choice, writer.num_tokens)
-                            if (chunk := writer.chunk(piece)) is not None:
+                            if chunk is not None:
                                 yield settle.book(chunk)
                                 call.driver = asyncio.current_task() or call.driver
             self._limiter.record(time.monotonic() - settle.arrived_s)
@@ -161,11 +159,13 @@ class RouterService:
         """The prompt's token ids. Raises InvalidRequest as `PromptEncoder.encode` does."""
         return await self._encoder.encode(prompt, tenant.scope, self.facts)
 
-    def _settlement(self, request: GenerateRequest, tenant: Tenant, door: Door, trace: Context | None) -> Settlement:
+    def _settlement(
+        self, request: GenerateRequest, tenant: Tenant, ingress: Ingress, trace: Context | None
+    ) -> Settlement:
         return Settlement(
             request,
             tenant,
-            door,
+            ingress,
             model_id=self.model.facts.id,
             trace=trace,
             instruments=self._instruments,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
-from xdist.scheduler import LoadFileScheduling
 
 # Before gRPC is imported: it rebuilds its pollers in the parent at each fork, and they do not always survive that. What
 # is forked here beside a running gRPC executes another program at once, and needs nothing rebuilt.
@@ -16,6 +15,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from baton.config import ModelConfig, load
 from deploy.models import cache_dir, resolve
+from tests.support.order import ByFile, put_first
 
 # By default a test fails if one of its examples takes 200 ms, which a busy machine needs for anything.
 settings.register_profile("baton", deadline=None)
@@ -31,7 +31,7 @@ NOT_FAST = {"slow", "chaos", "clock"}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what is fast, and puts what is marked `first` first."""
-    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+    put_first(items)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if not marks & NOT_FAST and any(folder in item.path.parents for folder in FAST_FOLDERS):
@@ -39,18 +39,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if settings.get_current_profile_name() == "twentyfold":
         for function in {item.obj for item in items if isinstance(item, pytest.Function)}:
             take_more_examples(function)
-
-
-ONE_CLUSTER = {f"tests/integration/test_{name}.py" for name in ("plumbing", "doctor", "explain", "live")}
-"""Files that share a cluster, and so a process. (xdist's own groups have no effect with pytest 9.2.)"""
-
-
-class ByFile(LoadFileScheduling):  # type: ignore[misc]
-    """Keeps the tests of a file, or of all that share a cluster, in one process."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "one cluster" if file in ONE_CLUSTER else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:

@@ -3,3 +3,5 @@
 dashboards   Grafana dashboards and the catalogue of metrics, from the instruments
 chart_docs   the chart's schema and table of values, from the settings
 """
+
+__all__ = ["chart_docs", "dashboards", "mutants", "walk"]

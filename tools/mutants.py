@@ -118,16 +118,23 @@ def load() -> list[Mutant]:
 
 
 def check(mutants: Iterable[Mutant]) -> None:
-    """Raises BadList: lines that are no longer there, or files of tests."""
+    """Raises BadList: lines that are no longer there, or tests."""
     wrong = []
     for mutant in mutants:
         try:
             mutant.applied((ROOT / mutant.file).read_text())
         except (BadList, OSError) as error:
             wrong.append(str(error))
-        wrong += [f"{mutant.name}: no {test}" for test in mutant.tests if not (ROOT / test.split("::")[0]).exists()]
+        wrong += [f"{mutant.name}: no {test}" for test in mutant.tests if not _is_there(test)]
     if wrong:
         raise BadList("\n".join(wrong))
+
+
+def _is_there(test: str) -> bool:
+    """Whether a file has the function that is named, where one is."""
+    file, _, function = test.partition("::")
+    path = ROOT / file
+    return path.exists() and (not function or f"def {function.partition('[')[0]}(" in path.read_text())
 
 
 @contextlib.contextmanager

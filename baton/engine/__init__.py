@@ -3,3 +3,5 @@
 `core` decides what each step computes and who owns which blocks, without tensors; `sampling` draws tokens from logits;
 `model` holds the KV cache and the runners that compute. The engine sees no text, gRPC, Redis or Ray.
 """
+
+__all__ = ["core", "model", "sampling"]

@@ -1,4 +1,8 @@
-"""gRPC plumbing that every process shares."""
+"""gRPC as every process uses it: servers, channels and typed errors across the wire.
+
+`server` has the settings of servers and channels (keepalive, health, reflection), `errors` maps the error tree to
+statuses and back, `outbox` is the queue before the stream between a router and a worker.
+"""
 
 import os
 

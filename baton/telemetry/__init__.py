@@ -1,1 +1,8 @@
-"""What every process reports of itself: metrics (`instruments`), traces (`tracing`) and log lines (`logs`)."""
+"""What every process reports of itself: metrics, traces and log lines.
+
+`instruments` is the only place where instruments are made: those that a router books (`booked`), those read from the
+cluster's status (`observed`) and their names for tools that expect vLLM (`vllm`). `prometheus` writes the exposition,
+`tracing` one trace per request, `logs` the log lines, `prefixes` which prefixes recur.
+"""
+
+__all__ = ["booked", "instruments", "logs", "observed", "prefixes", "prometheus", "tracing", "vllm"]

@@ -392,7 +392,7 @@ Global___Grant: _TypeAlias = Grant  # noqa: Y015
 @_typing.final
 class Commit(_message.Message):
     """All chunks are sent; what the receiver needs to go on. Sampling is keyed by seed and position, so the first token is
-    all the sampler state there is; a pulled prefix has none.
+    all the sampler state there is.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -403,6 +403,9 @@ class Commit(_message.Message):
     transfer_id: _builtins.str
     generation: _builtins.int
     first_token: _builtins.int
+    """The token from which the receiver continues. Absent for a pulled prefix, and where the sender's engine draws none:
+    the receiver draws it itself, or fails the transfer if its ticket asked for one.
+    """
     def __init__(
         self,
         *,

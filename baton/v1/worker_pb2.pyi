@@ -157,7 +157,7 @@ class Command(_message.Message):
     @_builtins.property
     def prefill(self) -> Global___PrefillRequest:
         """Computes the KV cache of a prompt and its first token, and hands the blocks over to the ticket's worker: answered
-        by a first token and then, unless that was the last one, by a hand-over.
+        by `first_token` and then, unless that was the last one, by a hand-over.
         """
 
     @_builtins.property
@@ -598,6 +598,7 @@ class Ticket(_message.Message):
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
     WIRE_COMPAT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    FORCE_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     generation: _builtins.int
     """Unique per reservation in the life of the receiving worker's process."""
@@ -608,9 +609,12 @@ class Ticket(_message.Message):
     kv_address: _builtins.str
     """host:port of the receiving worker's KvControl service."""
     num_tokens: _builtins.int
+    """Tokens of KV: of a whole prompt all, or all but the last one, which the receiver computes itself."""
     skip_tokens: _builtins.int
     """Leading tokens whose blocks the receiving worker already holds; a multiple of the block size."""
     wire_compat: _builtins.str
+    force_first_token: _builtins.bool
+    """The receiver has to be given the first token, since it cannot draw it from the KV that it asks for."""
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     def __init__(
@@ -625,10 +629,11 @@ class Ticket(_message.Message):
         skip_tokens: _builtins.int = ...,
         wire_compat: _builtins.str = ...,
         layout: Global___KvLayout | None = ...,
+        force_first_token: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker_id", b"decode_worker_id", "generation", b"generation", "incarnation", b"incarnation", "kv_address", b"kv_address", "layout", b"layout", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "transfer_id", b"transfer_id", "wire_compat", b"wire_compat"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker_id", b"decode_worker_id", "force_first_token", b"force_first_token", "generation", b"generation", "incarnation", b"incarnation", "kv_address", b"kv_address", "layout", b"layout", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "transfer_id", b"transfer_id", "wire_compat", b"wire_compat"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -706,12 +711,15 @@ Global___PrefillReport: _TypeAlias = PrefillReport  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
+    """The prompt is computed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
+    """Absent where the worker's engine draws none: the decode worker draws it."""
     finish_reason: _builtins.str
     """Empty while the choice goes on."""
     @_builtins.property
@@ -719,15 +727,17 @@ class FirstToken(_message.Message):
     def __init__(
         self,
         *,
-        token_id: _builtins.int = ...,
+        token_id: _builtins.int | None = ...,
         finish_reason: _builtins.str = ...,
         report: Global___PrefillReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_token_id", b"_token_id", "report", b"report", "token_id", b"token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "report", b"report", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token_id", b"_token_id", "finish_reason", b"finish_reason", "report", b"report", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__token_id: _TypeAlias = _typing.Literal["token_id"]  # noqa: Y015
+    _WhichOneofArgType__token_id: _TypeAlias = _typing.Literal["_token_id", b"_token_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token_id) -> _WhichOneofReturnType__token_id | None: ...
 
 Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 

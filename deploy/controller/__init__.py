@@ -11,3 +11,15 @@ kubernetes_side   follows ServingPools and keeps worker nodes (`deploy.kubernete
 orders            scale a pool, drain a worker, change a worker's role
 service           the gRPC service on which routers pass orders on
 """
+
+__all__ = [
+    "controller",
+    "kubernetes_side",
+    "lease_watch",
+    "orders",
+    "reconcile",
+    "service",
+    "serving_pools",
+    "state",
+    "worker_life",
+]

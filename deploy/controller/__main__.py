@@ -125,7 +125,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         )
         await controller.adopt()
         if not arguments.end:
-            await _serve(controller, follower, kubernetes, rpc, stop, ready)
+            await _serve(controller, kubernetes, follower=follower, rpc=rpc, stop=stop, ready=ready)
         if arguments.end or stop.ends_workers:
             await controller.end_workers()
         else:
@@ -134,8 +134,9 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
 
 async def _serve(
     controller: Controller,
-    follower: MirrorFollower,
     kubernetes: Kubernetes | None,
+    *,
+    follower: MirrorFollower,
     rpc: RpcServer,
     stop: Stop,
     ready: Ready,

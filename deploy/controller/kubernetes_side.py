@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import httpx2
 from lightkube import AsyncClient, KubeConfig
@@ -46,12 +46,17 @@ class Kubernetes:
     async def run(self, controller: Controller) -> None:
         """Follows and reports until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._pools.run(controller.follow), name="pools")
+            tasks.create_task(self._follow(controller), name="pools")
             tasks.create_task(self._report(controller), name="status")
             deployments = {Role.PREFILL: self._config.prefill_deployment, Role.DECODE: self._config.decode_deployment}
             if all(deployments.values()):
                 nodes = WorkerNodes(self._client, self._config.namespace, deployments)
                 tasks.create_task(_keep_nodes(nodes, controller), name="nodes")
+
+    async def _follow(self, controller: Controller) -> None:
+        async with aclosing(self._pools.follow()) as specs:
+            async for role, spec in specs:
+                controller.follow(role, spec)
 
     async def _report(self, controller: Controller) -> None:
         while True:

@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -79,22 +80,36 @@ def torch_build(config: Config, num_workers: int = 1) -> Iterator[Check]:
     gpus = names({torch.cuda.get_device_name(number) for number in range(num_gpus)})
     ranks = config.engine.tensor_parallel
     needed = ranks * num_workers if ranks > 1 else 0
-    yield gpu(config.model.device, needed, num_gpus, gpus, torch.version.cuda or "", nvidia_driver())
+    found = Gpus(num=num_gpus, names=gpus, cuda=torch.version.cuda or "", driver=nvidia_driver())
+    yield gpu(config.model.device, needed, found)
 
 
-def gpu(wanted: str, needed: int, num_gpus: int, gpus: str, cuda: str, driver: str) -> Check:
-    """Args:
-    wanted: `model.device`.
-    needed: GPUs at least, where there are any.
-    gpus: their names.
-    cuda: the version that torch is built for; empty: it is a CPU build.
-    driver: the kernel's; empty: there is none.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """The GPUs that torch finds, and what it would need to find some."""
+
+    num: int
+    names: str
+    cuda: str
+    """The CUDA version that torch is built for; empty: it is a CPU build."""
+    driver: str
+    """The version of the NVIDIA driver; empty: there is none."""
+
+
+def gpu(wanted: str, needed: int, gpus: Gpus) -> Check:
+    """Whether the GPUs are those that the configuration asks for.
+
+    Args:
+        wanted: `model.device`.
+        needed: the least number of GPUs, where there are any.
+        gpus: the GPUs of this machine.
     """
-    if num_gpus:
-        found = f"{num_gpus} x {gpus}; CUDA {cuda}, driver {driver or 'unknown'}"
+    cuda, driver = gpus.cuda, gpus.driver
+    if gpus.num:
+        found = f"{gpus.num} x {gpus.names}; CUDA {cuda}, driver {driver or 'unknown'}"
         if wanted == "cpu":
             return Check("gpu", "warn", f"{found}; model.device is cpu", "set model.device to auto to use them")
-        if needed > num_gpus:
+        if needed > gpus.num:
             mend = "lower engine.tensor_parallel or the pool sizes, or add GPUs (in the chart: worker.gpu.count)"
             return Check("gpu", "fail", f"{found}; engine.tensor_parallel asks for {needed} here", mend)
         return Check("gpu", "ok", found)

@@ -9,3 +9,5 @@ pools         reads, follows and writes the ServingPools of both roles
 node_plan     how many pods should be Ray nodes, where plain Deployments make them
 nodes         reads and changes those Deployments
 """
+
+__all__ = ["node_plan", "nodes", "pools", "serving_pool"]

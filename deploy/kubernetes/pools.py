@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -46,11 +46,10 @@ class ServingPools:
                 await self._learn(role, await self._client.get(ServingPool, name, namespace=self._namespace))
         return dict(self._known)
 
-    async def run(self, on_spec: Callable[[Role, PoolSpec], None]) -> None:
-        """Follows them until cancelled. While Kubernetes does not answer, the sizes stay as they are.
+    async def follow(self) -> AsyncGenerator[tuple[Role, PoolSpec]]:
+        """Each specification: at first, whenever it changes, and again with every new watch. Does not end.
 
-        Args:
-            on_spec: called with each specification: at first, whenever it changes, and again with every new watch.
+        While Kubernetes does not answer, there are none.
         """
         roles = {name: role for role, name in self._names.items()}
         while True:
@@ -60,7 +59,7 @@ class ServingPools:
                 ):
                     role = roles.get(_name(pool))
                     if role is not None and kind != "DELETED" and (spec := await self._learn(role, pool)):
-                        on_spec(role, spec)
+                        yield role, spec
             except (ApiError, httpx2.HTTPError, OSError) as error:
                 logger.warning("the ServingPools cannot be watched: %s; trying again", error)
                 await asyncio.sleep(RETRY_S)

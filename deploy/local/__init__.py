@@ -6,3 +6,5 @@ preflight   checks before `up` starts anything
 parts       one part in the foreground, as containers run it
 leave       the workers of this machine leave the cluster
 """
+
+__all__ = ["child", "leave", "part", "parts", "preflight", "up"]

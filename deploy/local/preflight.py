@@ -60,7 +60,8 @@ def require_gpus(config: Config) -> None:
         return
     ranks = config.engine.tensor_parallel
     needed = ranks * (config.cluster.prefill + config.cluster.decode) if ranks > 1 else 0
-    check = machine.gpu(config.model.device, needed, len(gpus), "GPU", _torch_cuda(), machine.nvidia_driver())
+    found = machine.Gpus(num=len(gpus), names="GPU", cuda=_torch_cuda(), driver=machine.nvidia_driver())
+    check = machine.gpu(config.model.device, needed, found)
     if check.state == "fail":
         raise ConfigError(f"model.device is {config.model.device}, and of GPUs there are {check.found}; {check.mend}")
 

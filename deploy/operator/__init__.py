@@ -5,3 +5,5 @@ orders   scale a pool, drain a worker, change a worker's role
 scrape   reads the metrics of every process
 watch    `baton status --watch`
 """
+
+__all__ = ["client", "orders", "scrape", "tables", "watch"]

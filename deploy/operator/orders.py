@@ -15,7 +15,7 @@ from deploy.operator.client import Client
 POLL_S = 0.1
 
 
-def scale(client: Client, console: Console, pool: str, num_workers: int, timeout_s: float, as_json: bool) -> None:
+def scale(client: Client, console: Console, pool: str, num_workers: int, *, timeout_s: float, as_json: bool) -> None:
     """Sets a pool's size and waits for it. Raises Conflict when it takes longer than `timeout_s`; 0: does not wait."""
     began_s = time.monotonic()
     client.scale(pool, num_workers)

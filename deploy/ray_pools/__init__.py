@@ -6,3 +6,5 @@ head         a Ray cluster of this machine alone
 drain_node   has Ray place nothing more on a node
 ray_import   Ray, imported with the settings that it reads at import
 """
+
+__all__ = ["actor", "actors", "drain_node", "head", "ray_import"]

@@ -7,3 +7,5 @@
 
 `baton simulate --autoscale` runs the first two on workers in virtual time.
 """
+
+__all__ = ["autoscaler", "command", "policy", "values", "window"]

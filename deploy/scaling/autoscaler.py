@@ -88,7 +88,7 @@ class Autoscaler:
         if before is None:
             return None
         measured = measure(before[1], status, now - before[0])
-        decision = decide(measured, self._state, self._config, self._objective, now, self._mode)
+        decision = decide(measured, self._state, self._config, self._objective, now, mode=self._mode)
         self._state = decision.state
         self._on_decided(decision)
         if decision.num_actions:

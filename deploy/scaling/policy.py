@@ -60,6 +60,7 @@ def decide(
     config: AutoscaleConfig,
     objective: Objective,
     now_s: float,
+    *,
     mode: str = "auto",
 ) -> ScalingDecision:
     """Sizes for both pools.

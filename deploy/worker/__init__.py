@@ -2,5 +2,17 @@
 
 process   starts and ends it: `python -m deploy.worker`
 member    makes the engine and the KV endpoint, holds the lease and publishes what the cache has
+calls     the worker's end of the stream that each router has to it
 control   the controller's and operators' orders: drain, change the role
+
+The threads of the process; everything but the steps themselves and the bytes of KV happens on the event loop:
+
+    event loop        RPC handlers, scheduler, block pool, lease, index, control streams
+      | step   ^ outputs and progress, posted to the loop
+    engine thread     Runner.execute: one step at a time; with several ranks a child process for each other rank
+      | ready  ^ chunks sent or received, posted to the loop
+    transport threads one for each end of a transport: gathers and sends, or receives and scatters
+    gRPC's pool       bytes of the streams
 """
+
+__all__ = ["calls", "control", "member", "process"]

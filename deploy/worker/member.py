@@ -30,6 +30,7 @@ from kvstore.index import IndexPublisher, RedisConnection, RedisIndex
 from kvstore.leases import LeaseKeeper, RedisLeases
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
+from kvstore.worker_context import WorkerContext
 
 logger = logging.getLogger(__name__)
 WIRE_VERSION = 2
@@ -62,6 +63,8 @@ class Member:
             host=host,
         )
         self.kv = KvEndpoint(local, self.loop, config.transfer, config.faults)
+        self.context = WorkerContext(worker_id, self.loop, self.kv)
+        """The worker, as its RPC handlers see it."""
         self._keeper: LeaseKeeper | None = None
         self._publisher: IndexPublisher | None = None
         self._role = role
@@ -84,6 +87,7 @@ class Member:
     def become(self, state: WorkerState, role: Role | None = None) -> None:
         """Changes the state, and perhaps the role, and renews the lease at once so that others see it."""
         self._state = state
+        self.context.is_draining = state is WorkerState.DRAINING
         if role is not None:
             self._role = role
             self._info = replace(self.info, role=role)

@@ -24,7 +24,7 @@ from typing import Any
 
 import uvloop
 
-from baton.cluster import Role, WorkerState
+from baton.cluster import Role
 from baton.config import Config, process_config
 from baton.engine.core.runner import Runner
 from baton.errors import BatonError, ConfigError, Fenced
@@ -38,7 +38,6 @@ from deploy.processes import FENCED, tell_parent
 from deploy.worker.calls import CallServicer, max_message_bytes
 from deploy.worker.control import WorkerControl
 from deploy.worker.member import Member
-from kvstore.worker_context import WorkerContext
 from prefill_worker.service import PrefillService
 
 ARITHMETIC_LAYERS = 2
@@ -54,12 +53,7 @@ async def running(
     """A worker that takes traffic while the block is entered. Yields its control, and the task of `Member.joined`."""
     member = Member(role, worker_id, host, config, runner)
     rpc = RpcServer(SERVICE_NAMES, max_message_bytes=max_message_bytes(runner.max_model_len))
-
-    def is_draining() -> bool:
-        return member.state is WorkerState.DRAINING
-
-    worker = WorkerContext(worker_id, member.loop, member.kv, is_draining)
-    prefill, decode = PrefillService(worker), DecodeService(worker)
+    prefill, decode = PrefillService(member.context), DecodeService(member.context)
     calls = CallServicer(
         prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch, max_model_len=runner.max_model_len
     )
@@ -106,6 +100,7 @@ async def serve(
     role: Role,
     worker_id: str,
     host: str,
+    *,
     ready_fd: int | None = None,
     build: Callable[[Config], Runner] = build_runner,
 ) -> None:
@@ -162,7 +157,7 @@ def main() -> None:
     config = process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{args.role}")
     try:
-        uvloop.run(serve(config, Role(args.role), args.id, args.host, args.ready_fd))
+        uvloop.run(serve(config, Role(args.role), args.id, args.host, ready_fd=args.ready_fd))
     except* Fenced as fenced:
         print(fenced.exceptions[0], file=sys.stderr)  # noqa: T201
         sys.exit(FENCED)

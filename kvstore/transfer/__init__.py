@@ -43,3 +43,17 @@ Callbacks to an upper room, one type per seam, declared in the lower room:
 
 The engine reports progress by one of its own, `OutgoingTransfer.advance`, which a prefill worker passes to it.
 """
+
+__all__ = [
+    "connection",
+    "copy",
+    "endpoint",
+    "local_worker",
+    "pipeline",
+    "prefix_pull",
+    "protocol",
+    "receiver",
+    "sender",
+    "stats",
+    "transport",
+]

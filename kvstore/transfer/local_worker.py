@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from baton.engine.model.kv_cache import KVCache
-    from baton.messages import KvLayout
+    from baton.kv_layout import KvLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from baton.tasks import cancel_and_wait
 from baton.telemetry import tracing
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.connection.control_stream import open_channel
-from kvstore.transfer.connection.reservations import Arrival
+from kvstore.transfer.connection.reservations import Arrival, Expected
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -88,7 +88,8 @@ class PrefixPuller:
             if skip_tokens >= num_tokens:
                 return 0
             transfer_id = f"{prefix.sequence_id}/prefix@{self._worker_id}"
-            ticket = self._receiver.expect(transfer_id, num_tokens, skip_tokens, reserved.block_ids, partial=True)
+            expected, tables = Expected.PREFIX, reserved.block_ids
+            ticket = self._receiver.expect(transfer_id, num_tokens, skip_tokens, tables, expected)
             keys = tuple(block_keys(prefix.cache_seed, prefix.token_ids))
             try:
                 async with asyncio.timeout(self._timeout_s):

@@ -29,7 +29,7 @@ from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.errors import TransferError, TransferRefused, text_of
 from baton.messages import FromSender, Hello, SessionFailed, Ticket
 from kvstore.transfer.connection.incoming import IncomingConnection
-from kvstore.transfer.connection.reservations import Arrival, Reservations
+from kvstore.transfer.connection.reservations import Arrival, Expected, Reservations
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.protocol.layout import AUTO, mismatch
 from kvstore.transfer.protocol.plan import require_fitting_slots
@@ -102,15 +102,15 @@ class KvReceiver:
         num_tokens: int,
         skip_tokens: int,
         block_ids: BlockTables,
-        partial: bool = False,
+        expected: Expected = Expected.WHOLE,
     ) -> Ticket:
         """Reserves blocks for a transfer, and returns the ticket that lets a sender fill them.
 
         Args:
-            num_tokens: tokens of the sequence, or of the prefix.
+            num_tokens: tokens of KV: of the sequence, of all of it but the last token, or of a prefix.
             skip_tokens: leading tokens that are in the blocks already; a multiple of the block size.
             block_ids: the sequence's block tables.
-            partial: whether fewer tokens than `num_tokens`, and no first token, complete the transfer too.
+            expected: what completes the transfer.
 
         Raises:
             ValueError: there are too few blocks, an empty place is to be written, or `skip_tokens` is not
@@ -135,8 +135,9 @@ class KvReceiver:
             skip_tokens=skip_tokens,
             wire_compat=self._worker.wire_compat,
             layout=self.layout,
+            force_first_token=expected is Expected.WITH_FIRST_TOKEN,
         )
-        return self._reservations.add(ticket, block_ids, partial=partial)
+        return self._reservations.add(ticket, block_ids, expected)
 
     async def wait_committed(self, ticket: Ticket) -> Arrival:
         """Waits until a transfer is complete and readable.

@@ -7,7 +7,7 @@ The life of a transfer at the sender:
 2. `extend` passes the blocks. The caller pins them until the block of `transfer` is left.
 3. `advance`, on the engine's thread, reports what is computed, in all layers or in some; a prefix that is computed
    already needs none. The connection's transport thread gathers, checksums and sends chunk by chunk.
-4. `finish` passes the first token, if there is one: Commit follows the last chunk, CommitAck ends the transfer.
+4. `finish` passes the first token, if one was drawn: Commit follows the last chunk, CommitAck ends the transfer.
 
 Leaving the block early gives the transfer up: its blocks are not read any more once it is left, and the Abort is sent
 in the background. Each pair of ranks that exchange bytes has a connection of its own, which carries its part.
@@ -266,7 +266,8 @@ class OutgoingTransfer:
         """Reports that everything is computed, and waits until the receiver has it.
 
         Args:
-            first_token: the token from which the receiver continues; None for a prefix.
+            first_token: the token from which the receiver continues; None for a prefix, and where the receiver draws
+                it itself.
 
         Raises:
             TransferError: the transfer failed; the receiver may be alive.

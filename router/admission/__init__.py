@@ -1,4 +1,8 @@
-"""Admission: tenants, validation of requests, a bound on how many are served at once, and which meet their deadline."""
+"""Who is let in: tenants, validation of requests, a bound on how many are served at once, and deadlines.
+
+`tenants` and `validate` refuse what may not be served at all, `limiter` what is too much for one tenant, and `gate`
+what would come too late, by the predicted time of its first token.
+"""
 
 from router.admission.claim import Claim, SloCounts, claim_of
 from router.admission.gate import PATIENCE, Gate, QueueEntry

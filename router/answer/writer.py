@@ -89,29 +89,24 @@ class AnswerChunks:
         """The chunks of what had been generated before this call, one for every REPLAY_TOKENS tokens.
 
         Raises:
-            InvalidRequest: see `chunk`.
+            InvalidRequest: see `write`.
         """
         for begin in range(0, len(token_ids), REPLAY_TOKENS):
             end = begin + REPLAY_TOKENS
-            piece = self.push(token_ids[begin:end], finish_reason if end >= len(token_ids) else None)
-            yield self.chunk(piece)
+            yield self.write(token_ids[begin:end], finish_reason if end >= len(token_ids) else None)
             if self.has_ended:
                 return
 
-    def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Piece:
-        """Takes new tokens and the engine's word on the end."""
-        self.num_tokens += len(token_ids)
-        piece = self._writer.push(token_ids, finish_reason)
-        self.has_ended = piece.finish_reason is not None
-        return piece
-
-    def chunk(self, piece: Piece) -> GenerateChunk | None:
-        """What the client gets of a piece; None: it has all of it.
+    def write(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> GenerateChunk | None:
+        """What the client gets of new tokens and the engine's word on the end; None: it has all of it.
 
         Raises:
             InvalidRequest: the answer has ended, and the client claims to have more of it.
         """
-        if piece.finish_reason is not None and self._writer.num_awaited:
+        self.num_tokens += len(token_ids)
+        piece = self._writer.push(token_ids, finish_reason)
+        self.has_ended = piece.finish_reason is not None
+        if self.has_ended and self._writer.num_awaited:
             raise InvalidRequest(
                 f"resume_from names {self._writer.num_awaited} tokens more of choice {self._choice_index} than its "
                 "answer has; send the request as it was, and the number of tokens that came",

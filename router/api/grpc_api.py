@@ -1,4 +1,4 @@
-"""The gRPC door: `baton.v1.Inference` and `baton.v1.Admin` over the router's service."""
+"""The gRPC API: `baton.v1.Inference` and `baton.v1.Admin` over the router's service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router.admission import check_model
 from router.admission.tenants import Tenant, TenantBook, api_key_of
 from router.api.controller_client import ControllerClient
 from router.dispatch.decisions import PlacementDecision, explained
-from router.request.model import UNKNOWN_DOOR, Door
+from router.request.model import UNKNOWN_INGRESS, Ingress
 from router.service import RouterService
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -72,19 +72,19 @@ def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Args:
-    door: where it serves.
+    ingress: where it serves.
     """
 
-    def __init__(self, service: RouterService, door: Door = UNKNOWN_DOOR) -> None:
+    def __init__(self, service: RouterService, ingress: Ingress = UNKNOWN_INGRESS) -> None:
         self._service = service
-        self._door = door
+        self._ingress = ingress
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - the generated name
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
         """It writes, where it could yield: so a call that waits for a client which does not read can be ended, too."""
         trace = tracing.from_metadata(context.invocation_metadata())
-        chunks = self._service.generate(wire.generate_request_from_pb(request), trace, CALLER.get(), self._door)
+        chunks = self._service.generate(wire.generate_request_from_pb(request), trace, CALLER.get(), self._ingress)
         with self._service.calls.conflict_when_taken_over():
             async with contextlib.aclosing(chunks):
                 if (chunk := await anext(chunks, None)) is not None:

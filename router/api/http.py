@@ -1,4 +1,4 @@
-"""The HTTP door: OpenAI's API over the router's service, a thin client of the same path that gRPC takes.
+"""The HTTP API: OpenAI's API over the router's service, a thin client of the same path that gRPC takes.
 
 `router.api.openai` has the bodies; this file has the endpoints, the event stream, and what happens when clients leave.
 """
@@ -42,7 +42,7 @@ from router.api.openai import (
     error_body,
 )
 from router.api.page import HEADERS, PAGE
-from router.request.model import Door
+from router.request.model import Ingress
 from router.service import RouterService
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -201,9 +201,9 @@ async def _answer(
         continuous_usage=body.continuous_usage,
     )
     address, port = request.scope.get("server") or ("", 0)
-    door = Door(address, port or 0, bool(body.stream))
+    ingress = Ingress(address, port or 0, bool(body.stream))
     trace = tracing.from_metadata(request.headers.items())
-    chunks = service.generate(generate, trace, request.state.tenant, door)
+    chunks = service.generate(generate, trace, request.state.tenant, ingress)
     if not body.stream:
         return JSONResponse(await _unless_disconnected(request, _whole(chunks, shape)))
     # The first chunk is awaited here, so that a refusal still becomes a status code.

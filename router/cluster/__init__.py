@@ -1,1 +1,7 @@
-"""The router's place in the cluster: its picture of the other processes, and whether it should be sent requests."""
+"""The router's place in the cluster: its picture of the other processes, and whether it should be sent requests.
+
+`registry` follows leases, loads and the index in Redis and announces this router; `readiness` answers /readyz and
+gRPC's health service.
+"""
+
+__all__ = ["readiness", "registry"]

@@ -1,6 +1,6 @@
 """From choices to tokens: the workers of each attempt, the calls to them, and what is learned when an attempt fails.
 
-`Dispatcher` is the room's door: service -> dispatcher (place, attempt, learn) -> exchange (the calls of one attempt).
+`Dispatcher` is the way in: service -> dispatcher (place, attempt, learn) -> exchange (the calls of one attempt).
 """
 
 from router.dispatch.choice import Choice, ChoiceGroup

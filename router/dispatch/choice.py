@@ -18,7 +18,7 @@ from baton.sampling import FinishReason
 from kvstore.leases import Noted
 from router.admission import Claim, QueueEntry
 from router.dispatch.decisions import PlacementDecision
-from router.dispatch.retry import Failure
+from router.dispatch.retry import NOTHING, Avoidance, Failure
 from router.dispatch.worker_client import WorkerCallError, WorkerStream
 from router.placement import Job, Placement
 from router.placement.stale_hints import Hint
@@ -49,6 +49,8 @@ class Choice:
     num_attempts: int = 0
     failures: tuple[Failure, ...] = ()
     """Consecutive ones, see `router.dispatch.retry`."""
+    avoid: Avoidance = NOTHING
+    """What the next placement avoids because of them."""
     retries: int = 0
     """All failed attempts that were followed by another one."""
     superseded: list[WorkerStream[Decoding]] = field(default_factory=list)

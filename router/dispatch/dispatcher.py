@@ -39,16 +39,15 @@ from router.dispatch.choice import (
     WorkerLeaving,
 )
 from router.dispatch.decisions import DecisionLog
-from router.dispatch.exchange import FINISHED, Exchange
+from router.dispatch.exchange import FINISHED, Exchange, Patience
 from router.dispatch.migration import Migration
-from router.dispatch.patience import Patience
 from router.dispatch.reports import Reports
-from router.dispatch.retry import Failure, consecutive, given_up
+from router.dispatch.retry import Failure, consecutive, given_up, to_avoid
 from router.dispatch.selector import WorkerSelector
 from router.dispatch.worker_client import WorkerCallError, WorkerClient
 from router.placement import Job, Placement, Prediction, Prompt
 from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintBook
+from router.placement.stale_hints import HintTracker
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class Dispatcher:
         *,
         pools: PoolView,
         client: WorkerClient,
-        hints: HintBook,
+        hints: HintTracker,
         decisions: DecisionLog,
         config: RouterConfig,
         instruments: Instruments,
@@ -250,6 +249,7 @@ class Dispatcher:
         choice.failures = consecutive(choice.failures, failed)
         if len(choice.failures) == self._config.max_attempts:
             raise given_up(choice.failures) from failure
+        choice.avoid = to_avoid(choice.failures)
         choice.retries += 1
         self._instruments.retries.add(1, {"error": type(error).__name__})
         logger.warning("%s is placed again after %d tokens: %s", attempt.spec.sequence_id, len(choice.emitted), error)

@@ -5,58 +5,130 @@
     aggregated    Decode --> all tokens
 
 The worker that computes the prompt may be given a source: a worker with a longer prefix of it, from which it pulls
-first. Leaving the exchange early leaves all its calls, which frees everything on the workers.
+first. The wait for the first token has an end: a deadline, or a better claim (`Patience`). Leaving the exchange early
+leaves all its calls, which frees everything on the workers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from baton.errors import TransferCancelled
+from baton.errors import Overloaded, TransferCancelled
 from baton.messages import Decoding, FirstToken, HandedOver, Migrate, NewTokens, PrefillReport, Ticket
 from baton.tasks import cancel_and_wait
+from baton.telemetry.instruments import Instruments
+from router.admission import PATIENCE, Gate, QueueEntry
 from router.dispatch.choice import Assignment, Attempt, AttemptFailed, Finished, Moved, Outcome, WorkerLeaving
+from router.dispatch.decisions import PlacementDecision
 from router.dispatch.migration import Migration
-from router.dispatch.patience import Patience
 from router.dispatch.reports import Reports
 from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
 from router.placement import Mode
 from router.placement.pool_view import PoolView
 
 T = TypeVar("T")
+Event = TypeVar("Event")
 HAND_OVER_REPORT_S = 1.0
 """How long a choice's last token waits for the prefill worker's report on the hand-over, which is there already, unless
 that worker hangs."""
 FINISHED = Finished()
 
 
-class _Holding(AsyncExitStack):
-    """The calls and bookings of an attempt, and the tasks that read from the calls: these end first, all together."""
+class Patience:
+    """How long choices of this router wait for their first token: the gate admits them, and a deadline or a better
+    claim ends the wait.
+    """
+
+    def __init__(self, instruments: Instruments) -> None:
+        self.gate = Gate()
+        self._instruments = instruments
+        self._timeouts: dict[QueueEntry, asyncio.Timeout] = {}
+
+    def admit(self, entry: QueueEntry, decision: PlacementDecision) -> None:
+        """Lets a choice in, and ends the wait of the choices that have to make way for it.
+
+        Raises:
+            Overloaded: its first token would come too late.
+        """
+        try:
+            victims = self.gate.admit(entry, decision.prediction)
+        except Overloaded as refusal:
+            decision.outcome = f"refused: {refusal}"
+            raise
+        for victim in victims:
+            self._instruments.shed.add(1, {"tenant": victim.tenant.id})
+            timeout = self._timeouts.get(victim)
+            if timeout is not None and not timeout.expired():
+                timeout.reschedule(0.0)
+
+    @contextlib.asynccontextmanager
+    async def wait_for_first_token(self, attempt: Attempt) -> AsyncGenerator[None]:
+        """Bounds the wait for an attempt's first token while the block is entered.
+
+        Raises:
+            Overloaded: the token did not come within PATIENCE times its objective, or the choice has to make way.
+        """
+        entry, choice = attempt.entry, attempt.choice
+        alone_s = attempt.job.compute_s if attempt.job.turn[1] else 0.0
+        patience_s = PATIENCE * (choice.claim.objective.ttft_s + alone_s)
+        left_s = choice.claim.arrived_s + patience_s - time.monotonic()
+        is_bound = not choice.emitted and patience_s < math.inf
+        try:
+            async with asyncio.timeout(left_s if is_bound else None) as timeout:
+                self._timeouts[entry] = timeout
+                yield
+        except TimeoutError:
+            reason = f"no first token within {patience_s:.1f} s"
+            if timeout.when() == 0.0:
+                reason = "the request had to make way for tenants with less in the queue"
+            if choice.decision is not None:
+                choice.decision.outcome = f"refused: {reason}"
+            raise Overloaded(f"{reason}; try again later", retry_after_s=max(0.1, attempt.job.compute_s)) from None
+        finally:
+            self._timeouts.pop(entry, None)
+            self.gate.left(entry)
+
+
+class _Held:
+    """The calls of an attempt, and the tasks that read from them: these end first, all together."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._calls: list[WorkerStream[Any]] = []
         self._tasks: list[asyncio.Task[Any]] = []
+
+    def call(self, stream: WorkerStream[Event]) -> WorkerStream[Event]:
+        """Takes a call over: it is left with the attempt."""
+        self._calls.append(stream)
+        return stream
+
+    def let_go(self, stream: WorkerStream[Any]) -> None:
+        """Gives a call up: it outlives the attempt."""
+        self._calls.remove(stream)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._tasks.append(task)
         return task
 
+    async def __aenter__(self) -> _Held:
+        return self
+
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
+    ) -> None:
         try:
             if self._tasks:
                 await cancel_and_wait(self._tasks)
         finally:
-            is_handled = await super().__aexit__(kind, error, traceback)
-        return bool(is_handled)
+            for stream in reversed(self._calls):
+                stream.leave()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +143,12 @@ class _HandOver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Begun:
-    """An attempt whose first token is there."""
+    """An attempt whose prompt is computed."""
 
     stream: WorkerStream[Decoding]
     """The call that decodes."""
     first: NewTokens
+    """Empty where the decode worker draws the first token, after the hand-over."""
     hand_over: _HandOver | None = None
     """None: the worker that decodes has computed the prompt."""
 
@@ -100,61 +173,54 @@ class Exchange:
             Overloaded: the first token did not come in time.
         """
         outcome: NewTokens | Outcome
+        assignment, job = attempt.assignment, attempt.job
+        computes = assignment.prefill or assignment.decode
         try:
-            async with _Holding() as held:
-                is_split = attempt.assignment.placement.mode is Mode.SPLIT
-                begun = await (self._begin_split if is_split else self._begin_aggregated)(attempt, held)
-                if isinstance(begun, WorkerLeaving):
-                    outcome = begun
-                else:
-                    yield begun.first
-                    rest = _Rest(attempt, begun, held, migration=self._migration, reports=self._reports)
-                    while isinstance(outcome := await rest.next(), NewTokens):
-                        yield outcome
+            with self._pools.decoding(assignment.decode, job), self._pools.computing(computes, job):
+                async with _Held() as held:
+                    is_split = assignment.placement.mode is Mode.SPLIT
+                    begun = await (self._begin_split if is_split else self._begin_aggregated)(attempt, held)
+                    if isinstance(begun, WorkerLeaving):
+                        outcome = begun
+                    else:
+                        if begun.first.token_ids or begun.first.finish_reason is not None:
+                            yield begun.first
+                        rest = _Rest(attempt, begun, held, migration=self._migration, reports=self._reports)
+                        while isinstance(outcome := await rest.next(), NewTokens):
+                            yield outcome
         except WorkerCallError as failure:
             outcome = AttemptFailed(failure)
         finally:
-            attempt.assignment.leave_old_call()
-            self._patience.leave(attempt.entry)
+            assignment.leave_old_call()
+            self._patience.gate.left(attempt.entry)
         yield outcome
 
-    async def _begin_aggregated(self, attempt: Attempt, held: _Holding) -> _Begun | WorkerLeaving:
-        worker, choice = attempt.assignment.decode, attempt.choice
-        held.enter_context(self._pools.decoding(worker, attempt.job))
-        queued = held.enter_context(ExitStack())
-        queued.enter_context(self._pools.computing(worker, attempt.job))
-        source = attempt.assignment.source
-        stream = await held.enter_async_context(
-            self._client.decode(worker, attempt.spec, await_kv=False, source=source, trace=choice.trace)
+    async def _begin_aggregated(self, attempt: Attempt, held: _Held) -> _Begun | WorkerLeaving:
+        worker, source = attempt.assignment.decode, attempt.assignment.source
+        stream = held.call(
+            self._client.decode(worker, attempt.spec, await_kv=False, source=source, trace=attempt.choice.trace)
         )
         async with self._patience.wait_for_first_token(attempt):
             message = await stream.read()
         if isinstance(message, Migrate):
             return WorkerLeaving(worker)
         assert isinstance(message, NewTokens)
-        queued.close()
+        self._pools.computed(attempt.job)
         self._reports.prefill(attempt, message.report or PrefillReport())
         return _Begun(stream=stream, first=message)
 
-    async def _begin_split(self, attempt: Attempt, held: _Holding) -> _Begun | WorkerLeaving:
-        assignment, stages = attempt.assignment, attempt.choice.stages
+    async def _begin_split(self, attempt: Attempt, held: _Held) -> _Begun | WorkerLeaving:
+        assignment, stages, trace = attempt.assignment, attempt.choice.stages, attempt.choice.trace
         assert assignment.prefill is not None
-        held.enter_context(self._pools.decoding(assignment.decode, attempt.job))
-        queued = held.enter_context(ExitStack())
-        queued.enter_context(self._pools.computing(assignment.prefill, attempt.job))
-
-        trace = attempt.choice.trace
         stages.asks_for_room(time.monotonic())
-        decode = await held.enter_async_context(
-            self._client.decode(assignment.decode, attempt.spec, await_kv=True, trace=trace)
-        )
+        decode = held.call(self._client.decode(assignment.decode, attempt.spec, await_kv=True, trace=trace))
         async with self._patience.wait_for_first_token(attempt):
             ticket = await decode.read()
             if isinstance(ticket, Migrate):
                 return WorkerLeaving(assignment.decode)
             assert isinstance(ticket, Ticket)
             stages.has_room(time.monotonic())
-            prefill = await held.enter_async_context(
+            prefill = held.call(
                 self._client.prefill(assignment.prefill, attempt.spec, ticket, source=assignment.source, trace=trace)
             )
             assignment.leave_old_call()
@@ -169,11 +235,13 @@ class Exchange:
                 return WorkerLeaving(assignment.decode)
             first = await computing
         assert isinstance(first, FirstToken)
-        queued.close()
+        self._pools.computed(attempt.job)
         self._reports.prefill(attempt, first.report)
         return _Begun(
             stream=decode,
-            first=NewTokens(token_ids=(first.token_id,), finish_reason=first.finish_reason),
+            first=NewTokens(
+                token_ids=() if first.token_id is None else (first.token_id,), finish_reason=first.finish_reason
+            ),
             hand_over=_HandOver(prefill=prefill, ticket=ticket, reading=reading),
         )
 
@@ -184,9 +252,7 @@ class _Rest:
     When the worker leaves its role, the tokens come on until another worker is ready.
     """
 
-    def __init__(
-        self, attempt: Attempt, begun: _Begun, held: _Holding, *, migration: Migration, reports: Reports
-    ) -> None:
+    def __init__(self, attempt: Attempt, begun: _Begun, held: _Held, *, migration: Migration, reports: Reports) -> None:
         self._attempt = attempt
         self._stream = begun.stream
         self._held = held
@@ -214,11 +280,11 @@ class _Rest:
                 return WorkerLeaving(self._stream.worker)
             self._attempt.choice.stages.decodes(time.monotonic())
         else:
-            message = await self._read()
+            message = await (self._stream.read() if self._preparing is None else self._read_or_move(self._preparing))
         while isinstance(message, Migrate):
             if self._preparing is None:
                 self._preparing = self._held.start(self._migration.prepare(self._attempt, self._stream))
-            message = await self._read()
+            message = await self._read_or_move(self._preparing)
         if isinstance(message, Moved):
             return message
         assert isinstance(message, NewTokens)
@@ -238,11 +304,9 @@ class _Rest:
             self._handing_over.result()  # if it failed, nothing will come on the decode stream
         return await hand_over.reading
 
-    async def _read(self) -> Decoding | Moved:
-        """The decode worker's next message, unless a move is ready before."""
-        stream, preparing = self._stream, self._preparing
-        if preparing is None:
-            return await stream.read()
+    async def _read_or_move(self, preparing: asyncio.Task[Assignment | None]) -> Decoding | Moved:
+        """The decode worker's next message, unless the move that is prepared is ready before."""
+        stream = self._stream
         reading = asyncio.create_task(stream.read())
         try:
             await asyncio.wait((preparing, reading), return_when=asyncio.FIRST_COMPLETED)
@@ -251,7 +315,7 @@ class _Rest:
         finally:
             await cancel_and_wait((reading,))
         if (assignment := preparing.result()) is not None:
-            stream.outlive_context()
+            self._held.let_go(stream)
             self._attempt.choice.superseded.append(stream)
             return Moved(assignment)
         self._preparing = None  # the worker has stayed after all

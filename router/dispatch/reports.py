@@ -9,13 +9,13 @@ from baton.telemetry.instruments import Instruments
 from router.dispatch.choice import Attempt
 from router.dispatch.worker_client import WorkerStream
 from router.placement import PriceFit
-from router.placement.stale_hints import HintBook
+from router.placement.stale_hints import HintTracker
 
 
 class Reports:
     """Reports of one router's attempts."""
 
-    def __init__(self, *, hints: HintBook, prices: PriceFit, instruments: Instruments) -> None:
+    def __init__(self, *, hints: HintTracker, prices: PriceFit, instruments: Instruments) -> None:
         self._hints = hints
         self._prices = prices
         self._instruments = instruments

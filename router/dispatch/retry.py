@@ -13,7 +13,7 @@ from baton.errors import (
     TransferRefused,
     Unsupported,
 )
-from router.placement import Mode, Placement
+from router.placement import Placement
 
 MAX_FAILED_TRANSFERS = 2
 """Failed hand-overs of a choice before the decode worker computes the prompt itself."""
@@ -47,17 +47,13 @@ class Avoidance:
     doubted: frozenset[str] = frozenset()
     """The peers of failed transfers. A peer may be dead although its stream is still open, so it is used only if no
     other worker is available."""
-    num_failed_transfers: int = 0
-
-    def mode(self, configured: str) -> str:
-        """The mode of the next placement: after failed hand-overs, `auto` means a mode in which nothing has to travel,
-        slower perhaps.
-        """
-        is_tried_enough = configured == "auto" and self.num_failed_transfers >= MAX_FAILED_TRANSFERS
-        return Mode.AGGREGATED if is_tried_enough else configured
+    hand_over: bool = False
+    """Whether enough hand-overs have failed: `auto` then means the mode in which nothing has to travel, slower perhaps.
+    """
 
 
 NOTHING = Avoidance()
+"""For a choice without failures, as nearly every one is."""
 
 
 def consecutive(failures: Sequence[Failure], latest: Failure) -> tuple[Failure, ...]:
@@ -70,8 +66,6 @@ def consecutive(failures: Sequence[Failure], latest: Failure) -> tuple[Failure, 
 
 def to_avoid(failures: Sequence[Failure]) -> Avoidance:
     """What the next placement avoids after these consecutive failures."""
-    if not failures:
-        return NOTHING  # as for nearly every choice
     refused: set[str] = set()
     no_sources: set[str] = set()
     doubted: set[str] = set()
@@ -95,7 +89,7 @@ def to_avoid(failures: Sequence[Failure]) -> Avoidance:
         unsupported=unsupported,
         no_sources=frozenset(no_sources),
         doubted=frozenset(doubted),
-        num_failed_transfers=num_failed_transfers,
+        hand_over=num_failed_transfers >= MAX_FAILED_TRANSFERS,
     )
 
 

@@ -13,16 +13,15 @@ from baton.config import RouterConfig
 from baton.errors import NoWorker, Overloaded, Unsupported
 from baton.messages import PrefixSource, SequenceSpec
 from router.dispatch.choice import Assignment, Choice
-from router.dispatch.retry import to_avoid
 from router.placement import Candidate, Mode, Placement, Prediction, PriceFit, Prompt, place
 from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintBook
+from router.placement.stale_hints import HintTracker
 
 
 class WorkerSelector:
     """Placement for one router, with its settings and what moving KV costs it."""
 
-    def __init__(self, *, pools: PoolView, hints: HintBook, config: RouterConfig) -> None:
+    def __init__(self, *, pools: PoolView, hints: HintTracker, config: RouterConfig) -> None:
         self.pools = pools
         self.hints = hints
         self.prices = PriceFit()
@@ -45,10 +44,10 @@ class WorkerSelector:
             NoWorker: none became ready in time, or none of the sampler that has drawn its tokens; or it is not known
                 which one that is, and there are several.
         """
-        deadline, claim = time.monotonic() + self._config.worker_wait_s, choice.claim
-        avoid = to_avoid(choice.failures)
+        deadline = time.monotonic() + self._config.worker_wait_s
+        claim, avoid = choice.claim, choice.avoid
         decide = self._decider(choice, avoid.no_sources)
-        mode = avoid.mode(self._config.mode)
+        mode = Mode.AGGREGATED if avoid.hand_over and self._config.mode == "auto" else self._config.mode
         while True:
             self._check_sampler(choice)
             unfit = self.pools.unfit(spec)

@@ -61,7 +61,6 @@ class WorkerStream(Generic[Event]):
     def __init__(self, worker: Worker, leave: Callable[[], None]) -> None:
         self.worker = worker
         self._leave = leave
-        self._outlives_context = False
         self._events: deque[Event] = deque()
         self._failure: BatonError | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -83,10 +82,6 @@ class WorkerStream(Generic[Event]):
         """Cancels the call, which frees everything on the worker; idempotent."""
         self._leave()
 
-    def outlive_context(self) -> None:
-        """Leaving the context does not cancel the call any more; `leave` does."""
-        self._outlives_context = True
-
     def deliver(self, event: Event) -> None:
         """Adds an answer."""
         self._events.append(event)
@@ -107,8 +102,7 @@ class WorkerStream(Generic[Event]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._outlives_context:
-            self._leave()
+        self._leave()
 
 
 class _Link:

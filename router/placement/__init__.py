@@ -1,6 +1,10 @@
-"""Which workers serve a request: a pure function over a snapshot of the pools."""
+"""Which workers serve a request: a pure function over a snapshot of the pools.
 
-from router.placement.load import Job, LoadBook, Residence, Turn
+`policy` compares candidates in seconds, from loads (`load`), costs (`prices`) and cached prefixes. `pool_view` takes
+the snapshot and `stale_hints` remembers where the index was wrong.
+"""
+
+from router.placement.load import Job, LoadTracker, Residence, Turn
 from router.placement.policy import (
     DEFAULT_WEIGHTS,
     NO_OBJECTIVE,
@@ -22,7 +26,7 @@ __all__ = [
     "NO_OBJECTIVE",
     "Candidate",
     "Job",
-    "LoadBook",
+    "LoadTracker",
     "Mode",
     "Objective",
     "Placement",

@@ -33,9 +33,9 @@ class Job:
     """Predicted, on the worker that computes its prompt."""
     num_prompt_tokens: int
     num_expected_tokens: int
-    queued_at: LoadBook | None = None
+    queued_at: LoadTracker | None = None
     """Set until its prompt is computed."""
-    decoding_at: LoadBook | None = None
+    decoding_at: LoadTracker | None = None
     """Set until it is done."""
     began_s: float = 0.0
 
@@ -51,7 +51,7 @@ class Residence:
 
 
 @dataclass(slots=True, kw_only=True)
-class LoadBook:
+class LoadTracker:
     """One incarnation of a worker. `candidate` is kept as it is now, but for what depends on the request."""
 
     worker_id: str
@@ -75,7 +75,7 @@ class LoadBook:
     _reported: Worker | None = None
 
     @classmethod
-    def of(cls, worker: Worker, residence: Residence) -> LoadBook:
+    def of(cls, worker: Worker, residence: Residence) -> LoadTracker:
         info = worker.info
         book = cls(
             worker_id=info.id,

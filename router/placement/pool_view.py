@@ -12,7 +12,7 @@ from baton.blocks import GRANULE
 from baton.cluster import Role, Worker, WorkerInfo, WorkerState
 from baton.costs import typical
 from baton.messages import SequenceSpec
-from router.placement import Candidate, Job, LoadBook, Prompt, Residence, Turn
+from router.placement import Candidate, Job, LoadTracker, Prompt, Residence, Turn
 
 UNKNOWN_LENGTH = 2**31 - 1
 """Context of a model that does not say its own: then the workers' limit is what counts."""
@@ -50,11 +50,11 @@ class PoolView:
         self._short: dict[str, int] = {}
         """Workers that hold much less than others do -> the longest sequence that each of them holds."""
         self._block_size = GRANULE
-        self._books: dict[tuple[str, int], LoadBook] = {}
+        self._books: dict[tuple[str, int], LoadTracker] = {}
         """Load by worker and epoch: an incarnation's jobs are none of the next one's."""
-        self._ready: list[LoadBook] = []
+        self._ready: list[LoadTracker] = []
         """Load of the workers that take traffic."""
-        self._draining: list[LoadBook] = []
+        self._draining: list[LoadTracker] = []
         """Load of the workers that drain: only prefixes can be had from them."""
         self._lacking: dict[str, frozenset[str]] = {}
         """Workers of an older release -> fields that they do not know."""
@@ -95,7 +95,7 @@ class PoolView:
         self._books = {incarnation: book for incarnation, book in known.items() if book.is_busy}
         for worker in self._workers.values():
             incarnation = worker.info.id, worker.info.epoch
-            book = self._books[incarnation] = known.get(incarnation) or LoadBook.of(worker, self._residence)
+            book = self._books[incarnation] = known.get(incarnation) or LoadTracker.of(worker, self._residence)
             book.report(worker, usual[worker.info.role])
         self._ready, self._draining = (
             [
@@ -231,6 +231,11 @@ class PoolView:
         finally:
             if book is not None:
                 book.computed(job, self._clock())
+
+    def computed(self, job: Job) -> None:
+        """The job's prompt is computed, though the block of `computing` is entered still; idempotent."""
+        if job.queued_at is not None:
+            job.queued_at.computed(job, self._clock())
 
     @contextlib.contextmanager
     def decoding(self, worker: Worker, job: Job) -> Iterator[None]:

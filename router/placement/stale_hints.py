@@ -30,7 +30,7 @@ class Hint:
     """Leading tokens that placement counted on."""
 
 
-class HintBook:
+class HintTracker:
     """Notes hints as requests are placed, and settles them as workers answer."""
 
     def __init__(self, mirror: Mirror, instruments: Instruments) -> None:

@@ -1,10 +1,11 @@
-"""From what a client wrote to token ids: chat template, tokenizer, and the cache of segments that chats share.
+"""From what a client wrote to token ids, and to the sequence that workers compute of them: chat template, tokenizer,
+the cache of segments that chats share.
 
 Plain state without I/O. A `Tokenizer` may be used by several threads.
 """
 
 from router.prompt.chat import ChatTemplate
-from router.prompt.encode import PromptEncoder
+from router.prompt.sequence import PromptEncoder, SequenceBuilder
 from router.prompt.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "PromptEncoder", "Tokenizer"]
+__all__ = ["ChatTemplate", "PromptEncoder", "SequenceBuilder", "Tokenizer"]

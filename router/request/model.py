@@ -1,4 +1,4 @@
-"""What the service knows of the served model, and of the door by which a request came."""
+"""What the service knows of the served model, and of the address at which a request came."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Ingress:
     """The server's address at which a request came, for its span."""
 
     address: str = ""
@@ -31,4 +31,4 @@ class Door:
     """Whether the client reads the answer as it comes."""
 
 
-UNKNOWN_DOOR = Door()
+UNKNOWN_INGRESS = Ingress()

@@ -17,7 +17,7 @@ from baton.telemetry.instruments import Instruments
 from router.admission import Claim, SloCounts
 from router.admission.tenants import Tenant
 from router.dispatch.choice import Choice
-from router.request.model import Door
+from router.request.model import Ingress
 from router.slo import SloOutcome, Stage, StagePhase, Stages, blame, classify, phases
 
 STAGE_LABELS = {stage: {"stage": stage.value} for stage in Stage}
@@ -36,7 +36,7 @@ class Settlement:
         self,
         request: GenerateRequest,
         tenant: Tenant,
-        door: Door,
+        ingress: Ingress,
         *,
         model_id: str,
         trace: Context | None,
@@ -63,9 +63,9 @@ class Settlement:
         self.trace = tracing.context_of(self._span)
         logs.about(self._span.get_span_context())
         if self._span.is_recording():
-            self._span.set_attribute("gen_ai.request.stream", door.is_streamed)
-            if door.address:
-                self._span.set_attributes({"server.address": door.address, "server.port": door.port})
+            self._span.set_attribute("gen_ai.request.stream", ingress.is_streamed)
+            if ingress.address:
+                self._span.set_attributes({"server.address": ingress.address, "server.port": ingress.port})
             if (seed := request.sampling.get("seed")) is not None:
                 self._span.set_attribute("gen_ai.request.seed", seed)
         self._choices: Sequence[Choice] = ()

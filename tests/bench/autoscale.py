@@ -77,7 +77,7 @@ def _row(part: Part, load: float, objective: Objective, seconds: float, jobs: in
     scaling = Scaling(config=AutoscaleConfig(), objective=objective, restarts_s=(half_s,))
     runs = [replace(static, prefill=p, decode=d) for p, d in SPLITS]
     runs += [replace(static, prefill=p, decode=d, scaling=scaling) for p, d in BAD_SPLITS]
-    results = run_all([(POLICY, scenario) for scenario in runs], jobs=jobs)
+    results = list(run_all([(POLICY, scenario) for scenario in runs], jobs=jobs))
     statics = sorted(zip(SPLITS, results[: len(SPLITS)], strict=True), key=lambda pair: pair[1].good_share)
     (worst, least), (best, most) = statics[0], statics[-1]
     return (

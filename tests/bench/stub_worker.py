@@ -19,12 +19,12 @@ from opentelemetry.context import Context
 from baton import wire
 from baton.blocks import content_id
 from baton.cluster import Role, WorkerInfo, WorkerLoad, WorkerState
+from baton.kv_layout import KvLayout
 from baton.messages import (
     DecodeRequest,
     Event,
     FirstToken,
     HandedOver,
-    KvLayout,
     NewTokens,
     PrefillReport,
     PrefillRequest,

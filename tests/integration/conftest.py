@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -52,15 +53,37 @@ def split_cluster(model_dir: Path) -> Iterator[Cluster]:
         yield cluster
 
 
+OWN_MODULES = ("baton", "deploy", "json", "kvstore", "ray", "router", "socket")
+"""What a user may have called a file of theirs."""
+
+
+def own_file(module: str) -> tuple[str, str]:
+    """Its name and its text. Whoever imports it ends."""
+    return f"{module}.py", f"raise SystemExit('this is my own {module}.py')"
+
+
 @pytest.fixture(scope="session")
-def arithmetic_cluster(model_dir: Path, trace_receiver: tuple[TraceReceiver, str]) -> Iterator[Cluster]:
+def arithmetic_cluster(
+    model_dir: Path, trace_receiver: tuple[TraceReceiver, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """Two workers a pool with the model that can be worked out by hand: plumbing only.
 
-    One for all files of the group `arithmetic cluster`. A test leaves two workers ready in each pool, and a router.
+    One for all files of `ONE_CLUSTER`. A test leaves two workers ready in each pool, and a router. It is started in a
+    folder of a user's modules, and to Ray's memory monitor the machine is full: where it runs, it kills worker after
+    worker.
     """
-    with running_cluster(
-        "--prefill", "2", "--decode", "2",
-        engine_runner="arithmetic", engine_num_blocks="512", router_mode="split",
-        telemetry_otlp_endpoint=trace_receiver[1],
-    ) as cluster:  # fmt: skip
+    folder = tmp_path_factory.mktemp("a folder of modules")
+    for name, text in map(own_file, OWN_MODULES):
+        (folder / name).write_text(text)
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as place:
+            place.chdir(folder)
+            place.setenv("RAY_memory_usage_threshold", "0")
+            cluster = stack.enter_context(
+                running_cluster(
+                    "--prefill", "2", "--decode", "2",
+                    engine_runner="arithmetic", engine_num_blocks="512", router_mode="split",
+                    telemetry_otlp_endpoint=trace_receiver[1],
+                )
+            )  # fmt: skip
         yield cluster

@@ -65,6 +65,7 @@ from baton.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.worker.member import Member
 from deploy.worker.process import running
+from kvstore.transfer.connection.reservations import Expected
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.transport.shm import host_id
 from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
@@ -345,7 +346,7 @@ async def reserved_for_a_prefix(cluster: Cluster, spec: SequenceSpec) -> AsyncIt
             len(spec.token_ids),
             output.num_cached_tokens,
             output.block_ids,
-            partial=True,
+            expected=Expected.PREFIX,
         )
         try:
             yield ticket

@@ -25,6 +25,8 @@ BLOCK = 16
 NUM_BLOCKS = 1024
 SPLIT = RouterConfig(mode="split")
 TWO_EACH = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
+TOKEN_MS = 1.0
+"""What computing a token takes, so that a prefix is pulled: without it, placement may find computing to be quicker."""
 
 
 def whole_blocks(num_tokens: int) -> int:
@@ -60,7 +62,7 @@ class Conversation:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with running_fleet(TransferConfig(), SPLIT, num_blocks=NUM_BLOCKS) as fleet:
+    with running_fleet(TransferConfig(), SPLIT, num_blocks=NUM_BLOCKS, arithmetic_token_ms=TOKEN_MS) as fleet:
         fleet.fill(Role.PREFILL, Role.DECODE, Role.DECODE)  # of two who compute, either may seem the quicker one
         yield fleet
 
@@ -95,7 +97,7 @@ def test_the_source_dies_just_before_the_next_turn(fleet: Fleet) -> None:
 
 def test_left_to_itself_the_next_turn_goes_where_the_conversation_is() -> None:
     """Split or not: it is computed where the most of it is, or what is missing there comes over."""
-    with running_fleet(TransferConfig(), RouterConfig(), num_blocks=NUM_BLOCKS) as fleet:
+    with running_fleet(TransferConfig(), RouterConfig(), num_blocks=NUM_BLOCKS, arithmetic_token_ms=TOKEN_MS) as fleet:
         cluster = fleet.fill(*TWO_EACH)
         for seed in (120, 140, 160):
             conversation = Conversation(seed)

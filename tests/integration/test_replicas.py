@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import signal
 import threading
@@ -26,7 +25,7 @@ from deploy.operator.client import Client
 from kvstore.index import RedisConnection
 from kvstore.leases import RecordEnd, RecordEntry, RecordKey, RecordPart, RedisRecords
 from router.admission.tenants import DEFAULT_TENANT
-from router.request.resume_journal import digest_of
+from router.request.resume import digest_of
 from tests.chaos.asks import MANY_BYTES, expected, greedy, of_split_character, prompt_of, seeded
 from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
 
@@ -349,8 +348,9 @@ def test_what_a_router_noted_is_what_another_goes_on_from(fleet: Fleet) -> None:
             victim.process.kill()
         return False
 
-    with contextlib.suppress(grpc.RpcError):
+    with pytest.raises(grpc.RpcError) as ended:
         listener.listen(victim, dies)
+    assert listener.num_tokens > 1400, f"it ended before the router died: {ended.value}"
     kill(victim)
     num_messages = 0
     heard_before = listener.num_tokens

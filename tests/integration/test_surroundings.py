@@ -1,4 +1,7 @@
-"""What lies about where `baton up` is started: neither a user's files nor other programs' memory end what it runs."""
+"""What lies about where `baton up` is started: neither a user's files nor other programs' memory end what it runs.
+
+The cluster that several files share is started in such a place (`arithmetic_cluster`), and all their tests run there.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,23 @@ import psutil
 import pytest
 
 from baton.config import Config
-from tests.integration.cluster import running_cluster
+from tests.integration.cluster import Cluster
+from tests.integration.conftest import OWN_MODULES, own_file
+
+pytestmark = pytest.mark.first
 
 
-def test_a_folder_of_modules_and_a_full_machine_harm_no_cluster(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To Ray's memory monitor every machine is full here: where it runs, it kills worker after worker."""
-    monkeypatch.setenv("RAY_memory_usage_threshold", "0")
-    monkeypatch.chdir(tmp_path)
-    for name in ("baton", "deploy", "json", "kvstore", "ray", "router", "socket"):
-        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('this is my own {name}.py')")
-    with running_cluster(engine_runner="arithmetic") as cluster:
-        answer = cluster.generate(token_ids=[1, 2, 3], sampling={"max_tokens": 4})
-        assert len(answer.token_ids) == 4
-        assert "my own" not in cluster.log
-        for worker in cluster.client.status()["workers"]:
-            told = Config.from_json(psutil.Process(worker["pid"]).environ()["BATON_CONFIG_JSON"])
-            assert told.engine.memory_share == 0.5, "two workers on one machine"
+def test_a_folder_of_modules_and_a_full_machine_harm_no_cluster(arithmetic_cluster: Cluster) -> None:
+    started = psutil.Process(arithmetic_cluster.process.pid)
+    folder = Path(started.cwd())
+    assert {path.name: path.read_text() for path in folder.iterdir()} == dict(map(own_file, OWN_MODULES))
+    assert started.environ()["RAY_memory_usage_threshold"] == "0"
+    assert folder != Path.cwd()
+    answer = arithmetic_cluster.generate(token_ids=[1, 2, 3], sampling={"max_tokens": 4})
+    assert len(answer.token_ids) == 4
+    assert "my own" not in arithmetic_cluster.log
+    workers = arithmetic_cluster.client.status()["workers"]
+    assert len(workers) == 4
+    for worker in workers:
+        told = Config.from_json(psutil.Process(worker["pid"]).environ()["BATON_CONFIG_JSON"])
+        assert told.engine.memory_share == 0.25, "four workers on one machine"

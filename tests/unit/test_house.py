@@ -83,11 +83,11 @@ def functions_of(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionD
 MAX_LINES_OF_A_FILE = 400
 MAX_LINES_OF_A_FUNCTION = 60
 MAX_POSITIONAL_ARGUMENTS = 5
-LONGER = {"deploy/lab/simulate/world.py"}
-"""The simulated cluster, whose flows share one heap."""
+MANY_ARGUMENTS = {"paged_attention", "plan", "autoscale", "doctor", "generate"}
+"""Functions that transformers calls; the two ends of a plan; commands, to which typer gives their options by name."""
 
 
-def test_files_functions_and_constructors_are_of_a_size_to_be_read() -> None:
+def test_files_and_functions_are_of_a_size_to_be_read() -> None:
     long_files, too_large = set(), []
     for path in product_files():
         text, name = path.read_text(), path.relative_to(ROOT).as_posix()
@@ -97,10 +97,10 @@ def test_files_functions_and_constructors_are_of_a_size_to_be_read() -> None:
             assert function.end_lineno is not None
             if function.end_lineno - function.lineno + 1 > MAX_LINES_OF_A_FUNCTION:
                 too_large.append(f"{name}: {function.name} is long")
-            arguments = function.args.posonlyargs + function.args.args
-            if function.name == "__init__" and len(arguments) - 1 > MAX_POSITIONAL_ARGUMENTS:
-                too_large.append(f"{name}:{function.lineno}: {len(arguments) - 1} arguments by position")
-    assert long_files == LONGER
+            arguments = [one.arg for one in function.args.posonlyargs + function.args.args if one.arg != "self"]
+            if len(arguments) > MAX_POSITIONAL_ARGUMENTS and function.name not in MANY_ARGUMENTS:
+                too_large.append(f"{name}: {function.name} has {len(arguments)} arguments by position")
+    assert not long_files
     assert not too_large
 
 

@@ -10,3 +10,5 @@ vocabulary, `grafana` writes Grafana's JSON. Expressions use two abbreviations:
 Every router exports the workers' gauges and counters, which it reads from Redis: `max by (worker, ...)` takes each
 worker once. Counters of requests are each router's own: `sum`.
 """
+
+__all__ = ["autoscaling", "catalogue", "grafana", "hand_over", "model", "overview", "pools", "prefix_cache", "tenants"]

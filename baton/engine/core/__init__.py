@@ -3,3 +3,18 @@
 Nothing here imports torch: the simulator runs this code in virtual time, and a worker whose model runs elsewhere needs
 no more. A runner (`runner.Runner`) computes the steps.
 """
+
+__all__ = [
+    "block_pool",
+    "engine",
+    "eviction",
+    "group_pool",
+    "kv_spec",
+    "loop",
+    "outputs",
+    "runner",
+    "scheduler",
+    "sequence",
+    "serving",
+    "step_fit",
+]

@@ -151,7 +151,7 @@ class EngineLoop:
                 await self._step(step, thread)
 
     async def _step(self, step: StepInput, thread: ThreadPoolExecutor) -> None:
-        size, began_s = StepSize.of(step), time.monotonic()
+        began_s = time.monotonic()
         executing = asyncio.get_running_loop().run_in_executor(
             thread, self.engine.runner.execute, step, self._layer_reporter(step)
         )
@@ -164,12 +164,12 @@ class EngineLoop:
                 self._outputs[sequence.key].put_nowait(failure)
             return
         ended_s = time.monotonic()
-        self.engine.learn(size, ended_s - began_s)
         outputs = self.engine.commit(step, output, ended_s)
         # The promise of one report per step, for runners that report no layers and for watchers that came after them.
         for part, num_tokens in zip(step.parts, output.num_computed_tokens, strict=True):
             self._report(part.sequence_key, min(num_tokens, part.end), self._num_layers, None)
         self._deliver(outputs)
+        self.engine.learn(StepSize.of(step), ended_s - began_s)
 
     def _layer_reporter(self, step: StepInput) -> OnLayerDone:
         def on_layer_done(layer: int, fence: Fence | None) -> None:

@@ -21,7 +21,7 @@ class Reserved:
     sequence_key: int
     block_ids: BlockTables
     num_tokens: int
-    """Known tokens of the sequence."""
+    """Leading tokens whose KV it wants: all known ones, or all but the last of an engine that computes that one."""
     num_cached_tokens: int
     """Leading tokens that are already in the blocks."""
 

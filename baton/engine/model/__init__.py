@@ -1,1 +1,7 @@
-"""The KV cache in tensors and the runners that compute steps on it: transformers' models, and an arithmetic model."""
+"""The KV cache in tensors, and the runners that compute steps on it. Needs torch, as `sampling` does; `core` does not.
+
+`transformers_runner` runs a Hugging Face model with paged attention (`attention`), on several ranks if configured
+(`ranks`); `arithmetic` is a model whose answers can be worked out by hand. Both are a `Runner` of `baton.engine.core`.
+"""
+
+__all__ = ["arithmetic", "attention", "kv_cache", "ranks", "transformers_model", "transformers_runner"]

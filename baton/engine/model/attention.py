@@ -195,7 +195,10 @@ def paged_attention(
             shape = (1, group.num_kv_heads, -1)
             keys = key_pages.index_select(0, segment.pages).view(*shape, group.k_dim)[:, :, : segment.num_context]
             values = value_pages.index_select(0, segment.pages).view(*shape, group.v_dim)[:, :, : segment.num_context]
-        out[rows] = _attend_segment(query[:, :, rows], keys, values, segment, scaling, sliding_window, num_groups)
+        out[rows] = _attend_segment(
+            query[:, :, rows], keys, values, segment,
+            scaling=scaling, sliding_window=sliding_window, num_groups=num_groups,
+        )  # fmt: skip
     if context.decode_pages is not None and context.decode_positions is not None and context.decode_mask is not None:
         shape = (step.num_decodes, group.num_kv_heads, -1)
         keys = key_pages.index_select(0, context.decode_pages).view(*shape, group.k_dim)
@@ -216,6 +219,7 @@ def _attend_segment(
     keys: torch.Tensor,
     values: torch.Tensor,
     segment: Segment,
+    *,
     scaling: float | None,
     sliding_window: int | None,
     num_groups: int,

@@ -69,8 +69,8 @@ class OtherRanks:
         self._processes = []
         for rank, cache in enumerate(caches[1:], start=1):
             ours, theirs = spawn.Pipe()
-            arguments = (rank, os.getpid(), port, theirs, model, engine, cache)
-            process = spawn.Process(target=_run, args=arguments, name=f"rank-{rank}", daemon=True)
+            options = {"parent": os.getpid(), "port": port, "model": model, "engine": engine, "cache": cache}
+            process = spawn.Process(target=_run, args=(rank, theirs), kwargs=options, name=f"rank-{rank}", daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -145,7 +145,7 @@ class OtherRanks:
 
 
 def _run(
-    rank: int, parent: int, port: int, pipe: Connection, model: ModelConfig, engine: EngineConfig, cache: KVCache
+    rank: int, pipe: Connection, *, parent: int, port: int, model: ModelConfig, engine: EngineConfig, cache: KVCache
 ) -> None:
     """The life of another rank, until rank 0 closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; rank 0 decides

@@ -1,1 +1,7 @@
-"""Drawing tokens from logits, with counter-based random numbers so that a resumed stream draws the same ones."""
+"""From a step's logits to one token per sequence: the sampling pipeline and its random numbers.
+
+The draw for a token depends on its request's seed and its position only, so that a resumed or moved stream draws the
+same tokens.
+"""
+
+__all__ = ["pipeline", "random"]

@@ -8,3 +8,5 @@
 
 Everything is measured here, at the client, on one monotonic clock, and a request's time counts from when it was due.
 """
+
+__all__ = ["command", "connection", "fit", "options", "prompts", "replay", "report"]

@@ -15,7 +15,7 @@ from deploy.lab.bench.connection import BenchConnection
 from deploy.lab.bench.fit import cost_model
 from deploy.lab.bench.options import BenchOptions
 from deploy.lab.bench.prompts import Prompts
-from deploy.lab.bench.replay import check, replay
+from deploy.lab.bench.replay import Load, check, replay
 from deploy.lab.bench.report import measured, notes_of, table_of
 from deploy.lab.simulate.costs import Bench
 from deploy.lab.traces.fit_to_model import plan_for
@@ -81,9 +81,13 @@ async def bench(trace: Trace, options: BenchOptions, log: Console) -> Benched:
             f"{model.id} at {options.address}" + (f", {pools} workers" if pools else "")
         )
         with _progress(log, len(plan.trace.requests)) as progress:
-            result = await replay(
-                plan.trace, connection, prompts, objective_of(options), options.concurrency, progress.count
+            load = Load(
+                trace=plan.trace,
+                prompts=prompts,
+                objective=objective_of(options),
+                concurrency=options.concurrency,
             )
+            result = await replay(load, connection, progress.count)
         workers = await connection.workers()
     finally:
         await connection.close()

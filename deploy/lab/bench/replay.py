@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerFailed
 from deploy.lab.bench.connection import chunk_of, message_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from baton.api import GenerateChunk, Timing, Usage
     from deploy.lab.bench.connection import BenchConnection
@@ -116,23 +117,26 @@ async def check(connection: BenchConnection, prompts: Prompts, objective: Object
             raise typed from None
 
 
-async def replay(
-    trace: Trace,
-    connection: BenchConnection,
-    prompts: Prompts,
-    objective: Objective,
-    concurrency: int,
-    on_ended: Callable[[ReplayedRequest], None],
-) -> Replay:
-    """Sends all of a trace, and waits for the answers. Ctrl-C cancels the unfinished ones, and this still returns.
+OnEnded = Callable[[ReplayedRequest], None]
+"""Called with each request when it has ended."""
 
-    Args:
-        objective: the objective that every request carries.
-        concurrency: most requests in flight; others wait, and their waiting counts. 0: no limit.
-        on_ended: called with each request when it has ended.
-    """
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The requests of a replay, and how they are sent."""
+
+    trace: Trace
+    prompts: Prompts
+    objective: Objective
+    """The objective that every request carries."""
+    concurrency: int = 0
+    """The most requests in flight; others wait, and their waiting counts. 0: no limit."""
+
+
+async def replay(load: Load, connection: BenchConnection, on_ended: OnEnded) -> Replay:
+    """Sends all of a trace, and waits for the answers. Ctrl-C cancels the unfinished ones, and this still returns."""
     result = Replay()
-    sending = asyncio.create_task(_send(trace, connection, prompts, objective, concurrency, on_ended, result.observed))
+    sending = asyncio.create_task(_send(load, connection, on_ended, result.observed))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, sending.cancel)
     try:
@@ -144,20 +148,14 @@ async def replay(
     return result
 
 
-async def _send(
-    trace: Trace,
-    connection: BenchConnection,
-    prompts: Prompts,
-    objective: Objective,
-    concurrency: int,
-    on_ended: Callable[[ReplayedRequest], None],
-    observed: list[ReplayedRequest],
-) -> None:
-    places = asyncio.Semaphore(concurrency or len(trace.requests))
+async def _send(load: Load, connection: BenchConnection, on_ended: OnEnded, observed: list[ReplayedRequest]) -> None:
+    trace = load.trace
+    places = asyncio.Semaphore(load.concurrency or len(trace.requests))
     async with asyncio.TaskGroup() as group:
         start_s = time.monotonic()
         for number, request in enumerate(trace.requests):
-            message = message_of(prompts.token_ids(number, request), request.num_output_tokens, objective)
+            token_ids = load.prompts.token_ids(number, request)
+            message = message_of(token_ids, request.num_output_tokens, load.objective)
             await asyncio.sleep(start_s + request.arrival_s - time.monotonic())
             await places.acquire()
             one = ReplayedRequest(request=request, sent_s=time.monotonic() - start_s)

@@ -11,3 +11,22 @@ What it leaves out: that a real router's picture of the workers is a moment old,
 requests too, and that workers on one machine slow each other down, but for as much as they did when their costs were
 measured. Calls between processes are one constant of `costs`. Nothing here is imported by what serves.
 """
+
+__all__ = [
+    "baselines",
+    "command",
+    "costs",
+    "flight",
+    "grid",
+    "members",
+    "options",
+    "plot",
+    "policy",
+    "production",
+    "report",
+    "run",
+    "scaler",
+    "textbook",
+    "worker",
+    "world",
+]

@@ -50,7 +50,7 @@ def run(options: SimulateOptions, as_json: bool, log: Console) -> None:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=log, transient=True) as progress:
         task = progress.add_task("runs", total=len(policies) * len(settings))
-        cells = run_grid(policies, settings, scenario, lambda _: progress.advance(task), options.jobs)
+        cells = list(progress.track(run_grid(policies, settings, scenario, options.jobs), task_id=task))
     title = f"{scenario.trace.name}, {options.trace.speed:g} times its speed"
     if options.plot is not None:
         for file in plot(options.plot, title, cells):

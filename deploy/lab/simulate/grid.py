@@ -12,7 +12,7 @@ from deploy.lab.simulate.run import run_all
 from deploy.lab.traces.shape import faster
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from deploy.lab.simulate.report import Result
     from deploy.lab.simulate.run import Scenario
@@ -57,10 +57,8 @@ class Cell:
         }
 
 
-def run_grid(
-    policies: Sequence[str], settings: Sequence[Setting], scenario: Scenario, done: Callable[[Result], None], jobs: int
-) -> list[Cell]:
-    """Every policy in every setting, in that order.
+def run_grid(policies: Sequence[str], settings: Sequence[Setting], scenario: Scenario, jobs: int) -> Iterator[Cell]:
+    """Every policy in every setting, in that order, each as soon as it is there.
 
     Args:
         scenario: its pools are not looked at.
@@ -72,7 +70,8 @@ def run_grid(
     ]
     where = [setting for setting in settings for _ in policies]
     vary = len({setting.pools for setting in settings}) > 1
-    return [Cell(s, result, vary) for s, result in zip(where, run_all(runs, done, jobs), strict=True)]
+    for s, result in zip(where, run_all(runs, jobs), strict=True):
+        yield Cell(s, result, vary)
 
 
 def pools_of(text: str) -> tuple[int, int]:

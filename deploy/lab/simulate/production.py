@@ -12,7 +12,7 @@ from deploy.lab.simulate.policy import RoutingDecision
 from deploy.lab.simulate.worker import key_of
 from router.admission import AnswerHistory, Gate, QueueEntry
 from router.admission.tenants import DEFAULT_TENANT
-from router.placement import Job, LoadBook, Objective, Prices, Prompt, Residence, Weights, place
+from router.placement import Job, LoadTracker, Objective, Prices, Prompt, Residence, Weights, place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ class Production:
         self._gate = Gate()
         self._history = AnswerHistory(config.expected_output_floor, config.expected_output_default)
         self._residence = Residence()
-        self._books: dict[int, LoadBook] = {}
+        self._books: dict[int, LoadTracker] = {}
         self._costs: dict[int, StepCosts] = {}
         """The costs of each worker, as of its latest report."""
         self._next_report_s: dict[Role, float] = {}
@@ -156,7 +156,7 @@ class Production:
         if job.decoding_at:
             job.decoding_at.finished(job, now_s)
 
-    def _books_of(self, pool: Sequence[WorkerView], role: Role, now_s: float) -> list[LoadBook]:
+    def _books_of(self, pool: Sequence[WorkerView], role: Role, now_s: float) -> list[LoadTracker]:
         joined = any(view.index not in self._costs for view in pool)
         if joined or now_s >= self._next_report_s.get(role, 0.0):
             self._next_report_s[role] = now_s + REPORT_S
@@ -164,7 +164,7 @@ class Production:
             self._costs |= {view.index: _times(believed(view.costs, usual), self._error) for view in pool}
         return [self._book(view, role) for view in pool]
 
-    def _book(self, view: WorkerView, role: Role) -> LoadBook:
+    def _book(self, view: WorkerView, role: Role) -> LoadTracker:
         book = self._books.get(view.index)
         if book is None or book.candidate.role is not role:
             info = WorkerInfo(
@@ -183,7 +183,7 @@ class Production:
             blocks = BlockCounts(total=view.num_blocks)
             worker = Worker(info, WorkerLoad(state=WorkerState.READY, blocks=blocks))
             if book is None:
-                book = self._books[view.index] = LoadBook.of(worker, self._residence)
+                book = self._books[view.index] = LoadTracker.of(worker, self._residence)
             else:
                 book.report(worker)
         book.candidate.costs = self._costs[view.index]

@@ -14,7 +14,8 @@ from router.placement import Objective
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from deploy.lab.simulate.world import Served, World
+    from deploy.lab.simulate.flight import Served
+    from deploy.lab.simulate.world import World
 
 QUANTILES = (0.5, 0.9, 0.99)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from deploy.lab.simulate.world import World
 from router.placement import NO_OBJECTIVE, Objective, Prices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from deploy.lab.simulate.costs import CostModel
     from deploy.lab.simulate.policy import Placer
@@ -71,13 +71,12 @@ def run_policy(policy: str, scenario: Scenario) -> Result:
     return result_of(policy, world, world.run(), scenario.objective)
 
 
-def run_all(
-    runs: Sequence[tuple[str, Scenario]], done: Callable[[Result], None] = lambda result: None, jobs: int = 0
-) -> list[Result]:
-    """Results of policies on their scenarios, in the order given, each run in a process of its own.
+def run_all(runs: Sequence[tuple[str, Scenario]], jobs: int = 0) -> Iterator[Result]:
+    """Results of policies on their scenarios, in the order given, each as soon as it and those before it are there.
+
+    Each run has a process of its own.
 
     Args:
-        done: called with each result as it comes.
         jobs: most processes at a time; 0: one per core.
 
     Raises:
@@ -87,12 +86,7 @@ def run_all(
         if policy not in POLICIES:
             raise ConfigError(f"no policy is called {policy!r}; there are {', '.join(POLICIES)}")
     with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn")) as processes:
-        running = {processes.submit(run_policy, *run): index for index, run in enumerate(runs)}
-        results = {}
-        for ended in as_completed(running):
-            results[running[ended]] = ended.result()
-            done(ended.result())
-    return [results[index] for index in range(len(runs))]
+        yield from processes.map(run_policy, *zip(*runs, strict=True))
 
 
 def _placer(policy: str, scenario: Scenario) -> Placer:

@@ -98,7 +98,7 @@ class Scaler:
             began_s, before = self._before
             measured = measure(before, status, now - began_s)
             config, objective = self._scaling.config, self._scaling.objective
-            decision = decide(measured, self._state, config, objective, now, self._scaling.mode)
+            decision = decide(measured, self._state, config, objective, now, mode=self._scaling.mode)
             self._state = decision.state
             if decision.sizes != decision.before:
                 self.decisions.append((now, decision))

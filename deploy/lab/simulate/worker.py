@@ -19,11 +19,13 @@ from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
 from baton.messages import SequenceSpec
+from deploy.lab.simulate.policy import WorkerView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from deploy.lab.simulate.costs import CostModel
+    from deploy.lab.traces.trace import TraceRequest
 
 KEY_BYTES = 16
 
@@ -205,6 +207,24 @@ class SimulatedWorker:
             costs=load.costs,
             busy_s=busy_s,
             computed_tokens=num_tokens,
+        )
+
+    def view(self, keys: SequenceOf[bytes], request: TraceRequest) -> WorkerView:
+        """What a policy sees of it when the request is placed."""
+        blocks, scheduler = self.engine.pool.counts(), self.engine.scheduler
+        return WorkerView(
+            index=self.index,
+            num_cached_tokens=self.num_cached_tokens(keys, request.num_prompt_tokens),
+            queued_tokens=self.queued_tokens,
+            booked_tokens=self.booked_tokens,
+            num_requests=self.num_requests,
+            num_waiting=len(scheduler.waiting),
+            used_blocks=blocks.in_use,
+            num_blocks=blocks.total,
+            tokens_per_s=self.costs.tokens_per_s,
+            costs=scheduler.costs,
+            chunk_tokens=self.shape.max_num_batched_tokens,
+            block_tokens=self.shape.block_tokens,
         )
 
     def _begin(self, step: StepInput, now: float) -> _Step:

@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from baton.cluster import Role
 from baton.engine.core.sequence import Purpose, Status
-from baton.messages import SequenceSpec
-from baton.sampling import SamplingParams
+from deploy.lab.simulate.flight import Flight, Served, spec_of
 from deploy.lab.simulate.members import Members
-from deploy.lab.simulate.policy import WorkerView
 from deploy.lab.simulate.scaler import Scaler, StartOrder
 from deploy.lab.simulate.worker import BlocksReserved, PromptComputed, Tokens, key_of
 
@@ -36,63 +34,11 @@ if TYPE_CHECKING:
     from baton.engine.core.kv_spec import BlockTables
     from baton.engine.core.sequence import Sequence as EngineSequence
     from deploy.lab.simulate.costs import CostModel
-    from deploy.lab.simulate.policy import Placer, RoutingDecision
+    from deploy.lab.simulate.policy import Placer
     from deploy.lab.simulate.scaler import Scaling
     from deploy.lab.simulate.worker import SimulatedWorker, WorkerShape
     from deploy.lab.traces.trace import Trace, TraceRequest
     from deploy.scaling.values import ScalingDecision
-
-
-@dataclass(slots=True, kw_only=True)
-class Served:
-    """The outcome of a request. Times are seconds since the trace's start; infinite where it never happened."""
-
-    request: TraceRequest
-    worker: int = -1
-    """The worker that computed the prompt."""
-    is_refused: bool = False
-    num_cached_tokens: int = 0
-    first_token_s: float = float("inf")
-    finished_s: float = float("inf")
-    intervals: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds between two tokens, and how many such intervals came in a row."""
-
-    @property
-    def ttft_s(self) -> float:
-        return self.first_token_s - self.request.arrival_s
-
-    @property
-    def itl_s(self) -> float:
-        """Mean; 0 for a single token."""
-        num_intervals = self.request.num_output_tokens - 1
-        return (self.finished_s - self.first_token_s) / num_intervals if num_intervals else 0.0
-
-
-@dataclass(slots=True, kw_only=True)
-class _Flight:
-    """A request on its way through the workers."""
-
-    served: Served
-    spec: SequenceSpec
-    keys: tuple[bytes, ...]
-    uncached: int
-    computes: SimulatedWorker
-    decodes: SimulatedWorker
-    began_s: float = 0.0
-    """When the prefill worker got it."""
-    last_token_s: float = 0.0
-    held: EngineSequence | None = None
-    """The prefill worker's, until its KV has moved."""
-    receiving: EngineSequence | None = None
-    """The decode worker's, until its KV has come."""
-    pulling: EngineSequence | None = None
-    computing: EngineSequence | None = None
-    """The prefill worker's, until its prompt is computed."""
-    moving: EngineSequence | None = None
-    """The sequence on the decode worker that takes over from a leaving one, until its KV has arrived."""
-    leaves: SimulatedWorker | None = None
-    source: tuple[SimulatedWorker, tuple[bytes, ...]] = field(init=False)
-    """The worker from which a prefix is pulled, and the prefix' keys."""
 
 
 class World:
@@ -124,7 +70,7 @@ class World:
         self._trace = trace
         self._placer = placer
         self._costs = costs
-        self._flights: dict[EngineSequence, _Flight] = {}
+        self._flights: dict[EngineSequence, Flight] = {}
         self._numbers, self._order = itertools.count(), itertools.count()
         self._scaler = Scaler(scaling, self.members) if scaling else None
         self._evacuated: SimulatedWorker | None = None
@@ -179,7 +125,7 @@ class World:
     def _place(self, served: Served) -> None:
         request = served.request
         keys = tuple(map(key_of, request.block_ids))
-        prefill, decode = ([self._view(w, keys, request) for w in self.members.ready(role)] for role in Role)
+        prefill, decode = ([w.view(keys, request) for w in self.members.ready(role)] for role in Role)
         decision = self._placer.place(request, prefill, decode, self.now)
         if decision is None:
             served.is_refused = True
@@ -190,35 +136,29 @@ class World:
         cached = max(computes.num_cached_tokens(keys, request.num_prompt_tokens), decision.source_tokens)
         served.worker = computes.index
         uncached = request.num_prompt_tokens - cached
-        flight = _Flight(
+        waited_s = round(self.now - request.arrival_s - self._costs.request_overhead_s, 6)  # when it is placed again
+        flight = Flight(
             served=served,
-            spec=self._spec(request, decision),
+            spec=spec_of(request, decision, next(self._numbers), waited_s),
             keys=keys,
             uncached=uncached,
             computes=computes,
             decodes=decodes,
         )
         computes.queued_tokens += uncached
-        self._book(flight, 1)
+        flight.book(1)
         if decision.source is None:
             self._begin(flight)
         else:
             self._pull(flight, self.workers[decision.source], decision.source_tokens)
 
-    @staticmethod
-    def _book(flight: _Flight, sign: int) -> None:
-        """Books the request on its worker, or on both of them."""
-        for worker in {flight.computes.index: flight.computes, flight.decodes.index: flight.decodes}.values():
-            worker.num_requests += sign
-            worker.booked_tokens += sign * flight.served.request.num_prompt_tokens
-
-    def _begin(self, flight: _Flight) -> None:
+    def _begin(self, flight: Flight) -> None:
         """Begins on the worker that decodes: to generate, or to reserve room."""
         purpose = Purpose.GENERATE if flight.computes is flight.decodes else Purpose.RECEIVE
         self._flights[flight.decodes.add(flight.spec, purpose, flight.keys, self.now)] = flight
         self._wake(flight.decodes)
 
-    def _pull(self, flight: _Flight, source: SimulatedWorker, num_tokens: int) -> None:
+    def _pull(self, flight: Flight, source: SimulatedWorker, num_tokens: int) -> None:
         """Reserves room for a prefix; the rest follows when there is."""
         spec = flight.spec.prefix(num_tokens)
         keys = flight.keys[: num_tokens // self._trace.block_tokens]
@@ -229,7 +169,7 @@ class World:
 
     def _pulled(
         self,
-        flight: _Flight,
+        flight: Flight,
         sequence: EngineSequence,
         num_tokens: int,
         pinned: tuple[SimulatedWorker, BlockTables],
@@ -242,40 +182,6 @@ class World:
         self._begin(flight)
         self._wake(source)
         self._wake(flight.computes)
-
-    @staticmethod
-    def _view(worker: SimulatedWorker, keys: tuple[bytes, ...], request: TraceRequest) -> WorkerView:
-        blocks, scheduler = worker.engine.pool.counts(), worker.engine.scheduler
-        return WorkerView(
-            index=worker.index,
-            num_cached_tokens=worker.num_cached_tokens(keys, request.num_prompt_tokens),
-            queued_tokens=worker.queued_tokens,
-            booked_tokens=worker.booked_tokens,
-            num_requests=worker.num_requests,
-            num_waiting=len(scheduler.waiting),
-            used_blocks=blocks.in_use,
-            num_blocks=blocks.total,
-            tokens_per_s=worker.costs.tokens_per_s,
-            costs=worker.engine.scheduler.costs,
-            chunk_tokens=worker.shape.max_num_batched_tokens,
-            block_tokens=worker.shape.block_tokens,
-        )
-
-    def _spec(self, request: TraceRequest, decision: RoutingDecision) -> SequenceSpec:
-        number = next(self._numbers)
-        waited_s = round(self.now - request.arrival_s - self._costs.request_overhead_s, 6)  # by who is placed again
-        first = number % 2**14 << 18  # no two requests' last blocks and answers are equal; a token has 32 bits
-        return SequenceSpec(
-            request_id=str(number),
-            choice_index=0,
-            token_ids=tuple(range(first, first + request.num_prompt_tokens)),
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling=SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0, seed=0, ignore_eos=True),
-            cache_seed=number.to_bytes(8, "little"),
-            ttft_s=decision.ttft_s - waited_s,
-            itl_s=decision.itl_s,
-            num_expected_tokens=decision.num_expected_tokens,
-        )
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -299,20 +205,20 @@ class World:
 
     def _advance(self, worker: SimulatedWorker) -> None:
         for happened in worker.finish(self.now):
-            self._happen(worker, happened)
+            self._apply(worker, happened)
         if self.members.is_leaving(worker):
             self._evacuate(worker)
         for admitted in worker.begin(self.now):
-            self._happen(worker, admitted)
+            self._apply(worker, admitted)
         self._await(worker)
 
-    def _happen(self, worker: SimulatedWorker, happened: Tokens | PromptComputed | BlocksReserved) -> None:
+    def _apply(self, worker: SimulatedWorker, happened: Tokens | PromptComputed | BlocksReserved) -> None:
         if isinstance(happened, Tokens):
-            self._note(self._flights[happened.sequence], happened)
+            self._tokens_came(self._flights[happened.sequence], happened)
         elif isinstance(happened, BlocksReserved):
             flight = self._flights[happened.sequence]
             if happened.sequence is flight.pulling:
-                self._move(flight, happened)
+                self._send_prefix(flight, happened)
                 return
             if happened.sequence is flight.moving:
                 took_s = self._costs.transfer_s(happened.sequence.num_tokens - happened.num_cached_tokens)
@@ -325,7 +231,7 @@ class World:
         else:
             self._computed(self._flights[happened.sequence], happened.sequence)
 
-    def _move(self, flight: _Flight, reserved: BlocksReserved) -> None:
+    def _send_prefix(self, flight: Flight, reserved: BlocksReserved) -> None:
         """The prefix travels, as much of it as the source still has and the target lacks."""
         sequence, (source, keys) = reserved.sequence, flight.source
         blocks = source.pin(keys)
@@ -334,7 +240,7 @@ class World:
         took_s = self._costs.transfer_s(num_tokens - reserved.num_cached_tokens)
         self._at(self.now + took_s, lambda: self._pulled(flight, sequence, num_tokens, (source, blocks)))
 
-    def _computed(self, flight: _Flight, sequence: EngineSequence) -> None:
+    def _computed(self, flight: Flight, sequence: EngineSequence) -> None:
         """A prompt is computed on a prefill worker: its first token is out, its KV follows."""
         self._first_token(flight, sequence)
         flight.held, flight.computing = sequence, None
@@ -342,22 +248,21 @@ class World:
         hidden_s = min(self.now - flight.began_s, transfer_s - self._costs.transfer_latency_s)
         self._at(self.now + transfer_s - hidden_s, lambda: self._arrived(flight))
 
-    def _arrived(self, flight: _Flight) -> None:
+    def _arrived(self, flight: Flight) -> None:
         assert flight.held is not None
         assert flight.receiving is not None
         del self._flights[flight.held]
         flight.computes.end(flight.held)
-        flight.computes.num_requests -= 1
-        flight.computes.booked_tokens -= flight.served.request.num_prompt_tokens
+        flight.book_on(flight.computes, -1)
         if flight.decodes.insert(flight.receiving, self.now):
             self._done(flight, flight.receiving)
         self._wake(flight.decodes)
         self._wake(flight.computes)
 
-    def _note(self, flight: _Flight, tokens: Tokens) -> None:
+    def _tokens_came(self, flight: Flight, tokens: Tokens) -> None:
         served = flight.served
         first_s = self.now - (tokens.num_tokens - 1) * tokens.interval_s
-        if served.first_token_s == float("inf"):
+        if not flight.has_first_token:
             self._first_token(flight, tokens.sequence)
         else:
             served.intervals.append((first_s - flight.last_token_s, 1))
@@ -367,16 +272,15 @@ class World:
         if tokens.finished:
             self._done(flight, tokens.sequence)
 
-    def _first_token(self, flight: _Flight, sequence: EngineSequence) -> None:
+    def _first_token(self, flight: Flight, sequence: EngineSequence) -> None:
         flight.served.first_token_s = flight.last_token_s = self.now
         flight.served.num_cached_tokens = sequence.num_cached_tokens
         flight.computes.queued_tokens -= flight.uncached
         self._placer.computed(flight.served.request, self.now)
 
-    def _done(self, flight: _Flight, sequence: EngineSequence) -> None:
+    def _done(self, flight: Flight, sequence: EngineSequence) -> None:
         flight.served.finished_s = flight.last_token_s
-        flight.decodes.num_requests -= 1
-        flight.decodes.booked_tokens -= flight.served.request.num_prompt_tokens
+        flight.book_on(flight.decodes, -1)
         del self._flights[sequence]
         self._placer.finished(flight.served.request, self.now)
         if self._scaler is not None:
@@ -399,9 +303,9 @@ class World:
                 self._at(self.now + scaler.start_s, lambda member=member: self.members.is_up(member))  # type: ignore[misc]
             else:
                 self.members.leave(order.member, order.then)
-                self._hurry(order.member.worker)
+                self._vacate_soon(order.member.worker)
 
-    def _hurry(self, worker: SimulatedWorker) -> None:
+    def _vacate_soon(self, worker: SimulatedWorker) -> None:
         """Moves the work of a leaving worker as soon as its step is done."""
         if worker.ends_s is None:
             self._advance(worker)
@@ -413,47 +317,30 @@ class World:
         """Between two steps of a worker that leaves."""
         self._evacuated = worker
         for sequence, flight in list(self._flights.items()):
-            if sequence not in self._flights or not self._concerns(worker, flight, sequence):
+            if sequence not in self._flights or not flight.concerns(worker, sequence):
                 continue
             waits = sequence.status is Status.WAITING
-            if flight.served.first_token_s == float("inf"):
-                if waits or self._may_withdraw(flight, sequence):
+            if not flight.has_first_token:
+                if waits or flight.may_be_withdrawn(sequence):
                     self._withdraw(flight)
             elif sequence is not flight.held and (waits or sequence.status is Status.RUNNING):
-                self._hand_on(flight, sequence, worker)
+                self._move_on(flight, sequence, worker)
         self._evacuated = None
         if self.members.try_to_leave(worker, self.now) and self._scaler is not None:
             self._carry_out(self._scaler)
 
-    def _concerns(self, worker: SimulatedWorker, flight: _Flight, sequence: EngineSequence) -> bool:
-        """Whether the request is on that worker, or waits elsewhere for room before it is computed there."""
-        is_to_come = flight.computes is worker and flight.computing is None and sequence.status is Status.WAITING
-        has_begun = flight.served.first_token_s < float("inf")
-        return self._host(sequence, flight) is worker or (is_to_come and not has_begun)
-
-    @staticmethod
-    def _host(sequence: EngineSequence, flight: _Flight) -> SimulatedWorker:
-        on_computing = sequence in (flight.pulling, flight.computing, flight.held)
-        return flight.computes if on_computing else flight.decodes
-
-    @staticmethod
-    def _may_withdraw(flight: _Flight, sequence: EngineSequence) -> bool:
-        """Whether its room to decode is reserved and no worker computes the prompt yet."""
-        computing = flight.computing
-        return sequence is flight.receiving and computing is not None and computing.status is Status.WAITING
-
-    def _withdraw(self, flight: _Flight) -> None:
+    def _withdraw(self, flight: Flight) -> None:
         """Nothing of its prompt is computed; it is placed as if it had just come."""
         for sequence in [sequence for sequence, other in self._flights.items() if other is flight]:
             del self._flights[sequence]
-            self._host(sequence, flight).end(sequence)
+            flight.host(sequence).end(sequence)
         self._wake(flight.decodes)
         flight.computes.queued_tokens -= flight.uncached
-        self._book(flight, -1)
+        flight.book(-1)
         self._placer.withdrawn(flight.served.request, self.now)
         self._place(flight.served)
 
-    def _hand_on(self, flight: _Flight, sequence: EngineSequence, worker: SimulatedWorker) -> None:
+    def _move_on(self, flight: Flight, sequence: EngineSequence, worker: SimulatedWorker) -> None:
         """Moves to the decode worker with the least KV in use, which computes what was not computed or is lost."""
         pool = [other for other in self.members.ready(Role.DECODE) if other is not worker]
         target = min(pool, key=lambda other: (-other.engine.pool.num_available, other.index))
@@ -468,8 +355,7 @@ class World:
         del self._flights[sequence]
         worker.end(sequence)
         for end, sign in ((worker, -1), (target, 1)):
-            end.num_requests += sign
-            end.booked_tokens += sign * flight.served.request.num_prompt_tokens
+            flight.book_on(end, sign)
         self._placer.moved(flight.served.request, target.index, self.now)
         self.num_moved += 1
         flight.decodes, flight.receiving = target, None
@@ -478,7 +364,7 @@ class World:
         self._flights[moved] = flight
         self._wake(target)
 
-    def _taken_over(self, flight: _Flight, sequence: EngineSequence) -> None:
+    def _taken_over(self, flight: Flight, sequence: EngineSequence) -> None:
         """The KV of an answer under way has come."""
         finished = flight.decodes.insert(sequence, self.now)
         assert not finished, "who has had its last token does not move"

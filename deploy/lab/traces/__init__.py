@@ -6,3 +6,5 @@ generator      generated conversations
 shape          first part, window, speed, scale of a trace
 fit_to_model   the part of a trace that a model of limited length can serve
 """
+
+__all__ = ["files", "fit_to_model", "generator", "shape", "trace"]

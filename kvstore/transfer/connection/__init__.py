@@ -1,1 +1,7 @@
-"""Connections: one rank of a worker to one rank of another, each a control stream and a transport."""
+"""Connections: one rank of a worker to one rank of another, each a control stream and a transport.
+
+`outgoing` offers KV and sends it, `incoming` receives, `reservations` keeps the blocks that wait for it, `pool` finds
+or opens the connection to a peer. The stream itself, its pings and the rendezvous are in `control_stream`.
+"""
+
+__all__ = ["control_stream", "incoming", "outgoing", "pool", "reservations"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import enum
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, ConfigError, TransferError, TransferRefused, text_of, transfer_error_of
@@ -28,6 +29,17 @@ if TYPE_CHECKING:
     from kvstore.transfer.local_worker import LocalWorker
 
 
+class Expected(enum.Enum):
+    """What a sender has to commit."""
+
+    WHOLE = "whole"
+    """All tokens that the ticket counts; a first token may come with them."""
+    WITH_FIRST_TOKEN = "with first token"
+    """The same and a first token, which the receiver cannot draw itself."""
+    PREFIX = "prefix"
+    """As many of the leading tokens as the sender has."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrival:
     """What came in with a transfer."""
@@ -35,6 +47,7 @@ class Arrival:
     num_tokens: int
     """Leading tokens whose KV is readable now."""
     first_token: int | None
+    """The token from which the receiver has to continue; None: it draws the token itself."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -43,7 +56,7 @@ class _Reserved:
 
     ticket: Ticket
     block_ids: BlockTables
-    partial: bool
+    expected: Expected
     settled: asyncio.Event
     freed: asyncio.Future[BlockTables]
     num_tokens: int | None = None
@@ -89,12 +102,8 @@ class Reservations:
 
     # -- the requests' side ------------------------------------------------------------------------------------------
 
-    def add(self, ticket: Ticket, block_ids: BlockTables, *, partial: bool) -> Ticket:
-        """Reserves blocks for a transfer, and returns its ticket with the reservation's generation.
-
-        Args:
-            partial: whether fewer tokens than `ticket.num_tokens`, and no first token, complete the transfer too.
-        """
+    def add(self, ticket: Ticket, block_ids: BlockTables, expected: Expected) -> Ticket:
+        """Reserves blocks for a transfer, and returns its ticket with the reservation's generation."""
         loop = asyncio.get_running_loop()
         expires_at = loop.time() + self.config.lease_s
         generation = self._machine.ask(lambda state: state.reserve(ticket.transfer_id, block_ids, expires_at))
@@ -102,7 +111,7 @@ class Reservations:
         self._reserved[generation] = _Reserved(
             ticket=ticket,
             block_ids=block_ids,
-            partial=partial,
+            expected=expected,
             settled=asyncio.Event(),
             freed=loop.create_future(),
         )
@@ -181,7 +190,7 @@ class Reservations:
         """Takes in a Commit."""
         ids = (source.number, commit.transfer_id, commit.generation)
         reserved = self._reserved.get(commit.generation)
-        if commit.first_token is None and reserved is not None and not reserved.partial:
+        if commit.first_token is None and reserved is not None and reserved.expected is Expected.WITH_FIRST_TOKEN:
             self._fail(reserved.ticket, TransferError("the sender committed without the first token"))
         self._machine.apply(lambda state: state.commit(*ids, commit.first_token))
 
@@ -222,7 +231,8 @@ class Reservations:
         """Plans an offered transfer; raises TransferRefused if the sender has planned another one."""
         ticket, config = reserved.ticket, self.config
         offered = ticket.num_tokens if reserved.num_tokens is None else reserved.num_tokens
-        is_less = reserved.partial and reserved.num_tokens is None and offer.num_tokens < offered
+        is_prefix = reserved.expected is Expected.PREFIX and reserved.num_tokens is None
+        is_less = is_prefix and offer.num_tokens < offered
         if offer.num_tokens != offered and not is_less:
             raise TransferRefused(f"{offered} tokens are expected, {offer.num_tokens} were offered")
         if offer.wire_dtype not in WIRE_DTYPES:

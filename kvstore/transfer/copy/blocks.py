@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from baton.engine.core.kv_spec import BlockTables, LayerGroup
     from baton.engine.core.runner import Fence
     from baton.engine.model.kv_cache import KVCache
-    from baton.messages import KvLayout
+    from baton.kv_layout import KvLayout
     from kvstore.transfer.copy.checksum import Checksum
     from kvstore.transfer.protocol.plan import Chunk, TransferPlan
 

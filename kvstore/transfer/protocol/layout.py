@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from baton.engine.core.kv_spec import DTYPE_BYTES, KVSpec, LayerGroup, PageOrder, StateSpec
 from baton.errors import ConfigError
-from baton.messages import GroupLayout, KvLayout, StateLayout
+from baton.kv_layout import GroupLayout, KvLayout, StateLayout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

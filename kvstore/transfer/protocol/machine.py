@@ -28,7 +28,7 @@ class TransferCommitted:
 
     generation: int
     first_token: int | None = None
-    """The token after the prompt, at the receiver; None for a prefix, and at the sender."""
+    """The token after the prompt, at the receiver; None if none came, and at the sender."""
 
 
 @dataclass(frozen=True, slots=True)

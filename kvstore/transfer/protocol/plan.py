@@ -37,7 +37,7 @@ from kvstore.transfer.protocol.layout import AUTO, heads_of, mismatch, shared_he
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from baton.messages import GroupLayout, KvLayout
+    from baton.kv_layout import GroupLayout, KvLayout
 
 EVERY_LAYER: Final = 1 << 30
 """A number of layers that no model has: it stands for the end of the step, after which nothing changes any more."""
@@ -162,7 +162,7 @@ def plan(
             chunk
             for part, (layout, group) in enumerate(zip(src.groups, groups, strict=True))
             if group.head_lo < group.head_hi
-            for chunk in _span_chunks(part, len(layout.layers), lo, hi, group.unit_bytes, options.chunk_bytes)
+            for chunk in _span_chunks(part, len(layout.layers), (lo, hi), group.unit_bytes, options.chunk_bytes)
         ]
         chunks += sorted(span, key=lambda chunk: src.groups[chunk.part].layers[chunk.layer_hi - 1])
     if src_rank == dst_rank:
@@ -233,8 +233,9 @@ def _unit_spans(num_tokens: int, skip_tokens: int, unit_tokens: int, span_tokens
 
 
 def _span_chunks(
-    part: int, num_layers: int, unit_lo: int, unit_hi: int, unit_bytes: int, chunk_bytes: int
+    part: int, num_layers: int, units: tuple[int, int], unit_bytes: int, chunk_bytes: int
 ) -> Iterator[Chunk]:
+    unit_lo, unit_hi = units
     units_a_chunk = chunk_bytes // unit_bytes
     layers_a_chunk = max(1, units_a_chunk // (unit_hi - unit_lo))
     lo = 0

@@ -78,7 +78,7 @@ class OfferedTransfer:
     """When it was first sent, or last answered with a Grant."""
     num_sent: int = 0
     finished: bool = False
-    """Whether everything is computed, and `first_token` is known."""
+    """Whether everything is computed, and `first_token` is known if one was drawn."""
     first_token: int | None = None
     """The token from which the receiver continues."""
     gathering: bool = False

@@ -1,4 +1,7 @@
-"""OpenAI's API as far as it is built: a file for each endpoint's body, one for the answers, one for the errors."""
+"""OpenAI's API as far as it is built: a file for each endpoint's body, one for the answers, one for the errors.
+
+Bodies are validated here and become a `GenerateRequest`; what is not built is refused by name, never ignored.
+"""
 
 from router.api.openai.answers import ChoiceAnswer, Shape
 from router.api.openai.body import Body, SloBody

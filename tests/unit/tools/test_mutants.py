@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ RUN = """
 import sys
 from pathlib import Path
 from tools import mutants
-mutants.ROOT, mutants.LIST, mutants.IMPORTED_BEFORE = Path(sys.argv[1]), Path(sys.argv[1]) / "list.yaml", ()
+mutants.ROOT, mutants.LIST = Path(sys.argv[1]), Path(sys.argv[1]) / "list.yaml"
+mutants.IMPORTED_BEFORE = ("pytest", "pytest_timeout")
 sys.exit(mutants.main(sys.argv[2:]))
 """
 
@@ -42,8 +44,12 @@ def tree(tmp_path: Path) -> Path:
 
 
 def run(tree: Path, *names: str) -> tuple[int, str]:
+    """Its exit status, and what it printed. The one plugin that it needs is loaded, which saves a second a fault."""
     command = [sys.executable, "-c", RUN, str(tree), "--jobs", "2", *names]
-    done = subprocess.run(command, cwd=mutants.ROOT, capture_output=True, text=True, check=False, timeout=120)
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_timeout"}
+    done = subprocess.run(
+        command, cwd=mutants.ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -75,11 +81,41 @@ def test_a_test_that_fails_by_itself_has_seen_nothing(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", PRODUCT + PRODUCT])
-def test_a_line_that_is_not_there_once_is_an_error(tree: Path, text: str) -> None:
+def test_a_line_that_is_not_there_once_is_an_error(
+    tree: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tree / "product.py").write_text(text)
-    returncode, output = run(tree)
-    assert returncode == 1
-    assert f"three: '2 * number' is {text.count('2 *')} times in product.py, not once" in output
+    monkeypatch.setattr(mutants, "ROOT", tree)
+    monkeypatch.setattr(mutants, "LIST", tree / "list.yaml")
+    assert mutants.main([]) == 1
+    assert f"three: '2 * number' is {text.count('2 *')} times in product.py, not once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("test", "is_there"),
+    [
+        ("tests/unit/test_product.py", True),
+        ("tests/unit/test_product.py::test_double", True),
+        ("tests/unit/test_product.py::test_double[of a case]", True),
+        ("tests/unit/test_product.py::test_doub", False),
+        ("tests/unit/test_products.py", False),
+    ],
+)
+def test_a_test_that_is_not_there_is_an_error(
+    tree: Path, test: str, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "ROOT", tree)
+    mutant = Mutant(name="m", file="product.py", old="2 * number", new="3", tests=(test,))
+    if is_there:
+        mutants.check([mutant])
+        return
+    with pytest.raises(BadList, match="m: no tests/unit/test_product"):
+        mutants.check([mutant])
+
+
+def test_the_list_fits_the_tree() -> None:
+    """Whoever changes a line that it names sees it in `make check`; whether the faults are seen, `make chaos` shows."""
+    mutants.check(mutants.load())
 
 
 def test_a_name_and_a_test_are_needed() -> None:

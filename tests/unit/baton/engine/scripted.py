@@ -66,17 +66,32 @@ class LateFence:
 
 
 class ScriptedEngine:
-    """`ServingEngine`, with one task per sequence."""
+    """`ServingEngine`, with one task per sequence.
+
+    Args:
+        draws_with_prompt: whether a PREFILL sequence yields a token; else only that its prompt is computed.
+        computes_last_token: whether a RECEIVE sequence wants the KV of all tokens but the last, whose place has junk.
+    """
 
     name = "scripted"
     unknown_settings = OWN_SETTINGS | {"kv_cache_gib", "tensor_parallel"}
 
-    def __init__(self, num_blocks: int = 64, *, preempts: bool = True, delay_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        *,
+        preempts: bool = True,
+        delay_s: float = 0.0,
+        draws_with_prompt: bool = True,
+        computes_last_token: bool = False,
+    ) -> None:
         self._runner = ArithmeticRunner(num_blocks)
         self._free = list(range(num_blocks))
         self._keys = itertools.count()
         self._preempts = preempts
         self._delay_s = delay_s
+        self._draws_with_prompt = draws_with_prompt
+        self._computes_last_token = computes_last_token
         self._pins: dict[int, ScriptedSequence] = {}
         self.fences: list[LateFence] = []
         self.num_preemptions = 0
@@ -220,10 +235,12 @@ class ScriptedSequence:
                 self._queue.put_nowait(Admitted(self._key, self._tables, 0))
                 await asyncio.sleep(0.01)
                 await self._compute_prompt()
-                self._put((self._sample(),), PrefillReport(prefill_s=0.001))
+                token_ids = (self._sample(),) if self._engine._draws_with_prompt else ()
+                self._queue.put_nowait(Generated(self._key, token_ids, report=PrefillReport(prefill_s=0.001)))
             case Purpose.RECEIVE:
                 self._grow(len(self._tokens))
-                self._queue.put_nowait(Reserved(self._key, self._tables, len(self._tokens), 0))
+                num_wanted = len(self._tokens) - self._engine._computes_last_token
+                self._queue.put_nowait(Reserved(self._key, self._tables, num_wanted, 0))
                 first_token, num_tokens = await self._inserted
                 self._num_computed = len(self._tokens) if num_tokens is None else num_tokens
                 if first_token is not None:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +75,19 @@ async def aggregated(worker: WorkerContext, spec: SequenceSpec) -> list[NewToken
     return [message async for message in calls if isinstance(message, NewTokens)]
 
 
-async def split(prefill: WorkerContext, decode: WorkerContext, spec: SequenceSpec) -> list[int]:
+async def split(
+    prefill: WorkerContext, decode: WorkerContext, spec: SequenceSpec, on_ticket: Callable[[Ticket], None] | None = None
+) -> list[int]:
     """What a router does with two workers. Returns all tokens."""
     async with contextlib.aclosing(DecodeService(decode).decode(DecodeRequest(spec, True), Context())) as answers:
         ticket = await anext(answers)
         assert isinstance(ticket, Ticket)
+        if on_ticket is not None:
+            on_ticket(ticket)
         computing = PrefillService(prefill).prefill(PrefillRequest(spec, ticket), Context())
         events = [event async for event in computing]
         assert [type(event) for event in events] == [FirstToken, HandedOver]
-        tokens = [event.token_id for event in events if isinstance(event, FirstToken)]
+        tokens = [e.token_id for e in events if isinstance(e, FirstToken) and e.token_id is not None]
         async for message in answers:
             assert isinstance(message, NewTokens)
             tokens += message.token_ids
@@ -181,6 +185,50 @@ async def test_a_ticket_may_leave_the_last_token_of_a_prompt_to_the_receiver() -
                         PrefillRequest(spec, dataclasses.replace(ticket, num_tokens=wrong)), Context()
                     )
                 )
+
+
+@pytest.mark.parametrize("decoding", ["ours", "scripted", "scripted, all but the last token"])
+@pytest.mark.parametrize("draws_with_prompt", [True, False])
+async def test_a_hand_over_needs_neither_the_last_tokens_kv_nor_a_first_token(
+    decoding: str, draws_with_prompt: bool
+) -> None:
+    """The receiver computes the last token itself, and draws the first one where none comes."""
+    leaves_one = decoding.endswith("last token")
+    sender = ScriptedEngine(draws_with_prompt=draws_with_prompt)
+    receiver = ScriptedEngine(computes_last_token=leaves_one, preempts=False)
+    prompt = PROMPT[:97]  # the last token is in a block of its own, which does not come with the others
+    spec = make_spec(prompt, 8)
+    async with (
+        asyncio.timeout(20),
+        scripted_worker(sender, "prefill") as prefill,
+        scripted_worker(receiver, "decode") as decode,
+        engine_worker("ours", ArithmeticRunner(64), SMALL) as ours,
+    ):
+        worker = ours.context if decoding == "ours" else decode
+        tickets: list[Ticket] = []
+        assert await split(prefill, worker, spec, tickets.append) == expected_tokens(prompt, 8)
+        assert [ticket.num_tokens for ticket in tickets] == [97 - leaves_one]
+        await ours.check_idle()
+    assert (sender.num_free, receiver.num_free) == (sender.num_blocks, receiver.num_blocks)
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+async def test_a_receiver_asks_for_a_first_token_where_it_cannot_draw_one(with_state: bool) -> None:
+    """A state comes with the last token in it, which can then neither be computed again nor left out."""
+    async with (
+        asyncio.timeout(20),
+        engine_worker("prefill", ArithmeticRunner(64, with_state=with_state), CONFIG) as prefill,
+        engine_worker("decode", ArithmeticRunner(64, with_state=with_state), CONFIG) as decode,
+    ):
+        spec = make_spec(PROMPT, 6)
+        tickets: list[Ticket] = []
+        tokens = await split(prefill.context, decode.context, spec, tickets.append)
+        assert tokens == expected_tokens(PROMPT, 6, with_state=with_state)
+        assert [ticket.force_first_token for ticket in tickets] == [with_state]
+        less = PrefillRequest(spec, dataclasses.replace(tickets[0], num_tokens=len(PROMPT) - 1))
+        if with_state:
+            with pytest.raises(TransferRefused, match="the ticket is for 99 tokens, the prompt has 100"):
+                await anext(PrefillService(prefill.context).prefill(less, Context()))
 
 
 def test_there_may_be_no_first_token_to_go_on_from() -> None:

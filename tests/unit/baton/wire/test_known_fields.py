@@ -20,12 +20,12 @@ from baton import wire
 from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import RouterConfig
 from baton.errors import BatonError, Unsupported, WorkerFailed
+from baton.kv_layout import KvLayout
 from baton.messages import (
     DecodeRequest,
     Event,
     FetchRequest,
     FirstToken,
-    KvLayout,
     NewTokens,
     PrefillReport,
     PrefillRequest,
@@ -49,7 +49,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.worker_client import WorkerCallError
 from router.placement import NO_OBJECTIVE, Weights
 from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintBook
+from router.placement.stale_hints import HintTracker
 from tests.support.waiting import until
 from tests.unit.router.dispatch.scripted_workers import new_choice
 from tests.unit.router.dispatch.test_worker_client import router
@@ -316,7 +316,7 @@ async def dispatching(
         instruments = Instruments(
             lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
         )
-        hints, config = HintBook(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=0.3)
+        hints, config = HintTracker(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=0.3)
         dispatcher = Dispatcher(
             pools=pools, client=calls, hints=hints, decisions=DecisionLog(), config=config, instruments=instruments
         )

@@ -11,7 +11,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton import api, wire
+from baton import api, kv_layout, wire
 from baton import messages as m
 from baton.chat import ChatMessage
 from baton.cluster import (
@@ -71,7 +71,8 @@ def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         name = field.message_type.name
         if name == "SamplingParams":
             return SAMPLING_PARAMS
-        values = messages_of(getattr(m, name, None) or getattr(api, name), field.message_type)
+        owner = next(module for module in (m, api, kv_layout) if hasattr(module, name))
+        values = messages_of(getattr(owner, name), field.message_type)
     else:
         values = SCALARS[field.type]
     if field.is_repeated:

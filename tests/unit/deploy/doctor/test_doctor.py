@@ -56,17 +56,20 @@ from kvstore.index import without_password
 def test_gpus_are_there_where_the_configuration_asks_for_them(
     wanted: str, num_gpus: int, cuda: str, driver: str, state: str, words: str
 ) -> None:
-    check = machine.gpu(wanted, 0, num_gpus, "H200", cuda, driver)
+    check = machine.gpu(wanted, 0, machine.Gpus(num=num_gpus, names="H200", cuda=cuda, driver=driver))
     assert (check.state, bool(check.mend)) == (state, state != "ok")
     assert words in check.found
 
 
 def test_every_rank_of_a_worker_needs_a_gpu() -> None:
-    assert machine.gpu("auto", 2, 2, "H200", "12.9", "550.1").state == "ok"
-    check = machine.gpu("auto", 4, 2, "H200", "12.9", "550.1")
+    two = machine.Gpus(num=2, names="H200", cuda="12.9", driver="550.1")
+    assert machine.gpu("auto", 2, two).state == "ok"
+    check = machine.gpu("auto", 4, two)
     asked = "2 x H200; CUDA 12.9, driver 550.1; engine.tensor_parallel asks for 4 here"
     assert (check.state, check.found) == ("fail", asked)
-    assert machine.gpu("auto", 4, 0, "", "", "").state == "ok", "on CPUs ranks share what there is"
+    assert machine.gpu("auto", 4, machine.Gpus(num=0, names="", cuda="", driver="")).state == "ok", (
+        "on CPUs ranks share what there is"
+    )
 
 
 @pytest.mark.parametrize(

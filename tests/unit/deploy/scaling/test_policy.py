@@ -247,7 +247,7 @@ def test_sizes_outside_the_bounds_come_inside() -> None:
 def test_where_routers_aggregate_prompts_are_work_for_those_that_decode() -> None:
     window = measured(Sizes(1, 3), on_decode=4.0, sequences=10)
     config = replace(CONFIG, min_prefill=0)
-    found = decide(window, PolicyState(), config, OBJECTIVE, 0.0, "aggregated").sizes
+    found = decide(window, PolicyState(), config, OBJECTIVE, 0.0, mode="aggregated").sizes
     assert found.decode > found.prefill
     assert found.decode >= 6
 
@@ -257,7 +257,7 @@ def test_where_routers_aggregate_prompts_are_work_for_those_that_decode() -> Non
 def test_where_routers_aggregate_nobody_is_moved_to_the_prefill_pool(sizes: Sizes, on_decode: float) -> None:
     for config in (AutoscaleConfig(), CONFIG, AutoscaleConfig(min_prefill=1, max_decode=2, max_workers=4)):
         window = measured(sizes, on_decode=on_decode, sequences=10)
-        found = decide(window, PolicyState(), config, OBJECTIVE, 0.0, "aggregated").sizes
+        found = decide(window, PolicyState(), config, OBJECTIVE, 0.0, mode="aggregated").sizes
         assert found.prefill <= sizes.prefill
 
 

@@ -27,7 +27,8 @@ from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.engine.model.kv_cache import KVCache
-from baton.messages import HandedOver, KvLayout, PrefixSource, SequenceSpec, Ticket
+from baton.kv_layout import KvLayout
+from baton.messages import HandedOver, PrefixSource, SequenceSpec, Ticket
 from baton.rpc.errors import ErrorInterceptor
 from baton.rpc.server import SERVER_OPTIONS
 from baton.sampling import SamplingParams

@@ -37,7 +37,7 @@ from baton.errors import (
 from baton.messages import FirstToken, HandedOver, NewTokens, PrefillRequest, Ticket
 from decode_worker.service import DecodeService
 from kvstore.transfer.connection.outgoing import TransferPart
-from kvstore.transfer.connection.reservations import Arrival
+from kvstore.transfer.connection.reservations import Arrival, Expected
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.chunk_header import VOID, Header, unpack
 from kvstore.transfer.protocol.layout import layout_of, rank_spec
@@ -926,23 +926,41 @@ async def offer_some(prefill: Prefill, ticket: Ticket, blocks: Sequence[int], nu
 async def test_a_prefix_may_be_shorter_than_what_was_asked_for(link: str) -> None:
     async with sides(with_link(link)) as (prefill, decode):
         target = list(range(10, 16))
-        ticket = decode.receiver.expect("prefix", 96, 16, tables_of(decode.receiver, target, 0), partial=True)
+        ticket = decode.receiver.expect("prefix", 96, 16, tables_of(decode.receiver, target, 0), Expected.PREFIX)
         await offer_some(prefill, ticket, [5, 4, 3, 2], 64)
         assert await decode.receiver.wait_committed(ticket) == Arrival(64, None)
         assert same_blocks(prefill.cache, [4, 3, 2], decode.cache, target[1:4])
         assert is_blank(decode.cache, [10, 14, 15])
         assert (await decode.receiver.release(ticket))[0] == tuple(target)
 
-        more = decode.receiver.expect("more", 64, 0, tables_of(decode.receiver, range(4), 0), partial=True)
+        more = decode.receiver.expect("more", 64, 0, tables_of(decode.receiver, range(4), 0), Expected.PREFIX)
         with pytest.raises(TransferRefused, match="64 tokens are expected, 96 were offered"):
             await offer_some(prefill, more, range(6), 96)
         whole = decode.receiver.expect("whole", 64, 0, tables_of(decode.receiver, range(20, 24), 0))
         with pytest.raises(TransferRefused, match="64 tokens are expected, 48 were offered"):
             await offer_some(prefill, whole, range(3), 48)
-        tokenless = decode.receiver.expect("tokenless", 64, 0, tables_of(decode.receiver, range(30, 34), 0))
-        with pytest.raises(TransferError, match="without the first token"):
-            await offer_some(prefill, tokenless, range(4), 64)
         assert is_blank(decode.cache, range(24)[:10])
+
+
+async def test_a_first_token_comes_with_the_kv_where_the_receiver_asks_for_one(link: str) -> None:
+    async with sides(with_link(link)) as (prefill, decode):
+        free = decode.receiver.expect("free", 64, 0, tables_of(decode.receiver, range(4), 0))
+        forced = decode.receiver.expect(
+            "forced", 64, 0, tables_of(decode.receiver, range(30, 34), 0), Expected.WITH_FIRST_TOKEN
+        )
+        assert (free.force_first_token, forced.force_first_token) == (False, True)
+        await send(prefill, free, range(4), None)
+        assert await decode.receiver.wait_committed(free) == Arrival(64, None)
+        assert same_blocks(prefill.cache, range(4), decode.cache, range(4))
+        with pytest.raises(TransferError, match="without the first token"):
+            await send(prefill, forced, range(4), None)
+        with pytest.raises(TransferError, match="without the first token"):
+            await decode.receiver.wait_committed(forced)
+        again = decode.receiver.expect(
+            "again", 64, 0, tables_of(decode.receiver, range(40, 44), 0), Expected.WITH_FIRST_TOKEN
+        )
+        await send(prefill, again, range(4), 7)
+        assert await decode.receiver.wait_committed(again) == Arrival(64, 7)
 
 
 PROMPT = [(7 * position) % 1000 + 1 for position in range(100)]

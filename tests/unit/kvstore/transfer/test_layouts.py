@@ -17,7 +17,8 @@ from baton.engine.core.sequence import Purpose
 from baton.engine.core.sequence import Sequence as EngineSequence
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.transformers_runner import TransformersRunner
-from baton.messages import KvLayout, SequenceSpec
+from baton.kv_layout import KvLayout
+from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.layout import layout_of, rank_spec, source_ranks

@@ -14,7 +14,7 @@ from baton.errors import Overloaded
 from router.admission import PATIENCE, Gate, QueueEntry
 from router.admission.gate import CAUTION
 from router.admission.tenants import Tenant
-from router.placement import Job, LoadBook, Mode, Placement, Prediction, Residence, Turn
+from router.placement import Job, LoadTracker, Mode, Placement, Prediction, Residence, Turn
 
 A, B, HEAVY = Tenant(id="a"), Tenant(id="b"), Tenant(id="heavy", weight=4.0)
 
@@ -271,7 +271,7 @@ class Router:
             block_size=16,
             max_model_len=8192,
         )
-        self.book = LoadBook.of(Worker(info, WorkerLoad(blocks=BlockCounts(100, 100), costs=costs)), Residence())
+        self.book = LoadTracker.of(Worker(info, WorkerLoad(blocks=BlockCounts(100, 100), costs=costs)), Residence())
         self.gate = Gate(caution=1.0)
         self.jobs: dict[QueueEntry, Job] = {}
 

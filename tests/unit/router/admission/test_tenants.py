@@ -23,7 +23,7 @@ from router.api.controller_client import ControllerClient
 from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentication
 from router.api.openai import error_body
 from router.dispatch.decisions import DecisionLog
-from router.request.sequence import SequenceBuilder
+from router.prompt import SequenceBuilder
 
 
 def digest(key: str) -> str:

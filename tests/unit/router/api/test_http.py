@@ -1,4 +1,4 @@
-"""The HTTP door: bodies that are no request are refused by name, and a client that leaves cancels its request."""
+"""The HTTP API: bodies that are no request are refused by name, and a client that leaves cancels its request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.api import Chat, GenerateChunk, GenerateRequest, Usage
 from baton.sampling import FinishReason
 from router.admission.tenants import DEFAULT_TENANT
 from router.api.http import create_app
-from router.request.model import Door
+from router.request.model import Ingress
 
 CHAT = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": %s}'
 
@@ -32,7 +32,7 @@ class Service:
         self.cancelled = asyncio.Event()
 
     async def generate(
-        self, request: GenerateRequest, trace: Any, tenant: Any, door: Door
+        self, request: GenerateRequest, trace: Any, tenant: Any, ingress: Ingress
     ) -> AsyncGenerator[GenerateChunk]:
         self.asked.append(request)
         try:

@@ -15,15 +15,8 @@ from baton import wire
 from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import RouterConfig
 from baton.errors import BatonError
-from baton.messages import (
-    DecodeRequest,
-    Event,
-    FetchRequest,
-    KvLayout,
-    PrefillRequest,
-    SequenceSpec,
-    Ticket,
-)
+from baton.kv_layout import KvLayout
+from baton.messages import DecodeRequest, Event, FetchRequest, PrefillRequest, SequenceSpec, Ticket
 from baton.rpc import RpcServer
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry.instruments import Instruments
@@ -38,7 +31,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.worker_client import WorkerClient
 from router.placement import NO_OBJECTIVE, Weights
 from router.placement.pool_view import PoolView
-from router.placement.stale_hints import HintBook
+from router.placement.stale_hints import HintTracker
 
 BLOCK = 16
 NUM_PROMPT = 400
@@ -144,7 +137,7 @@ class Bench:
         self.instruments = Instruments(
             lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
         )
-        hints = HintBook(Mirror(), self.instruments)
+        hints = HintTracker(Mirror(), self.instruments)
         self.dispatcher = Dispatcher(
             pools=self.pools,
             client=client,

@@ -43,6 +43,7 @@ from baton.sampling import FinishReason
 from kvstore.leases import Noted
 from router.admission.tenants import Tenant
 from router.dispatch.choice import ChoiceGroup
+from router.dispatch.exchange import _Held
 from router.dispatch.worker_client import WorkerClient, WorkerStream
 from router.placement import NO_OBJECTIVE, Mode
 from router.placement.pool_view import LEAVING_S, SUSPICION_S
@@ -75,7 +76,7 @@ LONG = replace(SPEC, sampling=replace(SPEC.sampling, max_tokens=100, ignore_eos=
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    for module in ("dispatcher", "exchange", "patience", "selector", "reports"):
+    for module in ("dispatcher", "exchange", "selector", "reports"):
         monkeypatch.setattr(f"router.dispatch.{module}.time", bench.clock)
 
 
@@ -724,11 +725,11 @@ async def test_a_client_that_leaves_in_the_middle_of_a_move_leaves_nothing_runni
     async with bench_of(workers, TWO, "aggregated", {"d0": 20}) as bench:
         answer = asyncio.ensure_future(collected(bench.tokens(spec=LONG)))
 
-        def outlive_context(stream: WorkerStream[object]) -> None:
-            stream._outlives_context = True
+        def let_go(held: _Held, stream: WorkerStream[object]) -> None:
+            held._calls.remove(stream)
             answer.cancel()
 
-        monkeypatch.setattr(WorkerStream, "outlive_context", outlive_context)
+        monkeypatch.setattr(_Held, "let_go", let_go)
         with pytest.raises(asyncio.CancelledError):
             await answer
         assert workers.kinds == [DecodeRequest, FetchRequest]
@@ -780,14 +781,28 @@ async def test_a_worker_that_leaves_again_after_it_had_stayed_is_left(monkeypatc
         assert await rest == [6, 7]
 
 
-async def test_a_hand_over_that_fails_behind_the_first_token_ends_the_wait_for_the_second() -> None:
+async def test_a_first_token_may_come_from_the_worker_that_decodes() -> None:
+    """The prefill worker's engine draws none with the prompt; what it reports of the prompt counts all the same."""
+    computed = FirstToken(token_id=None, finish_reason=None, report=PrefillReport(num_cached_tokens=160))
+    tokens = NewTokens(token_ids=(5, 6), finish_reason=None)
+    workers = ScriptedWorkers(decode=[[ticket, tokens, LAST]], prefill=[[computed, HandedOver(10, 1, 0.5, 0.25)]])
+    record = new_choice()
+    async with bench_of(workers, PAIR, "split", {"p0": 10}) as bench:
+        assert await collected(bench.tokens(record)) == [5, 6, *LAST.token_ids]
+    assert (record.num_cached_tokens, record.retries) == (160, 0)
+
+
+@pytest.mark.parametrize("token_id", [4, None])
+async def test_a_hand_over_that_fails_behind_the_prompt_ends_the_wait_for_the_decode_worker(
+    token_id: int | None,
+) -> None:
     """The decode worker's own stream, which hangs, would say nothing."""
-    first = FirstToken(token_id=4, finish_reason=None, report=PrefillReport())
+    first = FirstToken(token_id=token_id, finish_reason=None, report=PrefillReport())
     workers = ScriptedWorkers(decode=[[ticket], [LAST]], prefill=[[first, TransferRefused("of another shape")]])
     record = new_choice()
     async with bench_of(workers, PAIR, "auto", {"p0": 20}) as bench:
         async with asyncio.timeout(5):
-            assert await collected(bench.tokens(record)) == [4, 5]
+            assert await collected(bench.tokens(record)) == [*([token_id] if token_id else []), 5]
     assert (record.retries, record.mode) == (1, Mode.AGGREGATED)
 
 

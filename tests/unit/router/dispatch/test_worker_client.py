@@ -17,6 +17,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, get_c
 from baton import wire
 from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.errors import BatonError, InvalidRequest, Overloaded, TransferCorrupted, WorkerFailed
+from baton.kv_layout import GroupLayout, KvLayout
 from baton.messages import (
     CallEnded,
     CancelCall,
@@ -24,8 +25,6 @@ from baton.messages import (
     Decoding,
     Event,
     Failed,
-    GroupLayout,
-    KvLayout,
     NewTokens,
     PrefillRequest,
     SequenceSpec,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad
 from baton.costs import StepCosts
-from router.placement import Candidate, Job, LoadBook, Residence, Turn
+from router.placement import Candidate, Job, LoadTracker, Residence, Turn
 from router.placement.load import RECENT_S, RESIDENCE_S, SMOOTHING
 
 COSTS = StepCosts(
@@ -42,8 +42,8 @@ def worker(role: Role = Role.DECODE, **load: Any) -> Worker:
     return Worker(info, WorkerLoad(**fields))
 
 
-def book_of(role: Role = Role.DECODE, **load: Any) -> LoadBook:
-    return LoadBook.of(worker(role, **load), Residence())
+def book_of(role: Role = Role.DECODE, **load: Any) -> LoadTracker:
+    return LoadTracker.of(worker(role, **load), Residence())
 
 
 def job(compute_s: float = 1.0, turn: Turn = NORMAL, num_prompt_tokens: int = 100, num_expected: int = 20) -> Job:
@@ -161,7 +161,7 @@ def test_who_computes_prompts_only_has_room_always() -> None:
 
 def test_room_comes_back_as_fast_as_sequences_have_left() -> None:
     residence = Residence()
-    book, other = LoadBook.of(worker(), residence), LoadBook.of(worker(), residence)
+    book, other = LoadTracker.of(worker(), residence), LoadTracker.of(worker(), residence)
     leaving = job(num_prompt_tokens=300, num_expected=100)
     book.decode(leaving, 5.0)
     assert book.candidate.freed_tokens_per_s == 400 / RESIDENCE_S
@@ -178,7 +178,7 @@ def test_room_comes_back_as_fast_as_sequences_have_left() -> None:
 def test_residences_of_no_time_divide_by_nothing() -> None:
     residence = Residence(0.0)
     residence.observe(0.0)
-    book = LoadBook.of(worker(), residence)
+    book = LoadTracker.of(worker(), residence)
     book.decode(job(num_prompt_tokens=80, num_expected=20), 0.0)
     assert book.candidate.freed_tokens_per_s == 100_000.0
 

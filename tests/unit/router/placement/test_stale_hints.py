@@ -13,7 +13,7 @@ from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
 from kvstore.index import BlockEvent, Mirror, Op
 from router.placement import Prompt
-from router.placement.stale_hints import HintBook
+from router.placement.stale_hints import HintTracker
 
 WORKER = Worker(
     WorkerInfo(
@@ -49,7 +49,7 @@ class Router:
         self.instruments = Instruments(
             lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
         )
-        self.hints = HintBook(self.mirror, self.instruments)
+        self.hints = HintTracker(self.mirror, self.instruments)
         self.mirror.apply(BlockEvent(worker_id="w", epoch=1, seq=1, op=Op.STORED, keys=PROMPT.block_keys))
 
     def counted(self) -> tuple[int, int]:

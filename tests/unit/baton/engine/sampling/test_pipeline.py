@@ -96,9 +96,8 @@ def test_greedy_is_the_most_likely_token() -> None:
 
 
 @pytest.mark.parametrize("spec", FILTERS, ids=name_of)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_draws_follow_the_filtered_distribution(spec: SequenceSpec, seed: int) -> None:
-    logits = logits_of(20, seed)
+def test_draws_follow_the_filtered_distribution(spec: SequenceSpec) -> None:
+    logits = logits_of(20, FILTERS.index(spec) % 2)
     expected = filtered(logits, spec)
     counts = Counter(draws(logits, spec))
     kept = {token for token in range(20) if expected[token] > 0}
@@ -136,8 +135,9 @@ def test_the_filters_keep_what_transformers_keeps(spec: SequenceSpec) -> None:
                 assert token == int(order[index])
 
 
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.95, 0.999, 0.9999999])
-@pytest.mark.parametrize("scale", [1.0, 3.0, 8.0])
+@pytest.mark.parametrize(
+    ("top_p", "scale"), [(0.05, 1.0), (0.5, 8.0), (0.9, 3.0), (0.95, 1.0), (0.95, 8.0), (0.999, 3.0), (0.9999999, 1.0)]
+)
 def test_the_short_cut_of_top_p_changes_nothing(top_p: float, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(top_p=top_p)
     logits = logits_of(3000, 5, scale)

@@ -23,7 +23,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grp
 from deploy.lab.bench.connection import BenchConnection, BenchedModel, ServingWorker
 from deploy.lab.bench.options import BenchOptions
 from deploy.lab.bench.prompts import Prompts
-from deploy.lab.bench.replay import Replay, ReplayedRequest, check, replay
+from deploy.lab.bench.replay import Load, Replay, ReplayedRequest, check, replay
 from deploy.lab.bench.report import BenchReport, measured, notes_of, table_of
 from deploy.lab.simulate.report import Figures
 from deploy.lab.traces.fit_to_model import FittedTrace, plan_for
@@ -336,13 +336,17 @@ def ignore(_: ReplayedRequest) -> None:
     pass
 
 
+def load_of(sent: Trace, concurrency: int = 0) -> Load:
+    return Load(trace=sent, prompts=PROMPTS, objective=OBJECTIVE, concurrency=concurrency)
+
+
 async def test_requests_go_out_at_their_times_whatever_became_of_those_before() -> None:
     router = scripted()
     router.answer_s = 0.5
     sent = trace(*(request(0.05 * n, 20 + n, 3, 1) for n in range(5)))
     ended: list[ReplayedRequest] = []
     async with serving(router, "secret") as connection:
-        result = await replay(sent, connection, PROMPTS, OBJECTIVE, 0, ended.append)
+        result = await replay(load_of(sent), connection, ended.append)
     assert router.most_in_flight == 5
     assert [len(message.token_ids.ids) for message in router.requests] == [20, 21, 22, 23, 24]
     assert list(router.requests[2].token_ids.ids) == PROMPTS.token_ids(2, sent.requests[2])
@@ -363,7 +367,7 @@ async def test_waiting_for_a_place_is_waiting_all_the_same() -> None:
     router = scripted()
     router.answer_s = 0.5
     async with serving(router) as connection:
-        result = await replay(trace(*[request(0.0, 20, 1)] * 4), connection, PROMPTS, OBJECTIVE, 2, ignore)
+        result = await replay(load_of(trace(*[request(0.0, 20, 1)] * 4), 2), connection, ignore)
     assert router.most_in_flight == 2
     lates = [one.late_s for one in result.observed]
     assert lates[1] < 0.49 < lates[2]
@@ -379,11 +383,8 @@ async def test_what_is_refused_is_told_apart_and_stops_nothing(error: Exception,
     router.error = error
     async with serving(router) as connection:
         result = await replay(
-            trace(request(0, 13, 1), request(0.01, 14, 1), request(0.02, 13, 1)),
+            load_of(trace(request(0, 13, 1), request(0.01, 14, 1), request(0.02, 13, 1))),
             connection,
-            PROMPTS,
-            OBJECTIVE,
-            0,
             ignore,
         )
     assert [one.outcome for one in result.observed] == [outcome, "served", outcome]
@@ -394,7 +395,7 @@ async def test_an_answer_that_is_too_short_has_failed() -> None:
     router = scripted()
     router.short_of = 1
     async with serving(router) as connection:
-        result = await replay(trace(request(0, 14, 4)), connection, PROMPTS, OBJECTIVE, 0, ignore)
+        result = await replay(load_of(trace(request(0, 14, 4))), connection, ignore)
     assert result.observed[0].outcome == "failed"
     assert "have (14, 3) tokens where (14, 4) were asked for" in str(result.observed[0].error)
 
@@ -413,7 +414,7 @@ async def test_an_interrupt_cancels_what_runs_and_keeps_what_is_done() -> None:
 
     async with serving(router) as connection:
         pressing = asyncio.create_task(press_ctrl_c())
-        result = await replay(sent, connection, PROMPTS, OBJECTIVE, 0, ended.put_nowait)
+        result = await replay(load_of(sent), connection, ended.put_nowait)
         await pressing
         assert result.interrupted
         assert [one.outcome for one in result.observed] == ["served", "cancelled", "cancelled"]

@@ -20,10 +20,11 @@ from deploy.lab.bench.fit import OFTEN, cost_model, decoding_s, median_costs, pr
 from deploy.lab.bench.replay import ReplayedRequest
 from deploy.lab.simulate.command import measured_scenario
 from deploy.lab.simulate.costs import Bench, CostModel, read_bench
+from deploy.lab.simulate.flight import Served
 from deploy.lab.simulate.policy import RoutingDecision
 from deploy.lab.simulate.run import run_policy
 from deploy.lab.simulate.worker import WorkerShape
-from deploy.lab.simulate.world import Served, World
+from deploy.lab.simulate.world import World
 from deploy.lab.traces.trace import Trace, TraceRequest
 from router.placement import Objective
 

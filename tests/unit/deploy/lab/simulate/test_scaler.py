@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from baton.cluster import Role, WorkerState
 from baton.config import AutoscaleConfig, RouterConfig
+from baton.messages import SequenceSpec
 from deploy.lab.simulate import scaler as scaler_module
 from deploy.lab.simulate.costs import PROFILES
+from deploy.lab.simulate.flight import Served, spec_of
 from deploy.lab.simulate.policy import RoutingDecision, TwoLegs, WorkerView
 from deploy.lab.simulate.production import Production
 from deploy.lab.simulate.report import Result, result_of
@@ -23,7 +25,7 @@ from deploy.lab.simulate.run import Scenario, run_policy
 from deploy.lab.simulate.scaler import Scaling
 from deploy.lab.simulate.textbook import Greedy
 from deploy.lab.simulate.worker import WorkerShape
-from deploy.lab.simulate.world import Served, World
+from deploy.lab.simulate.world import World
 from deploy.lab.traces.generator import Conversations, generate
 from deploy.lab.traces.trace import Trace, TraceRequest
 from deploy.scaling.values import Measured, Needs, PolicyState, ScalingDecision, Sizes
@@ -114,14 +116,13 @@ def test_prompts_that_wait_are_placed_again_and_their_deadlines_stay(monkeypatch
     )
     world = World(requests, placer, shape(), COSTS, decode=2, scaling=Scaling(config=QUICK, objective=EASY))
     deadlines = []
-    place = world._spec
 
-    def spied(asked: TraceRequest, decision: RoutingDecision) -> object:
-        spec = place(asked, decision)
+    def spied(asked: TraceRequest, decision: RoutingDecision, number: int, waited_s: float) -> SequenceSpec:
+        spec = spec_of(asked, decision, number, waited_s)
         deadlines.append(world.now + spec.ttft_s - asked.arrival_s)
         return spec
 
-    monkeypatch.setattr(world, "_spec", spied)
+    monkeypatch.setattr("deploy.lab.simulate.world.spec_of", spied)
     served = world.run()
     assert ("withdrawn", requests.requests[2], 7.0) in placer.told
     assert len(deadlines) == 6
@@ -256,7 +257,15 @@ def statics() -> dict[int, float]:
     return {prefill: scaled(prefill, 4 - prefill, None).good_share for prefill in (1, 2, 3)}
 
 
-@pytest.mark.parametrize("restarts_s", [(), (100.0,), (21.0, 26.0)])
+@pytest.mark.parametrize(
+    "restarts_s",
+    [
+        (21.0, 26.0),
+        pytest.param((), marks=pytest.mark.chaos),
+        pytest.param((100.0,), marks=pytest.mark.chaos),
+    ],
+    ids=str,
+)
 def test_from_a_bad_split_the_autoscaler_comes_near_the_best(
     statics: dict[int, float], restarts_s: tuple[float, ...]
 ) -> None:

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from baton.config import RouterConfig
 from baton.costs import StepCosts
 from deploy.lab.simulate.costs import GPUS, MODELS, CostModel, roofline
+from deploy.lab.simulate.flight import Served
 from deploy.lab.simulate.policy import RoutingDecision, WorkerView
 from deploy.lab.simulate.production import Production
 from deploy.lab.simulate.report import quantiles, result_of
 from deploy.lab.simulate.worker import SimulatedWorker, WorkerShape
-from deploy.lab.simulate.world import Served, World
+from deploy.lab.simulate.world import World
 from deploy.lab.traces.trace import Trace, TraceRequest
 from router.placement import Objective, Prices
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.engine.core.kv_spec import BlockTables
 from baton.engine.model.kv_cache import KVCache, torch_dtype
-from baton.messages import GroupLayout, KvLayout, StateLayout
+from baton.kv_layout import GroupLayout, KvLayout, StateLayout
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.copy.checksum import Xxh3
 from kvstore.transfer.protocol.layout import heads_of, rank_spec, source_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from baton.messages import GroupLayout, KvLayout
+from baton.kv_layout import GroupLayout, KvLayout
 from kvstore.transfer.copy import int8
 from kvstore.transfer.protocol.plan import WireOptions, plan
 

@@ -16,20 +16,8 @@ import torch
 
 from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError, TransferCorrupted, TransferError, TransferTimeout
-from baton.messages import (
-    Abort,
-    AbortAck,
-    Commit,
-    CommitAck,
-    FromReceiver,
-    FromSender,
-    Grant,
-    GroupLayout,
-    KvLayout,
-    Nack,
-    Offer,
-    Ticket,
-)
+from baton.kv_layout import GroupLayout, KvLayout
+from baton.messages import Abort, AbortAck, Commit, CommitAck, FromReceiver, FromSender, Grant, Nack, Offer, Ticket
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.pipeline.driven import DrivenMachine
 from kvstore.transfer.pipeline.receive_loop import ChunkWriter, ReceiveLoop

@@ -1,7 +1,7 @@
-"""The hand-over's two state machines against everything that can go wrong once or twice, exhaustively; a minute or two.
+"""The hand-over's two state machines against everything that can go wrong once or twice, exhaustively.
 
 What the worlds are, and what must hold in them: `explorer`. That broken machines are found is shown in
-`test_explorer.py`.
+`test_explorer.py`. The largest worlds, some minutes of them, are explored by `make chaos`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,22 @@ SCENARIOS = [
         ),
         30_000,
     ),
-    (Scenario(name="one without chunks", num_chunks=((0,), (1,)), num_blocks=1, num_faults=1, num_cancels=1), 70_000),
-    (Scenario(name="two sessions, one block", num_chunks=((1, None), (None, 1)), num_blocks=1, num_faults=2), 80_000),
+    pytest.param(
+        Scenario(name="one without chunks", num_chunks=((0,), (1,)), num_blocks=1, num_faults=1, num_cancels=1),
+        70_000,
+        marks=pytest.mark.chaos,
+    ),
+    pytest.param(
+        Scenario(name="two sessions, one block", num_chunks=((1, None), (None, 1)), num_blocks=1, num_faults=2),
+        80_000,
+        marks=pytest.mark.chaos,
+    ),
     (Scenario(name="two sources", num_chunks=((1, 1),), num_blocks=2, num_faults=1), 20_000),
-    (Scenario(name="two sources, then one", num_chunks=((1, 1), (1, None)), num_blocks=2, num_faults=1), 80_000),
+    pytest.param(
+        Scenario(name="two sources, then one", num_chunks=((1, 1), (1, None)), num_blocks=2, num_faults=1),
+        80_000,
+        marks=pytest.mark.chaos,
+    ),
 ]
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
-from baton.messages import GroupLayout, KvLayout, StateLayout
+from baton.kv_layout import GroupLayout, KvLayout, StateLayout
 from kvstore.transfer.protocol.layout import (
     destination_ranks,
     heads_of,

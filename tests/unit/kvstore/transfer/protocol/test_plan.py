@@ -9,7 +9,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.messages import GroupLayout, KvLayout, StateLayout
+from baton.kv_layout import GroupLayout, KvLayout, StateLayout
 from kvstore.transfer.protocol.layout import WIRE_DTYPES, destination_ranks, heads_of, source_ranks
 from kvstore.transfer.protocol.plan import (
     EVERY_LAYER,

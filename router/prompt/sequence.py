@@ -1,0 +1,104 @@
+"""From a prompt to the sequence that workers compute of it.
+
+1. `PromptEncoder`: chat template and tokenizer; the model can take the token ids.
+2. `SequenceBuilder`: the sampling is settled, the cache keyed by tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from dataclasses import replace
+
+from baton.api import Chat, Prompt, Text, TokenIds
+from baton.blocks import cache_seed
+from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
+from router.admission import ModelFacts, check_length, check_prompt, check_vocabulary
+from router.admission.tenants import Tenant
+from router.prompt.tokenizer import Tokenizer
+
+MAX_INLINE_CHARACTERS = 16_384
+"""Longest prompt that is tokenized on the event loop, in about 10 ms; longer ones go to a thread."""
+
+
+class PromptEncoder:
+    """Prompts of one model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def encode(self, prompt: Prompt, scope: str, facts: ModelFacts) -> tuple[int, ...]:
+        """The prompt's token ids.
+
+        Args:
+            scope: the tenant's cache scope: what has been encoded for it is not encoded again.
+
+        Raises:
+            InvalidRequest: the prompt is empty, too long, not renderable, or has ids outside the vocabulary.
+        """
+        num_characters = 0
+        match prompt:
+            case Text(text):
+                num_characters = len(text)
+            case Chat(messages):
+                num_characters = sum(len(message.content) for message in messages)
+        check_length(num_characters, self._tokenizer.longest_token, facts)
+        if num_characters > MAX_INLINE_CHARACTERS:
+            token_ids = await asyncio.to_thread(self._encode, prompt, scope)
+        else:
+            token_ids = self._encode(prompt, scope)
+        check_prompt(token_ids, facts)
+        if not isinstance(prompt, Chat):  # a chat's are the vocabulary's; what is put around a text may be anything
+            check_vocabulary(token_ids, facts)
+        return token_ids
+
+    def _encode(self, prompt: Prompt, scope: str) -> tuple[int, ...]:
+        match prompt:
+            case Text(text):
+                return tuple(self._tokenizer.encode(text))
+            case Chat(messages):
+                return tuple(self._tokenizer.encode_chat(messages, scope=scope))
+            case TokenIds(ids):
+                return ids
+
+
+class SequenceBuilder:
+    """Sequences of one model.
+
+    Args:
+        cache_secret: keys the tenants' cache scopes, and the seeds of requests without one.
+    """
+
+    def __init__(self, content_id: str, vocab_size: int, cache_secret: str) -> None:
+        self._content_id = content_id
+        self._vocab_size = vocab_size
+        self._secret = cache_secret.encode()
+        self._cache_seeds: dict[str, bytes] = {}  # by cache scope: as many as the operator has named
+
+    def build(
+        self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, tenant: Tenant
+    ) -> SequenceSpec:
+        """The sequence of a request's first choice."""
+        top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        seed = self._seed(tenant, request_id) if params.seed is None else params.seed
+        return SequenceSpec(
+            request_id=request_id,
+            choice_index=0,
+            token_ids=prompt_ids,
+            num_prompt_tokens=len(prompt_ids),
+            sampling=replace(params, top_k=top_k, seed=seed, stop=(), n=1),
+            cache_seed=self._cache_seed(tenant),
+        )
+
+    def _cache_seed(self, tenant: Tenant) -> bytes:
+        seed = self._cache_seeds.get(tenant.scope)
+        if seed is None:
+            seed = self._cache_seeds[tenant.scope] = cache_seed(self._content_id, self._secret, tenant.scope)
+        return seed
+
+    def _seed(self, tenant: Tenant, request_id: str) -> int:
+        """The seed of a request that sets none: the same on every router and in every attempt, and not predictable."""
+        name = f"seed\0{tenant.id}\0{request_id}"
+        drawn = hmac.digest(self._secret, name.encode(), "sha256")[:8]
+        return max(-(2**63 - 1), int.from_bytes(drawn, "little", signed=True))

@@ -1,0 +1,269 @@
+"""A request that cannot be served is refused at either door with a sentence, before any worker hears of it.
+
+The doors are the real ones, gRPC on a socket and HTTP in the process, over the real service and the default model's
+tokenizer. Its dispatcher notes whether it was asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2
+import pytest
+
+from baton.api import ModelCard
+from baton.config import RouterConfig
+from baton.messages import NewTokens
+from baton.rpc import RpcServer
+from baton.sampling import FinishReason
+from baton.telemetry.instruments import Instruments
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from kvstore.index import MemoryStore
+from kvstore.leases import MemoryRecords
+from router.admission import Limiter, ModelFacts, SloCounts
+from router.admission.tenants import TenantBook
+from router.api.grpc_api import SERVICE_NAMES, Authentication, InferenceServicer
+from router.api.http import create_app
+from router.dispatch.choice import Choice, ChoiceGroup
+from router.prompt import Tokenizer
+from router.request.model import LoadedModel
+from router.request.resume import Journal
+from router.service import RouterService
+from tests.support.asking import VOCABULARY
+from tests.support.builders import cluster_status
+
+MODEL = "smollm2-135m-instruct"
+
+
+class OneToken:
+    """A dispatcher without workers: each choice it is asked for is one token long."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def run(self, group: ChoiceGroup) -> AsyncIterator[tuple[Choice, NewTokens]]:
+        self.num_asked += 1
+        for choice in group.choices:
+            choice.emitted.append(5)
+            choice.finish_reason = FinishReason.LENGTH
+            yield choice, NewTokens(token_ids=(5,), finish_reason=FinishReason.LENGTH)
+
+    def answered(self, choice: Choice, num_tokens: int) -> None: ...
+
+
+class Router:
+    """Both doors of a router.
+
+    Attributes:
+        dispatcher: what its workers would have been asked.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        facts = ModelFacts(
+            id=MODEL,
+            vocab_size=tokenizer.vocab_size,
+            max_model_len=8192,
+            default_sampling=tokenizer.default_sampling,
+            default_max_tokens=RouterConfig().default_max_tokens,
+        )
+        self.dispatcher = OneToken()
+        stand_in: Any = self.dispatcher
+        self._service = RouterService(
+            LoadedModel(card=ModelCard(MODEL, "", 8192, 0), tokenizer=tokenizer, content_id="content", facts=facts),
+            dispatcher=stand_in,
+            limiter=Limiter(RouterConfig().max_in_flight),
+            journal=Journal(MemoryRecords(MemoryStore())),
+            instruments=Instruments(cluster_status),
+            config=RouterConfig(),
+            slo_counts=SloCounts(),
+        )
+        self._tenants = TenantBook.configured("")
+
+    @contextlib.asynccontextmanager
+    async def inference(self) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
+        rpc = RpcServer(SERVICE_NAMES, [Authentication(self._tenants)])
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self._service), rpc.server)
+        port = rpc.bind("127.0.0.1", 0)
+        await rpc.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+                yield stub
+        finally:
+            await rpc.stop(0)
+
+    async def refusal(self, message: inference_pb2.GenerateRequest) -> tuple[grpc.StatusCode, str]:
+        """With which gRPC ends the call."""
+        async with self.inference() as inference:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in inference.Generate(message, timeout=30):
+                    pass
+        return caught.value.code(), caught.value.details() or ""
+
+    async def post(self, path: str, body: object) -> httpx2.Response:
+        app = create_app(self._service, self._tenants, lambda: "", lambda: b"")
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://baton") as client:
+            return await client.post(path, content=data, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    loaded = Tokenizer.load(model_dir)
+    assert loaded.vocab_size == VOCABULARY
+    return loaded
+
+
+@pytest.fixture
+def router(tokenizer: Tokenizer) -> Router:
+    return Router(tokenizer)
+
+
+def asked(**fields: Any) -> inference_pb2.GenerateRequest:
+    """A request; `sampling` and the objectives are given as plain dicts."""
+    kinds: dict[str, Any] = {"sampling": inference_pb2.SamplingParams, "slo": inference_pb2.ServiceLevelObjective}
+    return inference_pb2.GenerateRequest(
+        **{name: kinds[name](**value) if name in kinds else value for name, value in fields.items()}
+    )
+
+
+def ids(*token_ids: int) -> inference_pb2.TokenIds:
+    return inference_pb2.TokenIds(ids=token_ids)
+
+
+def chat(*messages: tuple[str, str]) -> inference_pb2.ChatInput:
+    return inference_pb2.ChatInput(
+        messages=[inference_pb2.ChatMessage(role=role, content=content) for role, content in messages]
+    )
+
+
+INVALID = {
+    "no input": (asked(), "no input"),
+    "empty text": (asked(text=""), "empty"),
+    "empty chat": (asked(chat=chat()), "message"),
+    "empty ids": (asked(token_ids=ids()), "empty"),
+    "too long": (asked(token_ids=ids(*[5] * 9000)), "shorten"),
+    "no room": (asked(token_ids=ids(*[5] * 8000), sampling={"max_tokens": 400}), "lower max_tokens"),
+    "unknown model": (asked(text="a", model="gpt-4"), "not served here"),
+    "unknown role": (asked(chat=chat(("wizard", "hi"))), "role"),
+    "ids out of range": (asked(token_ids=ids(VOCABULARY)), "vocabulary"),
+    "negative max_tokens": (asked(text="a", sampling={"max_tokens": -1}), "max_tokens must be at least 1"),
+    "zero max_tokens": (asked(text="a", sampling={"max_tokens": 0}), "max_tokens must be at least 1"),
+    "temperature": (asked(text="a", sampling={"temperature": 100.0}), "temperature"),
+    "negative temperature": (asked(text="a", sampling={"temperature": -0.1}), "temperature"),
+    "nan temperature": (asked(text="a", sampling={"temperature": float("nan")}), "temperature"),
+    "top_p": (asked(text="a", sampling={"top_p": 0.0}), "top_p"),
+    "top_k": (asked(text="a", sampling={"top_k": -7}), "top_k"),
+    "min_p": (asked(text="a", sampling={"min_p": 2.0}), "min_p"),
+    "n": (asked(text="a", sampling={"n": 1000}), "sampling.n"),
+    "empty stop": (asked(text="a", sampling={"stop": [""]}), "stop"),
+    "stop id": (asked(text="a", sampling={"stop_token_ids": [99999]}), "stop_token_ids"),
+    "priority": (asked(text="a", priority=1), "priority must be at most 0"),
+    "no time": (asked(text="a", slo={"ttft_ms": 0}), "slo.ttft_ms must be a positive"),
+    "nan": (asked(text="a", slo={"itl_ms": float("nan")}), "slo.itl_ms must be a posi"),
+    "nothing to resume": (asked(text="a", resume_from={0: 3}), "resume_from continues the request of a request_id"),
+}
+
+
+@pytest.mark.parametrize(("message", "part_of_sentence"), INVALID.values(), ids=INVALID)
+async def test_a_bad_request_is_refused_with_a_sentence_and_no_worker_hears_of_it(
+    router: Router, message: inference_pb2.GenerateRequest, part_of_sentence: str
+) -> None:
+    code, sentence = await router.refusal(message)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert part_of_sentence in sentence
+    assert router.dispatcher.num_asked == 0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [({"logprobs": 1}, "logprobs"), ({"frequency_penalty": 0.5}, "frequency_penalty"),
+     ({"logit_bias": {1: 2.0}}, "logit_bias")],
+)  # fmt: skip
+async def test_what_is_not_built_yet_is_named_and_no_worker_hears_of_it(
+    router: Router, sampling: dict[str, Any], named: str
+) -> None:
+    code, sentence = await router.refusal(asked(text="hello", sampling=sampling))
+    assert code is grpc.StatusCode.UNIMPLEMENTED
+    assert named in sentence
+    assert router.dispatcher.num_asked == 0
+
+
+@pytest.mark.parametrize("place", ["", "sampling.", "chat.messages[0]."])
+async def test_a_field_of_a_newer_release_is_refused_by_number(router: Router, place: str) -> None:
+    message = asked(chat=chat(("user", "hello")))
+    places = {"": message, "sampling.": message.sampling, "chat.messages[0].": message.chat.messages[0]}
+    places[place].MergeFromString(b"\x98\x06\x01")
+    code, sentence = await router.refusal(message)
+    assert code is grpc.StatusCode.UNIMPLEMENTED
+    assert re.search(rf"has a field {re.escape(place)}99 that this release does not", sentence)
+    assert router.dispatcher.num_asked == 0
+
+
+async def test_a_good_request_is_passed_on(router: Router) -> None:
+    async with router.inference() as inference:
+        tokens = [token async for part in inference.Generate(asked(text="a"), timeout=30) for token in part.token_ids]
+    assert (tokens, router.dispatcher.num_asked) == ([5], 1)
+
+
+COMPLETION = {"prompt": "hi", "max_tokens": 2}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+BODIES: list[tuple[str, object, int]] = [
+    ("/v1/completions", {**COMPLETION, "n": 2, "top_k": 2**32}, 200),
+    ("/v1/completions", {**COMPLETION, "stream": None, "model": None, "logprobs": None, "audio": None}, 200),
+    ("/v1/chat/completions", {**CHAT, "verbosity": None, "logprobs": False, "tools": None, "user": "me"}, 200),
+    ("/v1/chat/completions", {**CHAT, "skip_special_tokens": True, "frequency_penalty": 0.0}, 200),
+    (
+        "/v1/completions",
+        {**COMPLETION, "priority": -3, "slo": {"ttft_ms": 9000, "itl_ms": 500.5, "e2e_ms": 1e5}},
+        200,
+    ),
+    ("/v1/chat/completions", {**CHAT, "priority": 0, "slo": {}}, 200),
+    ("/v1/chat/completions", {**CHAT, "slo": None}, 200),
+    ("/v1/chat/completions", {**CHAT, "stream_options": {"continuous_usage_stats": True}}, 200),
+    ("/v1/completions", {**COMPLETION, "priority": 1}, 400),
+    ("/v1/completions", {**COMPLETION, "priority": 2**40}, 400),
+    ("/v1/completions", {**COMPLETION, "priority": -(2**40)}, 400),
+    ("/v1/completions", {**COMPLETION, "priority": "urgent"}, 400),
+    ("/v1/completions", {**COMPLETION, "slo": {"ttft_ms": 0}}, 400),
+    ("/v1/completions", {**COMPLETION, "slo": {"itl_ms": -1}}, 400),
+    ("/v1/completions", {**COMPLETION, "slo": {"ttft": 10}}, 400),
+    ("/v1/completions", {**COMPLETION, "logprobs": 0}, 400),
+    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400),
+    ("/v1/completions", {**COMPLETION, "n": 2, "request_id": "\ud800"}, 400),
+    ("/v1/completions", {**COMPLETION, "request_id": "x" * 1000}, 400),
+    ("/v1/completions", {**COMPLETION, "temprature": 1}, 400),
+    ("/v1/completions", {**COMPLETION, "model": "x" * 100_000}, 404),
+    ("/v1/completions", {"prompt": []}, 400),
+    ("/v1/completions", {"prompt": [[1, 2], "a"]}, 400),
+    ("/v1/completions", {"prompt": ["a", "b"]}, 400),
+    ("/v1/completions", {"prompt": [10**30]}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "\ud800": 1}]}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, 400),
+    ("/v1/chat/completions", {"messages": "hi"}, 400),
+    ("/v1/chat/completions", b"{", 400),
+    ("/v1/chat/completions", b" " * (9 * 2**20), 413),
+    ("/detokenize", {"tokens": [-1]}, 400),
+    ("/detokenize", {"tokens": [2**33]}, 400),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": False}, 400),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), BODIES)
+async def test_an_odd_body_gets_an_answer_of_openais_shape_and_no_worker_hears_of_a_bad_one(
+    router: Router, path: str, body: object, status: int
+) -> None:
+    response = await router.post(path, body)
+    assert response.status_code == status, response.text
+    assert router.dispatcher.num_asked == (status == 200)
+    if status != 200:
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
