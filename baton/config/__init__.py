@@ -19,7 +19,7 @@ load        all sections together, from file and environment
 """
 
 from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig
-from baton.config.engine import EngineConfig, GibOrAuto, ModelConfig
+from baton.config.engine import OWN_SETTINGS, EngineConfig, EveryEngineConfig, GibOrAuto, ModelConfig
 from baton.config.load import SHORT_NAMES, Config, load, process_config
 from baton.config.section import MAX_TIMEOUT_S
 from baton.config.serving import DEFAULT_CLASS, IndexConfig, RouterConfig, SloClassConfig
@@ -33,11 +33,13 @@ __all__ = [
     "DEFAULT_ADDRESS",
     "DEFAULT_CLASS",
     "MAX_TIMEOUT_S",
+    "OWN_SETTINGS",
     "SHORT_NAMES",
     "AutoscaleConfig",
     "ClusterConfig",
     "Config",
     "EngineConfig",
+    "EveryEngineConfig",
     "FaultsConfig",
     "GibOrAuto",
     "IndexConfig",

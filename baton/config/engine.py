@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
@@ -46,15 +47,11 @@ class ModelConfig:
 
 
 @section("engine")
-class EngineConfig:
-    """The engine of one worker."""
+class EveryEngineConfig:
+    """Settings of one worker's engine, of whatever make."""
 
     runner: Annotated[str, OneOf("transformers", "arithmetic")] = "transformers"
     """transformers, or arithmetic: a model whose answers can be worked out by hand, for tests and benchmarks."""
-    arithmetic_step_ms: Float = 0.0
-    """Minimum duration of a step of the arithmetic model, in milliseconds; it sleeps to reach it."""
-    arithmetic_token_ms: Float = 0.0
-    """Additional minimum duration for each token that a step of the arithmetic model computes, in milliseconds."""
     block_size: Int = 16
     """Tokens per KV block; a multiple of 16."""
     kv_cache_gib: GibOrAuto = "auto"
@@ -73,17 +70,9 @@ class EngineConfig:
     """Tokens per step; longer prompts are prefilled in chunks."""
     max_model_len: Int = 0
     """Longest prompt plus answer, in tokens; 0: the model's own limit, or what the KV pool can hold if that is less."""
-    max_waiting: AtLeastOne = 1024
-    """Sequences that may wait for blocks before a worker refuses more."""
-    output_reservation: Int = 512
-    """Answer tokens for which a decode worker reserves blocks up front; longer answers grow block by block."""
-    num_threads: AtLeastOne = 1
-    """Compute threads per rank. Two contended threads can be 40 times slower than one."""
     tensor_parallel: AtLeastOne = 1
     """Ranks per worker: processes on one machine that share the model's weights and KV heads and compute every step
     together, each with its own GPU where there are GPUs. Must divide the number of KV heads."""
-    rank_timeout_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 60.0
-    """Longest step of a worker with several ranks. A longer one means that a rank hangs, and the worker ends."""
 
     def __post_init__(self) -> None:
         if self.runner == "arithmetic" and self.tensor_parallel > 1:
@@ -97,3 +86,41 @@ class EngineConfig:
             )
         if self.block_size < GRANULE or self.block_size % GRANULE:
             raise ConfigError(f"engine.block_size must be a multiple of {GRANULE}, got {self.block_size}")
+
+
+@section("engine")
+class EngineConfig(EveryEngineConfig):
+    """The engine of one worker."""
+
+    # Known to Baton's own engine alone:
+    arithmetic_step_ms: Float = 0.0
+    """Minimum duration of a step of the arithmetic model, in milliseconds; it sleeps to reach it."""
+    arithmetic_token_ms: Float = 0.0
+    """Additional minimum duration for each token that a step of the arithmetic model computes, in milliseconds."""
+    max_waiting: AtLeastOne = 1024
+    """Sequences that may wait for blocks before a worker refuses more."""
+    output_reservation: Int = 512
+    """Answer tokens for which a decode worker reserves blocks up front; longer answers grow block by block."""
+    num_threads: AtLeastOne = 1
+    """Compute threads per rank. Two contended threads can be 40 times slower than one."""
+    rank_timeout_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 60.0
+    """Longest step of a worker with several ranks. A longer one means that a rank hangs, and the worker ends."""
+
+    def refuse_unknown(self, unknown: Collection[str]) -> None:
+        """Refuses what an engine does not know.
+
+        Args:
+            unknown: names of settings.
+
+        Raises:
+            ConfigError: one of them differs from its default; the message names it.
+        """
+        defaults = EngineConfig()
+        found = [f"engine.{name}" for name in sorted(unknown) if getattr(self, name) != getattr(defaults, name)]
+        if found:
+            unset = f"unset {'it' if len(found) == 1 else 'them'}"
+            raise ConfigError(f"engine.runner {self.runner} does not know {' and '.join(found)}; {unset}")
+
+
+OWN_SETTINGS = frozenset(EngineConfig.__annotations__)
+"""Settings that Baton's own engine alone knows. An engine of another make refuses them, and what else it cannot do."""

@@ -11,7 +11,7 @@ import json
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, TypeAlias, TypeVar, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
@@ -137,6 +137,10 @@ def section(name: str = "") -> Callable[[type[T]], type[T]]:
                 raise ConfigError(_sentence(found, error, name)) from None
 
         found.__init__ = __init__
+        for (
+            each
+        ) in found.__dataclass_fields__.values():  # a section that extends this one reads its own docstrings only
+            each.metadata = MappingProxyType({"description": found.__pydantic_fields__[each.name].description})
         return typing.cast("type[T]", found)
 
     return made

@@ -70,11 +70,12 @@ def build_runner(config: Config) -> Runner:
     """The model that `engine.runner` names. Takes seconds.
 
     Raises:
-        ModelLoadError, ConfigError: it cannot run as configured.
+        ModelLoadError, ConfigError: it cannot run as configured, or does not know a setting that is set.
     """
     if config.engine.runner == "arithmetic":
         from baton.engine.model.arithmetic import ArithmeticRunner
 
+        config.engine.refuse_unknown(ArithmeticRunner.unknown_settings)
         num_blocks = config.engine.num_blocks or 4096
         max_model_len = config.engine.max_model_len or 8192
         return ArithmeticRunner(
@@ -89,6 +90,7 @@ def build_runner(config: Config) -> Runner:
     if config.engine.runner == "transformers":
         from baton.engine.model.transformers_runner import TransformersRunner
 
+        config.engine.refuse_unknown(TransformersRunner.unknown_settings)
         return TransformersRunner(config.model, config.engine)
     raise ConfigError(f"engine.runner must be transformers or arithmetic, got {config.engine.runner!r}")
 

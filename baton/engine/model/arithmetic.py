@@ -38,6 +38,9 @@ class ArithmeticRunner:
     before a layer is written: it stands for the computing.
     """
 
+    unknown_settings = frozenset({"kv_cache_gib", "tensor_parallel", "rank_timeout_s"})
+    """Settings that its engine does not know: its pool is counted in blocks, and it has one rank."""
+
     def __init__(
         self,
         num_blocks: int,

@@ -46,6 +46,9 @@ class TransformersRunner:
         ConfigError: there is no room for the KV pool.
     """
 
+    unknown_settings = frozenset({"arithmetic_step_ms", "arithmetic_token_ms"})
+    """Settings that its engine does not know."""
+
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
         devices = _devices(model.device, engine.tensor_parallel)
         config = load_config(model.path)

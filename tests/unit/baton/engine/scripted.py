@@ -18,6 +18,7 @@ from typing import Any
 
 from baton.blocks import num_blocks_for
 from baton.cluster import BlockCounts
+from baton.config import OWN_SETTINGS
 from baton.costs import PRIOR
 from baton.engine.core.kv_spec import BlockTables, KVSpec
 from baton.engine.core.outputs import (
@@ -73,6 +74,7 @@ class ScriptedEngine:
     """
 
     name = "scripted"
+    unknown_settings = OWN_SETTINGS | {"kv_cache_gib", "tensor_parallel"}
 
     def __init__(
         self,

@@ -1,0 +1,61 @@
+"""What a worker's process makes of its settings before it serves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from baton.config import OWN_SETTINGS, Config, EngineConfig, EveryEngineConfig
+from baton.errors import ConfigError
+from deploy.worker.process import build_runner
+from tests.unit.baton.engine.scripted import ScriptedEngine
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"runner": "arithmetic", "kv_cache_gib": 2.0},
+            r"engine\.runner arithmetic does not know engine\.kv_cache_gib; unset it",
+        ),
+        (
+            {"runner": "arithmetic", "rank_timeout_s": 5.0, "kv_cache_gib": 2.0},
+            r"arithmetic does not know engine\.kv_cache_gib and engine\.rank_timeout_s; unset them",
+        ),
+        (
+            {"arithmetic_step_ms": 1.0},
+            r"engine\.runner transformers does not know engine\.arithmetic_step_ms; unset it",
+        ),
+        ({"arithmetic_token_ms": 1.0}, r"transformers does not know engine\.arithmetic_token_ms; unset it"),
+    ],
+    ids=str,
+)
+def test_what_the_engine_does_not_know_is_refused_by_name_at_start(settings: dict[str, Any], sentence: str) -> None:
+    """Before anything is loaded: there is no model here."""
+    with pytest.raises(ConfigError, match=f"^.*{sentence}$"):
+        build_runner(Config(engine=EngineConfig(**settings)))
+
+
+def test_what_the_engine_knows_is_heeded() -> None:
+    engine = EngineConfig(
+        runner="arithmetic", block_size=32, num_blocks=8, max_waiting=3, num_threads=2, memory_share=0.5, kv_cache_gib=0
+    )
+    runner = build_runner(Config(engine=engine))
+    assert (runner.spec.block_size, runner.num_blocks) == (32, (8,))
+
+
+@pytest.mark.parametrize("name", sorted(OWN_SETTINGS | {"kv_cache_gib"}))
+def test_an_engine_of_another_make_says_what_it_does_not_know(name: str) -> None:
+    EngineConfig(block_size=32, num_blocks=8).refuse_unknown(ScriptedEngine.unknown_settings)
+    with pytest.raises(ConfigError, match=rf"does not know engine\.{name}; unset it"):
+        EngineConfig(**{name: 7}).refuse_unknown(ScriptedEngine.unknown_settings)
+
+
+def test_settings_are_every_engines_or_our_own() -> None:
+    every = {each.name for each in dataclasses.fields(EveryEngineConfig)}  # type: ignore[arg-type]
+    both = {each.name for each in dataclasses.fields(EngineConfig)}  # type: ignore[arg-type]
+    assert not every & OWN_SETTINGS
+    assert every | OWN_SETTINGS == both
+    assert {"max_waiting", "output_reservation", "arithmetic_step_ms"} <= OWN_SETTINGS
