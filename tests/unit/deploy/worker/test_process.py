@@ -49,13 +49,14 @@ def test_what_the_engine_knows_is_heeded() -> None:
 @pytest.mark.parametrize("name", sorted(OWN_SETTINGS | {"kv_cache_gib"}))
 def test_an_engine_of_another_make_says_what_it_does_not_know(name: str) -> None:
     EngineConfig(block_size=32, num_blocks=8).refuse_unknown(ScriptedEngine.unknown_settings)
+    setting: dict[str, Any] = {name: 7}
     with pytest.raises(ConfigError, match=rf"does not know engine\.{name}; unset it"):
-        EngineConfig(**{name: 7}).refuse_unknown(ScriptedEngine.unknown_settings)
+        EngineConfig(**setting).refuse_unknown(ScriptedEngine.unknown_settings)
 
 
 def test_settings_are_every_engines_or_our_own() -> None:
-    every = {each.name for each in dataclasses.fields(EveryEngineConfig)}  # type: ignore[arg-type]
-    both = {each.name for each in dataclasses.fields(EngineConfig)}  # type: ignore[arg-type]
+    every = {each.name for each in dataclasses.fields(EveryEngineConfig)}
+    both = {each.name for each in dataclasses.fields(EngineConfig)}
     assert not every & OWN_SETTINGS
     assert every | OWN_SETTINGS == both
     assert {"max_waiting", "output_reservation", "arithmetic_step_ms"} <= OWN_SETTINGS
