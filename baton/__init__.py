@@ -15,6 +15,7 @@ __all__ = [
     "engine",
     "errors",
     "fit",
+    "kv_layout",
     "memory",
     "messages",
     "model_files",
