@@ -97,8 +97,8 @@ def versions(found: Mapping[str, str], ours: str) -> Iterator[Check]:
         yield Check(
             "versions",
             "warn",
-            f"this command is {ours}; the cluster does not tell",
-            "its HTTP port has to be reachable, and it has to be of a version that tells",
+            f"this command is {ours}; the cluster does not report its version",
+            "the router's HTTP port must be reachable, and the cluster recent enough to report its version",
         )
 
 

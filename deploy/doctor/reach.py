@@ -19,7 +19,7 @@ MOST = 500
 """Addresses that are tried; of a bigger cluster the first."""
 
 
-NOBODYS = "it listens there, which is nobody's address: set cluster.advertise_host to the pod's own"
+WILDCARD = "it advertises a wildcard address, which cannot be connected to: set cluster.advertise_host to the pod's own"
 
 
 class Target(NamedTuple):
@@ -31,8 +31,8 @@ class Target(NamedTuple):
 MENDS = {
     "timed out": "packets are dropped: a NetworkPolicy or a firewall may drop this; it has to let this pod reach that "
     "port",
-    "refused": "the machine answers and nobody listens there: the process is gone or listens on another address "
-    "(a loopback only?); a policy that rejects looks the same",
+    "refused": "the machine answers but nothing listens on this port: the process is gone or listens on another "
+    "address (a loopback only?); a policy that rejects looks the same",
     "no route": "no network leads there: look at the CNI, or run this inside of the cluster",
     "unknown name": "DNS does not know it: does the Service exist, and may this pod ask DNS (egress to port 53)?",
 }
@@ -87,7 +87,7 @@ def wrongly_announced(targets: Sequence[Target], is_one_machine: bool) -> Iterat
     for target in targets:
         host = target.address.rpartition(":")[0]
         if host in NOWHERE:
-            yield Check(f"address of {target.name}", "warn", target.address, NOBODYS)
+            yield Check(f"address of {target.name}", "warn", target.address, WILDCARD)
         elif is_loopback(host) and not is_one_machine:
             yield Check(
                 f"address of {target.name}",

@@ -196,7 +196,7 @@ def server(url: str, seen: Look | BatonError) -> Iterator[Check]:
             "redis memory",
             share < FULL,
             f"{share:.0%} of {facts.limit_bytes / 2**20:,.0f} MiB",
-            "raise maxmemory: when it is full, workers cannot tell what they hold",
+            "raise maxmemory: when it is full, workers cannot publish which prefixes they hold",
             "warn",
         )
     kept = [what for what, is_so in (("appendonly", facts.appends), (f'save "{facts.saves}"', facts.saves)) if is_so]

@@ -143,7 +143,7 @@ async def _drain(here: Collection[str], controller: ControllerInfo) -> bool:
 
 def _end(here: dict[str, psutil.Process]) -> set[str]:
     for worker_id, process in here.items():
-        logger.warning("no controller is known; %s is told to end", worker_id)
+        logger.warning("no controller is known; terminating %s", worker_id)
         with contextlib.suppress(psutil.Error):
             process.terminate()
     return set(here)

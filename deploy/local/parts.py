@@ -73,7 +73,7 @@ def await_port(address: str, timeout_s: float) -> None:
             raise ConfigError(f"{address!r} is not host:port") from None
         except OSError as error:
             if time.monotonic() > deadline_s:
-                raise ConfigError(f"nobody listens at {address} after {timeout_s:g} s: {error}") from error
+                raise ConfigError(f"nothing listens at {address} after {timeout_s:g} s: {error}") from error
             time.sleep(RETRY_S)
 
 

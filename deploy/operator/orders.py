@@ -83,7 +83,7 @@ def _wait(
                 return
             if time.monotonic() > deadline:
                 raise Conflict(
-                    f"not done within {timeout_s:g} s ({sentence}); the order stands, `baton status` tells more"
+                    f"not done within {timeout_s:g} s ({sentence}); the order stands, `baton status` shows its progress"
                 )
             shown.update(sentence)
             time.sleep(POLL_S)

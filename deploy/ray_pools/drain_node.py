@@ -37,5 +37,5 @@ def place_nothing_on(hosts: Collection[str], gcs_address: str, timeout_s: float)
             if not is_accepted:
                 raise WorkerFailed(f"Ray does not let the node go: {why_not}")
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        raise WorkerFailed(f"Ray has not been told that this node goes: {error}") from error
+        raise WorkerFailed(f"cannot announce to Ray that this node leaves: {error}") from error
     return len(nodes)

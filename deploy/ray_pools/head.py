@@ -26,7 +26,7 @@ CHECK_S = 0.5
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.ray_pools.head", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--ready-fd", type=int, required=True, help="inherited descriptor on which it tells its address"
+        "--ready-fd", type=int, required=True, help="inherited descriptor to which the head writes its address"
     )
     ready_fd: int = parser.parse_args().ready_fd
     try:

@@ -185,7 +185,7 @@ def read_bench(path: Path) -> Bench:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{path} has no costs as `baton bench --json` writes them ({type(error).__name__}: {error}); the router "
-            "tells workers' costs to its operators only"
+            "reports workers' costs to its operators only"
         ) from error
 
 

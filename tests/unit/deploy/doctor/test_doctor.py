@@ -436,7 +436,7 @@ def test_versions_that_differ_are_told() -> None:
     assert look(router="0.2.0", d0="0.2.0").state == "ok"
     assert look(router="0.2.0", d0="0.1.0").found == "0.1.0: d0; 0.2.0: router"
     assert look(router="0.1.0").found == "the cluster is 0.1.0, this command 0.2.0"
-    assert "does not tell" in look().found
+    assert "does not report its version" in look().found
 
 
 def test_pools_controllers_mirrors_and_self_checks() -> None:

@@ -45,7 +45,7 @@ def test_what_the_parts_have_to_agree_on_is_asked_for_by_name(
 
 
 def test_a_controller_waits_for_ray_and_not_for_ever(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nobody listens at 127\.0\.0\.1:1 after 0\.5 s"):
+    with pytest.raises(ConfigError, match=r"nothing listens at 127\.0\.0\.1:1 after 0\.5 s"):
         parts.run(ClusterPart.CONTROLLER, WHOLE, Console(quiet=True))
     with socket.create_server(("127.0.0.1", port := free_port())):
         parts.await_port(f"127.0.0.1:{port}", 5.0)
