@@ -25,11 +25,10 @@ SIZES = Section(
         ),
         Panel(
             title="Utilisation",
-            description="What a pool needs over what it has, as the autoscaler measures it: of its time that "
-            "prompts take, or of "
-            "the sequences and the KV with which it keeps the objectives. Above autoscale.target_utilisation (0.7) "
-            "workers are moved or started; there for long: autoscale.max_workers is reached. `baton autoscale --dry- "
-            "run` tells why.",
+            description="Utilisation of a pool, as the autoscaler measures it. Prefill: share of time spent on "
+            "prompts. Decode: share of the sequences and KV that it can hold within its objectives. "
+            "Above autoscale.target_utilisation (0.7) workers are moved or started; if it stays there, "
+            "autoscale.max_workers is reached. `baton autoscale --dry-run` shows why.",
             unit="percentunit",
             queries={"{{pool}}": "max by (pool) (baton_autoscale_utilisation{$cluster})"},
         ),
@@ -71,7 +70,7 @@ WORK = Section(
         ),
         Panel(
             title="Placements by prefill worker",
-            description="The same for prompts; of aggregated ones there is none.",
+            description="Placements of prompts; aggregated requests have no prefill worker.",
             unit="ops",
             queries={
                 "{{prefill}}": "sum by (prefill) "
@@ -82,7 +81,7 @@ WORK = Section(
         ),
         Panel(
             title="Waiting",
-            description="Sequences that wait, by role: what the autoscaler is to end.",
+            description="Sequences that wait, by role. More workers shorten the queue.",
             unit="short",
             queries={
                 "{{role}}": 'sum by (role) (max by (worker, role) (baton_worker_sequences{$cluster, state="waiting"}))'

@@ -89,7 +89,7 @@ TIME = Section(
         ),
         Panel(
             title="Stage transfer of requests",
-            description="What requests waited for KV: the blame's view of the same.",
+            description="Time that requests waited for KV, as the stage to blame counts it.",
             unit="s",
             queries=quantiles("baton_stage_duration_seconds", ', stage="transfer"'),
             width=8,

@@ -68,7 +68,7 @@ NOW = Section(
             title="Refused",
             description="Requests a second that were refused at once, because their first token would have come "
             "too late. If it "
-            "lasts, the pools are too small: `baton autoscale --dry-run` tells which one.",
+            "lasts, the pools are too small: `baton autoscale --dry-run` shows which one.",
             unit="reqps",
             queries={"refused": f"{REFUSED} or $zero"},
             kind=Kind.STAT,
@@ -78,9 +78,8 @@ NOW = Section(
         ),
         Panel(
             title="Ready workers",
-            description="Of both pools, of those desired. Fewer than desired for minutes: `baton status`, and the "
-            "logs of the "
-            "head.",
+            description="Ready workers of both pools, as a share of those desired. Below 100 % for minutes: look at "
+            "`baton status` and the logs of the head.",
             unit="percentunit",
             queries={
                 "ready": 'sum(max by (pool) (baton_pool_workers{$cluster, state="ready"})) / '
@@ -93,7 +92,7 @@ NOW = Section(
         ),
         Panel(
             title="Alerts",
-            description="Of Baton's that fire now. Each tells in its `runbook` what to do.",
+            description="Baton's alerts that fire now. The `runbook` of each says what to do.",
             unit="short",
             queries={"firing": 'count(ALERTS{$cluster, alertname=~"Baton.*", alertstate="firing"}) or $zero'},
             kind=Kind.STAT,
@@ -212,7 +211,7 @@ LATENCY = Section(
         ),
         Panel(
             title="Stages, p99",
-            description="What one request in a hundred spends longer in a stage than.",
+            description="99th percentile of the time that a request spends in a stage.",
             unit="s",
             queries={
                 "{{stage}}": "histogram_quantile(0.99, sum by (stage, le) "
@@ -241,9 +240,9 @@ TROUBLE = Section(
     (
         Panel(
             title="Refused by class",
-            description="Refused at once with the seconds until it would not be (429). More workers, or fewer "
-            "requests: "
-            "`baton autoscale --dry-run` tells what the load needs.",
+            description="Requests a second that were refused at once (429), with the seconds after which to retry. "
+            "They need more workers, or there are too many requests: `baton autoscale --dry-run` shows "
+            "what the load needs.",
             unit="reqps",
             queries={"{{slo_class}}": requests('="rejected"', by="slo_class") + " or $zero"},
             width=8,
@@ -252,7 +251,7 @@ TROUBLE = Section(
             title="Ended by an error",
             description="Requests by the error that ended them; cancelled is a client that left. InvalidRequest is "
             "the client's, "
-            "with a sentence that tells it what to change; WorkerFailed and TransferError are ours: see the pools' and "
+            "with a message that says what to change; WorkerFailed and TransferError are ours: see the pools' and "
             "the hand-over's dashboards.",
             unit="reqps",
             queries={
@@ -272,9 +271,8 @@ TROUBLE = Section(
         ),
         Panel(
             title="Made way",
-            description="Requests let in that had to make way for those of tenants with less in the queue. The "
-            "cluster is over "
-            "full.",
+            description="Accepted requests that were refused later, in favour of tenants with less in the queue. The "
+            "cluster is overloaded.",
             unit="reqps",
             queries={"shed": "sum(rate(baton_admission_shed_total{$cluster}[$__rate_interval])) or $zero"},
             width=8,
@@ -294,7 +292,7 @@ TROUBLE = Section(
         ),
         Panel(
             title="All requests by outcome",
-            description="With those refused as invalid, which have no SLO.",
+            description="All requests a second, including those refused as invalid, which have no SLO.",
             unit="reqps",
             queries={
                 "{{outcome}}": 'sum by (outcome) (rate(baton_requests_total{$cluster, model=~"$model"}'

@@ -29,7 +29,7 @@ SIZE = Section(
         ),
         Panel(
             title="Takes traffic",
-            description="Green while a worker takes traffic. One that goes on and off: its log tells why; `baton "
+            description="Green while a worker takes traffic. One that goes on and off: its log says why; `baton "
             "drain WORKER` "
             "replaces it.",
             unit="short",
@@ -39,9 +39,9 @@ SIZE = Section(
         ),
         Panel(
             title="Workers",
-            description="What each says of itself. wire_compat is what two workers must have in common to hand KV "
-            "over: during a "
-            "roll-out there are two, afterwards one. An answer that is drawn goes on only on workers of one sampler.",
+            description="What each worker reports about itself. wire_compat is what two workers must have in common to "
+            "hand KV over: during a roll-out there are two, afterwards one. An answer that is drawn goes on "
+            "only on workers of one sampler.",
             unit="short",
             queries={
                 "": "max by (worker, role, node, engine, sampler, wire_compat, block_size) "
@@ -132,7 +132,7 @@ TROUBLE = Section(
             title="Redis",
             description="Red: a router does not reach Redis. Requests go on; prefixes found and workers that come "
             "or go are not "
-            "known any more. `baton doctor` tells what is wrong.",
+            "known any more. `baton doctor` shows what is wrong.",
             unit="short",
             queries={"{{instance}}": "min by (instance) (baton_redis_up{$cluster})"},
             kind=Kind.STATES,
@@ -140,9 +140,8 @@ TROUBLE = Section(
         ),
         Panel(
             title="Skipped in Redis",
-            description="Values a second that a router could not read, by what they are: of another release, or of "
-            "somebody else "
-            "who writes there. Each harms only what it speaks of; `baton status` tells where it lies.",
+            description="Values a second that a router could not read, by kind: written by another release, or by "
+            "another program. Each affects only the object that it describes; `baton status` shows its key.",
             unit="ops",
             queries={"{{what}}": "sum by (what) (rate(baton_store_garbage_total{$cluster}[$__rate_interval]))"},
         ),

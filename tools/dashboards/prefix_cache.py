@@ -25,8 +25,8 @@ HITS = Section(
             width=16,
         ),
         Panel(
-            title="Of the ceiling",
-            description="Hits of those possible.",
+            title="Share of the ceiling",
+            description="Hits as a share of those possible.",
             unit="percentunit",
             queries={"reached": f"{HIT} / ({CEILING} > 0)"},
             kind=Kind.STAT,
@@ -56,9 +56,8 @@ HITS = Section(
         ),
         Panel(
             title="Cached blocks",
-            description="Blocks whose content may be hit and that no sequence holds. Near 0: whatever was known is "
-            "forgotten at "
-            "once.",
+            description="Blocks that no sequence holds and whose content can be hit. Near 0: content is evicted as "
+            "soon as its sequence ends.",
             unit="short",
             queries={"{{worker}}": 'max by (worker) (baton_kv_blocks{$cluster, state="cached"})'},
             is_stacked=True,
@@ -67,7 +66,7 @@ HITS = Section(
 )
 
 INDEX = Section(
-    "Does the index tell the truth?",
+    "Accuracy of the index",
     (
         Panel(
             title="Stale hints",
@@ -83,8 +82,8 @@ INDEX = Section(
             bad_above=0.05,
         ),
         Panel(
-            title="Tokens promised in vain",
-            description="Prompt tokens a second that the index said too much. They were computed.",
+            title="Tokens wrongly reported as cached",
+            description="Prompt tokens a second that the index wrongly reported as cached. They were computed.",
             unit="suffix: tok/s",
             queries={"stale": "sum(rate(baton_index_stale_tokens_total{$cluster}[$__rate_interval])) or $zero"},
             width=8,
@@ -118,7 +117,7 @@ INDEX = Section(
 DASHBOARD = Dashboard(
     name="prefix-cache",
     title="Baton / Prefix cache",
-    description="Hit rate against its ceiling, hot prefixes, and the index's truth.",
+    description="Hit rate against its ceiling, hot prefixes, and the accuracy of the index.",
     variables=(MODEL,),
     sections=(HITS, INDEX),
 )

@@ -32,7 +32,7 @@ REQUESTS = Section(
         ),
         Panel(
             title="Requests by outcome",
-            description="Of the chosen tenants. rejected: over their share while the cluster is full.",
+            description="Requests of the chosen tenants. rejected: over their share while the cluster is full.",
             unit="reqps",
             queries={"{{outcome}}": requests(by="outcome")},
             is_stacked=True,

@@ -184,7 +184,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- fail (printf "enable pools.%s.hpa or pools.%s.keda, not both" $role $role) }}
 {{- end }}
 {{- if and (or $pool.hpa.enabled $pool.keda.enabled) $scalesItself }}
-{{- fail (printf "pools.%s has an autoscaler, and Baton's own is on: set config.autoscale.dry_run=true, so that it only tells what it would do" $role) }}
+{{- fail (printf "pools.%s has an autoscaler, and Baton's own is on: set config.autoscale.dry_run=true, so that it only reports what it would do" $role) }}
 {{- end }}
 {{- if and (or (and $pool.hpa.enabled (not $pool.hpa.metrics)) (and $pool.keda.enabled (not $pool.keda.query))) (not $autoscale.enabled) }}
 {{- fail (printf "the default metric of pools.%s's autoscaler is what Baton's own would do: set config.autoscale.enabled=true, config.autoscale.dry_run=true and config.autoscale.max_workers, or give a metric" $role) }}
@@ -343,7 +343,7 @@ imagePullSecrets:
 {{- end }}
 
 {{/* Ray would run its actors, and so the workers, at nice 15, behind its own agents. preStop has drained a node before it
-     is told to end; Ray would try again, for long where the head is gone. */}}
+     is asked to end; Ray would try again, for long where the head is gone. */}}
 {{- define "baton.rayEnv" -}}
 - name: RAY_worker_niceness
   value: "0"
