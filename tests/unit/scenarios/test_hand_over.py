@@ -56,7 +56,7 @@ async def pair(
 # -- a failed transfer leaves nothing in a cache -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("faults", ["corrupt_chunk=3", "drop_chunk=2", "link_kill=2", "link_truncate=3"])
+@pytest.mark.parametrize("faults", ["corrupt_chunk=7", "drop_chunk=7", "link_kill=7", "link_truncate=7"])
 async def test_blocks_of_a_failed_transfer_are_in_no_cache(faults: str) -> None:
     """Neither in the worker's own table nor in what it tells, from which the index and every mirror are made."""
     told: list[BlockEvent] = []
