@@ -93,29 +93,29 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why a request went where it went; the latest few hundred are known.
+        """Reports how a request was placed, and why; a router keeps the latest few hundred.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScalePool(self, request, context):
-        """Sets how many workers a pool should have. Answers at once; `ListPools` tells how many there are.
+        """Sets how many workers a pool should have. Answers at once; `ListPools` reports how many there are.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Takes a worker out: its work goes to others, then its process ends, and another one takes its place. Answers once it
-        takes no new work.
+        """Replaces a worker: its work moves to others, its process ends, and another one takes its place. Answers once the
+        worker takes no new work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetWorkerRole(self, request, context):
-        """Moves a worker to the other pool, with its cache; both pools' desired sizes follow. Answers once it is done. A worker
+        """Moves a worker to the other pool, with its cache; both pools' desired sizes follow. Answers once done. A worker
         that cannot be freed in time keeps its role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -57,7 +57,7 @@ class KvControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """Asks a worker to send what it holds of a prefix to the ticket's worker. Ends when the transfer has ended.
+        """Makes a worker send what it holds of a prefix to the ticket's worker. Ends when the transfer has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -125,16 +125,16 @@ class WorkerControlServicer:
     """
 
     def Drain(self, request, context):
-        """The worker takes no new work and has its calls taken elsewhere. Answers once none is left, or the time is up; it
-        stays as it is until its process is ended. Doing it again waits again.
+        """The worker takes no new work and has its calls taken elsewhere. Answers once none is left or the time is up.
+        The worker stays drained until its process ends. A repeated call waits again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """First as Drain; then it takes the other role's work, with the same cache. When calls are left as the time is up, or
-        anything else fails, it goes on in its old role, and the answer is an error. Nothing happens where it has the role.
+        """Drains the worker, which then takes the other role's work with the same cache. If calls are left when the time is
+        up, or anything else fails, it keeps its old role and the answer is an error. No-op if it has the role already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
