@@ -235,7 +235,9 @@ def main() -> None:
     parser.add_argument("--cluster", required=True, help="Ray namespace of this cluster's workers")
     parser.add_argument("--state-file", type=Path, required=True)
     parser.add_argument("--worker-host", default="", help="where workers listen; empty: at their node's address")
-    parser.add_argument("--ready-fd", type=int, help="inherited descriptor on which it says that the pools are whole")
+    parser.add_argument(
+        "--ready-fd", type=int, help="inherited descriptor to which the controller writes when the pools are complete"
+    )
     parser.add_argument("--shows-logs", action="store_true", help="print what workers print")
     parser.add_argument("--end", action="store_true", help="end the workers of a controller that is gone")
     arguments = Arguments(**vars(parser.parse_args()))

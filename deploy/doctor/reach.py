@@ -92,7 +92,7 @@ def wrongly_announced(targets: Sequence[Target], is_one_machine: bool) -> Iterat
             yield Check(
                 f"address of {target.name}",
                 "fail",
-                f"{target.address} is this machine's to everybody",
+                f"{target.address} means another machine on each node",
                 "workers on several nodes need addresses between them: `ray start --node-ip-address`",
             )
 

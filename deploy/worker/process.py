@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("role", choices=[role.value for role in Role])
     parser.add_argument("id")
     parser.add_argument("host", help="the address on which routers and other workers reach it")
-    parser.add_argument("--ready-fd", type=int, help="inherited descriptor on which it says that it is ready")
+    parser.add_argument("--ready-fd", type=int, help="inherited descriptor to which the worker writes when it is ready")
     args = parser.parse_args()
     config = process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{args.role}")

@@ -99,7 +99,7 @@ class TenantBook:
         assert isinstance(root, yaml.MappingNode)
         names = Counter(str(name.value) for name, _ in root.value)  # the dict has the last of each only
         if repeated := next((name for name, count in names.items() if count > 1), None):
-            raise ConfigError(f"{path}: tenant {repeated!r} stands there twice")
+            raise ConfigError(f"{path}: tenant {repeated!r} is listed twice")
         by_digest: dict[bytes, Tenant] = {}
         for tenant_id, fields in entries.items():
             tenant, digests = _entry(tenant_id, fields, f"{path}: tenant {tenant_id!r}")

@@ -133,7 +133,7 @@ class WorkerSelector:
             raise NoWorker(
                 f"what the client has of {choice.spec.sequence_id} was not recorded, and the samplers of the workers "
                 f"differ ({', '.join(name or 'unnamed' for name in self.pools.samplers)}): another one would not draw "
-                "the same tokens; send the request anew"
+                "the same tokens; send the request again from its start"
             )
 
     def _sampler_in_words(self, choice: Choice) -> str:

@@ -34,9 +34,8 @@ SIZES = Section(
         ),
         Panel(
             title="Goodput, the guard",
-            description="No worker is stopped while a smaller share of the requests than autoscale.goodput_target "
-            "(0.95) meets its "
-            "objectives.",
+            description="Share of the requests that met their objectives. No worker is stopped while it is below "
+            "autoscale.goodput_target (0.95).",
             unit="percentunit",
             queries={
                 "met": '(sum(rate(baton_requests_slo_total{$cluster, outcome="met"}[$__rate_interval])) or $zero) / '
@@ -62,7 +61,8 @@ WORK = Section(
         ),
         Panel(
             title="Placements by decode worker",
-            description="A worker that gets far more than the others holds a prefix that many ask for.",
+            description="Placements a second. A worker that gets far more than the others holds a prefix that many "
+            "requests share.",
             unit="ops",
             queries={"{{decode}}": "sum by (decode) (rate(baton_placements_total{$cluster}[$__rate_interval]))"},
             width=8,
@@ -90,7 +90,7 @@ WORK = Section(
         ),
         Panel(
             title="Leaving workers",
-            description="Workers that hand over what they do, and end or change their role.",
+            description="Workers that hand over their work before they end or change their role.",
             unit="short",
             queries={
                 "{{role}}": 'sum by (role) (max by (worker, role) (baton_worker_state{$cluster, state="draining"})) '
@@ -116,7 +116,7 @@ WORK = Section(
 DASHBOARD = Dashboard(
     name="autoscaling",
     title="Baton / Autoscaling",
-    description="What the pools need, have and get.",
+    description="What the pools need and have, and what the autoscaler orders.",
     variables=(),
     sections=(SIZES, WORK),
 )

@@ -30,16 +30,15 @@ TRAFFIC = Section(
     (
         Panel(
             title="Sent",
-            description="KV that a worker sent a second, of transfers that were committed. At the network's limit: "
-            "more workers do "
-            "not help; transfer.wire_dtype does.",
+            description="Bytes of KV a second that a worker sent in committed transfers. At the network's limit a "
+            "narrower transfer.wire_dtype helps; more workers do not.",
             unit="Bps",
             queries={"{{worker}}": per_second("baton_kv_transfer_bytes_total", "worker", ', direction="sent"')},
             is_stacked=True,
         ),
         Panel(
             title="Received",
-            description="KV that a worker received a second.",
+            description="Bytes of KV a second that a worker received in committed transfers.",
             unit="Bps",
             queries={"{{worker}}": per_second("baton_kv_transfer_bytes_total", "worker", ', direction="received"')},
             is_stacked=True,
@@ -70,8 +69,8 @@ TIME = Section(
     (
         Panel(
             title="Hand-over",
-            description="From the first chunk to the acknowledged commit. Most of it is hidden behind the "
-            "computing of the prompt.",
+            description="Duration of a hand-over, from the first chunk to the acknowledged commit. Most of it "
+            "overlaps with the prefill.",
             unit="s",
             queries=quantiles("baton_transfer_duration_seconds", ""),
             width=8,
@@ -80,9 +79,8 @@ TIME = Section(
         ),
         Panel(
             title="Exposed time",
-            description="Mean seconds of a transfer after the prompt was computed: what no computing hid, and what "
-            "the first "
-            "tokens wait for. High: the link is slow, or the receiver has no room; see staging and unsent KV.",
+            description="Mean seconds of a transfer after the prompt was computed, which no computation hid. High: "
+            "the network is slow, or the receiver has no room; see staging and unsent KV.",
             unit="s",
             queries={"exposed": f"{EXPOSED_S} / ({NUM_SENT} > 0)", "whole": f"{TRANSFER_S} / ({NUM_SENT} > 0)"},
             width=8,
@@ -104,9 +102,9 @@ TROUBLE = Section(
     (
         Panel(
             title="Failures by reason",
-            description="corrupted: memory or network; replace the worker. expired, timed_out: the link or the "
-            "receiver hangs. "
-            "refused: the two sides do not fit; `baton doctor`. lost: a worker or the link died.",
+            description="corrupted: faulty memory or network; replace the worker. expired, timed_out: the network or "
+            "the receiver hangs. refused: the two sides do not fit; `baton doctor`. lost: a worker or "
+            "the connection died.",
             unit="ops",
             queries={"{{reason}}": per_second("baton_kv_transfer_failures_total", "reason")},
             is_stacked=True,
@@ -124,9 +122,9 @@ TROUBLE = Section(
         ),
         Panel(
             title="Fenced and resent",
-            description="Messages of unknown or past transfers, which were dropped, and messages said again "
-            "because no answer "
-            "came. A few after a failure are as it should be; many without: the network loses or delays messages.",
+            description="Messages of unknown or past transfers, which were dropped, and messages sent again because "
+            "no answer came. A few after a failure are normal; many without one: the network loses or "
+            "delays messages.",
             unit="ops",
             queries={
                 "fenced": per_second("baton_kv_messages_fenced_total", ""),
@@ -135,9 +133,8 @@ TROUBLE = Section(
         ),
         Panel(
             title="NCCL stalls",
-            description="NCCL operations that did not end in time; their pair was given up and opened anew. Any: "
-            "the fabric's "
-            "logs, and `baton doctor` on both nodes.",
+            description="NCCL operations that did not end in time; their connection was closed and opened again. If "
+            "there are any, see the fabric's logs, and run `baton doctor` on both nodes.",
             unit="ops",
             queries={"{{worker}}": per_second("baton_kv_nccl_stalls_total", "worker")},
         ),
@@ -149,25 +146,24 @@ MEANS = Section(
     (
         Panel(
             title="Open pairs",
-            description="Sessions of a worker with others, a link each. At transfer.max_pairs they are opened and "
-            "closed all the "
-            "time.",
+            description="Connections of a worker to others, one per pair of ranks. At transfer.max_pairs they are "
+            "opened and closed all the time.",
             unit="short",
             queries={"{{worker}}": f"max by (worker) (baton_kv_open_pairs{{$cluster, {OF_WORKER}}})"},
             width=8,
         ),
         Panel(
             title="Staging slots in use",
-            description="Slots that hold a chunk. At transfer.num_slots all the time: chunks wait for slots; raise it.",
+            description="Staging slots that hold a chunk. If they stay at transfer.num_slots, chunks wait for slots: "
+            "raise it.",
             unit="short",
             queries={"{{worker}}": f"max by (worker) (baton_kv_staging_slots_in_use{{$cluster, {OF_WORKER}}})"},
             width=8,
         ),
         Panel(
             title="Computed and not sent",
-            description="KV that is pinned until it is sent. At transfer.max_unsent_mib a prefill worker takes no "
-            "new prompt: the "
-            "decode pool has no room, or the link is slow.",
+            description="Bytes of KV that are pinned until they are sent. At transfer.max_unsent_mib a prefill "
+            "worker takes no new prompt: the decode pool has no room, or the network is slow.",
             unit="bytes",
             queries={"{{worker}}": f"max by (worker) (baton_kv_unsent_bytes{{$cluster, {OF_WORKER}}})"},
             width=8,
@@ -181,16 +177,17 @@ MEANS = Section(
         ),
         Panel(
             title="Failed pulls",
-            description="Prefixes that were to be pulled and had to be computed: they were gone, or did not come "
-            "within "
-            "transfer.pull_timeout_s. With many stale hints: the mirror lags; see the prefix cache's dashboard.",
+            description="Prefixes that could not be pulled and were computed: they were evicted, or did not arrive "
+            "within transfer.pull_timeout_s. With many stale hints, the mirror lags: see the prefix "
+            "cache's dashboard.",
             unit="ops",
             queries={"{{worker}}": per_second("baton_kv_pull_failures_total", "worker")},
             width=8,
         ),
         Panel(
             title="Hand-overs, as routers count them",
-            description="KV a second of hand-overs that belong to requests; the rest of what is sent is pulled.",
+            description="Bytes of KV a second that were handed over for requests; the rest of what workers send is "
+            "pulled.",
             unit="Bps",
             queries={"handed over": "sum(rate(baton_transfer_bytes_total{$cluster}[$__rate_interval]))"},
             width=8,

@@ -108,9 +108,9 @@ GOODPUT = Section(
     (
         Panel(
             title="Requests by outcome",
-            description="Every finished request once, held against its SLO class. ttft_missed, itl_missed and "
-            "e2e_missed were "
-            "answered too late: see the stage to blame. rejected: too much load, or too few workers.",
+            description="Finished requests a second, by the outcome for their SLO class. ttft_missed, itl_missed and "
+            "e2e_missed were answered too late: see the stage to blame. rejected: too much load, or too "
+            "few workers.",
             unit="reqps",
             queries={"{{outcome}}": requests(by="outcome")},
             is_stacked=True,
@@ -126,9 +126,8 @@ GOODPUT = Section(
         ),
         Panel(
             title="Tokens",
-            description="Tokens a second that were generated, and those of requests that met their objectives. "
-            "What lies between "
-            "them was computed too late.",
+            description="Tokens a second that were generated, and those of requests that met their objectives. The "
+            "difference was computed too late.",
             unit="suffix: tok/s",
             queries={"generated": GENERATED, "in time": f"{TOKENS_MET} or $zero"},
         ),
@@ -167,9 +166,8 @@ LATENCY = Section(
     (
         Panel(
             title="Time to first token",
-            description="From a request's arrival to its first token, with the objectives of the classes. Near an "
-            "objective: more "
-            "prefill workers, or a better prefix hit rate.",
+            description="Time from a request's arrival to its first token, with the objectives of the classes. Near "
+            "an objective: add prefill workers, or improve the prefix hit rate.",
             unit="s",
             queries={**quantiles("gen_ai_server_time_to_first_token_seconds", f", {OF_MODEL}"), **objective("ttft")},
             width=8,
@@ -178,9 +176,8 @@ LATENCY = Section(
         ),
         Panel(
             title="Time per output token",
-            description="A request's mean time between tokens, which its ITL objective is about. Near the "
-            "objective: more decode "
-            "workers.",
+            description="A request's mean time between tokens, which its ITL objective limits. Near the objective: "
+            "add decode workers.",
             unit="s",
             queries={**quantiles("gen_ai_server_time_per_output_token_seconds", f", {OF_MODEL}"), **objective("itl")},
             width=8,
@@ -189,9 +186,8 @@ LATENCY = Section(
         ),
         Panel(
             title="Gaps between tokens",
-            description="Each gap between two tokens. A high p99 with a good mean: streams stall, by preemptions, "
-            "by prompts "
-            "computed beside, or by workers that leave.",
+            description="Time between two consecutive tokens. A high p99 with a good mean: streams stall, because of "
+            "preemptions, prompts computed on decode workers, or workers that leave.",
             unit="s",
             queries={**quantiles("baton_inter_token_latency_seconds", ""), **objective("itl")},
             width=8,
@@ -200,7 +196,7 @@ LATENCY = Section(
         ),
         Panel(
             title="Where the time goes",
-            description="Mean seconds of a request by stage; together they are its time from end to end.",
+            description="Mean seconds of a request by stage; the stages add up to its time from arrival to last token.",
             unit="s",
             queries={
                 "{{stage}}": "sum by (stage) (rate(baton_stage_duration_seconds_sum{$cluster}[$__rate_interval])) / "
@@ -223,9 +219,8 @@ LATENCY = Section(
         ),
         Panel(
             title="Request duration",
-            description="From a request's arrival to its last token; long answers take long. With objectives where "
-            "a class has one "
-            "for it.",
+            description="Time from a request's arrival to its last token, which grows with the answer's length. "
+            "Shown with the e2e objectives of the classes that have one.",
             unit="s",
             queries={**quantiles("gen_ai_server_request_duration_seconds", f", {OF_MODEL}"), **objective("e2e")},
             width=8,
@@ -262,26 +257,26 @@ TROUBLE = Section(
         ),
         Panel(
             title="Placed again",
-            description="Choices that failed on a worker and went on elsewhere, by the kind of failure. Clients do "
-            "not notice, but "
-            "wait. `baton status` shows the workers, `baton status --explain REQUEST` one request.",
+            description="Choices that failed on a worker and continued elsewhere, by the kind of failure. Clients "
+            "see only a delay. `baton status` shows the workers, `baton status --explain REQUEST` one "
+            "request.",
             unit="reqps",
             queries={"{{error}}": "sum by (error) (rate(baton_retries_total{$cluster}[$__rate_interval])) or $zero"},
             width=8,
         ),
         Panel(
             title="Made way",
-            description="Accepted requests that were refused later, in favour of tenants with less in the queue. The "
-            "cluster is overloaded.",
+            description="Admitted requests that were shed before their first token, in favour of tenants with less "
+            "in the queue. The cluster is overloaded.",
             unit="reqps",
             queries={"shed": "sum(rate(baton_admission_shed_total{$cluster}[$__rate_interval])) or $zero"},
             width=8,
         ),
         Panel(
             title="Error of predictions, p90",
-            description="|predicted - measured| / measured, of the time to the first token and of computing the "
-            "prompt. Placement "
-            "and refusals rest on them: above 1 they are guesses, as after a change of model until costs are learned.",
+            description="|predicted - measured| / measured, for the time to first token and for the prefill. "
+            "Placement and admission rely on these predictions. Above 1 they are guesses, as after a "
+            "change of model until the costs are learned.",
             unit="percentunit",
             queries={
                 "{{of}}": "histogram_quantile(0.9, sum by (of, le) "
@@ -309,9 +304,9 @@ ANSWERS = Section(
     (
         Panel(
             title="Ends of answers",
-            description="Answers a second by how they ended: stop is by themselves or a stop string, length by "
-            "their limit. Mostly "
-            "length: clients ask for less than there would be, or a model does not find its end.",
+            description="Answers a second by how they ended. stop: by an end-of-sequence token or a stop string; "
+            "length: by their limit. If most end by length, clients set the limit low, or the model does "
+            "not stop.",
             unit="ops",
             queries={
                 "{{reason}}": 'sum by (reason) (rate(baton_finished_choices_total{$cluster, model=~"$model"}'
@@ -321,8 +316,8 @@ ANSWERS = Section(
         ),
         Panel(
             title="Mean length",
-            description="Tokens of a prompt and of an answer. Longer ones are more work for prefill and decode "
-            "workers.",
+            description="Mean tokens of a prompt and of an answer. Longer prompts load prefill workers, longer "
+            "answers decode workers.",
             unit="short",
             queries={"prompt": f"{PROMPTS} / ({BEGUN} > 0)", "answer": f"{GENERATED} / ({ENDS} > 0)"},
         ),

@@ -20,17 +20,15 @@ SIZE = Section(
         ),
         Panel(
             title="Workers by state",
-            description="draining: it hands over what it does and leaves. If that takes longer than "
-            "cluster.drain_timeout_s, what "
-            "is left is computed again elsewhere.",
+            description="draining: the worker hands over its work and leaves. Work left after "
+            "cluster.drain_timeout_s is computed again elsewhere.",
             unit="short",
             queries={"{{role}} {{state}}": f"sum by (role, state) ({STATES})"},
             is_stacked=True,
         ),
         Panel(
             title="Takes traffic",
-            description="Green while a worker takes traffic. One that goes on and off: its log says why; `baton "
-            "drain WORKER` "
+            description="Green while a worker takes traffic. If one flaps, its log says why; `baton drain WORKER` "
             "replaces it.",
             unit="short",
             queries={"{{worker}}": f"max by (worker) (baton_worker_ready{{$cluster, {OF_WORKER}}})"},
@@ -39,9 +37,9 @@ SIZE = Section(
         ),
         Panel(
             title="Workers",
-            description="What each worker reports about itself. wire_compat is what two workers must have in common to "
-            "hand KV over: during a roll-out there are two, afterwards one. An answer that is drawn goes on "
-            "only on workers of one sampler.",
+            description="What each worker reports about itself. Two workers exchange KV only if their wire_compat is "
+            "the same: during a roll-out there are two values, afterwards one. A sampled answer "
+            "continues only on workers with the same sampler.",
             unit="short",
             queries={
                 "": "max by (worker, role, node, engine, sampler, wire_compat, block_size) "
@@ -91,9 +89,8 @@ LOAD = Section(
         ),
         Panel(
             title="KV blocks by state",
-            description="free + cached + in_use is what the workers have. No cached blocks left: conversations "
-            "come back to "
-            "nothing.",
+            description="free + cached + in_use is the size of the pools. No cached blocks left: the next turn of a "
+            "conversation finds no prefix.",
             unit="short",
             queries={
                 "{{role}} {{state}}": "sum by (role, state) (max by (worker, role, state) "
@@ -109,9 +106,8 @@ TROUBLE = Section(
     (
         Panel(
             title="Preemptions",
-            description="Sequences a second that had to give their blocks back and are computed again: work done "
-            "twice. Answers "
-            "are longer than engine.output_reservation, and the pool is too full for it.",
+            description="Sequences a second that lost their blocks and are computed again. Answers are longer than "
+            "engine.output_reservation, and the pool has no room for the rest.",
             unit="ops",
             queries={
                 "{{worker}}": "max by (worker) (rate(baton_preemptions_total{$cluster, "
@@ -130,9 +126,8 @@ TROUBLE = Section(
         ),
         Panel(
             title="Redis",
-            description="Red: a router does not reach Redis. Requests go on; prefixes found and workers that come "
-            "or go are not "
-            "known any more. `baton doctor` shows what is wrong.",
+            description="Red: a router does not reach Redis. Requests continue, but the router learns of no new "
+            "prefixes and workers. `baton doctor` shows what is wrong.",
             unit="short",
             queries={"{{instance}}": "min by (instance) (baton_redis_up{$cluster})"},
             kind=Kind.STATES,

@@ -16,10 +16,10 @@ HITS = Section(
     (
         Panel(
             title="Hit rate and its ceiling",
-            description="Share of the prompt tokens that a cache had, and the share that one which forgets nothing "
-            "would have had. "
-            "Far below the ceiling: caches are too small (few cached blocks left), or requests go where their past is "
-            "not. A low ceiling: the prompts have little in common.",
+            description="Share of the prompt tokens found in a cache, and the share that a cache without eviction "
+            "would have held. Far below the ceiling: caches are too small (few cached blocks left), or "
+            "requests are placed away from their prefixes. A low ceiling: the prompts have little in "
+            "common.",
             unit="percentunit",
             queries={"hit rate": f"{HIT} / ({PROMPT} > 0)", "ceiling": f"{CEILING} / ({PROMPT} > 0)"},
             width=16,
@@ -70,9 +70,9 @@ INDEX = Section(
     (
         Panel(
             title="Stale hints",
-            description="Share of the placements whose worker held less of the prompt than the index said. Above 5 "
-            "%: routers are "
-            "behind (mirror lag), or caches are so small that blocks go while requests are on their way.",
+            description="Share of the placements whose worker held less of the prompt than the index reported. Above "
+            "5 %: routers are behind (mirror lag), or caches are so small that blocks are evicted before "
+            "the request arrives.",
             unit="percentunit",
             queries={
                 "stale": "(sum(rate(baton_index_stale_hints_total{$cluster}[$__rate_interval])) or $zero) / "
@@ -90,9 +90,8 @@ INDEX = Section(
         ),
         Panel(
             title="Mirror lag",
-            description="Age of the newest ownership event that a router has not seen yet. Seconds: Redis or the "
-            "router is "
-            "overloaded; `baton status`, `baton doctor`.",
+            description="Age of the newest index event that a router has not processed yet. If it is seconds, Redis "
+            "or the router is overloaded: `baton status`, `baton doctor`.",
             unit="s",
             queries={"{{router}}": "max by (router) (baton_mirror_lag_seconds{$cluster})"},
             width=8,
@@ -100,9 +99,8 @@ INDEX = Section(
         ),
         Panel(
             title="Blocks a router believes in, and what workers have",
-            description="The mirror's view and the workers' own. Apart for minutes: the index is wrong for that "
-            "worker; restart "
-            "the router, or `baton drain WORKER`.",
+            description="Blocks of a worker according to the mirror, and the worker's own count. If they differ for "
+            "minutes, the index is wrong for that worker: restart the router, or `baton drain WORKER`.",
             unit="short",
             queries={
                 "mirror {{worker}}": "max by (worker) (baton_mirror_blocks{$cluster})",

@@ -24,8 +24,8 @@ REQUESTS = Section(
     (
         Panel(
             title="Requests by tenant",
-            description="Finished requests a second. A tenant that floods the cluster hurts itself first: refusals "
-            "go by weight.",
+            description="Finished requests a second. When the cluster is full, tenants above their weighted share "
+            "are refused first.",
             unit="reqps",
             queries={"{{tenant}}": requests()},
             is_stacked=True,
@@ -39,18 +39,17 @@ REQUESTS = Section(
         ),
         Panel(
             title="In time",
-            description="Share of a tenant's requests that met their objectives, without those cancelled and the "
-            "invalid. One "
-            "tenant alone: its class may be too tight for its prompts, or its weight too small for what it asks.",
+            description="Share of a tenant's requests that met their objectives; cancelled and invalid ones do not "
+            "count. If one tenant alone is low, its class may be too tight for its prompts, or its "
+            "weight too small for its load.",
             unit="percentunit",
             queries={"{{tenant}}": f"({MET} or 0 * {requests()}) / ({COUNTED} > 0)"},
             bad_below=0.99,
         ),
         Panel(
             title="Refused or made way",
-            description="Requests a second that a tenant was refused, and those let in that had to make way for "
-            "other tenants'. "
-            "Raise its `weight` in the tenants' file, or the pools.",
+            description="Requests a second of a tenant that were refused, and those admitted and then shed in favour "
+            "of other tenants. Raise its `weight` in the tenants' file, or enlarge the pools.",
             unit="reqps",
             queries={"refused {{tenant}}": f"{REFUSED} or $zero", "made way {{tenant}}": f"{SHED} or $zero"},
         ),
@@ -101,7 +100,7 @@ TOKENS = Section(
 DASHBOARD = Dashboard(
     name="tenants",
     title="Baton / Tenants",
-    description="Who asks how much, and who is served how well.",
+    description="Load and SLO attainment by tenant.",
     variables=(TENANT,),
     sections=(REQUESTS, TOKENS),
 )

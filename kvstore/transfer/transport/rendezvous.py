@@ -94,7 +94,7 @@ class RendezvousStore(Store):
         is_known = key in self._values or len(self._values) < _MAX_KEYS
         if not (is_known and _is_small(key, value) and self._is_well_formed(key, value)):
             self._fail(
-                f"the peer said {len(value)} bytes as {key[:40]!r}, which no such transport says while it is opened"
+                f"the peer sent {len(value)} bytes as {key[:40]!r}, which no such transport sends while it opens"
             )
 
     def _fail(self, why: str) -> None:

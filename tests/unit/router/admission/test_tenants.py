@@ -137,7 +137,7 @@ A, B = digest("a"), digest("b")
         (f"7: {{key_sha256: [{A}]}}", "tenant 7: the id must be a string"),
         (f'"": {{key_sha256: [{A}]}}', "tenant '': the id must be"),
         (f'"a\\nb": {{key_sha256: [{A}]}}', "the id must be a string of printable"),
-        (f"a: {{key_sha256: [{A}]}}\na: {{key_sha256: [{B}]}}", "tenant 'a' stands there twice"),
+        (f"a: {{key_sha256: [{A}]}}\na: {{key_sha256: [{B}]}}", "tenant 'a' is listed twice"),
         (f"a: {{key_sha256: [{A}]}}\nb: {{key_sha256: [{B}, {A}]}}", "tenants 'a' and 'b' have a key in common"),
     ],
 )

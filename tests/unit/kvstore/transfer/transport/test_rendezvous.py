@@ -121,12 +121,12 @@ async def test_no_value_of_a_sender_ends_a_worker(kind: str) -> None:
         ticket = await decode.expect("t", 160, list(range(10)))
         for garbage in damaged(kind, value):
             heard, took_s = await answers(ticket.kv_address, hello, Rendezvous(key, garbage))
-            assert f"the peer said {len(garbage)} bytes as '{key}'" in heard[-1].reason, heard
+            assert f"the peer sent {len(garbage)} bytes as '{key}'" in heard[-1].reason, heard
             assert type(transfer_error_of(heard[-1].reason)).__name__ in heard[-1].reason
             assert took_s < SOON_S
         for others in (said(kind)[RECEIVER][0], "", "0/7", "k" * 4000):
             heard, took_s = await answers(ticket.kv_address, hello, Rendezvous(others, value))
-            assert "which no such transport says" in heard[-1].reason
+            assert "which no such transport sends" in heard[-1].reason
             assert took_s < SOON_S
         await send(prefill, ticket, list(range(10)))
         assert await decode.ask("outcome")

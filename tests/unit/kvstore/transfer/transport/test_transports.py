@@ -403,7 +403,7 @@ def test_a_peer_that_says_what_no_such_link_says_ends_the_opening_at_once(kind: 
     if early:
         speaking.join()
     start = time.monotonic()
-    with pytest.raises(TransferError, match=f"1 bytes as '{keys[kind]}', which no such transport says") as error:
+    with pytest.raises(TransferError, match=f"1 bytes as '{keys[kind]}', which no such transport sends") as error:
         opens(kind, transport_end(store, pool(), WINDOW, 30.0, 30.0))
     assert not isinstance(error.value, TransferTimeout)
     assert time.monotonic() - start < 5.0
@@ -419,7 +419,7 @@ def test_what_a_peer_says_is_kept_as_far_as_any_link_would_say_it() -> None:
         for key, value in values.items():
             store.deliver(key, value)
         assert len(store._values) <= 1024
-        with pytest.raises(TransferError, match="which no such transport says"):
+        with pytest.raises(TransferError, match="which no such transport sends"):
             store.get("0/0")
 
 
