@@ -14,7 +14,7 @@ FAST_TESTS := tests/unit tests/contract
 # Among the unit tests of the hand-over some are slow. Which tests are begun first, marks say.
 OTHER_TESTS := tests/kube tests/helm tests/integration tests/chaos tests/observability tests/unit/kvstore/transfer
 # What has the mark, so that its processes import no more than that.
-CLOCK_TESTS := $(shell grep -rl --include='test_*.py' 'pytest.mark.clock' tests)
+CLOCK_TESTS := $(sort $(shell grep -rl --include='test_*.py' 'pytest.mark.clock' tests))
 SOAK := tests/chaos/test_streams.py
 export OMP_NUM_THREADS ?= 1
 
