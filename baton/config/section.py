@@ -137,9 +137,8 @@ def section(name: str = "") -> Callable[[type[T]], type[T]]:
                 raise ConfigError(_sentence(found, error, name)) from None
 
         found.__init__ = __init__
-        for (
-            each
-        ) in found.__dataclass_fields__.values():  # a section that extends this one reads its own docstrings only
+        # A section that extends this one reads its own docstrings only.
+        for each in found.__dataclass_fields__.values():
             each.metadata = MappingProxyType({"description": found.__pydantic_fields__[each.name].description})
         return typing.cast("type[T]", found)
 

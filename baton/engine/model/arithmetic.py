@@ -38,8 +38,8 @@ class ArithmeticRunner:
     before a layer is written: it stands for the computing.
     """
 
-    unknown_settings = frozenset({"kv_cache_gib", "tensor_parallel", "rank_timeout_s"})
-    """Settings that its engine does not know: its pool is counted in blocks, and it has one rank."""
+    unknown_settings = frozenset({"kv_cache_gib", "rank_timeout_s"})
+    """Settings that its engine does not know: its pool is counted in blocks, and its one rank waits for no other."""
 
     def __init__(
         self,

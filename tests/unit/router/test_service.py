@@ -99,7 +99,7 @@ class Router:
             await rpc.stop(0)
 
     async def refusal(self, message: inference_pb2.GenerateRequest) -> tuple[grpc.StatusCode, str]:
-        """With which gRPC ends the call."""
+        """The status and the message with which gRPC ends the call."""
         async with self.inference() as inference:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in inference.Generate(message, timeout=30):

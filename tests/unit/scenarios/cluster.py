@@ -21,7 +21,7 @@ from tests.unit.kvstore.transfer.peers import HOST, Worker
 from tests.unit.router.dispatch.scripted_workers import Bench, new_choice
 
 LIMIT_S = 60.0
-"""Of what a router does in one test, against a test that hangs."""
+"""Longest time that one wait of a test may take before the test counts as hanging."""
 
 
 @dataclass(frozen=True)

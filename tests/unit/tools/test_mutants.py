@@ -114,7 +114,7 @@ def test_a_test_that_is_not_there_is_an_error(
 
 
 def test_the_list_fits_the_tree() -> None:
-    """Whoever changes a line that it names sees it in `make check`; whether the faults are seen, `make chaos` shows."""
+    """A change of a line that the list names is seen in `make check`; `make chaos` tries the faults."""
     mutants.check(mutants.load())
 
 

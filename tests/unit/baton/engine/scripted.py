@@ -197,7 +197,7 @@ class ScriptedSequence:
 
     def __init__(self, engine: ScriptedEngine, spec: SequenceSpec, purpose: Purpose, key: int) -> None:
         self.blocks: list[list[int]] = [[] for _ in engine.spec.groups]
-        """Of each layer group."""
+        """The block table of each layer group."""
         self.has_left = False
         self._engine = engine
         self._spec = spec
