@@ -141,7 +141,7 @@ def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, requ
         assert left == 0
         assert fewest_left > 200, "they were to be moved in the middle"
         assert {stream.timing.decode_worker for stream in streams} == {"decode-1"}
-        assert not any(stream.timing.retries for stream in streams)
+        assert not any(stream.retries for stream in streams)
         assert num_again <= NUM_STREAMS * BLOCK_SIZE
         num_moved = metric(fleet.routers[0], "baton_migrations_total", 'pulled="true"') - num_moved
         assert num_moved == NUM_STREAMS
@@ -156,7 +156,7 @@ def test_sigterm_drains(split_fleet: Fleet) -> None:
             workers.add("decode-1")
             fleet.remove("decode-0", signal.SIGTERM)
             assert all(len(stream.tokens) < 600 for stream in streams)
-        assert {(stream.timing.decode_worker, stream.timing.retries) for stream in streams} == {("decode-1", 0)}
+        assert {(stream.timing.decode_worker, stream.retries) for stream in streams} == {("decode-1", 0)}
 
 
 def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun(split_fleet: Fleet) -> None:
@@ -168,7 +168,7 @@ def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun(split_fleet:
             workers.add("prefill-1")
             with control(fleet, "prefill-0") as worker:
                 assert worker.Drain(worker_pb2.DrainRequest(timeout_s=20)).num_left == 0
-        assert not any(stream.timing.retries for stream in streams)
+        assert not any(stream.retries for stream in streams)
 
 
 def test_roles_change_under_load_and_the_cache_stays(split_fleet: Fleet) -> None:
@@ -187,7 +187,7 @@ def test_roles_change_under_load_and_the_cache_stays(split_fleet: Fleet) -> None
             # decode-1 is the only one that prefills now. It has decoded, or not, but nobody has forgotten anything.
             stream_of(fleet, streams[0].prompt + [5] * 20, 4).served()
         assert {worker_id: process.pid for worker_id, process in fleet.workers.items()}.items() <= pids.items()
-        assert not any(stream.timing.retries for stream in streams)
+        assert not any(stream.retries for stream in streams)
 
 
 def test_a_flipped_worker_keeps_its_prefixes(aggregated_fleet: Fleet) -> None:
@@ -261,7 +261,7 @@ def test_a_worker_that_ends_waits_until_its_last_choice_has_moved(split_fleet: F
                 workers.add(f"decode-{number}")
                 fleet.remove(leaver, signal.SIGTERM)
                 leaver = f"decode-{number}"
-        assert {(stream.timing.decode_worker, stream.timing.retries) for stream in streams} == {("decode-4", 0)}
+        assert {(stream.timing.decode_worker, stream.retries) for stream in streams} == {("decode-4", 0)}
 
 
 def test_two_workers_that_leave_at_once_lose_no_kv(aggregated_fleet: Fleet) -> None:

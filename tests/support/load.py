@@ -91,6 +91,10 @@ class Stream:
         return self._thread is not None and not self._thread.is_alive()
 
     @property
+    def retries(self) -> int:
+        return self.timing.retries if self.timing else 0
+
+    @property
     def is_right(self) -> bool:
         """All tokens that were asked for have come, and are what the arithmetic model answers."""
         return self.tokens == expected_tokens(self.prompt, self.max_tokens)
