@@ -180,8 +180,8 @@ def test_the_decode_worker_dies_at_every_token(fleets: Fleets, mode: str) -> Non
             unfinished = [index for index, one in enumerate(killed) if one.num_drawn < num_to_draw]
             num_retried = sum(one.is_retried for one in killed)
             print(
-                f"{mode}, {kind}: killed at each of {num_tokens} tokens, {len(unfinished)} times while it was decoding, "
-                f"{num_retried} times placed again; "
+                f"{mode}, {kind}: killed at each of {num_tokens} tokens, {len(unfinished)} times while decoding, "
+                f"placed again {num_retried} times; "
                 f"longest gap {max(one.heard.longest_gap_s for one in killed) * 1e3:.0f} ms"
             )
             assert [index for index in unfinished if not killed[index].is_retried] == []
