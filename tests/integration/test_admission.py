@@ -12,11 +12,10 @@ import http.client
 import json
 import multiprocessing
 import signal
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Self
 
 import grpc
 import pytest
@@ -27,12 +26,11 @@ from baton.cluster import Role
 from baton.config import Config, RouterConfig, SloClassConfig, TransferConfig
 from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
-from baton.v1 import inference_pb2
 from deploy.worker.process import running
 from tests.chaos.fleet import Fleet, running_fleet
-from tests.integration.cluster import request
 from tests.integration.test_explain import explain
-from tests.support.asking import prompt_of, sampling
+from tests.support.asking import prompt_of
+from tests.support.load import Stream
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.clock
@@ -96,8 +94,18 @@ class SlowCluster:
         """A prompt that no cache holds a block of."""
         return prompt_of(next(self._seeds), num_tokens)
 
-    def ask(self, num_tokens: int, tenant: str = "large", **fields: Any) -> Asked:
-        return Asked(cluster=self, tenant=tenant, prompt=self.fresh(num_tokens), fields=fields)
+    def ask(self, num_tokens: int, tenant: str = "large", max_tokens: int = 4, **fields: Any) -> Asked:
+        return self.ask_for(self.fresh(num_tokens), tenant, max_tokens, **fields)
+
+    def ask_for(self, prompt: list[int], tenant: str, max_tokens: int, **fields: Any) -> Asked:
+        return Asked(
+            inference=self._fleet.inference,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            fields=fields,
+            metadata=(("authorization", f"Bearer {KEYS[tenant]}"),),
+            timeout_s=120.0,
+        ).start()
 
     def metric(self, name: str, *labels: str) -> float:
         samples = self._fleet.routers[0].metrics()
@@ -128,70 +136,19 @@ class SlowCluster:
         time.sleep(1.0)
 
 
-@dataclass(slots=True, kw_only=True)
-class Asked:
-    """A request that is answered in a thread of its own. Seconds since it was sent; infinite: never."""
+class Asked(Stream):
+    """A request of a tenant."""
 
-    cluster: SlowCluster
-    tenant: str
-    prompt: list[int]
-    fields: dict[str, Any]
-    tokens: list[int] = field(default_factory=list)
-    first_s: float = float("inf")
-    ended_s: float = float("inf")
-    first_at: float = float("inf")
-    """When, on the monotonic clock."""
-    error: grpc.RpcError | None = None
-    timing: Any = None
-    _thread: threading.Thread = field(init=False)
-    _call: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        settings = {"sampling": sampling(4), **self.fields}
-        if "slo" in settings:
-            settings["slo"] = inference_pb2.ServiceLevelObjective(**settings["slo"])
-        metadata = (("authorization", f"Bearer {KEYS[self.tenant]}"),)
-        began_s = time.monotonic()
-        message = request(token_ids=self.prompt, **settings)
-        self._call = self.cluster._fleet.inference.Generate(message, timeout=120, metadata=metadata)
-        self._thread = threading.Thread(target=self._read, args=(began_s,))
-        self._thread.start()
-
-    def _read(self, began_s: float) -> None:
-        try:
-            for message in self._call:
-                self.first_at = min(self.first_at, time.monotonic())
-                self.first_s = self.first_at - began_s
-                self.tokens += message.token_ids
-                self.timing = message.timing
-        except grpc.RpcError as error:
-            self.error = error
-        self.ended_s = time.monotonic() - began_s
-
-    @property
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def cancel(self) -> None:
-        self._call.cancel()
-
-    def wait(self) -> Asked:
-        self._thread.join(120)
-        assert self.is_over
-        return self
-
-    def served(self) -> Asked:
-        """To its end, with the right tokens."""
-        self.wait()
-        assert self.error is None, self.error
-        assert self.tokens == expected_tokens(self.prompt, len(self.tokens))
-        assert self.timing.retries == 0
+    def served(self) -> Self:
+        """To its end, with the right tokens, at the first attempt."""
+        super().served()
+        assert self.retries == 0
         return self
 
     def refused(self) -> float:
         """What it was told: in how many seconds to come back."""
         self.wait()
-        assert self.error is not None, "it was served"
+        assert isinstance(self.error, grpc.RpcError), self.error or "it was served"
         assert self.error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, self.error
         assert self.tokens == []
         trailers: Any = self.error.trailing_metadata() or ()
@@ -199,7 +156,7 @@ class Asked:
 
     @property
     def details(self) -> str:
-        return (self.error and self.error.details()) or ""
+        return (isinstance(self.error, grpc.RpcError) and self.error.details()) or ""
 
 
 @pytest.fixture(scope="module", params=["aggregated", "split"])
@@ -216,7 +173,7 @@ def slow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with running_fleet(TransferConfig(), router) as fleet:
         cluster = SlowCluster(fleet, roles)
         for num_tokens in (100, 400, 50, 200, 300, 150):  # from which workers learn what their steps take
-            cluster.ask(num_tokens, sampling=sampling(8)).served()
+            cluster.ask(num_tokens, max_tokens=8).served()
         cluster.rest()
         yield cluster
 
@@ -245,7 +202,7 @@ def test_whoever_would_come_too_late_is_refused_at_once_and_told_when_to_come_ba
         rejected = slow.metric("baton_requests_slo_total", 'outcome="rejected"', 'slo_class="custom"')
         asked = slow.ask(200, slo={"ttft_ms": 1500})
         retry_after_s = asked.refused()
-        assert asked.ended_s < 2.0, "at once"
+        assert asked.took_s < 2.0, "at once"
         assert 0.7 < retry_after_s < 6, "about 1.7 s too late; more where the machine is busy and steps take longer"
         assert "later than the objective of 1.5 s allows; try again later" in asked.details
         assert not any(one.is_over for one in before), "nobody has to go for one of the same tenant"
@@ -284,7 +241,7 @@ def test_a_higher_priority_goes_before_who_waits_and_costs_nobody_its_place(slow
         urgent = slow.ask(200, "urgent", priority=5, slo={"ttft_ms": 1500}).served()
         assert not any(one.is_over for one in before[1:])
         assert all(one.served() for one in before)
-        assert all(urgent.first_at < one.first_at for one in before[1:])
+        assert all(urgent.arrived_s[0] < one.arrived_s[0] for one in before[1:])
 
 
 def test_who_is_held_up_for_too_long_by_what_came_later_is_told(slow: SlowCluster) -> None:
@@ -294,7 +251,7 @@ def test_who_is_held_up_for_too_long_by_what_came_later_is_told(slow: SlowCluste
         held_up.refused()
         assert "no first token within 2.0 s; try again later" in held_up.details
         assert not urgent[-1].is_over
-        assert held_up.ended_s == pytest.approx(2.0, abs=0.7)
+        assert held_up.took_s == pytest.approx(2.0, abs=0.7)
         (told,) = explain(slow.grpc, "held-up")
         assert told["outcome"] == "refused: no first token within 2.0 s"
         assert all(one.served() for one in urgent)
@@ -355,13 +312,13 @@ def test_a_prompt_that_cannot_meet_its_objective_waits_for_all_others_but_not_fo
     with queue(slow, 3, 800):
         asked = slow.ask(1000, slo={"ttft_ms": 400})
         asked.refused()
-        assert asked.ended_s < 2.0
+        assert asked.took_s < 2.0
     with queue(slow, 1, 600) as before:
         hopeless = slow.ask(1200, slo={"ttft_ms": 600})
         time.sleep(0.1)
         other = slow.ask(300, slo={"ttft_ms": 3000})
-        last_s = hopeless.served().first_at
-        assert max(before[0].served().first_at, other.served().first_at) < last_s
+        last_s = hopeless.served().arrived_s[0]
+        assert max(before[0].served().arrived_s[0], other.served().arrived_s[0]) < last_s
 
 
 def test_who_is_let_in_and_meets_its_objective_counts_once_with_its_tokens(slow: SlowCluster) -> None:
@@ -369,11 +326,11 @@ def test_who_is_let_in_and_meets_its_objective_counts_once_with_its_tokens(slow:
     met = 'outcome="met"', 'slo_class="custom"'
     before = slow.metric("baton_requests_slo_total", *met), slow.metric("baton_tokens_slo_met_total")
     all_before = slow.metric("baton_requests_slo_total")
-    slow.ask(100, slo={"ttft_ms": 5000, "itl_ms": 1000}, sampling=sampling(7)).served()
+    slow.ask(100, slo={"ttft_ms": 5000, "itl_ms": 1000}, max_tokens=7).served()
     after = slow.metric("baton_requests_slo_total", *met), slow.metric("baton_tokens_slo_met_total")
     assert after == (before[0] + 1, before[1] + 7)
     missed = slow.metric("baton_requests_slo_total", 'outcome="itl_missed"')
-    slow.ask(100, slo={"ttft_ms": 5000, "itl_ms": 0.01}, sampling=sampling(7)).served()
+    slow.ask(100, slo={"ttft_ms": 5000, "itl_ms": 0.01}, max_tokens=7).served()
     assert slow.metric("baton_requests_slo_total", 'outcome="itl_missed"') == missed + 1
     assert slow.metric("baton_tokens_slo_met_total") == after[1]
     cancelled = slow.metric("baton_requests_slo_total", 'outcome="cancelled"')
@@ -404,13 +361,7 @@ def test_the_room_for_an_answer_is_what_answers_have_had(slow: SlowCluster) -> N
         prompt = slow.fresh(20)
         stop = expected_tokens(prompt, 3)[-1]
         settings = {"temperature": 0, "max_tokens": 300, "stop_token_ids": [stop]}
-        asked = Asked(
-            cluster=slow,
-            tenant="brisk",
-            prompt=prompt,
-            fields={"sampling": settings, "request_id": f"history-{number}"},
-        )
-        assert len(asked.served().tokens) <= 3
+        slow.ask_for(prompt, "brisk", 3, sampling=settings, request_id=f"history-{number}").served()
     (first,), (last,) = explain(slow.grpc, "history-0"), explain(slow.grpc, "history-19")
     assert last["num_expected_tokens"] == 64 <= first["num_expected_tokens"]
     assert (last["tenant"], last["slo_class"], last["ttft_objective_s"]) == ("brisk", "interactive", 2.0)

@@ -31,5 +31,5 @@ def test_pools_follow_the_load(model_dir: Path) -> None:
             told = json.loads(baton(cluster, "autoscale", "--dry-run", "--seconds", "2", "--json"))
             assert told["reasons"], told
         cluster.wait_for(has(1, 1), 90)
-        assert load.answers
+        assert load.num_served
         assert "autoscaler: 1:1 -> " in cluster.log

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -19,12 +17,12 @@ import pytest
 
 from baton.cluster import Role
 from baton.config import Config, EngineConfig, IndexConfig, RouterConfig, TransferConfig
-from baton.engine.model.arithmetic import expected_tokens
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.processes import die_with_parent
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import free_port, is_idle, request
-from tests.support.asking import metric
+from tests.support.asking import metric, prompt_of
+from tests.support.load import Stream
 from tests.support.waiting import wait_until
 
 STEP_MS = 10.0
@@ -32,65 +30,31 @@ NUM_STREAMS = 16
 BLOCK_SIZE = 16
 
 
-@dataclass(slots=True, kw_only=True)
-class Stream:
-    """A client's stream, read in a thread."""
-
-    prompt: list[int]
-    max_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    arrived_s: list[float] = field(default_factory=list)
-    retries: int = 0
-    decode_worker: str = ""
-
-    def read(self, fleet: Fleet) -> None:
-        message = request(token_ids=self.prompt, sampling={"max_tokens": self.max_tokens, "ignore_eos": True})
-        for part in fleet.inference.Generate(message, timeout=120):
-            now = time.monotonic()
-            self.tokens += part.token_ids
-            self.arrived_s += [now] * len(part.token_ids)
-            self.retries, self.decode_worker = part.timing.retries, part.timing.decode_worker
-
-    @property
-    def is_right(self) -> bool:
-        return self.tokens == expected_tokens(self.prompt, self.max_tokens)
-
-    def longest_gap_s(self) -> float:
-        return max(after - before for before, after in zip(self.arrived_s, self.arrived_s[1:], strict=False))
+def stream_of(fleet: Fleet, prompt: list[int], max_tokens: int) -> Stream:
+    return Stream(inference=fleet.inference, prompt=prompt, max_tokens=max_tokens, timeout_s=120)
 
 
-class Streams:
+@contextlib.contextmanager
+def streaming(fleet: Fleet, num_streams: int, max_tokens: int, num_prompt_tokens: int = 100) -> Iterator[list[Stream]]:
     """Streams that run while the block is entered; leaving it waits for their ends, and checks all of them."""
+    streams = [stream_of(fleet, prompt_of(i, num_prompt_tokens + i), max_tokens).start() for i in range(num_streams)]
+    try:
+        yield streams
+    finally:
+        for each in streams:
+            each.wait()
+    for each in streams:
+        each.served()
 
-    def __init__(self, fleet: Fleet, num_streams: int, max_tokens: int, num_prompt_tokens: int = 100) -> None:
-        rng = random.Random(3)
-        self.streams = [
-            Stream(prompt=[rng.randrange(1, 40_000) for _ in range(num_prompt_tokens + i)], max_tokens=max_tokens)
-            for i in range(num_streams)
-        ]
-        self._fleet = fleet
-        self._threads = ThreadPoolExecutor(num_streams)
-        self._reading: list[Future[None]] = []
 
-    def wait_for_tokens(self, num_tokens: int) -> None:
-        """Until each has so many."""
-        wait_until(
-            lambda: all(len(stream.tokens) >= num_tokens for stream in self.streams),
-            60.0,
-            every_s=0.01,
-            seen=lambda: [len(stream.tokens) for stream in self.streams],
-        )
-
-    def __enter__(self) -> Streams:
-        self._reading = [self._threads.submit(stream.read, self._fleet) for stream in self.streams]
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._threads.shutdown(wait=True)
-        if kind is None:
-            for reading in self._reading:
-                reading.result()
-            assert all(stream.is_right for stream in self.streams)
+def wait_for_tokens(streams: list[Stream], num_tokens: int) -> None:
+    """Until each has so many."""
+    wait_until(
+        lambda: all(len(stream.tokens) >= num_tokens for stream in streams),
+        60.0,
+        every_s=0.01,
+        seen=lambda: [(len(stream.tokens), stream.error) for stream in streams],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -158,17 +122,17 @@ def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, requ
     fleet: Fleet = request.getfixturevalue(f"{mode}_fleet")
     with working(fleet) as workers:
         num_moved = metric(fleet.routers[0], "baton_migrations_total", 'pulled="true"')
-        with Streams(fleet, NUM_STREAMS, max_tokens) as streams:
-            streams.wait_for_tokens(80)
+        with streaming(fleet, NUM_STREAMS, max_tokens) as streams:
+            wait_for_tokens(streams, 80)
             workers.add("decode-1")
             with control(fleet, "decode-0") as worker:
                 began_s = time.monotonic()
                 left = worker.Drain(worker_pb2.DrainRequest(timeout_s=30)).num_left
                 took_s = time.monotonic() - began_s
-            fewest_left = max_tokens - max(len(stream.tokens) for stream in streams.streams)
+            fewest_left = max_tokens - max(len(stream.tokens) for stream in streams)
         wait_until_idle(fleet)
-        num_known = sum(len(stream.prompt) + max_tokens - 1 for stream in streams.streams)
-        gap_s = max(stream.longest_gap_s() for stream in streams.streams)
+        num_known = sum(len(stream.prompt) + max_tokens - 1 for stream in streams)
+        gap_s = max(stream.longest_gap_s for stream in streams)
         num_again = computed_tokens(fleet) - num_known
         print(
             f"{mode}: drained in {took_s:.2f} s, at least {fewest_left} tokens before the ends; "
@@ -176,8 +140,8 @@ def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, requ
         )
         assert left == 0
         assert fewest_left > 200, "they were to be moved in the middle"
-        assert {stream.decode_worker for stream in streams.streams} == {"decode-1"}
-        assert not any(stream.retries for stream in streams.streams)
+        assert {stream.timing.decode_worker for stream in streams} == {"decode-1"}
+        assert not any(stream.retries for stream in streams)
         assert num_again <= NUM_STREAMS * BLOCK_SIZE
         num_moved = metric(fleet.routers[0], "baton_migrations_total", 'pulled="true"') - num_moved
         assert num_moved == NUM_STREAMS
@@ -187,24 +151,24 @@ def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, requ
 def test_sigterm_drains(split_fleet: Fleet) -> None:
     fleet = split_fleet
     with working(fleet) as workers:
-        with Streams(fleet, 4, 400) as streams:
-            streams.wait_for_tokens(40)
+        with streaming(fleet, 4, 700) as streams:
+            wait_for_tokens(streams, 40)
             workers.add("decode-1")
             fleet.remove("decode-0", signal.SIGTERM)
-            assert all(len(stream.tokens) < 300 for stream in streams.streams)
-        assert {(stream.decode_worker, stream.retries) for stream in streams.streams} == {("decode-1", 0)}
+            assert all(len(stream.tokens) < 600 for stream in streams)
+        assert {(stream.timing.decode_worker, stream.retries) for stream in streams} == {("decode-1", 0)}
 
 
 def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun(split_fleet: Fleet) -> None:
     fleet = split_fleet
     with working(fleet, step_ms=300) as workers:
         # Each is more than a step of the worker, so most of them wait for a while.
-        with Streams(fleet, 10, 2, num_prompt_tokens=500) as streams:
+        with streaming(fleet, 10, 2, num_prompt_tokens=500) as streams:
             time.sleep(1.0)
             workers.add("prefill-1")
             with control(fleet, "prefill-0") as worker:
                 assert worker.Drain(worker_pb2.DrainRequest(timeout_s=20)).num_left == 0
-        assert not any(stream.retries for stream in streams.streams)
+        assert not any(stream.retries for stream in streams)
 
 
 def test_roles_change_under_load_and_the_cache_stays(split_fleet: Fleet) -> None:
@@ -212,27 +176,25 @@ def test_roles_change_under_load_and_the_cache_stays(split_fleet: Fleet) -> None
     with working(fleet) as workers:
         workers.add("decode-1")
         pids = {worker_id: process.pid for worker_id, process in fleet.workers.items()}
-        with Streams(fleet, 8, 600) as streams:
-            streams.wait_for_tokens(20)
+        with streaming(fleet, 8, 600) as streams:
+            wait_for_tokens(streams, 20)
             for role in ("prefill", "decode", "prefill"):
                 with control(fleet, "decode-1") as worker:
                     worker.SetRole(worker_pb2.SetRoleRequest(role=role, timeout_s=20))
                 wait_until(lambda: role_of(fleet, "decode-1") == (role, "ready"))  # noqa: B023 - at once
                 time.sleep(0.5)
             fleet.remove("prefill-0", signal.SIGTERM)
-            asked = Stream(prompt=streams.streams[0].prompt + [5] * 20, max_tokens=4)
             # decode-1 is the only one that prefills now. It has decoded, or not, but nobody has forgotten anything.
-            asked.read(fleet)
-            assert asked.is_right
+            stream_of(fleet, streams[0].prompt + [5] * 20, 4).served()
         assert {worker_id: process.pid for worker_id, process in fleet.workers.items()}.items() <= pids.items()
-        assert not any(stream.retries for stream in streams.streams)
+        assert not any(stream.retries for stream in streams)
 
 
 def test_a_flipped_worker_keeps_its_prefixes(aggregated_fleet: Fleet) -> None:
     prompt = list(range(1, 200))
     fleet = aggregated_fleet
     with working(fleet) as workers:
-        Stream(prompt=prompt, max_tokens=2).read(fleet)  # decode-0 has computed it
+        stream_of(fleet, prompt, 2).served()  # decode-0 has computed it
         workers.add("decode-1")
         with control(fleet, "decode-0") as worker:
             worker.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=20))
@@ -247,8 +209,8 @@ def test_a_flipped_worker_keeps_its_prefixes(aggregated_fleet: Fleet) -> None:
 
 def test_a_worker_that_cannot_be_freed_keeps_its_role(split_fleet: Fleet) -> None:
     fleet = split_fleet
-    with working(fleet), Streams(fleet, 2, 900) as streams:
-        streams.wait_for_tokens(20)
+    with working(fleet), streaming(fleet, 2, 900) as streams:
+        wait_for_tokens(streams, 20)
         with control(fleet, "decode-0") as worker:
             with pytest.raises(grpc.RpcError, match="calls were still running on decode-0") as failed:
                 worker.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=0.3))
@@ -293,13 +255,13 @@ def test_a_worker_that_ends_waits_until_its_last_choice_has_moved(split_fleet: F
     fleet = split_fleet
     with working(fleet, step_ms=60) as workers:
         leaver = "decode-0"
-        with Streams(fleet, 2, 160) as streams:
+        with streaming(fleet, 2, 160) as streams:
             for number in range(1, 5):
-                streams.wait_for_tokens(20 * number)
+                wait_for_tokens(streams, 20 * number)
                 workers.add(f"decode-{number}")
                 fleet.remove(leaver, signal.SIGTERM)
                 leaver = f"decode-{number}"
-        assert {(stream.decode_worker, stream.retries) for stream in streams.streams} == {("decode-4", 0)}
+        assert {(stream.timing.decode_worker, stream.retries) for stream in streams} == {("decode-4", 0)}
 
 
 def test_two_workers_that_leave_at_once_lose_no_kv(aggregated_fleet: Fleet) -> None:
@@ -307,8 +269,8 @@ def test_two_workers_that_leave_at_once_lose_no_kv(aggregated_fleet: Fleet) -> N
     num_streams, num_prompt_tokens, max_tokens = 4, 1500, 600
     fleet = aggregated_fleet
     with working(fleet, "decode-0") as workers:
-        with Streams(fleet, num_streams, max_tokens, num_prompt_tokens) as streams:
-            streams.wait_for_tokens(20)
+        with streaming(fleet, num_streams, max_tokens, num_prompt_tokens) as streams:
+            wait_for_tokens(streams, 20)
             workers.add("decode-1")
             with control(fleet, "decode-0") as first, control(fleet, "decode-1") as second:
                 leaving = first.Drain.future(worker_pb2.DrainRequest(timeout_s=30))
@@ -317,7 +279,7 @@ def test_two_workers_that_leave_at_once_lose_no_kv(aggregated_fleet: Fleet) -> N
                 workers.add("decode-2")
                 assert leaving.result().num_left == 0
                 assert second.Drain(worker_pb2.DrainRequest(timeout_s=30)).num_left == 0
-        assert {stream.decode_worker for stream in streams.streams} == {"decode-2"}
+        assert {stream.timing.decode_worker for stream in streams} == {"decode-2"}
         wait_until_idle(fleet)
-        num_known = sum(len(stream.prompt) + max_tokens - 1 for stream in streams.streams)
+        num_known = sum(len(stream.prompt) + max_tokens - 1 for stream in streams)
         assert computed_tokens(fleet) - num_known <= 4 * num_streams * BLOCK_SIZE

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
+import itertools
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import redis
 
 from baton.cluster import Role, Worker
 from baton.config import RouterConfig, TransferConfig
-from baton.engine.model.arithmetic import expected_tokens
 from kvstore.index.keys import Keys
 from kvstore.leases.codec import decode_worker, encode
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.contract.garbage import index_of, leases_of, shared
-from tests.support.asking import prompt_of, sampling
+from tests.support.asking import prompt_of
+from tests.support.load import Clients, Requests, Stream
 
 NUM_CLIENTS = 3
 BETWEEN_S = 0.03
@@ -28,24 +27,14 @@ BETWEEN_S = 0.03
 @contextlib.contextmanager
 def asking(fleet: Fleet) -> Iterator[None]:
     """Clients that check every token, while the block is entered; a request that fails fails it."""
-    stop = threading.Event()
 
-    def ask(client: int) -> int:
-        num_served = 0
-        while not stop.is_set():
-            prompt = prompt_of(1000 * client + num_served, 50)
-            answer = fleet.routers[0].generate(token_ids=prompt, sampling=sampling(20))
-            assert answer.token_ids == expected_tokens(prompt, 20)
-            num_served += 1
-        return num_served
+    def script(client: int) -> Requests:
+        for turn in itertools.count():
+            yield Stream(inference=fleet.inference, prompt=prompt_of(1000 * client + turn, 50), max_tokens=20).served
 
-    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        serving = [pool.submit(ask, client) for client in range(NUM_CLIENTS)]
-        try:
-            yield
-        finally:
-            stop.set()
-        assert sum(task.result() for task in serving) > 50
+    with Clients(script, NUM_CLIENTS) as clients:
+        yield
+    assert clients.num_served > 50
 
 
 def test_garbage_ends_no_process_and_refuses_no_request() -> None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 import time
 import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,32 +24,15 @@ from baton.config import RouterConfig, TelemetryConfig, TransferConfig
 from baton.v1 import inference_pb2
 from router.slo import Stage
 from tests.chaos.fleet import Fleet, running_fleet
-from tests.integration.cluster import request
 from tests.integration.conftest import TraceReceiver
 from tests.support.asking import prompt_of
+from tests.support.load import Stream
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.clock
 
 STAGES = ("queue_s", "admission_s", "prefill_s", "transfer_s", "decode_s", "recovery_s")
 PHASES = {f"request.{stage}" for stage in Stage}
-
-
-@dataclass(slots=True, kw_only=True)
-class Asked:
-    """A request that is answered in a thread of its own."""
-
-    id: str
-    took_s: float = 0.0
-    timing: Any = None
-    error: Exception | None = None
-    tokens: list[int] = field(default_factory=list)
-    thread: threading.Thread = field(default_factory=threading.Thread)
-
-    def wait(self) -> None:
-        self.thread.join(60)
-        assert not self.thread.is_alive()
-        assert self.error is None, self.error
 
 
 class Injected:
@@ -79,40 +61,23 @@ class Injected:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
-    def ask(self, num_prompt: int, num_tokens: int, **slo: float) -> Asked:
+    def ask(self, num_prompt: int, num_tokens: int, **slo: float) -> Stream:
         """A prompt that no cache holds a block of."""
         return self.ask_for(prompt_of(next(self._seeds), num_prompt), num_tokens, **slo)
 
-    def ask_for(self, prompt: list[int], num_tokens: int, **slo: float) -> Asked:
-        asked = Asked(id=f"goodput-{next(self._numbers)}-{time.time_ns()}")
-        message = request(
-            request_id=asked.id,
-            token_ids=prompt,
-            sampling={"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True},
-            slo=inference_pb2.ServiceLevelObjective(**slo),
-        )
-        asked.thread = threading.Thread(target=self._read, args=(asked, message))
-        asked.thread.start()
-        return asked
+    def ask_for(self, prompt: list[int], num_tokens: int, **slo: float) -> Stream:
+        request_id = f"goodput-{next(self._numbers)}-{time.time_ns()}"
+        fields = {"request_id": request_id, "slo": inference_pb2.ServiceLevelObjective(**slo)}
+        return Stream(inference=self.fleet.inference, prompt=prompt, max_tokens=num_tokens, fields=fields).start()
 
-    def _read(self, asked: Asked, message: inference_pb2.GenerateRequest) -> None:
-        began_s = time.monotonic()
-        try:
-            for part in self.fleet.inference.Generate(message, timeout=60):
-                asked.tokens += part.token_ids
-                asked.timing = part.timing
-        except Exception as error:
-            asked.error = error
-        asked.took_s = time.monotonic() - began_s
-
-    def at_once(self, num: int, num_prompt: int, num_tokens: int, **slo: float) -> list[Asked]:
+    def at_once(self, num: int, num_prompt: int, num_tokens: int, **slo: float) -> list[Stream]:
         return [self.ask(num_prompt, num_tokens, **slo) for _ in range(num)]
 
-    def one_by_one(self, num: int, num_prompt: int, num_tokens: int, **slo: float) -> list[Asked]:
+    def one_by_one(self, num: int, num_prompt: int, num_tokens: int, **slo: float) -> list[Stream]:
         done = []
         for _ in range(num):
             done.append(self.ask(num_prompt, num_tokens, **slo))
-            done[-1].wait()
+            done[-1].served()
         return done
 
     def metric(self, name: str) -> dict[str, float]:
@@ -150,7 +115,7 @@ def own_workers(injected: Injected) -> Iterator[None]:
     injected.remove_workers()
 
 
-def slow_queue(injected: Injected) -> list[Asked]:
+def slow_queue(injected: Injected) -> list[Stream]:
     """Long prompts come first on the worker that computes them all."""
     injected.add(Role.PREFILL, arithmetic_token_ms=1.0)
     injected.add(Role.DECODE)
@@ -158,11 +123,11 @@ def slow_queue(injected: Injected) -> list[Asked]:
     time.sleep(0.3)
     late = injected.at_once(24, 20, 2, e2e_ms=400)
     for asked in before:
-        asked.wait()
+        asked.served()
     return late
 
 
-def slow_admission(injected: Injected) -> list[Asked]:
+def slow_admission(injected: Injected) -> list[Stream]:
     """One answer has the decode worker's blocks to itself for as long as it takes."""
     injected.add(Role.PREFILL)
     injected.add(Role.DECODE, num_blocks=40, arithmetic_step_ms=20.0)
@@ -170,29 +135,29 @@ def slow_admission(injected: Injected) -> list[Asked]:
     while not any(worker["running"] for worker in injected.fleet.client.status()["workers"]):
         time.sleep(0.02)
     late = injected.at_once(20, 100, 4, e2e_ms=700)
-    before.wait()
+    before.served()
     return late
 
 
-def slow_prefill(injected: Injected) -> list[Asked]:
+def slow_prefill(injected: Injected) -> list[Stream]:
     injected.add(Role.PREFILL, arithmetic_token_ms=2.0)
     injected.add(Role.DECODE)
     return injected.one_by_one(12, 120, 3, ttft_ms=180)
 
 
-def slow_transfer(injected: Injected) -> list[Asked]:
+def slow_transfer(injected: Injected) -> list[Stream]:
     injected.add(Role.PREFILL, "link_delay_ms=120")
     injected.add(Role.DECODE, "link_delay_ms=120")
     return injected.one_by_one(12, 100, 8, itl_ms=12)
 
 
-def slow_decode(injected: Injected) -> list[Asked]:
+def slow_decode(injected: Injected) -> list[Stream]:
     injected.add(Role.PREFILL)
     injected.add(Role.DECODE, arithmetic_step_ms=30.0)
     return injected.at_once(24, 40, 12, itl_ms=15)
 
 
-def lost_decode(injected: Injected) -> list[Asked]:
+def lost_decode(injected: Injected) -> list[Stream]:
     """The decode worker dies in the middle, and another one comes."""
     injected.add(Role.PREFILL)
     first = injected.add(Role.DECODE, arithmetic_step_ms=10.0)
@@ -205,7 +170,7 @@ def lost_decode(injected: Injected) -> list[Asked]:
     return streams
 
 
-def lost_prefill(injected: Injected) -> list[Asked]:
+def lost_prefill(injected: Injected) -> list[Stream]:
     """The worker with the prompts dies before any of them is computed; another one is there."""
     injected.add(Role.DECODE)
     first = injected.add(Role.PREFILL, arithmetic_token_ms=20.0)
@@ -217,7 +182,7 @@ def lost_prefill(injected: Injected) -> list[Asked]:
     return streams
 
 
-SCENES: dict[str, tuple[Callable[[Injected], list[Asked]], str, Stage]] = {
+SCENES: dict[str, tuple[Callable[[Injected], list[Stream]], str, Stage]] = {
     "queue": (slow_queue, "e2e_missed", Stage.QUEUE),
     "decode_admission": (slow_admission, "e2e_missed", Stage.DECODE_ADMISSION),
     "prefill": (slow_prefill, "ttft_missed", Stage.PREFILL),
@@ -237,7 +202,7 @@ def test_a_delay_is_blamed_on_the_stage_that_it_is_in(
     served_s, staged_s = (sum(injected.metric(metric).values()) for metric in SUMS)
     late = scene(injected)
     for asked in late:
-        asked.wait()
+        asked.served()
     new = injected.misses() - misses
     assert new.total() >= 0.9 * len(late), f"of {len(late)}, only {new} were late"
     assert new[outcome, stage] >= 0.99 * new.total(), new
@@ -267,7 +232,7 @@ def test_where_workers_do_both_a_lack_of_blocks_is_not_called_a_queue(model_dir:
         wait_until(lambda: any(worker["running"] for worker in fleet.client.status()["workers"]))
         late = injected.at_once(20, 100, 4, e2e_ms=700)
         for asked in [before, *late]:
-            asked.wait()
+            asked.served()
         misses = injected.misses()
         assert misses.total() >= 0.9 * len(late)
         assert misses["e2e_missed", Stage.DECODE_ADMISSION] >= 0.99 * misses.total(), misses
@@ -277,10 +242,10 @@ def test_where_workers_do_both_a_lack_of_blocks_is_not_called_a_queue(model_dir:
 SUMS = ("gen_ai_server_request_duration_seconds_sum", "baton_stage_duration_seconds_sum")
 
 
-def _whole_trace(receiver: TraceReceiver, asked: Asked) -> str:
+def _whole_trace(receiver: TraceReceiver, asked: Stream) -> str:
     """Checks a request's spans: phases follow one another from its begin to its end, and are as long as the client was
     told. Returns the stage that is blamed."""
-    root = _root(receiver, asked.id)
+    root = _root(receiver, asked.fields["request_id"])
     trace = [(who, span) for who, span in receiver.spans if span.trace_id == root.trace_id and span is not root]
     phases = [span for who, span in trace if who == "baton-router"]
     others = [(who, span) for who, span in trace if who != "baton-router"]
@@ -336,7 +301,7 @@ def test_log_lines_name_the_trace_of_their_request(
 ) -> None:
     """A worker dies, and the other one takes over."""
     for asked in lost_prefill(injected):
-        asked.wait()
+        asked.served()
     lines = [json.loads(line) for line in injected.fleet.routers[0].log.splitlines()]
     again = [line for line in lines if "is placed again" in line["message"]]
     assert again
@@ -370,7 +335,7 @@ def test_the_ceiling_of_the_prefix_cache_counts_answers_too(injected: Injected) 
         injected.add(Role.PREFILL)
         injected.add(Role.DECODE)
         asked = injected.ask_for([*prompt, *answer, *prompt_of(9, 16)] if goes_on else prompt, 24)
-        asked.wait()
+        asked.served()
         answer = asked.tokens
         now = [sum(injected.metric(name).values()) for name in names]
         assert [after - value for after, value in zip(now, before, strict=True)] == [ceiling, 0]
@@ -381,7 +346,7 @@ def test_the_ceiling_of_the_prefix_cache_counts_answers_too(injected: Injected) 
 def test_vllms_names_are_there_where_they_are_asked_for(injected: Injected) -> None:
     injected.add(Role.PREFILL)
     injected.add(Role.DECODE)
-    injected.ask(40, 4).wait()
+    injected.ask(40, 4).served()
     answered = sum(injected.metric("vllm:request_success_total").values())
     assert answered == sum(injected.metric("baton_finished_choices_total").values()) > 0
     ours = injected.metric("gen_ai_server_time_to_first_token_seconds_count")

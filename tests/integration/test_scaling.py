@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from baton.engine.model.arithmetic import expected_tokens
 from baton.errors import BatonError, Conflict, InvalidRequest, NoController
 from deploy.cli.app import app
 from deploy.operator.client import Client
-from tests.integration.cluster import Answer, Cluster, running_cluster
+from tests.integration.cluster import Cluster, running_cluster
 from tests.support.asking import prompt_of, sampling
+from tests.support.load import Clients, Requests, Stream
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
@@ -40,44 +40,28 @@ def cluster(model_dir: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-class Load:
+class Load(Clients):
     """Clients that ask one request after the other while the block is entered; every answer is checked."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._stop = threading.Event()
-        self._threads = ThreadPoolExecutor(NUM_CLIENTS)
-        self.answers: list[Answer] = []
+        self._served: list[Stream] = []
+        super().__init__(self._ask, NUM_CLIENTS)
 
-    def __enter__(self) -> Load:
-        self._clients = [self._threads.submit(self._ask, number) for number in range(NUM_CLIENTS)]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for client in self._clients:
-            client.result()
-        self._threads.shutdown()
-
-    def until_served_by(self, role: str, worker_ids: set[str], timeout_s: float = 60.0) -> None:
+    def until_served_by(self, role: str, worker_ids: set[str]) -> None:
         """Until one of these workers has served a request."""
-        num_seen, deadline = 0, time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            latest = self.answers[num_seen:]
-            num_seen += len(latest)
-            if any(getattr(answer.timing, f"{role}_worker") in worker_ids for answer in latest):
-                return
-            time.sleep(0.02)
-        raise AssertionError(f"none of {worker_ids} has served a request within {timeout_s} s")
+        wait_until(
+            lambda: any(getattr(each.timing, f"{role}_worker") in worker_ids for each in self._served),
+            60.0,
+            seen=lambda: f"none of {worker_ids} has served a request; {self.failures[:5]}",
+        )
 
-    def _ask(self, number: int) -> None:
-        round_number = 0
-        while not self._stop.is_set():
-            prompt = prompt_of(10_000 * number + round_number, 200)
-            answer = self._cluster.generate(token_ids=prompt, sampling=sampling(NUM_TOKENS))
-            assert answer.token_ids == expected_tokens(prompt, NUM_TOKENS)
-            self.answers.append(answer)
-            round_number += 1
+    def _ask(self, number: int) -> Requests:
+        for turn in itertools.count():
+            prompt = prompt_of(10_000 * number + turn, 200)
+            stream = Stream(inference=self._cluster.inference, prompt=prompt, max_tokens=NUM_TOKENS, timeout_s=120.0)
+            yield stream.served
+            self._served.append(stream)
 
 
 def pids(status: Status) -> dict[str, int]:
@@ -140,7 +124,7 @@ def test_a_pool_grows_and_shrinks_under_load_and_nobody_notices(cluster: Cluster
         shrunk = pids(cluster.wait_for(has(1, 1)))
     assert shrunk.items() <= grown.items(), "a worker was started again"
     assert shrunk[roles[other]] == before[roles[other]]
-    assert len(load.answers) > NUM_CLIENTS
+    assert load.num_served > NUM_CLIENTS
 
 
 def test_a_drained_worker_is_replaced_before_it_goes(cluster: Cluster) -> None:
@@ -150,7 +134,7 @@ def test_a_drained_worker_is_replaced_before_it_goes(cluster: Cluster) -> None:
         after = cluster.wait_for(has(1, 1))
     assert before["id"] not in pids(after)
     wait_until(lambda: not psutil.pid_exists(before["pid"]))  # it has left before its process ends
-    assert load.answers
+    assert load.num_served
 
 
 def test_a_worker_changes_pools_with_its_cache(cluster: Cluster) -> None:

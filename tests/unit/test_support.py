@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
+
 import pytest
 
 from baton.cluster import Role
+from baton.engine.model.arithmetic import expected_tokens
+from baton.v1 import inference_pb2
 from tests.support import builders
+from tests.support.load import Clients, Requests, Stream
 from tests.support.waiting import until, wait_until
 
 
@@ -50,3 +58,82 @@ def test_builders_take_every_field_to_its_place() -> None:
         builders.sequence_spec(unknown=1)
     assert builders.claim(priority=2).priority == 2
     assert builders.cluster_status(builders.worker("a")).workers[0].info.id == "a"
+
+
+class _Router:
+    """Answers every request with the tokens that it was given, and then fails, or does not."""
+
+    def __init__(self, tokens: list[int], error: Exception | None = None) -> None:
+        self._tokens = tokens
+        self._error = error
+
+    def Generate(self, message: Any, **_: Any) -> Iterator[Any]:  # noqa: N802 - the service's own name
+        for token in self._tokens:
+            yield inference_pb2.GenerateResponse(token_ids=[token])
+        if self._error is not None:
+            raise self._error
+
+
+def stream(tokens: list[int], error: Exception | None = None) -> Stream:
+    return Stream(inference=cast(Any, _Router(tokens, error)), prompt=[1, 2], max_tokens=3)
+
+
+def test_a_stream_is_served_if_every_token_is_right_and_no_error_came() -> None:
+    right = expected_tokens([1, 2], 3)
+    heard = stream(right).served()
+    assert (heard.tokens, len(heard.arrived_s)) == (right, 3)
+    assert heard.first_s <= heard.took_s < 60
+    with pytest.raises(AssertionError, match="2 tokens, and wrong ones"):
+        stream(right[:2]).served()
+    with pytest.raises(AssertionError, match="3 tokens, and wrong ones"):
+        stream([*right[:2], right[2] + 1]).served()
+    with pytest.raises(AssertionError, match="ValueError: broken"):
+        stream(right, ValueError("broken")).served()
+
+
+def test_clients_ask_until_the_block_ends() -> None:
+    ended = []
+
+    def script(number: int) -> Requests:
+        try:
+            while True:
+                yield lambda: time.sleep(0.001)
+        finally:
+            ended.append(number)
+
+    with Clients(script, 3) as clients:
+        wait_until(lambda: clients.num_served > 10)
+    assert sorted(ended) == [0, 1, 2]
+    num_served = clients.num_served
+    time.sleep(0.02)
+    assert clients.num_served == num_served
+
+
+def test_a_failed_request_fails_the_block_and_the_client_goes_on() -> None:
+    def script(number: int) -> Requests:
+        yield partial(int, "no number")
+        while True:
+            yield lambda: time.sleep(0.001)
+
+    with (
+        pytest.raises(AssertionError, match=r"1 failures: .*ValueError: invalid literal"),
+        Clients(script, 1) as clients,
+    ):
+        wait_until(lambda: clients.num_served > 2)
+
+
+def test_a_script_that_breaks_fails_the_block() -> None:
+    def script(number: int) -> Requests:
+        yield lambda: None
+        raise KeyError("script")
+
+    with pytest.raises(AssertionError, match="KeyError: 'script'"), Clients(script, 1) as clients:
+        wait_until(lambda: clients.failures)
+
+
+def test_what_the_block_raises_is_not_hidden_by_what_clients_have_seen() -> None:
+    def script(number: int) -> Requests:
+        yield partial(int, "no number")
+
+    with pytest.raises(ZeroDivisionError), Clients(script, 1) as clients:
+        wait_until(lambda: 1 // 0 if clients.failures else 0)
