@@ -16,10 +16,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from ctypes import c_double
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import RawArray
 from typing import Any, Self
 
 import psutil
@@ -39,6 +42,7 @@ from baton.config import (
     TransferConfig,
     load,
 )
+from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import Fenced
 from baton.rpc import RpcServer
@@ -161,9 +165,45 @@ class Clients:
             assert not thread.is_alive(), "a request hangs"
 
 
+class Progress:
+    """What a worker's engine has done, in memory shared with the tests: it can be read when the worker is dead."""
+
+    def __init__(self) -> None:
+        self._shared = RawArray(c_double, 2)
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens drawn since the worker's start, counted before they are sent."""
+        return int(self._shared[0])
+
+    @property
+    def step_began_s(self) -> float:
+        """Begin of the latest step, on the monotonic clock, which is the same in all processes."""
+        return self._shared[1]
+
+    def begins(self) -> None:
+        self._shared[1] = time.monotonic()
+
+    def has_drawn(self, num_tokens: int) -> None:
+        self._shared[0] += num_tokens
+
+
+class NotingRunner(ArithmeticRunner):
+    """The arithmetic engine, which notes its progress."""
+
+    progress: Progress
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        self.progress.begins()
+        output = super().execute(step, on_layer_done)
+        self.progress.has_drawn(sum(map(len, output.sampled_token_ids)))
+        return output
+
+
 class Fleet:
     """Attributes:
     client, inference: of the first router.
+    progress: of the engine of each worker, also of those that have died.
     """
 
     def __init__(
@@ -178,6 +218,7 @@ class Fleet:
         self._numbers = {role: itertools.count() for role in Role}
         self.redis = redis
         self.workers: dict[str, multiprocessing.process.BaseProcess] = {}
+        self.progress: dict[str, Progress] = {}
         self.routers = [
             RouterProcess(
                 replace(
@@ -206,9 +247,13 @@ class Fleet:
             behind: how routers and other workers reach its gRPC server.
         """
         worker_id = worker_id or f"{role}-{next(self._numbers[role])}"
+        self.progress[worker_id] = Progress()
         process = _PROCESSES.Process(
             target=run_worker,
-            args=(role, worker_id, (config or self.config).to_json(), behind and (behind.port, behind.target)),
+            args=(
+                *(role, worker_id, (config or self.config).to_json(), self.progress[worker_id]),
+                behind and (behind.port, behind.target),
+            ),
             name=worker_id,
             daemon=True,
         )
@@ -306,7 +351,7 @@ def running_fleet(
         assert not alive, f"left behind: {alive}"
 
 
-def run_worker(role: Role, worker_id: str, config_json: str, ports: tuple[int, int] | None) -> None:
+def run_worker(role: Role, worker_id: str, config_json: str, progress: Progress, ports: tuple[int, int] | None) -> None:
     """The worker's process.
 
     Args:
@@ -315,7 +360,7 @@ def run_worker(role: Role, worker_id: str, config_json: str, ports: tuple[int, i
     if ports:
         _announce_other_port(*ports)
     try:
-        uvloop.run(_serve(Role(role), worker_id, Config.from_json(config_json)))
+        uvloop.run(_serve(Role(role), worker_id, Config.from_json(config_json), progress))
     except* Fenced:
         sys.exit(FENCED)
 
@@ -331,16 +376,18 @@ def _announce_other_port(announced: int, listens: int) -> None:
     RpcServer.bind = bind_there  # type: ignore[method-assign]
 
 
-async def _serve(role: Role, worker_id: str, config: Config) -> None:
+async def _serve(role: Role, worker_id: str, config: Config, progress: Progress) -> None:
     torch.set_num_threads(1)
 
-    def build(config: Config) -> ArithmeticRunner:
-        return ArithmeticRunner(
+    def build(config: Config) -> NotingRunner:
+        runner = NotingRunner(
             config.engine.num_blocks,
             max_num_seqs=config.engine.max_num_seqs,
             num_layers=NUM_LAYERS,
             layer_s=config.engine.arithmetic_step_ms / 1e3 / NUM_LAYERS,
             token_s=config.engine.arithmetic_token_ms / 1e3,
         )
+        runner.progress = progress
+        return runner
 
     await serve(config, role, worker_id, "127.0.0.1", build=build)
