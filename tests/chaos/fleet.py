@@ -15,12 +15,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import torch
@@ -134,29 +133,6 @@ def _keep_redis(port: int, orders: Connection) -> None:
             obey[order]()
             orders.send(True)
     orders.send(True)
-
-
-class Clients:
-    """Threads that ask while the block is entered.
-
-    Args:
-        ask: what each of them does, by its number, until `_stop` is set.
-    """
-
-    def __init__(self, ask: Callable[[int], None], num_clients: int) -> None:
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=ask, args=(number,)) for number in range(num_clients)]
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120)
-            assert not thread.is_alive(), "a request hangs"
 
 
 class Fleet:
