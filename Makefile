@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on
+# What is used is compiled when it is first imported. Most of what these bring never is, so compiling it all only costs.
+PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --progress-bar on
 STAMP := $(VENV)/.installed
 TORCH := 2.13.0
 # Asked beside pip's own indexes where there is no NVIDIA driver: PyPI has only the build that brings CUDA, gigabytes of it.
@@ -17,6 +18,8 @@ OTHER_TESTS := tests/kube tests/helm tests/integration tests/chaos tests/observa
 CLOCK_TESTS := $(sort $(shell grep -rl --include='test_*.py' 'pytest.mark.clock' tests))
 SOAK := tests/chaos/test_streams.py
 export OMP_NUM_THREADS ?= 1
+# Some machines set it, and each of the many processes that start here would compile every module that it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test chaos check proto bench clean install
 
@@ -41,11 +44,11 @@ $(STAMP): pyproject.toml
 serve: $(STAMP)
 	@$(BIN)/baton up --ask "The capital of France is"
 
-# What these hold against the clock, others beside them would hold up: they run by themselves, two at a time, since most
-# of them wait most of the time.
+# What these hold against the clock, others beside them would hold up: they run by themselves, three at a time, since
+# most of them wait most of the time. The rest waits for a part of its time: more processes than processors.
 test: check
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m 'clock and not chaos' $(CLOCK_TESTS)
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations 25 \
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m 'clock and not chaos' $(CLOCK_TESTS)
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder --durations 25 \
 		-m 'not fast and not clock and not chaos' $(OTHER_TESTS)
 
 # Everything that is marked `chaos`, ten minutes of faults under load, every property with twenty times its examples, and
@@ -63,7 +66,7 @@ check: $(STAMP) proto-is-current
 	PATH=$(BIN):$$PATH $(BIN)/lint-imports
 	$(BIN)/buf lint proto
 	.ci/buf-breaking $(BIN)/buf
-	@$(BIN)/mypy & types=$$!; $(PYTEST) -q -n 2 -m fast $(FAST_TESTS); tests=$$?; wait $$types && exit $$tests
+	@$(BIN)/mypy & types=$$!; $(PYTEST) -q -n 4 -m fast $(FAST_TESTS); tests=$$?; wait $$types && exit $$tests
 
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \

@@ -11,9 +11,9 @@
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
     ├── WorkerDraining             UNAVAILABLE          503   a worker takes no new work; another may serve
     ├── NoController               UNAVAILABLE          503   nobody is there who could change the pools
-    ├── Conflict                   FAILED_PRECONDITION  503   an order that does not fit what runs; the reason is told
+    ├── Conflict                   FAILED_PRECONDITION  503   an order does not fit what runs; the message says why
     ├── TransferError              ABORTED              503   KV did not arrive; the prompt is recomputed elsewhere
-    │   ├── TransferCancelled      ABORTED              503   nothing failed: whoever wanted it does not any more
+    │   ├── TransferCancelled      ABORTED              503   nothing failed: the KV is no longer wanted
     │   ├── TransferRefused        FAILED_PRECONDITION  503   the two sides do not fit, and the message says why
     │   ├── TransferCorrupted      DATA_LOSS            503   a chunk failed its header or checksum test
     │   └── TransferTimeout        DEADLINE_EXCEEDED    503   one operation took too long

@@ -132,8 +132,8 @@ def available_memory(
         own: the kernel's list of the cgroups of this process.
     """
     if machine is None:
-        told = psutil.virtual_memory()
-        machine = told.available, told.total
+        reported = psutil.virtual_memory()
+        machine = reported.available, reported.total
     limits = [machine, *_cgroups_limits(cgroups, own)]
     return min(min(left for left, _ in limits), int(share * min(most for _, most in limits)))
 

@@ -41,8 +41,8 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], Non
 
 def tell_parent(ready_fd: int, **values: object) -> None:
     """Reports to the parent: one line of JSON on an inherited descriptor, for which the parent waits."""
-    with os.fdopen(ready_fd, "w") as told:
-        told.write(json.dumps(values) + "\n")
+    with os.fdopen(ready_fd, "w") as reports:
+        reports.write(json.dumps(values) + "\n")
 
 
 def why_taken(host: str, port: int) -> str:

@@ -1,4 +1,4 @@
-"""The life of a request, told once and in order. The code below reads in the same order.
+"""Serves a request from its arrival to its end. The code below reads in the order of these steps.
 
 1. Admit. The API has identified the tenant (`router.admission.tenants`). Check model, id and sampling; take a slot, or
    refuse at once with Retry-After.

@@ -73,15 +73,15 @@ def metrics_seen(scraped: Mapping[str, Samples | None]) -> Iterator[Check]:
 
 def versions(found: Mapping[str, str], ours: str) -> Iterator[Check]:
     """Args:
-    found: who -> its version, of those that tell.
-    ours: of the distribution that this command is from.
+    found: process -> its version, of the processes that report one.
+    ours: version of the distribution that this command is from.
     """
     several = redis.by_value((who, version) for who, version in found.items())
     if len(several) > 1:
         yield Check(
             "versions",
             "warn",
-            redis.told(several),
+            redis.listed(several),
             "well while an upgrade is under way; else upgrade those that are behind",
         )
     elif several and ours not in several:

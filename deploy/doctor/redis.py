@@ -176,7 +176,7 @@ def server(url: str, seen: Look | BatonError) -> Iterator[Check]:
     )
     numbers = tuple(int(part) for part in facts.version.split(".")[:2])
     yield judged("redis version", numbers >= OLDEST, version, "Baton needs Redis 6.2 or newer, or Valkey")
-    # Under any other policy it drops leases and owners when memory is short, and tells nobody.
+    # Under any other policy it drops leases and owners when memory is short, and reports it to no process.
     yield judged(
         "redis eviction",
         facts.policy == NEVER_EVICT,
@@ -297,7 +297,7 @@ def kv_compatibility(workers: Sequence[Worker]) -> Iterator[Check]:
             yield Check(
                 "context of the workers",
                 "warn",
-                told(lengths),
+                listed(lengths),
                 "the shortest limits the cluster: give all workers the same engine.max_model_len and "
                 "engine.kv_cache_gib",
             )
@@ -311,7 +311,7 @@ def kv_kinds(kinds: dict[str, list[str]]) -> Check:
         return Check(
             "kv compatibility",
             "fail",
-            f"{len(kinds)} kinds of KV: {told(kinds)}",
+            f"{len(kinds)} kinds of KV: {listed(kinds)}",
             "workers of different kinds refuse each other's KV, and such requests are computed again: bring "
             "all to one release and one model revision (helm upgrade, or `baton drain` one after the other)",
         )
@@ -329,7 +329,7 @@ def shapes(workers: Sequence[tuple[str, str, int, int]]) -> Iterator[Check]:
                 yield Check(
                     f"{name} in pool {role}",
                     "warn",
-                    told(found),
+                    listed(found),
                     "they work together, but not at the same pace: give a pool one configuration",
                 )
 
@@ -342,5 +342,5 @@ def by_value(pairs: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
     return dict(found)
 
 
-def told(found: dict[str, list[str]]) -> str:
+def listed(found: dict[str, list[str]]) -> str:
     return "; ".join(f"{value}: {names(who)}" for value, who in sorted(found.items()))

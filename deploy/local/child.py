@@ -62,12 +62,12 @@ class Child:
             arguments: arguments for this start alone.
             ready_fd: a descriptor that it inherits, passed as `--ready-fd`.
         """
-        told = ("--ready-fd", str(ready_fd)) if ready_fd is not None else ()
+        report_to = ("--ready-fd", str(ready_fd)) if ready_fd is not None else ()
         self._began_s = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             *arguments,
-            *told,
+            *report_to,
             env=self._environment,
             pass_fds=[ready_fd] if ready_fd is not None else [],
             preexec_fn=die_with_parent(self._on_orphaned),
@@ -82,13 +82,13 @@ class Child:
         """
         reading, writing = os.pipe()
         reader = asyncio.StreamReader()
-        with os.fdopen(reading) as told:
+        with os.fdopen(reading) as reports:
             try:
                 await self.start(ready_fd=writing)
             finally:
                 os.close(writing)
             protocol = asyncio.StreamReaderProtocol(reader)
-            transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, told)
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, reports)
             try:
                 line = await reader.readline()
             finally:

@@ -57,14 +57,14 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
     try:
         drained_by: ControllerInfo | None = None
         known_s = time.monotonic()
-        told: set[str] = set()
-        """To end: a second time would end them undrained."""
+        ordered: set[str] = set()
+        """Workers that have been ordered to end: a second order would end them undrained."""
         while here and time.monotonic() < deadline_s:
             controller = await _controller(leases)
             if controller is not None:
                 known_s = time.monotonic()
             elif time.monotonic() - known_s > NO_CONTROLLER_S:
-                told |= _end({worker_id: here[worker_id] for worker_id in here.keys() - told})
+                ordered |= _end({worker_id: here[worker_id] for worker_id in here.keys() - ordered})
             if controller is not None and (drained_by is None or controller.address != drained_by.address):
                 drained_by = controller if await _drain(here, controller) else None
             await asyncio.sleep(POLL_S)

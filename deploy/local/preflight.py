@@ -121,14 +121,14 @@ def visible_gpus(environ: Mapping[str, str]) -> list[int] | None:
     if visible is not None and visible.strip() in ("", "-1"):
         return []
     try:
-        told = subprocess.run(
+        report = subprocess.run(
             ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             check=True,
             timeout=ANSWER_S,
         ).stdout
-        free = [int(line) * 2**20 for line in told.splitlines()]
+        free = [int(line) * 2**20 for line in report.splitlines()]
         return free if visible is None else [free[int(number)] for number in visible.split(",")]
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None

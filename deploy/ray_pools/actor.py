@@ -76,11 +76,11 @@ class WorkerActor:
 
     async def _start(self) -> dict[str, Any]:
         reading, writing = os.pipe()
-        with os.fdopen(reading) as told:
+        with os.fdopen(reading) as reports:
             process = self._process = self._spawn(writing)
             os.close(writing)
             self._ended = asyncio.create_task(asyncio.to_thread(process.wait))
-            line = await asyncio.to_thread(told.readline)
+            line = await asyncio.to_thread(reports.readline)
         if not line:
             raise WorkerFailed(f"{self._worker_id} ended before it was ready; its log says why")
         values: dict[str, Any] = json.loads(line)

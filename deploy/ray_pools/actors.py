@@ -173,7 +173,7 @@ class RayActors:
                         raise WorkerFailed(f"its name is still taken after {NAME_TAKEN_S:g} s") from error
                     await asyncio.sleep(RETRY_S)
         except (WorkerFailed, ray.exceptions.RayError) as error:
-            with contextlib.suppress(WorkerFailed):  # whoever has the name is not known to us, and would keep it
+            with contextlib.suppress(WorkerFailed):  # the actor that has the name is not known here, and would keep it
                 await self.kill(await self.get(worker_id))
             raise WorkerFailed(f"Ray has not made the actor {worker_id}: {first_line(error)}") from error
 

@@ -61,7 +61,7 @@ async def _run(client: Client, config: Config, seconds: float, watch: bool, as_j
         return status_of(await asyncio.to_thread(client.status))
 
     autoscaler = Autoscaler(config, observe, _NoOrders(), on_decided=lambda decision: show(decision, as_json))
-    await observe()  # whoever cannot be reached is told of at once
+    await observe()  # what cannot be reached is reported at once
     if watch:
         await autoscaler.run()
     await autoscaler.step()

@@ -71,7 +71,7 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
                         f"{num_left} calls were still running on {member.worker_id} after {timeout_s:g} s; "
                         f"it stays a {member.role} worker"
                     )
-            except BaseException:  # cancelled, too: whoever gave the order may be gone
+            except BaseException:  # cancelled, too: the caller may be gone
                 self._stay(member.role)
                 raise
             self._stay(role)

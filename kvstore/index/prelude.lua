@@ -3,9 +3,9 @@
 -- A script that stops at a value of a wrong type would stop at it for ever, and half done: Redis undoes nothing.
 local garbage = {} -- keys at which something else lay than should, each once
 
-local function tell(key)
-  for _, told in ipairs(garbage) do
-    if told == key then return end
+local function report(key)
+  for _, reported in ipairs(garbage) do
+    if reported == key then return end
   end
   garbage[#garbage + 1] = key
 end
@@ -13,7 +13,7 @@ end
 local function is(key, kind)
   local found = redis.call('TYPE', key).ok
   if found == kind or found == 'none' then return true end
-  tell(key)
+  report(key)
   return false
 end
 
@@ -27,14 +27,15 @@ local function natural(text, most, key) -- nil: there is none
   if not text then return nil end
   local number = #text <= 16 and string.match(text, '^%d+$') and tonumber(text)
   if number and number <= most then return number end
-  tell(key)
+  report(key)
   return nil
 end
 
 local MAX_EPOCH = 4398046511104 -- 2^42 ms: the year 2109
 local MAX_SEQ = 9007199254740991 -- 2^53 - 1: beyond it numbers are not exact
 
--- Without the set of ids nobody is listed until it renews, as after a loss of the store's state; so it is told like one.
+-- Without the set of ids no worker is listed until it renews. The same follows a loss of the store's state, so the loss of
+-- the set is reported as one.
 local function enlist(id, ids, boot)
   if make_room(ids, 'set') then redis.call('UNLINK', boot) end
   redis.call('SADD', ids, id)

@@ -4,8 +4,8 @@ engine step -> stored / removed / cleared -> pending (bounded) -> apply, one eve
                                                   |
    too many, RESYNC, or Redis away: forget them --+--> a snapshot, once it can be published
 
-Pending is only what last became of each key. So however many steps the engine has made during a slow round trip, what
-they changed is told in the next few, and others do not hear of the past while the present waits in a queue.
+Pending holds only the latest change of each key. So however many steps the engine has made during a slow round trip,
+the next few events carry what they changed, and no queue of past changes delays the present ones.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class _Lengths:
     def add(self, num_tokens: int) -> None:
         self._latest.append(num_tokens)
         self._num_new += 1
-        if self._num_new >= ENOUGH:  # sorting at each request would cost more than it tells
+        if self._num_new >= ENOUGH:  # sorting at each request would cost more than it shows
             self._num_new, self._quantile = 0, None
 
     @property

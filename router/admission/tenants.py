@@ -14,9 +14,9 @@ The tenants stand in one YAML file (`router.tenants_file`), read once at start:
       key_sha256: [HASH]
       operator: true                   # may change the pools
 
-A HASH is the SHA-256 of a key, as `printf %s KEY | sha256sum` prints it. Nothing else of the key is stored, so whoever
-reads the file cannot ask in a tenant's name. Draw keys at random (`openssl rand -hex 32`): a short or guessable one can
-be found from its hash.
+A HASH is the SHA-256 of a key, as `printf %s KEY | sha256sum` prints it. Nothing else of the key is stored, so a
+reader of the file cannot ask in a tenant's name. Draw keys at random (`openssl rand -hex 32`): a short or guessable one
+can be found from its hash.
 """
 
 from __future__ import annotations

@@ -110,5 +110,5 @@ class Registry:
     def _myself(self) -> RouterInfo:
         me, counts = self._me, self._slo_counts
         lag_s = round(self._follower.lag_s, 6)
-        told = replace(me, met=counts.met, missed=counts.missed, rejected=counts.rejected)
-        return replace(told, pid=os.getpid(), mirror_lag_s=lag_s)
+        counted = replace(me, met=counts.met, missed=counts.missed, rejected=counts.rejected)
+        return replace(counted, pid=os.getpid(), mirror_lag_s=lag_s)

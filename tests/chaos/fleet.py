@@ -15,10 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from ctypes import c_double
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 import psutil
@@ -38,6 +41,7 @@ from baton.config import (
     TransferConfig,
     load,
 )
+from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import Fenced
 from deploy.embedded_redis import EmbeddedRedis
@@ -135,9 +139,45 @@ def _keep_redis(port: int, orders: Connection) -> None:
     orders.send(True)
 
 
+class Progress:
+    """What a worker's engine has done, in memory shared with the tests: it can be read when the worker is dead."""
+
+    def __init__(self) -> None:
+        self._shared = RawArray(c_double, 2)
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens drawn since the worker's start, counted before they are sent."""
+        return int(self._shared[0])
+
+    @property
+    def step_began_s(self) -> float:
+        """Begin of the latest step, on the monotonic clock, which is the same in all processes."""
+        return self._shared[1]
+
+    def begins(self) -> None:
+        self._shared[1] = time.monotonic()
+
+    def has_drawn(self, num_tokens: int) -> None:
+        self._shared[0] += num_tokens
+
+
+class NotingRunner(ArithmeticRunner):
+    """The arithmetic engine, which notes its progress."""
+
+    progress: Progress
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        self.progress.begins()
+        output = super().execute(step, on_layer_done)
+        self.progress.has_drawn(sum(map(len, output.sampled_token_ids)))
+        return output
+
+
 class Fleet:
     """Attributes:
     client, inference: of the first router.
+    progress: of the engine of each worker, also of those that have died.
     """
 
     def __init__(
@@ -152,6 +192,7 @@ class Fleet:
         self._numbers = {role: itertools.count() for role in Role}
         self.redis = redis
         self.workers: dict[str, multiprocessing.process.BaseProcess] = {}
+        self.progress: dict[str, Progress] = {}
         self.routers = [
             RouterProcess(
                 replace(
@@ -179,9 +220,10 @@ class Fleet:
             config: of this worker alone; by default the fleet's.
         """
         worker_id = worker_id or f"{role}-{next(self._numbers[role])}"
+        self.progress[worker_id] = Progress()
         process = _PROCESSES.Process(
             target=run_worker,
-            args=(role, worker_id, (config or self.config).to_json()),
+            args=(role, worker_id, (config or self.config).to_json(), self.progress[worker_id]),
             name=worker_id,
             daemon=True,
         )
@@ -279,24 +321,26 @@ def running_fleet(
         assert not alive, f"left behind: {alive}"
 
 
-def run_worker(role: Role, worker_id: str, config_json: str) -> None:
+def run_worker(role: Role, worker_id: str, config_json: str, progress: Progress) -> None:
     """The worker's process."""
     try:
-        uvloop.run(_serve(Role(role), worker_id, Config.from_json(config_json)))
+        uvloop.run(_serve(Role(role), worker_id, Config.from_json(config_json), progress))
     except* Fenced:
         sys.exit(FENCED)
 
 
-async def _serve(role: Role, worker_id: str, config: Config) -> None:
+async def _serve(role: Role, worker_id: str, config: Config, progress: Progress) -> None:
     torch.set_num_threads(1)
 
-    def build(config: Config) -> ArithmeticRunner:
-        return ArithmeticRunner(
+    def build(config: Config) -> NotingRunner:
+        runner = NotingRunner(
             config.engine.num_blocks,
             max_num_seqs=config.engine.max_num_seqs,
             num_layers=NUM_LAYERS,
             layer_s=config.engine.arithmetic_step_ms / 1e3 / NUM_LAYERS,
             token_s=config.engine.arithmetic_token_ms / 1e3,
         )
+        runner.progress = progress
+        return runner
 
     await serve(config, role, worker_id, "127.0.0.1", build=build)

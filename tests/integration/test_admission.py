@@ -249,9 +249,9 @@ def test_who_is_held_up_for_too_long_by_what_came_later_is_told(slow: SlowCluste
     with queue(slow, 1, 400, request_id="held-up", slo={"ttft_ms": 1000}) as (held_up,):
         urgent = [slow.ask(800, "urgent", priority=5) for _ in range(5)]
         held_up.refused()
+        assert not urgent[2].tokens, "three of these prompts take 2.4 s to compute, and longer on a busy machine"
+        assert held_up.took_s >= 2.0, "the client has sent it before the router's clock began"
         assert "no first token within 2.0 s; try again later" in held_up.details
-        assert not urgent[-1].is_over
-        assert held_up.took_s == pytest.approx(2.0, abs=0.7)
         (told,) = explain(slow.grpc, "held-up")
         assert told["outcome"] == "refused: no first token within 2.0 s"
         assert all(one.served() for one in urgent)

@@ -109,11 +109,14 @@ def computed_tokens(fleet: Fleet) -> int:
     return sum(worker["computed_tokens"] for worker in fleet.client.status()["workers"])
 
 
-def wait_until_idle(fleet: Fleet) -> None:
+def wait_until_counted(fleet: Fleet, num_tokens: int) -> None:
+    """Until all workers are idle, and say that they have computed no fewer tokens: each says both at once."""
     wait_until(
-        lambda: all(is_idle(worker) for worker in fleet.client.status()["workers"]), seen=lambda: fleet.client.status()
+        lambda: (
+            all(is_idle(worker) for worker in fleet.client.status()["workers"]) and computed_tokens(fleet) >= num_tokens
+        ),
+        seen=lambda: fleet.client.status(),
     )
-    time.sleep(0.4)  # a renewal later the counters are there too
 
 
 @pytest.mark.parametrize("mode", ["split", "aggregated"])
@@ -130,8 +133,8 @@ def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, requ
                 left = worker.Drain(worker_pb2.DrainRequest(timeout_s=30)).num_left
                 took_s = time.monotonic() - began_s
             fewest_left = max_tokens - max(len(stream.tokens) for stream in streams)
-        wait_until_idle(fleet)
         num_known = sum(len(stream.prompt) + max_tokens - 1 for stream in streams)
+        wait_until_counted(fleet, num_known)
         gap_s = max(stream.longest_gap_s for stream in streams)
         num_again = computed_tokens(fleet) - num_known
         print(
@@ -280,6 +283,6 @@ def test_two_workers_that_leave_at_once_lose_no_kv(aggregated_fleet: Fleet) -> N
                 assert leaving.result().num_left == 0
                 assert second.Drain(worker_pb2.DrainRequest(timeout_s=30)).num_left == 0
         assert {stream.timing.decode_worker for stream in streams} == {"decode-2"}
-        wait_until_idle(fleet)
         num_known = sum(len(stream.prompt) + max_tokens - 1 for stream in streams)
+        wait_until_counted(fleet, num_known)
         assert computed_tokens(fleet) - num_known <= 4 * num_streams * BLOCK_SIZE

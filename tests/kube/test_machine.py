@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -374,16 +375,19 @@ def test_a_container_waits_for_the_services_it_names(kube: Kube) -> None:
 
 
 def test_a_pod_ends_as_it_was_told(kube: Kube, tmp_path: Path) -> None:
-    """preStop, SIGTERM when that is over, and at the end of the grace time SIGKILL: to children too."""
+    """preStop, SIGTERM when that is over, and at the end of the grace time SIGKILL: to children too.
+
+    A process that beats every 0.05 s shows how long the machine holds up what is due; limits give way to that.
+    """
     note = "note() { echo $1 $(date +%s.%N) >> /notes/log; }"
-    beat = "(trap '' TERM; while :; do date +%s.%N > /notes/beat; sleep 0.05; done) &"
+    beat = "(trap '' TERM; while :; do date +%s.%N >> /notes/beats; sleep 0.05; done) &"
     script = f"{note}; {beat} trap 'note TERM' TERM; note begin; while :; do sleep 0.05; done"
     stop = {"exec": {"command": ["sh", "-c", f"{note}; note preStop; sleep 1; note stopped"]}}
     mounted = {"volumeMounts": [{"name": "notes", "mountPath": "/notes"}]}
     volumes = [{"name": "notes", "hostPath": {"path": str(tmp_path)}}]
     main = shell(script, lifecycle={"preStop": stop}, **mounted)
     key = kube.pod("p", main, terminationGracePeriodSeconds=4, volumes=volumes)
-    kube.wait_for((tmp_path / "beat").exists)
+    kube.wait_for((tmp_path / "beats").exists)
     deleted_at = time.time()
     kube.store.delete(key, 4)
     kube.wait_until_gone(key)
@@ -391,10 +395,13 @@ def test_a_pod_ends_as_it_was_told(kube: Kube, tmp_path: Path) -> None:
     notes = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert [name for name, _ in notes] == ["begin", "preStop", "stopped", "TERM"]
     at = {name: float(when) - deleted_at for name, when in notes}
-    assert at["preStop"] < 0.7
-    assert 1 < at["stopped"] <= at["TERM"] < 2
-    last_beat_s = (tmp_path / "beat").stat().st_mtime - deleted_at
-    assert 3.7 < last_beat_s < took_s < 5.5
+    beats_s = [float(when) - deleted_at for when in (tmp_path / "beats").read_text().split()]
+    longest_gap_s = max(after - before for before, after in itertools.pairwise(beats_s))
+    slack_s = 10 * longest_gap_s  # about half a second where nothing is held up
+    print(f"longest gap {longest_gap_s:.3f} s; {at}, last beat {beats_s[-1]:.2f} s, gone {took_s:.2f} s")
+    assert at["preStop"] < slack_s
+    assert at["preStop"] + 1 <= at["stopped"] <= at["TERM"] < 1.3 + slack_s
+    assert 4 - 2 * longest_gap_s <= beats_s[-1] < took_s < 4.5 + slack_s
     assert kube.reasons()["Killing"] == 1
 
 

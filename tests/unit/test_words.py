@@ -1,10 +1,12 @@
-"""What users read is in plain technical English: messages, pages, proto comments, the chart and its dashboards."""
+"""What is read is in plain technical English: messages, docstrings, comments, pages, the chart and its dashboards."""
 
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
+import tokenize
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +38,26 @@ def test_messages_of_the_product_avoid_private_words() -> None:
             if AVOIDED.search(text):
                 found.append(f"{path.relative_to(ROOT)}: {text}")
     assert num_messages > 5000
+    assert not found
+
+
+def remarks_of(source: str) -> Iterator[str]:
+    """The docstrings and comments of a Python file."""
+    yield from docstrings_of(ast.parse(source))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def test_docstrings_and_comments_of_the_product_avoid_private_words() -> None:
+    assert list(remarks_of('"""A."""\nx = "# b"  # c\n')) == ["A.", "# c"]
+    found = []
+    for path in product_files():
+        source = path.read_text()
+        if AVOIDED.search(source):
+            found += [f"{path.relative_to(ROOT)}: {text}" for text in remarks_of(source) if AVOIDED.search(text)]
+    for path in (ROOT / "kvstore").rglob("*.lua"):
+        found += [f"{path.relative_to(ROOT)}: {line}" for line in path.read_text().splitlines() if AVOIDED.search(line)]
     assert not found
 
 

@@ -93,7 +93,7 @@ async def bench(trace: Trace, options: BenchOptions, log: Console) -> Benched:
         await connection.close()
     costs = cost_model([one for one in result.observed if one.outcome == "served"], workers)
     shape = workers[0] if workers else None
-    told = (
+    bench = (
         Bench(
             costs=costs,
             num_blocks=shape.num_blocks,
@@ -104,7 +104,7 @@ async def bench(trace: Trace, options: BenchOptions, log: Console) -> Benched:
         if costs and shape
         else None
     )
-    return Benched(measured(result, plan, by_role, objective_of(options)), told)
+    return Benched(measured(result, plan, by_role, objective_of(options)), bench)
 
 
 @contextlib.contextmanager

@@ -104,12 +104,12 @@ class TwoLegs:
     """A policy of another stack: it never pulls, and splits every request of a split pool.
 
     Args:
-        told: the objectives that workers get with every request; other routers pass none.
+        objective: sent to workers with every request; other routers send none.
     """
 
-    def __init__(self, policy: Policy, told: Objective = NO_OBJECTIVE) -> None:
+    def __init__(self, policy: Policy, objective: Objective = NO_OBJECTIVE) -> None:
         self._policy = policy
-        self._told = told
+        self._objective = objective
         self.name = policy.name
 
     def place(
@@ -122,7 +122,9 @@ class TwoLegs:
         return self._decision(self._policy.choose(request, prefill), decodes)
 
     def _decision(self, computes: int, decodes: int) -> RoutingDecision:
-        return RoutingDecision(computes=computes, decodes=decodes, ttft_s=self._told.ttft_s, itl_s=self._told.itl_s)
+        return RoutingDecision(
+            computes=computes, decodes=decodes, ttft_s=self._objective.ttft_s, itl_s=self._objective.itl_s
+        )
 
     def computed(self, request: TraceRequest, now_s: float) -> None:
         pass

@@ -98,5 +98,5 @@ def _placer(policy: str, scenario: Scenario) -> Placer:
         return Production(
             scenario.router, scenario.objective, prices, scenario.error, knows_lengths=scenario.knows_lengths
         )
-    told = scenario.objective if scenario.tells_all else NO_OBJECTIVE
-    return TwoLegs(BASELINES[policy](scenario.seed, scenario.shape.block_tokens), told)
+    objective = scenario.objective if scenario.tells_all else NO_OBJECTIVE
+    return TwoLegs(BASELINES[policy](scenario.seed, scenario.shape.block_tokens), objective)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def nccl_environment() -> dict[str, str]:
-    """Environment of a CUDA worker, set by whoever starts it.
+    """Returns the environment of a CUDA worker, which the process that starts the worker sets.
 
     By default torch tears the process down when a communicator fails or stalls; here a pair's failure ends that pair.
     A nonblocking communicator whose peer hangs while it is made would hold the GPU's turns for half an hour.

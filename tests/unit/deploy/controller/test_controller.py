@@ -110,6 +110,16 @@ class Leases(MemoryLeases):
         return await super().boot()
 
 
+class Clock:
+    """In place of the module `time`: it moves when the test moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
 class Bench:
     def __init__(
         self, folder: Path, config: Config, desired: dict[Role, int], is_first: bool, lease_s: float = LEASE_S
@@ -269,16 +279,21 @@ async def test_a_controller_that_has_lost_its_state_believes_what_workers_say_of
 async def test_a_worker_that_dies_soon_after_it_was_ready_waits_longer_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_life, "RESTART_BACKOFF_S", (0.0, 0.1, 0.2, 60.0))
+    clock = Clock()
+    for module in (controller_module, lease_watch, worker_life):
+        monkeypatch.setattr(module, "time", clock)
     async with bench(tmp_path) as it:
-        waits = []
-        for number in range(3):
+        for number, wait_s in enumerate((1.0, 2.0, 5.0)):
             await until(lambda: num_ready(it) == 1)
             it.actors.alive["decode-0"].dead.set()
             await until(lambda: num_ready(it) == 0)
-            waits.append(it.controller.observed()["decode-0"].start_at_s - time.monotonic())
+            assert it.controller.observed()["decode-0"].start_at_s == clock.now_s + wait_s
+            clock.now_s += 0.99 * wait_s
+            it.controller.step()
+            assert it.controller.observed()["decode-0"].phase is WorkerPhase.DOWN
             assert it.actors.num_created == number + 1
-        assert waits == [pytest.approx(wait_s, abs=0.05) for wait_s in (0.1, 0.2, 60.0)]
+            clock.now_s += 0.02 * wait_s
+            it.controller.step()
 
 
 async def test_a_worker_that_served_for_a_while_comes_back_at_once(

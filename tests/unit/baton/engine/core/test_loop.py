@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from baton.blocks import block_keys
+from baton.engine.core import loop as loop_module
 from baton.engine.core.block_pool import Removed, Stored
 from baton.engine.core.engine import Engine
 from baton.engine.core.loop import EngineLoop, SequenceHandle
@@ -401,17 +402,41 @@ async def test_a_failed_step_ends_its_batch_and_nothing_else(caplog: pytest.LogC
     assert "a step failed" in caplog.text
 
 
-async def test_steps_are_timed_and_learned_from() -> None:
-    """A step sleeps for 20 ms; what it took is told with the load."""
-    runner = ArithmeticRunner(64, num_layers=4, layer_s=0.005)
+class Clock:
+    """In place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class TimedRunner(ArithmeticRunner):
+    """Its steps take 20 ms on a clock that nothing else moves."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(64)
+        self._clock = clock
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        self._clock.now_s += 0.02
+        return super().execute(step, on_layer_done)
+
+
+async def test_steps_are_timed_and_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step took is reported with the load."""
+    clock = Clock()
+    monkeypatch.setattr(loop_module, "time", clock)
+    runner = TimedRunner(clock)
     async with running(EngineLoop(engine_of(runner), 64)) as loop:
         for number in range(3):
             spec = make_spec(numbers(number, 30 + number), 10, name=str(number))
             async with loop.sequence(spec, Purpose.GENERATE) as handle:
                 await read_all(handle)
         costs = loop.engine.load().costs
-        assert 0.02 <= costs.step_s(1, 0, 1, 30) < 0.1
-        assert 0.02 <= costs.step_s(30, 450, 0, 0) < 0.1
+        assert costs.step_s(1, 0, 1, 30) == pytest.approx(0.02, rel=0.05)
+        assert costs.step_s(30, 450, 0, 0) == pytest.approx(0.02, rel=0.05)
 
 
 async def test_nothing_is_learned_from_a_step_that_fails() -> None:
