@@ -43,6 +43,8 @@ CHANNEL_OPTIONS = [
     # Workers come back on other ports, so an address that refused once is worth another try soon.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Despite its name the limit of one attempt to connect, otherwise 20 s: calls wait for it.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
 ]
 
 

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from ctypes import c_double
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawArray
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import torch
@@ -45,11 +44,13 @@ from baton.config import (
 from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import Fenced
+from baton.rpc import RpcServer
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
 from deploy.processes import FENCED, die_with_parent
 from deploy.worker.process import serve
 from tests.integration.cluster import Served, free_port
+from tests.support.proxy import Proxy
 from tests.support.waiting import wait_until
 
 START_TIMEOUT_S = 60.0
@@ -140,29 +141,6 @@ def _keep_redis(port: int, orders: Connection) -> None:
     orders.send(True)
 
 
-class Clients:
-    """Threads that ask while the block is entered.
-
-    Args:
-        ask: what each of them does, by its number, until `_stop` is set.
-    """
-
-    def __init__(self, ask: Callable[[int], None], num_clients: int) -> None:
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=ask, args=(number,)) for number in range(num_clients)]
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120)
-            assert not thread.is_alive(), "a request hangs"
-
-
 class Progress:
     """What a worker's engine has done, in memory shared with the tests: it can be read when the worker is dead."""
 
@@ -235,19 +213,23 @@ class Fleet:
     def log(self) -> str:
         return "\n".join(router.log for router in self.routers)
 
-    def add(self, role: Role, worker_id: str = "", config: Config | None = None) -> str:
+    def add(self, role: Role, worker_id: str = "", config: Config | None = None, *, behind: Proxy | None = None) -> str:
         """Starts a worker; it takes traffic as soon as it is registered. Returns its id: a new one, if none is given.
 
         One that has the id already is left to the caller.
 
         Args:
             config: of this worker alone; by default the fleet's.
+            behind: how routers and other workers reach its gRPC server.
         """
         worker_id = worker_id or f"{role}-{next(self._numbers[role])}"
         self.progress[worker_id] = Progress()
         process = _PROCESSES.Process(
             target=run_worker,
-            args=(role, worker_id, (config or self.config).to_json(), self.progress[worker_id]),
+            args=(
+                *(role, worker_id, (config or self.config).to_json(), self.progress[worker_id]),
+                behind and (behind.port, behind.target),
+            ),
             name=worker_id,
             daemon=True,
         )
@@ -345,12 +327,29 @@ def running_fleet(
         assert not alive, f"left behind: {alive}"
 
 
-def run_worker(role: Role, worker_id: str, config_json: str, progress: Progress) -> None:
-    """The worker's process."""
+def run_worker(role: Role, worker_id: str, config_json: str, progress: Progress, ports: tuple[int, int] | None) -> None:
+    """The worker's process.
+
+    Args:
+        ports: the one that it announces and the one on which it listens; by default one that is free.
+    """
+    if ports:
+        _announce_other_port(*ports)
     try:
         uvloop.run(_serve(Role(role), worker_id, Config.from_json(config_json), progress))
     except* Fenced:
         sys.exit(FENCED)
+
+
+def _announce_other_port(announced: int, listens: int) -> None:
+    """In this process, which is one worker's."""
+    bind = RpcServer.bind
+
+    def bind_there(self: RpcServer, host: str, port: int) -> int:
+        bind(self, host, listens)
+        return announced
+
+    RpcServer.bind = bind_there  # type: ignore[method-assign]
 
 
 async def _serve(role: Role, worker_id: str, config: Config, progress: Progress) -> None:
