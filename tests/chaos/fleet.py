@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from ctypes import c_double
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawArray
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import torch
@@ -140,29 +139,6 @@ def _keep_redis(port: int, orders: Connection) -> None:
             obey[order]()
             orders.send(True)
     orders.send(True)
-
-
-class Clients:
-    """Threads that ask while the block is entered.
-
-    Args:
-        ask: what each of them does, by its number, until `_stop` is set.
-    """
-
-    def __init__(self, ask: Callable[[int], None], num_clients: int) -> None:
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=ask, args=(number,)) for number in range(num_clients)]
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120)
-            assert not thread.is_alive(), "a request hangs"
 
 
 class Progress:

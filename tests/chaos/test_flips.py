@@ -68,7 +68,6 @@ def test_roles_are_flipped_under_load() -> None:
             f"{hit_rate(before):.3f} before, {hit_rate(after):.3f} after; {load.tally().num_served} requests served, "
             f"{load.tally().num_retries} placements repeated"
         )
-        assert not load.failures, load.failures[:5]
         assert hit_rate(after) > hit_rate(before) * (1 - HIT_RATE_LOSS)
         for each in fleet.routers:
             soon(lambda: all(is_idle(worker) for worker in each.client.status()["workers"]))  # noqa: B023 - at once

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import pty
 import re
@@ -13,14 +14,15 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import httpx2
 import pytest
 
 from tests.integration.cluster import Cluster
+from tests.support.load import Clients, Requests
 from tests.support.waiting import wait_until
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -32,21 +34,13 @@ GOODPUT = re.compile(r"goodput\s+([\d.]+) requests/s")
 @contextlib.contextmanager
 def load(cluster: Cluster) -> Iterator[None]:
     """A client that asks one thing after the other, until the block is left."""
-    stop = threading.Event()
 
-    def ask() -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            cluster.generate(text=f"request {number}", sampling={"max_tokens": 8, "ignore_eos": True})
+    def script(_: int) -> Requests:
+        for number in itertools.count(1):
+            yield partial(cluster.generate, text=f"request {number}", sampling={"max_tokens": 8, "ignore_eos": True})
 
-    client = threading.Thread(target=ask)
-    client.start()
-    try:
+    with Clients(script, 1):
         yield
-    finally:
-        stop.set()
-        client.join()
 
 
 class Terminal:

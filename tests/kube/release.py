@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from baton.engine.model.arithmetic import expected_tokens
 from baton.v1 import inference_pb2_grpc
 from deploy.embedded_redis import valkey_binary
 from tests.fakekube.apiserver import RunningApi, running_api
 from tests.fakekube.machine import Machine, running_machine
 from tests.fakekube.store import Key, Resource
-from tests.integration.cluster import request
 from tests.kube.binaries import Binaries, binaries
+from tests.support.load import Clients, Requests, Stream
 from tests.support.waiting import wait_until
 
 CHART = Path(__file__).parents[2] / "helm" / "baton"
@@ -33,6 +31,8 @@ PODS, SERVICES, EVENTS = (Resource("", plural) for plural in ("pods", "services"
 SERVING_POOLS = Resource("baton.dev", "servingpools")
 TIMEOUT_S = 240
 """On a busy machine `ray start` gives up after 30 s, and is started again, more than once."""
+NUM_CLIENTS, NUM_TOKENS = 3, 60
+"""Of the load, and of each of its answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,44 +173,14 @@ def kube_cluster(helm_major: int, folder: Path, cache: Path, *values: str) -> Ge
         yield release
 
 
-@dataclass(slots=True, kw_only=True)
-class Load:
-    """Requests to the routers, a few at a time, each compared with what the arithmetic model has to say."""
+def load_on(address: str) -> Clients:
+    """Clients of the routers, each with a connection of its own."""
 
-    address: str
-    num_clients: int = 3
-    num_tokens: int = 60
-    num_answered: int = 0
-    failures: list[str] = field(default_factory=list)
-    _stop: threading.Event = field(default_factory=threading.Event)
-
-    def _client(self, number: int) -> None:
-        turn = 0
-        with grpc.insecure_channel(self.address) as channel:
+    def script(number: int) -> Requests:
+        with grpc.insecure_channel(address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            while not self._stop.is_set():
-                turn += 1
+            for turn in itertools.count(1):
                 prompt = [1 + (number * 7919 + turn * 31 + i) % 40_000 for i in range(100 + turn % 50)]
-                sampling = {"temperature": 0, "max_tokens": self.num_tokens, "ignore_eos": True}
-                try:
-                    stream = stub.Generate(request(token_ids=prompt, sampling=sampling), timeout=60)
-                    tokens = [token for message in stream for token in message.token_ids]
-                except grpc.RpcError as error:
-                    self.failures.append(f"{datetime.now(UTC)}: {error}")
-                    continue
-                if tokens != expected_tokens(prompt, self.num_tokens):
-                    self.failures.append(f"{len(tokens)} tokens, and wrong ones")
-                self.num_answered += 1
+                yield Stream(inference=stub, prompt=prompt, max_tokens=NUM_TOKENS).served
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[Load]:
-        """While the block is entered."""
-        threads = [threading.Thread(target=self._client, args=(number,)) for number in range(self.num_clients)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield self
-        finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join()
+    return Clients(script, NUM_CLIENTS)

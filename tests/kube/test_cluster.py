@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.kube.release import NAME, NAMESPACE, TIMEOUT_S, Load, Release, kube_cluster
+from tests.kube.release import NAME, NAMESPACE, TIMEOUT_S, Release, kube_cluster, load_on
 
 pytestmark = [
     pytest.mark.first,
@@ -61,13 +61,13 @@ def live_through(release: Release, *days: Callable[[Release], None]) -> None:
     )
     assert {psutil.Process(pid).nice() for pid in pids(release).values()} == {psutil.Process().nice()}
     release.helm("test", NAME, f"--timeout={TIMEOUT_S}s")
-    with Load(address=release.grpc).running() as load:
+    with load_on(release.grpc) as load:
         for day in days:
             day(release)
-        num_answered = load.num_answered
-        release.wait_for(lambda: load.num_answered > num_answered + 10)
-    assert load.failures == [], release.picture()
-    print(f"{load.num_answered} requests, none failed")
+        num_served = load.num_served
+        release.wait_for(lambda: load.num_served > num_served + 10)
+        assert load.failures == [], release.picture()
+    print(f"{load.num_served} requests, none failed")
     uninstall_leaves_nothing(release)
 
 

@@ -29,11 +29,13 @@ import pytest
 import redis
 
 from baton.errors import BatonError
+from baton.v1 import inference_pb2
 from deploy.operator.client import Client
 from tests.integration.cluster import Cluster, request, running_cluster
 from tests.observability.prometheus import Prometheus, binaries, running_prometheus
 from tests.observability.shipped import JOB, RULES, dashboards, recorded, shown, substituted
 from tests.support.asking import prompt_of, sampling
+from tests.support.load import Clients, Requests
 from tools.dashboards.catalogue import definitions
 from tools.dashboards.model import ZERO
 
@@ -76,40 +78,32 @@ def key_of(name: str) -> str:
     return f"key-of-{name}"
 
 
-class Load:
+class Load(Clients):
     """Clients that ask until the block is left. What is refused or fails is what the dashboards are to show."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._stop = threading.Event()
-        self._threads = ThreadPoolExecutor(sum(CLIENTS.values()))
+        self._names = [name for name, number in CLIENTS.items() for _ in range(number)]
+        super().__init__(self._ask, len(self._names))
 
-    def __enter__(self) -> Load:
-        names = [name for name, number in CLIENTS.items() for _ in range(number)]
-        self._clients = [self._threads.submit(self._ask, name, number) for number, name in enumerate(names)]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for client in self._clients:
-            client.result()
-        self._threads.shutdown()
-
-    def _ask(self, name: str, number: int) -> None:
+    def _ask(self, number: int) -> Requests:
         drawn = random.Random(number)
-        while not self._stop.is_set():
+        while True:
             conversation = prompt_of(1000 * (number + 1) + drawn.randrange(NUM_CONVERSATIONS), 160)
             question = prompt_of(drawn.getrandbits(32), 100)
             message = request(
                 token_ids=SYSTEM_PROMPT + conversation + question, sampling=sampling(drawn.randint(40, 120))
             )
-            metadata = (("authorization", f"Bearer {key_of(name)}"),)
-            chunks = self._cluster.inference.Generate(message, timeout=60, metadata=metadata)
-            with contextlib.suppress(grpc.RpcError):
-                for _ in chunks:
-                    if drawn.random() < 0.001 or self._stop.is_set():
-                        chunks.cancel()
-            self._stop.wait(0.1)
+            yield partial(self._read, message, self._names[number], drawn)
+            self.is_over.wait(0.1)
+
+    def _read(self, message: inference_pb2.GenerateRequest, name: str, drawn: random.Random) -> None:
+        metadata = (("authorization", f"Bearer {key_of(name)}"),)
+        chunks = self._cluster.inference.Generate(message, timeout=60, metadata=metadata)
+        with contextlib.suppress(grpc.RpcError):
+            for _ in chunks:
+                if drawn.random() < 0.001 or self.is_over.is_set():
+                    chunks.cancel()
 
 
 class Trouble:

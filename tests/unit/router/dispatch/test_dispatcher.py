@@ -136,6 +136,16 @@ async def test_who_did_not_answer_in_a_hand_over_is_left_at_once(
     assert (record.retries, record.decode_worker == "d0") == (1, stays)
 
 
+async def test_a_decode_worker_that_dies_while_the_prompt_is_computed_is_left_at_once() -> None:
+    """The prefill worker, which goes on for as long as its prompt takes, is not waited for."""
+    is_computed = asyncio.Event()
+    workers = ScriptedWorkers(decode=[[ticket, GONE], [ticket]], prefill=[[is_computed], [FIRST_IS_LAST]])
+    record = new_choice()
+    async with bench_of(workers, {**PAIR, "d1": Role.DECODE}, "split", {"d0": 4}) as bench:
+        assert await asyncio.wait_for(collected(bench.tokens(record)), 10) == [5]
+    assert (record.retries, record.decode_worker) == (1, "d1")
+
+
 async def test_who_could_not_hand_over_is_no_source_of_the_next_attempt() -> None:
     """It holds the longest prefix of all, and would send it over the same way."""
     roles = {**PAIR, "p1": Role.PREFILL}
