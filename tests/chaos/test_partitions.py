@@ -62,7 +62,7 @@ class Asked:
     begun: threading.Event = field(default_factory=threading.Event)
 
 
-class Clients:
+class Streams:
     """Asks for streams that take two seconds, of which none may hang."""
 
     def __init__(self, fleet: Fleet, threads: ThreadPoolExecutor) -> None:
@@ -105,10 +105,10 @@ def retries(asked: list[Asked]) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def asking(fleet: Fleet) -> Iterator[Clients]:
+def asking(fleet: Fleet) -> Iterator[Streams]:
     """Afterwards all workers are idle and keep their books."""
     with ThreadPoolExecutor(64) as threads:
-        yield Clients(fleet, threads)
+        yield Streams(fleet, threads)
     wait_until(lambda: all(is_idle(w) for w in fleet.client.status()["workers"]), seen=lambda: fleet.client.status())
 
 
@@ -120,14 +120,14 @@ def test_a_router_is_cut_from_decode_workers_that_their_prefill_peer_still_hears
         unheard, deaf, mute, forgotten = victims = [fleet.add(Role.DECODE, behind=proxy) for proxy in proxies]
         spare = fleet.add(Role.DECODE)
         fleet.wait_for(fleet.add(Role.PREFILL), *victims, spare)
-        clients = stack.enter_context(asking(fleet))
-        asked = clients.in_flight(PER_WORKER * (len(victims) + 1))
-        served_by = {each.id: clients.served_by(each) for each in asked}
+        streams = stack.enter_context(asking(fleet))
+        asked = streams.in_flight(PER_WORKER * (len(victims) + 1))
+        served_by = {each.id: streams.served_by(each) for each in asked}
         assert set(served_by.values()) >= set(victims)
         for proxy, way in zip(proxies, (Way.BOTH, Way.TO_SERVER, Way.TO_CLIENT), strict=False):
             proxy.cut(way, router)
         proxies[-1].forget()
-        asked += [clients.ask() for _ in range(PER_WORKER)]  # which may come to one that is cut off
+        asked += [streams.ask() for _ in range(PER_WORKER)]  # which may come to one that is cut off
         retried = retries(asked)
         # One that is deaf goes on to answer; what it is asked from now on does not reach it.
         assert retried.keys() >= {
@@ -138,7 +138,7 @@ def test_a_router_is_cut_from_decode_workers_that_their_prefill_peer_still_hears
         for proxy in proxies:
             proxy.heal()
         for worker_id in victims:
-            wait_until(lambda worker_id=worker_id: clients.served(worker_id), 60.0)  # type: ignore[misc]
+            wait_until(lambda worker_id=worker_id: streams.served(worker_id), 60.0)  # type: ignore[misc]
 
 
 def test_a_worker_that_is_cut_from_redis_goes_on_with_its_streams(fleet: Fleet) -> None:
@@ -150,18 +150,18 @@ def test_a_worker_that_is_cut_from_redis_goes_on_with_its_streams(fleet: Fleet) 
         other = fleet.add(Role.DECODE)
         fleet.wait_for(fleet.add(Role.PREFILL), victim, other)
         epoch = fleet.routers[0].worker(victim)["epoch"]
-        clients = stack.enter_context(asking(fleet))
-        asked = clients.in_flight(2 * PER_WORKER, 3 * NUM_TOKENS)
-        assert {clients.served_by(each) for each in asked} == {victim, other}
+        streams = stack.enter_context(asking(fleet))
+        asked = streams.in_flight(2 * PER_WORKER, 3 * NUM_TOKENS)
+        assert {streams.served_by(each) for each in asked} == {victim, other}
         proxy.cut()
         wait_until(lambda: victim not in {worker["id"] for worker in fleet.client.status()["workers"]})
         assert not any(each.heard.done() for each in asked)
         assert not retries(asked)
-        assert not clients.served(victim)
+        assert not streams.served(victim)
         proxy.heal()
         fleet.wait_for(victim)
         assert fleet.routers[0].worker(victim)["epoch"] > epoch
-        wait_until(lambda: clients.served(victim), 60.0)
+        wait_until(lambda: streams.served(victim), 60.0)
 
 
 def test_a_prefill_worker_is_cut_from_a_decode_worker_that_the_router_hears(fleet: Fleet) -> None:
@@ -170,19 +170,19 @@ def test_a_prefill_worker_is_cut_from_a_decode_worker_that_the_router_hears(flee
         victim, other = fleet.add(Role.DECODE, behind=proxy), fleet.add(Role.DECODE)
         prefill = fleet.add(Role.PREFILL)
         fleet.wait_for(prefill, victim, other)
-        clients = stack.enter_context(asking(fleet))
-        asked = clients.in_flight(2 * PER_WORKER)
-        assert {clients.served_by(each) for each in asked} == {victim, other}
+        streams = stack.enter_context(asking(fleet))
+        asked = streams.in_flight(2 * PER_WORKER)
+        assert {streams.served_by(each) for each in asked} == {victim, other}
         proxy.cut(pid=fleet.workers[prefill].pid)
-        more = [clients.ask() for _ in range(2 * PER_WORKER)]
+        more = [streams.ask() for _ in range(2 * PER_WORKER)]
         assert not retries(asked), "they have their KV"
         assert set(retries(more).values()) == {1}, "each meets the worker that is cut off once, or not at all"
         proxy.heal()
-        wait_until(lambda: clients.served(victim), 60.0)
+        wait_until(lambda: streams.served(victim), 60.0)
 
 
 def test_what_comes_late_is_not_given_up(fleet: Fleet) -> None:
-    with Proxy() as proxy, asking(fleet) as clients:
+    with Proxy() as proxy, asking(fleet) as streams:
         fleet.wait_for(fleet.add(Role.DECODE, behind=proxy), fleet.add(Role.PREFILL))
         proxy.delay_s = 0.3
-        assert not retries([clients.ask() for _ in range(PER_WORKER)])
+        assert not retries([streams.ask() for _ in range(PER_WORKER)])
