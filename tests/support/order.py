@@ -13,12 +13,17 @@ ONE_CHART = {f"tests/helm/test_{name}.py" for name in ("config", "policy", "rela
 SCOPES = dict.fromkeys(ONE_CLUSTER, "one cluster") | dict.fromkeys(ONE_CHART, "one chart")
 """What files share, and so a process. (xdist's own groups have no effect with pytest 9.2.)"""
 
+IN_PARTS = {"tests/integration/test_admission.py"}
+"""Of which each parameter has a cluster of its own, and may have a process of its own."""
+
 
 class ByFile(LoadFileScheduling):  # type: ignore[misc]
     """Keeps the tests of a file, or of all files that share something, in one process."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
+        file, _, test = nodeid.partition("::")
+        if file in IN_PARTS:
+            return file + test[test.find("[") :]
         return SCOPES.get(file, file)
 
 
