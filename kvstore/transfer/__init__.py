@@ -41,7 +41,7 @@ Callbacks to an upper room, one type per seam, declared in the lower room:
     pipeline.thread.OnTransport      the transport is open, or has ended <- connection.outgoing, connection.incoming
     transport.rendezvous.OnSet       sends a key of the rendezvous to the peer <- connection.control_stream
 
-The engine reports progress by one of its own, `OutgoingTransfer.advance`, which a prefill worker passes to it.
+The engine reports progress by one of its own, `OutgoingTransfer.on_progress`, which a prefill worker passes to it.
 """
 
 __all__ = [

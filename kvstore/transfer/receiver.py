@@ -28,6 +28,7 @@ from baton.blocks import num_blocks_for
 from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.errors import TransferError, TransferRefused, text_of
 from baton.messages import FromSender, Hello, SessionFailed, Ticket
+from baton.tasks import cancel_and_wait
 from kvstore.transfer.connection.incoming import IncomingConnection
 from kvstore.transfer.connection.reservations import Arrival, Expected, Reservations
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
@@ -175,10 +176,7 @@ class KvReceiver:
         self._reservations.close(down)
         if self._handlers:
             _, waiting = await asyncio.wait(self._handlers, timeout=HANG_UP_S)
-            for handler in waiting:
-                handler.cancel()
-            if waiting:
-                await asyncio.wait(waiting)
+            await cancel_and_wait(waiting)
         for thread in list(self._threads):
             await thread.join(self._config.op_timeout_s + 1)
 

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 from baton.config import FaultsConfig
 from baton.errors import BatonError, Overloaded, TransferCancelled, TransferError, TransferRefused
 from baton.messages import HandedOver, Hello, Ticket
+from baton.tasks import seen_through
 from kvstore.transfer.connection.outgoing import Peer, TransferPart
 from kvstore.transfer.connection.pool import ConnectionPool
 from kvstore.transfer.copy.blocks import BlockCopier
-from kvstore.transfer.pipeline.driven import seen_through
 from kvstore.transfer.pipeline.send_loop import ChunkQueue
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.protocol.layout import destination_ranks, mismatch

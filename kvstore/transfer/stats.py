@@ -37,7 +37,7 @@ class TransferStats:
     refused: int = 0
     """Failed, because the two sides do not fit."""
     lost: int = 0
-    """Failed, because the link, the session or the other worker was lost."""
+    """Failed, because the transport, the connection or the other worker was lost."""
     num_bytes: int = 0
     """Payload of committed transfers."""
     num_chunks: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ import grpc
 from baton import wire
 from baton.cluster import ClusterStatus
 from baton.errors import BatonError, Forbidden, Unauthenticated
+from baton.tasks import seen_through
 from baton.telemetry import tracing
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import check_model
@@ -54,15 +55,6 @@ class Authentication(grpc.aio.ServerInterceptor):
         return await continuation(details)
 
 
-async def _seen_through(first_write: Coroutine[Any, Any, None]) -> None:
-    """A call's first message, to the end even if cancelled: half-way, gRPC could not end the call with a status."""
-    writing = asyncio.create_task(first_write)
-    try:
-        await asyncio.shield(writing)
-    finally:
-        await asyncio.wait((writing,))
-
-
 def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
     async def refuse(request: bytes, context: Context) -> NoReturn:
         raise error
@@ -88,7 +80,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._service.calls.conflict_when_taken_over():
             async with contextlib.aclosing(chunks):
                 if (chunk := await anext(chunks, None)) is not None:
-                    await _seen_through(context.write(wire.generate_response(chunk)))
+                    # Were the first message cancelled half-way, gRPC could not end the call with a status.
+                    writing = asyncio.create_task(context.write(wire.generate_response(chunk)))
+                    await seen_through(writing)
+                    writing.result()
                 async for chunk in chunks:
                     await context.write(wire.generate_response(chunk))
 

@@ -29,6 +29,7 @@ from baton.messages import (
     SessionFailed,
     Welcome,
 )
+from baton.tasks import cancel_and_wait
 from kvstore.transfer.connection.control_stream import ControlStream
 from kvstore.transfer.connection.reservations import Reservations, SourceConnection
 from kvstore.transfer.pipeline.receive_loop import ReceiveLoop
@@ -97,9 +98,7 @@ class IncomingConnection:
         finally:
             self._end(TransferError(f"worker {self._peer_id} is gone"))
             self._reservations.detach(self._source)
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await cancel_and_wait(tasks)
 
     def break_off(self, error: TransferError) -> None:
         """Ends the connection from this side, and sends the reason to the peer. Idempotent."""

@@ -68,7 +68,7 @@ class ConnectionPool:
         self._max_connections = config.max_pairs or (8 if "nccl" in hello.links else 64 * len(self._ranks))
         self._routes: dict[tuple[int, Peer], _Route] = {}
         self._alive: set[OutgoingConnection] = set()
-        """ConnectionPool whose stream, link or thread is not gone yet."""
+        """Connections whose stream, transport or thread has not ended yet."""
         self._closing = False
         self._past_fenced = 0
         self._past_resent = 0
@@ -126,7 +126,7 @@ class ConnectionPool:
             return
         idle = [route.connection for route in self._routes.values() if route.is_idle and route.connection is not None]
         for connection in sorted(idle, key=lambda connection: connection.used_s)[:surplus]:
-            connection.lose(WorkerFailed("the pair made room for another"))
+            connection.lose(WorkerFailed("the connection made room for another"))
 
     async def close(self) -> None:
         """Ends all connections and their threads."""

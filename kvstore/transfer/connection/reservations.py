@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, ConfigError, TransferError, TransferRefused, text_of, transfer_error_of
 from baton.messages import Abort, Commit, FromReceiver, Hello, Nack, Offer, Ticket
+from baton.tasks import seen_through
 from kvstore.transfer.copy.blocks import BlockCopier
-from kvstore.transfer.pipeline.driven import DrivenMachine, seen_through
+from kvstore.transfer.pipeline.driven import DrivenMachine
 from kvstore.transfer.pipeline.receive_loop import ChunkWriter
 from kvstore.transfer.protocol.layout import WIRE_DTYPES, mismatch, source_ranks
 from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed

@@ -55,22 +55,6 @@ class DrivenMachine(Generic[Machine, Instruction]):
             self._on_instruction(self._decided.popleft())
 
 
-async def seen_through(future: asyncio.Future[T]) -> None:
-    """Waits until a future is done, even if cancelled meanwhile; the cancellation follows then.
-
-    Raises:
-        CancelledError: the caller was cancelled, and the future is done.
-    """
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait({future})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-
-
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
     """Calls `callback` on the event loop soon; no effect once the loop is closed, and with it every waiter."""
     with contextlib.suppress(RuntimeError):
