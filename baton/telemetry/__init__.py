@@ -1,7 +1,7 @@
 """What every process reports of itself: metrics, traces and log lines.
 
-`instruments` is the only place where instruments are made: those that a router books (`booked`), those read from the
-cluster's status (`observed`) and their names for tools that expect vLLM (`vllm`). `prometheus` writes the exposition,
+`instruments` collects all instruments: those that a router books (`booked`), those read from the cluster's status
+(`observed`) and their names for tools that expect vLLM (`vllm`). `prometheus` writes the exposition,
 `tracing` one trace per request, `logs` the log lines, `prefixes` which prefixes recur.
 """
 

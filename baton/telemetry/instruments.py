@@ -1,4 +1,4 @@
-"""All metrics of a router, and their Prometheus exposition. No other code creates instruments.
+"""All metrics of a router, and their Prometheus exposition.
 
 booked      what happens to requests, booked as it happens
 observed    the cluster, read at every scrape

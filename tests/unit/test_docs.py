@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from kvstore.transfer.protocol import receive_state, send_state
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -43,3 +46,12 @@ def test_private_words_are_few() -> None:
     rows = re.findall(r"^\| \*\*(.+?)\*\* \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
     assert rows == sorted(rows, key=str.lower)
     assert 20 <= len(rows) <= 40
+
+
+@pytest.mark.parametrize(
+    ("machine", "legal"), [("receive_state", receive_state.LEGAL), ("send_state", send_state.LEGAL)]
+)
+def test_the_state_machines_of_a_transfer_are_drawn_as_they_are(machine: str, legal: dict[Any, Any]) -> None:
+    _, _, behind = (ROOT / "docs/transfer.md").read_text().partition(f"protocol/{machine}.py`):")
+    drawn = set(re.findall(r"^    ([A-Z]+) --> ([A-Z]+)", behind.split("```")[1], re.MULTILINE))
+    assert drawn == {(before.name, after.name) for before, states in legal.items() for after in states}
