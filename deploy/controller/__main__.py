@@ -191,7 +191,7 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
     if kubernetes:  # whose nodes may be still to come
         sizes = await kubernetes.sizes()
         if reason := sizes_problem(sizes, config):
-            raise ConfigError(f"the ServingPools ask for what cannot be: {reason}")
+            raise ConfigError(f"the ServingPools ask for sizes that are not possible: {reason}")
         return ControllerState(desired=sizes, cluster=arguments.cluster, gpus_per_worker=config.cluster.gpus_per_worker)
     deadline_s = time.monotonic() + wait_s
     while not (resources := await ray_actors.resources()).get(RESOURCE) and time.monotonic() < deadline_s:  # noqa: ASYNC110

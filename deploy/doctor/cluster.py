@@ -65,8 +65,8 @@ def metrics_seen(scraped: Mapping[str, Samples | None]) -> Iterator[Check]:
     yield judged(
         "metrics",
         not lost,
-        f"of {len(scraped)} routers" if not lost else f"not to be had of {names(lost)}",
-        "Prometheus cannot have them either, unless it is elsewhere: is the HTTP port open to it?",
+        f"of {len(scraped)} routers" if not lost else f"cannot be read from {names(lost)}",
+        "Prometheus cannot read them either, unless it runs elsewhere: is the HTTP port open to it?",
         "warn",
     )
 
@@ -82,7 +82,7 @@ def versions(found: Mapping[str, str], ours: str) -> Iterator[Check]:
             "versions",
             "warn",
             redis.listed(several),
-            "well while an upgrade is under way; else upgrade those that are behind",
+            "expected during an upgrade; otherwise upgrade those that are behind",
         )
     elif several and ours not in several:
         yield Check(

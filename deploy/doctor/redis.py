@@ -181,7 +181,7 @@ def server(url: str, seen: Look | BatonError) -> Iterator[Check]:
         "redis eviction",
         facts.policy == NEVER_EVICT,
         f"maxmemory-policy is {facts.policy}",
-        f"CONFIG SET maxmemory-policy {NEVER_EVICT}: evicted keys make the index lie",
+        f"CONFIG SET maxmemory-policy {NEVER_EVICT}: evicted keys make the index wrong",
     )
     if facts.evicted:
         yield Check(
@@ -286,7 +286,7 @@ def kv_compatibility(workers: Sequence[Worker]) -> Iterator[Check]:
             "model of the workers",
             "warn",
             f"{len(by_content)} of them in one Redis ({groups})",
-            "an upgrade to another model ends with one; two clusters had better have a Redis (or DB) each",
+            "an upgrade to another model ends with one; two clusters should have a Redis (or DB) each",
         )
     for group in by_content.values():
         kinds = by_value((w.info.id, w.info.wire_compat[:8]) for w in group)

@@ -262,7 +262,7 @@ def _heading(status: Status, address: str, has_metrics: bool, lost: str) -> Text
     for each in status["redis"]["garbage"]:
         text.append(f"\nin Redis, {each['what']} skipped {each['times']} times: {each['latest']}", style="yellow")
     if lost:
-        text.append(f"\nlost: {lost}; this is how it was", style="bold red")
+        text.append(f"\nlost: {lost}; last known state", style="bold red")
     if not has_metrics:
         text.append("\nno /metrics from here: goodput only", style="yellow")
     elif num_routers > 1:

@@ -111,7 +111,7 @@ def decide(
         )
     return order(
         smaller,
-        f"For {now_s - since_s:.0f} s {smaller} would have done, now at {needs.pressure(smaller):.0%}: one stops.",
+        f"For {now_s - since_s:.0f} s {smaller} was enough, now at {needs.pressure(smaller):.0%}: one stops.",
     )
 
 

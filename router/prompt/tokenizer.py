@@ -129,4 +129,4 @@ def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
     try:
         return dataclasses.replace(SamplingParams(), **recommended)
     except (InvalidRequest, TypeError) as error:
-        raise ModelLoadError(f"The model's generation_config.json recommends what cannot be: {error}") from error
+        raise ModelLoadError(f"The model's generation_config.json recommends invalid values: {error}") from error

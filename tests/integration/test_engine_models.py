@@ -701,7 +701,7 @@ async def test_a_token_id_without_an_embedding_is_refused_by_itself(tmp_path: Pa
                         await refused.read()
                 assert type(caught.value.error) is InvalidRequest
                 assert str(caught.value.error) == (
-                    "token id 512 is none of the model's, whose embedding has rows 0 to 511"
+                    "token id 512 is outside the model's vocabulary, whose ids are 0 to 511"
                 )
             while messages[-1].finish_reason is None:
                 messages.append(await stream.read())

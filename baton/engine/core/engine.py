@@ -60,7 +60,7 @@ class Engine:
         if max(spec.token_ids) >= self.runner.vocab_size or min(spec.token_ids) < 0:
             bad = next(token for token in spec.token_ids if not 0 <= token < self.runner.vocab_size)
             raise InvalidRequest(
-                f"token id {bad} is none of the model's, whose embedding has rows 0 to {self.runner.vocab_size - 1}"
+                f"token id {bad} is outside the model's vocabulary, whose ids are 0 to {self.runner.vocab_size - 1}"
             )
         sequence = Sequence(spec=spec, purpose=purpose, arrival_s=now)
         self.sequences[sequence.key] = sequence

@@ -84,7 +84,7 @@ def pools_of(text: str) -> tuple[int, int]:
 
 def grid_table(title: str, cells: Sequence[Cell]) -> Table:
     """A row a load, best goodput of it first; 80 columns wide."""
-    table = Table(title=title, box=None, pad_edge=False, caption="good: objectives met; a worker: of it, by workers.")
+    table = Table(title=title, box=None, pad_edge=False, caption="good: within objectives; a worker: good/s for each.")
     table.add_column("load")
     table.add_column("policy")
     for heading in ("P:D", "hit", "TTFT p50/p90 s", "ITL p90 ms", "refused", "good/s", "a worker", "good"):

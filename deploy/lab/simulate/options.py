@@ -51,7 +51,7 @@ class SimulateOptions:
         bool, typer.Option("--tell-all", help="Workers know the objectives under the other policies, too.")
     ] = False
     error: Annotated[
-        float, typer.Option(help="Factor by which this router misjudges the costs of steps; 1: it knows them.")
+        float, typer.Option(help="Factor by which this router misjudges the costs of steps; 1: exact.")
     ] = 1.0
     autoscale: AutoscaleConfig | None = None
     """Settings of the autoscaler; None: the pools stay as they are."""
