@@ -105,7 +105,7 @@ class EngineLoop:
         self, spec: SequenceSpec, purpose: Purpose, arrived_s: float | None = None
     ) -> AsyncIterator[SequenceHandle]:
         """See `ServingEngine.sequence`."""
-        if len(self.engine.scheduler.waiting) >= self.max_waiting(spec):
+        if self.engine.num_waiting >= self.max_waiting(spec):
             raise Overloaded("the worker's queue is full; try again later")
         sequence = self.engine.add(spec, purpose, time.monotonic() if arrived_s is None else arrived_s)
         self._was_idle = False
