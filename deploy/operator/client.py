@@ -29,7 +29,7 @@ FIRST_TRIES = 3
 TRIES = 10
 """Attempts in a row without a new message, once a stream has begun."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-"""Between attempts; each is twice the one before."""
+"""Pauses between attempts; each is twice the one before."""
 StatusJson = Mapping[str, Any]
 """A cluster's status, as `baton status --json` prints it."""
 CallMetadata = tuple[tuple[str, str], ...]

@@ -38,7 +38,7 @@ class ControllerClient:
 
     @contextlib.asynccontextmanager
     async def _stub(self) -> AsyncGenerator[admin_pb2_grpc.AdminAsyncStub]:
-        """On a channel of its own: orders are rare, and the controller comes back at another address."""
+        """A stub on a channel of its own: orders are rare, and the controller comes back at another address."""
         if (controller := self._known()) is None:
             raise NoController(
                 "no controller is known, so the pools cannot be changed; it runs as a part of `baton up`"

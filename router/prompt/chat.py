@@ -40,7 +40,7 @@ class ChatTemplate:
 
     @staticmethod
     def load(folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """From chat_template.jinja and additional_chat_templates/, else from tokenizer_config.json."""
+        """Reads chat_template.jinja and additional_chat_templates/, else tokenizer_config.json."""
         templates: dict[str, str] = {}
         match tokenizer_config.get("chat_template"):
             case str(source):

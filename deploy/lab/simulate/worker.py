@@ -113,7 +113,7 @@ class Tokens:
     sequence: Sequence
     num_tokens: int
     interval_s: float
-    """Between two of them, and from the one before."""
+    """Time between two of them, and from the one before."""
     finished: bool
 
 

@@ -314,7 +314,7 @@ class World:
             self._await(worker)
 
     def _evacuate(self, worker: SimulatedWorker) -> None:
-        """Between two steps of a worker that leaves."""
+        """Moves away what a worker holds that leaves; called between two of its steps."""
         self._evacuated = worker
         for sequence, flight in list(self._flights.items()):
             if sequence not in self._flights or not flight.concerns(worker, sequence):
