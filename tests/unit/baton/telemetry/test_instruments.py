@@ -8,7 +8,6 @@ import re
 
 from baton.cluster import (
     BlockCounts,
-    ClusterStatus,
     ControllerInfo,
     PoolScaling,
     Role,
@@ -22,6 +21,7 @@ from baton.cluster import (
 from baton.config import SloClassConfig
 from baton.telemetry.instruments import Instruments
 from baton.telemetry.observed import OBSERVED, TransferRows
+from tests.support.builders import cluster_status
 
 COUNTS = TransferCounts(**{field.name: i for i, field in enumerate(dataclasses.fields(TransferCounts), 1)})
 """Every field has a value of its own."""
@@ -42,10 +42,7 @@ def exposed() -> dict[str, dict[str, float]]:
         max_model_len=8192,
     )
     worker = Worker(info, WorkerLoad(state=WorkerState.READY, transfers=COUNTS))
-    status = ClusterStatus(
-        pools={}, workers=(worker,), routers=(), redis_address="", redis_ok=True, models=(), mirrored_blocks={"d0": 77}
-    )
-    instruments = Instruments(lambda: status)
+    instruments = Instruments(lambda: cluster_status(worker, mirrored_blocks={"d0": 77}))
     lines = instruments.exposition().decode().splitlines()
     found: dict[str, dict[str, float]] = {}
     for line in lines:
@@ -91,9 +88,7 @@ def test_an_instrument_means_one_thing() -> None:
 
 
 def test_objectives_and_predictions_have_instruments() -> None:
-    instruments = Instruments(
-        lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
-    )
+    instruments = Instruments(cluster_status)
     instruments.requests_slo.add(1, {"model": "m", "slo_class": "interactive", "outcome": "met"})
     instruments.tokens_slo_met.add(30, {"model": "m", "slo_class": "interactive"})
     instruments.shed.add(2, {"tenant": "acme"})
@@ -112,9 +107,7 @@ def test_objectives_and_predictions_have_instruments() -> None:
 
 
 def test_a_bucket_holds_its_bound_and_every_row_has_every_label() -> None:
-    instruments = Instruments(
-        lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
-    )
+    instruments = Instruments(cluster_status)
     for value in (0.01, 0.011, 100.0):
         instruments.request_duration.record(value, {"gen_ai.operation.name": "chat"})
     instruments.request_duration.record(0.5, {"error.type": "Overloaded", "gen_ai.operation.name": "chat"})
@@ -130,7 +123,7 @@ def test_a_bucket_holds_its_bound_and_every_row_has_every_label() -> None:
     assert not any("baton_retries" in line for line in found), "nothing was booked"
 
 
-NOBODY = ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
+NOBODY = cluster_status()
 INFO = WorkerInfo(
     id="d0",
     role=Role.DECODE,
@@ -147,7 +140,7 @@ INFO = WorkerInfo(
 )
 LOAD = WorkerLoad(state=WorkerState.DRAINING, running=3, waiting=2, blocks=BlockCounts(8, 1, 5, 2), preemptions=4)
 SCALING = (PoolScaling("prefill", 0.25, 1), PoolScaling("decode", 0.75, 3))
-CLUSTER = dataclasses.replace(NOBODY, workers=(Worker(INFO, LOAD),), controller=ControllerInfo(1, "h:2", SCALING))
+CLUSTER = cluster_status(Worker(INFO, LOAD), controller=ControllerInfo(1, "h:2", SCALING))
 
 
 def samples(instruments: Instruments, *names: str) -> set[str]:
@@ -310,10 +303,6 @@ def test_vllms_names_show_the_same_values() -> None:
 
 def test_what_is_skipped_in_redis_is_counted_by_what_it_is() -> None:
     garbage = (StoreGarbage("event", 2, "there"), StoreGarbage("lease", 5, "here"))
-    exposition = Instruments(
-        lambda: ClusterStatus(
-            pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=(), store_garbage=garbage
-        )
-    ).exposition()
+    exposition = Instruments(lambda: cluster_status(store_garbage=garbage)).exposition()
     lines = [line for line in exposition.decode().splitlines() if line.startswith("baton_store_garbage")]
     assert lines == ['baton_store_garbage_total{what="event"} 2.0', 'baton_store_garbage_total{what="lease"} 5.0']

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from opentelemetry.context import Context
 
 from baton import wire
-from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import RouterConfig
 from baton.errors import BatonError, Unsupported, WorkerFailed
 from baton.kv_layout import KvLayout
@@ -50,6 +50,7 @@ from router.dispatch.worker_client import WorkerCallError
 from router.placement import NO_OBJECTIVE, Weights
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
+from tests.support.builders import cluster_status
 from tests.support.waiting import until
 from tests.unit.router.dispatch.scripted_workers import new_choice
 from tests.unit.router.dispatch.test_worker_client import router
@@ -313,9 +314,7 @@ async def dispatching(
         pools = PoolView(lambda keys: {}, time.monotonic)
         roles = {name: Role.PREFILL if name.startswith("p") else Role.DECODE for name in known}
         await pools.update([leased(name, address, fields, roles[name]) for name, fields in known.items()])
-        instruments = Instruments(
-            lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
-        )
+        instruments = Instruments(cluster_status)
         hints, config = HintTracker(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=0.3)
         dispatcher = Dispatcher(
             pools=pools, client=calls, hints=hints, decisions=DecisionLog(), config=config, instruments=instruments

@@ -15,6 +15,7 @@ from baton.errors import Conflict, NoController
 from deploy.scaling.autoscaler import Autoscaler, strictest
 from deploy.scaling.command import as_dict, status_of, summary
 from deploy.scaling.values import Needs, PolicyState, ScalingDecision, Sizes
+from tests.support.builders import cluster_status
 
 
 class Cluster:
@@ -53,9 +54,7 @@ class Cluster:
             )
         count = {role: sum(r is role for r in self.roles.values()) for role in Role}
         pools = {role.value: PoolStatus(count[role], count[role]) for role in Role}
-        return ClusterStatus(
-            pools=pools, workers=tuple(workers), routers=(), redis_address="", redis_ok=True, models=()
-        )
+        return cluster_status(*workers, pools=pools)
 
     async def scale(self, pool: Role, num_workers: int) -> None:
         self.orders.append(("scale", pool, num_workers))

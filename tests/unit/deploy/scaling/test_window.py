@@ -19,6 +19,7 @@ from baton.cluster import (
 )
 from baton.costs import StepCosts
 from deploy.scaling.window import measure
+from tests.support.builders import cluster_status
 
 COSTS = StepCosts(
     s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.01, s_per_sequence=1e-3, s_per_kv_token=0.0
@@ -46,7 +47,7 @@ def worker(worker_id: str, role: Role, load: WorkerLoad, epoch: int = 1) -> Work
 
 def status(*workers: Worker, routers: tuple[RouterInfo, ...] = (), prefill: int = 1, decode: int = 1) -> ClusterStatus:
     pools = {"prefill": PoolStatus(prefill, 0), "decode": PoolStatus(decode, 0)}
-    return ClusterStatus(pools=pools, workers=workers, routers=routers, redis_address="", redis_ok=True, models=())
+    return cluster_status(*workers, pools=pools, routers=routers)
 
 
 def router(router_id: str, met: int, missed: int = 0, rejected: int = 0, pid: int = 1) -> RouterInfo:

@@ -12,7 +12,7 @@ from typing import Any
 from opentelemetry.context import Context
 
 from baton import wire
-from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import RouterConfig
 from baton.errors import BatonError
 from baton.kv_layout import KvLayout
@@ -32,6 +32,7 @@ from router.dispatch.worker_client import WorkerClient
 from router.placement import NO_OBJECTIVE, Weights
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
+from tests.support.builders import cluster_status
 
 BLOCK = 16
 NUM_PROMPT = 400
@@ -132,9 +133,7 @@ class Bench:
         self.address = address
         self.clock = Clock()
         self.pools = PoolView(lambda keys: dict(held), self.clock.monotonic)
-        self.instruments = Instruments(
-            lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
-        )
+        self.instruments = Instruments(cluster_status)
         hints = HintTracker(Mirror(), self.instruments)
         self.dispatcher = Dispatcher(
             pools=self.pools,
