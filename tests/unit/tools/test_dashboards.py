@@ -14,10 +14,7 @@ from baton.cluster import (
     ControllerInfo,
     PoolScaling,
     PoolStatus,
-    Role,
     RouterInfo,
-    Worker,
-    WorkerInfo,
     WorkerLoad,
 )
 from baton.telemetry.instruments import Instruments
@@ -33,7 +30,7 @@ from tests.observability.shipped import (
     shown,
     substituted,
 )
-from tests.support.builders import cluster_status
+from tests.support.builders import cluster_status, worker
 from tools.dashboards.__main__ import ROOT, generated
 from tools.dashboards.catalogue import definitions, series
 
@@ -199,21 +196,9 @@ def test_every_instrument_is_documented() -> None:
 
 def told_by_every_router() -> set[str]:
     """The series that routers read from Redis, or of one another: each tells the same."""
-    info = WorkerInfo(
-        id="d0",
-        role=Role.DECODE,
-        address="h:1",
-        pid=1,
-        node="node",
-        epoch=1,
-        content_id="content",
-        wire_compat="wire",
-        block_size=16,
-        max_model_len=8192,
-    )
     controller = ControllerInfo(1, "h:2", scaling=(PoolScaling("decode", 0.5, 2),))
     status = cluster_status(
-        Worker(info, WorkerLoad()),
+        worker("d0", load=WorkerLoad()),
         pools={"decode": PoolStatus(1, 1)},
         routers=(RouterInfo(id="r0", pid=1, grpc="h:3", http="h:4", mirror_lag_s=0.1),),
         controller=controller,
