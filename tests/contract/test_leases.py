@@ -31,6 +31,7 @@ from kvstore.index import BlockEvent, IndexOutcome, Op, RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper
 from kvstore.leases.codec import decode_worker, encode
+from tests.support import builders
 from tests.support.waiting import until, wait_until
 
 if TYPE_CHECKING:
@@ -49,18 +50,7 @@ LOAD = WorkerLoad(
 
 
 def worker_info(worker_id: str, epoch: int) -> WorkerInfo:
-    return WorkerInfo(
-        id=worker_id,
-        role=Role.PREFILL,
-        address="127.0.0.1:7000",
-        pid=42,
-        node="node-a",
-        epoch=epoch,
-        content_id="c" * 32,
-        wire_compat="w" * 32,
-        block_size=16,
-        max_model_len=2048,
-    )
+    return builders.worker_info(worker_id, Role.PREFILL, epoch=epoch)
 
 
 async def test_a_worker_is_listed_as_it_describes_itself(backend: Backend) -> None:

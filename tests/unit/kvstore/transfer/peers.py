@@ -18,7 +18,7 @@ import grpc
 import torch
 
 from baton.config import FaultsConfig, TransferConfig
-from baton.engine.core.block_pool import BlockEvent
+from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, StateSpec
 from baton.engine.core.loop import EngineLoop, SequenceHandle
@@ -339,7 +339,7 @@ async def engine_worker(
     step_tokens: int = 64,
     *,
     incarnation: int = 1,
-    on_block_events: Callable[[list[BlockEvent]], None] = lambda events: None,
+    on_block_events: Callable[[list[BlockChange]], None] = lambda events: None,
     door: Callable[[KvEndpoint], kv_pb2_grpc.KvControlServicer] = lambda kv: kv,
 ) -> AsyncIterator[Worker]:
     """A worker with an engine that runs; at the end it must still be running.
