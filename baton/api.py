@@ -34,7 +34,7 @@ class TokenIds:
     ids: tuple[int, ...]
 
 
-Prompt = Text | Chat | TokenIds
+PromptInput = Text | Chat | TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class GenerateRequest:
     the rest.
     """
 
-    prompt: Prompt
+    prompt: PromptInput
     request_id: str = ""
     model: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)

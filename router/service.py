@@ -29,7 +29,7 @@ from dataclasses import replace
 
 from opentelemetry.context import Context
 
-from baton.api import GenerateChunk, GenerateRequest, ModelCard, Prompt
+from baton.api import GenerateChunk, GenerateRequest, ModelCard, PromptInput
 from baton.config import RouterConfig
 from baton.telemetry.instruments import Instruments
 from kvstore.leases import Noted, RecordKey
@@ -155,7 +155,7 @@ class RouterService:
                                 call.driver = asyncio.current_task() or call.driver
             self._limiter.record(time.monotonic() - settle.arrived_s)
 
-    async def tokenize(self, prompt: Prompt, tenant: Tenant) -> tuple[int, ...]:
+    async def tokenize(self, prompt: PromptInput, tenant: Tenant) -> tuple[int, ...]:
         """The prompt's token ids. Raises InvalidRequest as `PromptEncoder.encode` does."""
         return await self._encoder.encode(prompt, tenant.scope, self.facts)
 

@@ -82,7 +82,7 @@ class Mutant:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """What became of a test with a fault, or without one.
 
     Attributes:
@@ -186,7 +186,7 @@ class Copy:
         if not self.pid:
             _run_tests(self._folder, tests)
 
-    def end(self, status: int) -> Outcome:
+    def end(self, status: int) -> JobOutcome:
         """After its child has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # what the test started
@@ -197,7 +197,7 @@ class Copy:
             self._restore = None
         self.pid = 0
         output = (self._folder / "output.txt").read_text(errors="replace")
-        return Outcome(self._name, status, time.monotonic() - self._begun_s, output)
+        return JobOutcome(self._name, status, time.monotonic() - self._begun_s, output)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -231,7 +231,7 @@ def _run_tests(folder: Path, tests: Sequence[str]) -> None:
         os._exit(code)
 
 
-def run_all(jobs: Sequence[tuple[str, Sequence[str], Mutant | None]], folders: Sequence[Path]) -> Iterator[Outcome]:
+def run_all(jobs: Sequence[tuple[str, Sequence[str], Mutant | None]], folders: Sequence[Path]) -> Iterator[JobOutcome]:
     """Runs the jobs, one a copy at a time, and yields their outcomes as they end."""
     waiting, free = list(reversed(jobs)), [Copy(folder) for folder in folders]
     busy: dict[int, Copy] = {}

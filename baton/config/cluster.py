@@ -14,8 +14,8 @@ from baton.config.section import (
     NotNegative,
     Port,
     Share,
+    String,
     Switch,
-    Text,
     Wait,
     section,
 )
@@ -32,35 +32,35 @@ class ClusterConfig:
     """Prefill workers to start with."""
     decode: Int = 1
     """Decode workers to start with."""
-    host: Text = "127.0.0.1"
+    host: String = "127.0.0.1"
     """Address on which the router listens."""
     grpc_port: Port = 50051
     """Port of the router's gRPC services."""
     http_port: Port = 8000
     """Port of the router's HTTP API, page and metrics."""
-    advertise_host: Text = ""
+    advertise_host: String = ""
     """Address at which other processes find the router, or the controller, where it listens on all addresses of its
     machine. Empty: `host` and `controller_host`."""
-    controller_host: Text = "127.0.0.1"
+    controller_host: String = "127.0.0.1"
     """Address on which the controller listens. It takes orders from anyone who can reach it; only routers check for an
     operator's key."""
     controller_port: Port = 0
     """Port of the controller's gRPC service; 0: any free one."""
-    name: Text = ""
+    name: String = ""
     """Name of this cluster, unique in its Ray cluster. Empty: `baton up` draws one; `baton run` needs one."""
-    cache_dir: Text = ""
+    cache_dir: String = ""
     """Folder of the converted models. Empty: the user's cache folder, `baton/`."""
     routers: AtLeastOne = 1
     """Router processes that `baton up` runs behind one address. They share nothing but Redis."""
-    ray_address: Text = ""
+    ray_address: String = ""
     """host:port of a Ray cluster to join. Each of its nodes takes as many workers as it has of the resource
     `baton_worker`; a node whose label `baton.dev/pool` names a pool takes only workers that start in that pool. This
     machine must be one of the nodes; the others must reach `index.redis_url` and have the model at the same path.
     Empty: `baton up` starts a Ray cluster of this machine alone."""
-    ray_node_ip: Text = ""
+    ray_node_ip: String = ""
     """Address of the Ray node through which the controller joins Ray; it waits until the node is there. Empty: any node
     on the controller's machine, the head first."""
-    state_file: Text = ""
+    state_file: String = ""
     """File in which the controller keeps the desired pool sizes, so that they survive it and win over `prefill` and
     `decode`; one file per cluster. Empty: the sizes last as long as `baton up`, and with `ray_address` a file in the
     cache folder records which workers to end if all of it is killed."""
@@ -81,16 +81,16 @@ class KubernetesConfig:
     `Admin.ScalePool` all change. The chart fills it in.
     """
 
-    namespace: Text = ""
+    namespace: String = ""
     """Namespace of the ServingPools. Empty: this is not Kubernetes."""
-    prefill_pool: Text = "prefill"
+    prefill_pool: String = "prefill"
     """Name of the prefill pool's ServingPool."""
-    decode_pool: Text = "decode"
+    decode_pool: String = "decode"
     """Name of the decode pool's ServingPool."""
-    prefill_deployment: Text = ""
+    prefill_deployment: String = ""
     """Deployment whose pods are Ray nodes, one per prefill worker; the controller keeps as many as it needs. Empty:
     something else adds nodes for workers that wait, such as KubeRay's autoscaler."""
-    decode_deployment: Text = ""
+    decode_deployment: String = ""
     """The same for decode workers."""
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from baton.blocks import GRANULE
-from baton.config.section import NUMBER, AtLeastOne, Float, Int, Must, OneOf, Share, Text, section
+from baton.config.section import NUMBER, AtLeastOne, Float, Int, Must, OneOf, Share, String, section
 from baton.errors import ConfigError
 
 
@@ -32,13 +32,13 @@ GibOrAuto: TypeAlias = Annotated[
 class ModelConfig:
     """The model that the cluster serves."""
 
-    id: Text = "smollm2-135m-instruct"
+    id: String = "smollm2-135m-instruct"
     """A model of Baton's own catalogue, a Hugging Face hub id, or a local folder of safetensors."""
-    served_name: Text = ""
+    served_name: String = ""
     """The model id that clients use. Empty: the last part of `id`."""
-    path: Text = ""
+    path: String = ""
     """The resolved local folder; `baton up` fills it in."""
-    revision: Text = ""
+    revision: String = ""
     """Identity of the weights; seeds the block keys. `baton up` fills it in."""
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     """Type of the weights. auto: float32 on a CPU, the model's own on a GPU."""

@@ -101,7 +101,7 @@ ON_OFF = BeforeValidator(_on_off)
 Switch: TypeAlias = Annotated[bool, BeforeValidator(_switch)]
 Int: TypeAlias = Annotated[int, WHOLE]
 Float: TypeAlias = Annotated[float, NUMBER]
-Text: TypeAlias = Annotated[str, ON_OFF]
+String: TypeAlias = Annotated[str, ON_OFF]
 
 AtLeastOne: TypeAlias = Annotated[int, Field(ge=1), WHOLE, Must.be("at least 1")]
 NotNegative: TypeAlias = Annotated[int, Field(ge=0), WHOLE, Must.be("at least 0")]

@@ -8,12 +8,12 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from baton.config.section import JSON, NUMBER, AtLeastOne, Float, Int, Must, OneOf, Text, section
+from baton.config.section import JSON, NUMBER, AtLeastOne, Float, Int, Must, OneOf, String, section
 from baton.errors import ConfigError
 
 POSITIVE = Must("an objective must be more than 0, got {field} {value}")
 NOT_NEGATIVE = Must("{field} must be at least 0, got {value}")
-Objective: TypeAlias = Annotated[float, Field(gt=0), NUMBER, POSITIVE]
+Milliseconds: TypeAlias = Annotated[float, Field(gt=0), NUMBER, POSITIVE]
 Weight: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER, NOT_NEGATIVE]
 DEFAULT_CLASS = "default"
 
@@ -22,7 +22,7 @@ DEFAULT_CLASS = "default"
 class IndexConfig:
     """The index of cached prefixes and the leases of the processes, both kept in Redis."""
 
-    redis_url: Text = ""
+    redis_url: String = ""
     """redis://HOST:PORT/DB or unix://PATH. Empty: `baton up` starts an embedded one."""
     lease_s: Float = 10.0
     """Duration of a lease. A process that has not renewed its lease for this long counts as gone."""
@@ -40,13 +40,13 @@ class IndexConfig:
 class SloClassConfig:
     """Objectives of the requests of one class, and the weights of their placement."""
 
-    ttft_ms: Objective = 60_000.0
+    ttft_ms: Milliseconds = 60_000.0
     """Objective for the time to first token, in milliseconds. A request is refused if it is predicted to miss it
     because of the requests ahead of it."""
-    itl_ms: Objective = 1_000.0
+    itl_ms: Milliseconds = 1_000.0
     """Objective for the mean time between tokens, in milliseconds. It limits how much of other prompts a worker
     computes in one step."""
-    e2e_ms: Objective = math.inf
+    e2e_ms: Milliseconds = math.inf
     """Objective for the time to the last token, in milliseconds; .inf: none. It counts for goodput and refuses no
     request."""
     affinity_weight: Weight = 1.0
@@ -61,7 +61,7 @@ class SloClassConfig:
 class RouterConfig:
     """A router: admission, placement and retries."""
 
-    id: Text = "router-0"
+    id: String = "router-0"
     """Name of the router in Redis and in traces."""
     mode: Annotated[str, OneOf("auto", "split", "aggregated")] = "auto"
     """auto, split (always prefill on a prefill worker) or aggregated (always on the decode worker)."""
@@ -92,9 +92,9 @@ class RouterConfig:
     """The same estimate before the tenant's first answer."""
     default_max_tokens: Int = 0
     """Answer length when a client gives none; 0: up to the context window."""
-    cache_secret: Text = ""
+    cache_secret: String = ""
     """Secret that keys the tenants' cache scopes; equal on all routers. `baton up` draws one."""
-    tenants_file: Text = ""
+    tenants_file: String = ""
     """YAML file of the tenants and the SHA-256 of their API keys (`printf %s KEY | sha256sum`);
     `router.admission.tenants` lists the fields. Read once at start. Empty: every request is accepted, whatever key it
     carries."""

@@ -6,7 +6,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from baton.config.section import COMMA_SEPARATED, ON_OFF, WHOLE, AtLeastOne, Must, OneOf, Seconds, Text, section
+from baton.config.section import COMMA_SEPARATED, ON_OFF, WHOLE, AtLeastOne, Must, OneOf, Seconds, String, section
 from baton.errors import ConfigError
 
 LINK_KINDS = ("nccl", "shm", "tcp", "gloo")
@@ -69,6 +69,6 @@ class TransferConfig:
 class FaultsConfig:
     """Faults injected on purpose, for tests. Off by default."""
 
-    spec: Text = ""
+    spec: String = ""
     """Comma-separated NAME=N: inject the fault in every Nth chunk of a KV transfer. The names are the fields of
     `kvstore.transfer.transport.faults.Faults`."""

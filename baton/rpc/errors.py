@@ -22,7 +22,8 @@ ERROR_KEY = "baton-error"
 RETRY_AFTER_KEY = "retry-after"
 MAX_MESSAGE_CHARACTERS = 1024
 CLIENTS_METHODS = ("/baton.v1.Inference/", "/baton.v1.Admin/")
-Check = Callable[[Any], None]
+CallContext = grpc.aio.ServicerContext[Any, Any]
+MessageCheck = Callable[[Any], None]
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return make(wrapped, handler.request_deserializer, handler.response_serializer)
 
 
-def _guard_unary(method: Callable[..., Awaitable[Any]], check: Check | None) -> Callable[..., Any]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+def _guard_unary(method: Callable[..., Awaitable[Any]], check: MessageCheck | None) -> Callable[..., Any]:
+    async def guarded(request: Any, context: CallContext) -> Any:
         try:
             if check is not None:
                 check(request)
@@ -72,8 +73,8 @@ def _guard_unary(method: Callable[..., Awaitable[Any]], check: Check | None) -> 
     return guarded
 
 
-def _guard_stream(method: Callable[..., Any], check: Check | None) -> Callable[..., Any]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+def _guard_stream(method: Callable[..., Any], check: MessageCheck | None) -> Callable[..., Any]:
+    async def guarded(request: Any, context: CallContext) -> AsyncIterator[Any]:
         try:
             if check is not None:
                 check(request)
@@ -88,7 +89,7 @@ def _guard_stream(method: Callable[..., Any], check: Check | None) -> Callable[.
     return guarded
 
 
-async def _abort_unexpected(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+async def _abort_unexpected(context: CallContext, error: Exception) -> NoReturn:
     """Ends the call after a defect of ours: the log gets the traceback, the client one sentence."""
     if isinstance(error, (grpc.aio.AbortError, grpc.RpcError)):
         raise error
@@ -96,7 +97,7 @@ async def _abort_unexpected(context: grpc.aio.ServicerContext[Any, Any], error: 
     await abort(context, BatonError("internal error; the server's log says more"))
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
+async def abort(context: CallContext, error: BatonError) -> NoReturn:
     """Ends the call with the error's status."""
     metadata = [(ERROR_KEY, kind_of(error))]
     if isinstance(error, Overloaded):

@@ -70,7 +70,7 @@ def generate_request_from_pb(message: inference_pb2.GenerateRequest) -> api.Gene
     )
 
 
-def tokenize_request_from_pb(message: inference_pb2.TokenizeRequest) -> tuple[str, api.Prompt]:
+def tokenize_request_from_pb(message: inference_pb2.TokenizeRequest) -> tuple[str, api.PromptInput]:
     """Reads a request to tokenize: the model and the prompt. Raises as `generate_request_from_pb` does."""
     return message.model, _prompt_from_pb(message)
 
@@ -135,7 +135,7 @@ def list_models_response(cards: list[api.ModelCard]) -> inference_pb2.ListModels
     return inference_pb2.ListModelsResponse(models=[to_pb(card, inference_pb2.Model) for card in cards])
 
 
-def _prompt_from_pb(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> api.Prompt:
+def _prompt_from_pb(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> api.PromptInput:
     match message.WhichOneof("input"):
         case "text":
             return api.Text(message.text)

@@ -7,22 +7,23 @@ from typing import Any
 import grpc
 
 from baton import wire
+from baton.rpc.errors import CallContext
 from baton.v1 import admin_pb2
 from deploy.controller.orders import Orders
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def add_orders(server: grpc.aio.Server, orders: Orders) -> None:
     """Adds the orders to a gRPC server. The other methods of the service stay unimplemented."""
 
-    async def scale(request: admin_pb2.ScalePoolRequest, context: Context) -> admin_pb2.ScalePoolResponse:
+    async def scale(request: admin_pb2.ScalePoolRequest, context: CallContext) -> admin_pb2.ScalePoolResponse:
         return wire.scale_response(await orders.scale(request.pool, request.desired))
 
-    async def drain(request: admin_pb2.DrainWorkerRequest, context: Context) -> admin_pb2.DrainWorkerResponse:
+    async def drain(request: admin_pb2.DrainWorkerRequest, context: CallContext) -> admin_pb2.DrainWorkerResponse:
         return wire.drain_response(await orders.drain(request.worker_id))
 
-    async def set_role(request: admin_pb2.SetWorkerRoleRequest, context: Context) -> admin_pb2.SetWorkerRoleResponse:
+    async def set_role(
+        request: admin_pb2.SetWorkerRoleRequest, context: CallContext
+    ) -> admin_pb2.SetWorkerRoleResponse:
         return wire.role_response(await orders.set_role(request.worker_id, request.role))
 
     handlers = {

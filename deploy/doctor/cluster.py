@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from baton.config import Config
 from baton.errors import BatonError, InvalidRequest, NoWorker
@@ -15,7 +14,7 @@ from deploy.doctor import redis
 from deploy.doctor.checks import Check, guarded, judged, names
 from deploy.doctor.machine import DISTRIBUTION, hostname
 from deploy.doctor.reach import Target, reachability, wrongly_announced
-from deploy.operator.client import Client, metadata_of
+from deploy.operator.client import Client, StatusJson, metadata_of
 from deploy.operator.scrape import Samples, Scraper, seen_from, split
 from kvstore.index import without_password
 
@@ -24,7 +23,6 @@ LAG_S = 2.0
 DRAIN_LOOK_S = 2.0
 """Between two looks at a worker that drains."""
 HTTP_TIMEOUT_S = 2.0
-Status = Mapping[str, Any]
 
 
 def diagnose(config: Config, address: str, api_key: str, is_inside: bool) -> list[Check]:
@@ -102,7 +100,7 @@ def versions(found: Mapping[str, str], ours: str) -> Iterator[Check]:
         )
 
 
-def pools(status: Status) -> Iterator[Check]:
+def pools(status: StatusJson) -> Iterator[Check]:
     for name, pool in status["pools"].items():
         yield judged(
             f"pool {name}",
@@ -121,7 +119,7 @@ def pools(status: Status) -> Iterator[Check]:
     )
 
 
-def workers(status: Status) -> Iterator[Check]:
+def workers(status: StatusJson) -> Iterator[Check]:
     for worker in status["workers"]:
         yield judged(
             f"worker {worker['id']}",
@@ -131,7 +129,7 @@ def workers(status: Status) -> Iterator[Check]:
         )
 
 
-def mirrors(status: Status) -> Iterator[Check]:
+def mirrors(status: StatusJson) -> Iterator[Check]:
     slow = {
         f"{router['id']} by {router['mirror_lag_s']:.1f} s"
         for router in status["routers"]
@@ -146,10 +144,10 @@ def mirrors(status: Status) -> Iterator[Check]:
     )
 
 
-def drains(status: Status, again: Callable[[], Status], wait_s: float = DRAIN_LOOK_S) -> Iterator[Check]:
+def drains(status: StatusJson, again: Callable[[], StatusJson], wait_s: float = DRAIN_LOOK_S) -> Iterator[Check]:
     """Workers that leave and do not get anywhere between two looks."""
 
-    def draining(status: Status) -> dict[tuple[str, int], tuple[int, int, int]]:
+    def draining(status: StatusJson) -> dict[tuple[str, int], tuple[int, int, int]]:
         return {
             (w["id"], w["epoch"]): (w["running"], w["waiting"], w["computed_tokens"])
             for w in status["workers"]
@@ -174,7 +172,7 @@ def drains(status: Status, again: Callable[[], Status], wait_s: float = DRAIN_LO
         yield judged(f"drain of {key[0]}", not is_stuck, f"{left}{', nothing moves' if is_stuck else ''}", mend, "warn")
 
 
-def _versions(status: Status, scraped: Mapping[str, Samples | None]) -> dict[str, str]:
+def _versions(status: StatusJson, scraped: Mapping[str, Samples | None]) -> dict[str, str]:
     found = {}
     for router, samples in scraped.items():
         for sample in samples.of("baton_build_info") if samples else ():
@@ -196,7 +194,7 @@ def _scraped(announced: str, asked: str) -> Samples | None:
         scraper.close()
 
 
-def _redis(config: Config, status: Status, metrics: Samples | None) -> Iterator[Check]:
+def _redis(config: Config, status: StatusJson, metrics: Samples | None) -> Iterator[Check]:
     address, is_ok = status["redis"]["address"], status["redis"]["ok"]
     yield judged("redis", is_ok, without_password(address), "the router serves from memory; start Redis again", "warn")
     # The status may leave a password out that our own configuration has.
@@ -220,7 +218,7 @@ def _redis(config: Config, status: Status, metrics: Samples | None) -> Iterator[
     yield from redis.shapes([(w["id"], w["role"], w["block_size"], w["chunk_tokens"]) for w in status["workers"]])
 
 
-def _targets(status: Status) -> list[Target]:
+def _targets(status: StatusJson) -> list[Target]:
     targets = [Target(worker["id"], worker["address"]) for worker in status["workers"]]
     for router in status["routers"]:
         targets += [Target(f"{router['id']} gRPC", router["grpc"]), Target(f"{router['id']} HTTP", router["http"])]
@@ -233,7 +231,7 @@ def _is_nowhere(target: Target) -> bool:
     return any(wrongly_announced([target], is_one_machine=True))
 
 
-def _key(status: Status, asked: str, api_key: str) -> Iterator[Check]:
+def _key(status: StatusJson, asked: str, api_key: str) -> Iterator[Check]:
     headers = dict(metadata_of(api_key))
     for address in seen_from(status["routers"][0]["http"], asked):
         host, port = split(address)

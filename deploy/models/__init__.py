@@ -9,12 +9,12 @@
 
 from deploy.models.catalogue import CATALOGUE
 from deploy.models.display import ProgressDisplay
-from deploy.models.progress import OnProgress, Progress, ignore_progress
+from deploy.models.progress import OnModelProgress, Progress, ignore_progress
 from deploy.models.resolve import ResolvedModel, cache_dir, resolve
 
 __all__ = [
     "CATALOGUE",
-    "OnProgress",
+    "OnModelProgress",
     "Progress",
     "ProgressDisplay",
     "ResolvedModel",

@@ -19,7 +19,7 @@ TITLES = {
 
 
 class ProgressDisplay:
-    """A context manager whose `update` is an `OnProgress`. Writes to stderr, so that stdout stays for programs."""
+    """A context manager whose `update` is an `OnModelProgress`. Writes to stderr, so that stdout stays for programs."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 from baton.errors import ModelLoadError
 from deploy.models.gguf_tokenizer import write_tokenizer
-from deploy.models.progress import OnProgress, Progress
+from deploy.models.progress import OnModelProgress, Progress
 
 Array = npt.NDArray[np.float32]
 
@@ -62,7 +62,7 @@ class Metadata:
         return self.get(key)
 
 
-def write_folder(gguf_file: Path, folder: Path, sampling: dict[str, float], progress: OnProgress) -> None:
+def write_folder(gguf_file: Path, folder: Path, sampling: dict[str, float], progress: OnModelProgress) -> None:
     """Writes config.json, model.safetensors, generation_config.json, tokenizer.json and tokenizer_config.json.
 
     `sampling` are the defaults that generation_config.json recommends.
@@ -103,7 +103,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _weights(tensors: list[Any], metadata: Metadata, progress: OnProgress) -> dict[str, Array]:
+def _weights(tensors: list[Any], metadata: Metadata, progress: OnModelProgress) -> dict[str, Array]:
     """Hugging Face's name -> float32 array, shaped as torch has it: [out, in]."""
     num_heads = metadata["llama.attention.head_count"]
     heads = {"attn_q": num_heads, "attn_k": metadata.get("llama.attention.head_count_kv", num_heads)}

@@ -11,14 +11,14 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from huggingface_hub.utils.tqdm import tqdm
 
 from baton.errors import ModelLoadError
-from deploy.models.progress import OnProgress, Progress
+from deploy.models.progress import OnModelProgress, Progress
 
 WANTED = ["*.safetensors", "*.json", "*.jinja"]
 UNWANTED = ["*/*.safetensors", "*/*.json"]
 """Copies in other formats: onnx/, original/, openvino/."""
 
 
-def hub_folder(model_id: str, revision: str, progress: OnProgress) -> Path:
+def hub_folder(model_id: str, revision: str, progress: OnModelProgress) -> Path:
     """The snapshot folder; its name is the commit. An empty `revision` is the main branch.
 
     Raises:
@@ -53,7 +53,7 @@ def hub_folder(model_id: str, revision: str, progress: OnProgress) -> Path:
     return Path(folder)
 
 
-def _reporting_bar(model_id: str, progress: OnProgress) -> Any:
+def _reporting_bar(model_id: str, progress: OnModelProgress) -> Any:
     """A progress bar class for the hub's library that reports bytes to `progress` and draws nothing."""
 
     class Bar(tqdm):

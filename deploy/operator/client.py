@@ -6,7 +6,7 @@ import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,10 +30,12 @@ TRIES = 10
 """Attempts in a row without a new message, once a stream has begun."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Between attempts; each is twice the one before."""
-Metadata = tuple[tuple[str, str], ...]
+StatusJson = Mapping[str, Any]
+"""A cluster's status, as `baton status --json` prints it."""
+CallMetadata = tuple[tuple[str, str], ...]
 
 
-def metadata_of(api_key: str) -> Metadata:
+def metadata_of(api_key: str) -> CallMetadata:
     """Metadata of every call; none for an empty key. Raises InvalidRequest where the key cannot be sent."""
     if not (api_key.isascii() and api_key.isprintable()):
         raise InvalidRequest("the API key may hold printable ASCII characters only", "api_key")

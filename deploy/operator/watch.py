@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.errors import BatonError, InvalidRequest, NoWorker
-from deploy.operator.client import Client
+from deploy.operator.client import Client, StatusJson
 from deploy.operator.scrape import Samples, Scraper, seen_from
 
 REFRESH_S = 1.0
@@ -33,14 +33,13 @@ BARS = "▁▂▃▄▅▆▇█"
 TTFT = "gen_ai_server_time_to_first_token_seconds"
 ITL = "baton_inter_token_latency_seconds"
 REQUESTS, MISSES = "baton_requests_slo_total", "baton_slo_misses_total"
-Status = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     at_s: float
     """Monotonic."""
-    status: Status
+    status: StatusJson
     metrics: Samples | None
     """None: /metrics did not answer."""
 
@@ -206,7 +205,7 @@ def watch(address: str, console: Console, seconds: float = math.inf) -> None:
     scraper: Scraper | None = None
     end_s = time.monotonic() + seconds
     try:
-        status: Status = client.status()
+        status: StatusJson = client.status()
         scraper = Scraper(seen_from(status["routers"][0]["http"], address), timeout_s=REFRESH_S)
         with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
             while time.monotonic() < end_s:
@@ -235,7 +234,7 @@ def _metrics(scraper: Scraper) -> Samples | None:
         return None
 
 
-def picture(seen: View, status: Status, address: str, has_metrics: bool, lost: str) -> RenderableType:
+def picture(seen: View, status: StatusJson, address: str, has_metrics: bool, lost: str) -> RenderableType:
     """Everything, for a terminal of 80 columns or more.
 
     Args:
@@ -246,7 +245,7 @@ def picture(seen: View, status: Status, address: str, has_metrics: bool, lost: s
     )
 
 
-def _heading(status: Status, address: str, has_metrics: bool, lost: str) -> Text:
+def _heading(status: StatusJson, address: str, has_metrics: bool, lost: str) -> Text:
     models = ", ".join(model["id"] for model in status["models"])
     text = Text()
     text.append(f"{models} at {address}", style="bold")

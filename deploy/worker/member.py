@@ -18,7 +18,7 @@ from baton import wire
 from baton.blocks import content_id
 from baton.cluster import VERSION, Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import Config
-from baton.engine.core.block_pool import BlockEvent, Stored
+from baton.engine.core.block_pool import BlockChange, Stored
 from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.loop import EngineLoop
@@ -198,7 +198,7 @@ class Member:
         if self._keeper is not None:
             self._keeper.renew_soon()
 
-    def _on_block_events(self, events: list[BlockEvent]) -> None:
+    def _on_block_events(self, events: list[BlockChange]) -> None:
         if self._publisher is None:
             return
         for event in events:

@@ -13,6 +13,7 @@ import grpc
 from baton import wire
 from baton.cluster import ClusterStatus
 from baton.errors import BatonError, Forbidden, Unauthenticated
+from baton.rpc.errors import CallContext
 from baton.tasks import seen_through
 from baton.telemetry import tracing
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -23,7 +24,6 @@ from router.dispatch.decisions import PlacementDecision, explained
 from router.request.model import UNKNOWN_INGRESS, Ingress
 from router.service import RouterService
 
-Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE_NAMES = ("baton.v1.Inference", "baton.v1.Admin")
 ORDERS = tuple(f"/baton.v1.Admin/{name}" for name in ("ScalePool", "DrainWorker", "SetWorkerRole"))
 CALLER: ContextVar[Tenant] = ContextVar("caller")
@@ -56,7 +56,7 @@ class Authentication(grpc.aio.ServerInterceptor):
 
 
 def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
-    async def refuse(request: bytes, context: Context) -> NoReturn:
+    async def refuse(request: bytes, context: CallContext) -> NoReturn:
         raise error
 
     return grpc.unary_unary_rpc_method_handler(refuse)
@@ -72,7 +72,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._ingress = ingress
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - the generated name
-        self, request: inference_pb2.GenerateRequest, context: Context
+        self, request: inference_pb2.GenerateRequest, context: CallContext
     ) -> None:
         """It writes, where it could yield: so a call that waits for a client which does not read can be ended, too."""
         trace = tracing.from_metadata(context.invocation_metadata())
@@ -88,7 +88,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     await context.write(wire.generate_response(chunk))
 
     async def Tokenize(  # noqa: N802
-        self, request: inference_pb2.TokenizeRequest, context: Context
+        self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
         model, prompt = wire.tokenize_request_from_pb(request)
         check_model(model, self._service.facts)
@@ -97,7 +97,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
 
     async def ListModels(  # noqa: N802
-        self, request: inference_pb2.ListModelsRequest, context: Context
+        self, request: inference_pb2.ListModelsRequest, context: CallContext
     ) -> inference_pb2.ListModelsResponse:
         return wire.list_models_response([self._service.card])
 
@@ -116,36 +116,36 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._orders = orders
 
     async def GetStatus(  # noqa: N802
-        self, request: admin_pb2.GetStatusRequest, context: Context
+        self, request: admin_pb2.GetStatusRequest, context: CallContext
     ) -> admin_pb2.GetStatusResponse:
         return wire.status_response(self._status())
 
     async def ListPools(  # noqa: N802
-        self, request: admin_pb2.ListPoolsRequest, context: Context
+        self, request: admin_pb2.ListPoolsRequest, context: CallContext
     ) -> admin_pb2.ListPoolsResponse:
         return wire.pools_response(self._status())
 
     async def ListWorkers(  # noqa: N802
-        self, request: admin_pb2.ListWorkersRequest, context: Context
+        self, request: admin_pb2.ListWorkersRequest, context: CallContext
     ) -> admin_pb2.ListWorkersResponse:
         return wire.workers_response(self._status())
 
     async def Explain(  # noqa: N802
-        self, request: admin_pb2.ExplainRequest, context: Context
+        self, request: admin_pb2.ExplainRequest, context: CallContext
     ) -> admin_pb2.ExplainResponse:
         return wire.explain_response([explained(decision) for decision in self._explain(request.request_id)])
 
     async def ScalePool(  # noqa: N802
-        self, request: admin_pb2.ScalePoolRequest, context: Context
+        self, request: admin_pb2.ScalePoolRequest, context: CallContext
     ) -> admin_pb2.ScalePoolResponse:
         return await self._orders.scale(request)
 
     async def DrainWorker(  # noqa: N802
-        self, request: admin_pb2.DrainWorkerRequest, context: Context
+        self, request: admin_pb2.DrainWorkerRequest, context: CallContext
     ) -> admin_pb2.DrainWorkerResponse:
         return await self._orders.drain(request)
 
     async def SetWorkerRole(  # noqa: N802
-        self, request: admin_pb2.SetWorkerRoleRequest, context: Context
+        self, request: admin_pb2.SetWorkerRoleRequest, context: CallContext
     ) -> admin_pb2.SetWorkerRoleResponse:
         return await self._orders.set_role(request)

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.api import GenerateChunk, GenerateRequest, Prompt, Text, Timing, Usage
+from baton.api import GenerateChunk, GenerateRequest, PromptInput, Text, Timing, Usage
 from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated, Unsupported
 from baton.tasks import cancel_and_wait
 from baton.telemetry import tracing
@@ -45,7 +45,7 @@ from router.api.page import HEADERS, PAGE
 from router.request.model import Ingress
 from router.service import RouterService
 
-Body = TypeVar("Body", bound=BaseModel)
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -108,7 +108,7 @@ def _add_vllm(app: FastAPI, service: RouterService) -> None:
         check_model(body.model or "", service.facts)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("set either prompt or messages", "prompt")
-        prompt: Prompt = Text(body.prompt or "")
+        prompt: PromptInput = Text(body.prompt or "")
         if body.messages is not None:
             prompt = chat_of(body.messages)
         tokens = await service.tokenize(prompt, request.state.tenant)
@@ -142,7 +142,7 @@ def _add_page_and_probes(app: FastAPI, is_ready: Callable[[], str], metrics: Cal
         return Response(metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _body(request: Request, kind: type[Body]) -> Body:
+async def _body(request: Request, kind: type[AnyBody]) -> AnyBody:
     """The body, validated as FastAPI does it.
 
     Raises:
@@ -175,7 +175,12 @@ def _is_json(content_type: str) -> bool:
 
 
 async def _answer(
-    service: RouterService, request: Request, body: ChatBody | CompletionBody, prompts: list[Prompt], *, is_chat: bool
+    service: RouterService,
+    request: Request,
+    body: ChatBody | CompletionBody,
+    prompts: list[PromptInput],
+    *,
+    is_chat: bool,
 ) -> Response:
     if len(prompts) != 1:
         raise Unsupported("several prompts in one request are not supported yet; send them one by one", "prompt")

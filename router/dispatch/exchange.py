@@ -34,7 +34,7 @@ from router.placement import Mode
 from router.placement.pool_view import PoolView
 
 T = TypeVar("T")
-Event = TypeVar("Event")
+E = TypeVar("E")
 HAND_OVER_REPORT_S = 1.0
 """How long a choice's last token waits for the prefill worker's report on the hand-over, which is there already, unless
 that worker hangs."""
@@ -103,7 +103,7 @@ class _Held:
         self._calls: list[WorkerStream[Any]] = []
         self._tasks: list[asyncio.Task[Any]] = []
 
-    def call(self, stream: WorkerStream[Event]) -> WorkerStream[Event]:
+    def call(self, stream: WorkerStream[E]) -> WorkerStream[E]:
         """Takes a call over: it is left with the attempt."""
         self._calls.append(stream)
         return stream

@@ -40,7 +40,7 @@ from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
 from baton.telemetry import tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
-Event = TypeVar("Event")
+E = TypeVar("E")
 
 
 class WorkerCallError(Exception):
@@ -52,7 +52,7 @@ class WorkerCallError(Exception):
         self.error = error
 
 
-class WorkerStream(Generic[Event]):
+class WorkerStream(Generic[E]):
     """The answers of one call. Leaving the context cancels the call, which frees everything on the worker.
 
     Answers that are not read yet wait here and hold up no other call.
@@ -61,11 +61,11 @@ class WorkerStream(Generic[Event]):
     def __init__(self, worker: Worker, leave: Callable[[], None]) -> None:
         self.worker = worker
         self._leave = leave
-        self._events: deque[Event] = deque()
+        self._events: deque[E] = deque()
         self._failure: BatonError | None = None
         self._reader: asyncio.Future[None] | None = None
 
-    async def read(self) -> Event:
+    async def read(self) -> E:
         """The next answer, for one reader at a time.
 
         Raises:
@@ -82,7 +82,7 @@ class WorkerStream(Generic[Event]):
         """Cancels the call, which frees everything on the worker; idempotent."""
         self._leave()
 
-    def deliver(self, event: Event) -> None:
+    def deliver(self, event: E) -> None:
         """Adds an answer."""
         self._events.append(event)
         self._wake()
@@ -96,7 +96,7 @@ class WorkerStream(Generic[Event]):
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def __aenter__(self) -> WorkerStream[Event]:
+    async def __aenter__(self) -> WorkerStream[E]:
         return self
 
     async def __aexit__(

@@ -10,7 +10,7 @@ import asyncio
 import hmac
 from dataclasses import replace
 
-from baton.api import Chat, Prompt, Text, TokenIds
+from baton.api import Chat, PromptInput, Text, TokenIds
 from baton.blocks import cache_seed
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
@@ -28,7 +28,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    async def encode(self, prompt: Prompt, scope: str, facts: ModelFacts) -> tuple[int, ...]:
+    async def encode(self, prompt: PromptInput, scope: str, facts: ModelFacts) -> tuple[int, ...]:
         """The prompt's token ids.
 
         Args:
@@ -53,7 +53,7 @@ class PromptEncoder:
             check_vocabulary(token_ids, facts)
         return token_ids
 
-    def _encode(self, prompt: Prompt, scope: str) -> tuple[int, ...]:
+    def _encode(self, prompt: PromptInput, scope: str) -> tuple[int, ...]:
         match prompt:
             case Text(text):
                 return tuple(self._tokenizer.encode(text))

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.cluster import Role, WorkerInfo, WorkerLoad
+from baton.cluster import WorkerLoad
 from baton.config import Config, IndexConfig
 from deploy.doctor import Check, diagnose, redis
 from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import RedisConnection
 from kvstore.index.keys import Keys
+from tests.support.builders import worker_info
 
 if TYPE_CHECKING:
     from tests.contract.conftest import RedisServer
@@ -45,19 +46,7 @@ async def test_a_lease_that_cannot_be_read_is_told_and_hides_no_other(server: Re
     leases = server.backend(namespace).leases
     for worker_id in ("w-0", "w-1", "w-2"):
         epoch = await leases.acquire(worker_id)
-        info = WorkerInfo(
-            id=worker_id,
-            role=Role.DECODE,
-            address="h:1",
-            pid=1,
-            node="n",
-            epoch=epoch,
-            content_id="c",
-            wire_compat="w",
-            block_size=16,
-            max_model_len=2048,
-        )
-        await leases.renew(info, WorkerLoad())
+        await leases.renew(worker_info(worker_id, epoch=epoch, content_id="c"), WorkerLoad())
     connection, keys = server.backend(namespace).connection, Keys(namespace)
     assert connection
     await connection.pipeline([("DEL", keys.lease("w-0")), ("SET", keys.lease("w-0"), "x")])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.blocks import KEY_BYTES
-from baton.cluster import ControllerInfo, Role, RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import ControllerInfo, Role, RouterInfo, Worker
 from baton.config import Config, IndexConfig
 from deploy.controller.controller import Controller
 from deploy.controller.state import ControllerState
@@ -25,6 +25,7 @@ from router.dispatch.worker_client import WorkerClient
 from router.placement import Prompt
 from router.placement.pool_view import PoolView
 from tests.contract.garbage import Garbage, index_of, leases_of, shared
+from tests.support.builders import worker
 from tests.support.waiting import until
 from tests.unit.deploy.controller.test_controller import LocalActors
 from tests.unit.router.placement.test_pool_view import NORMAL
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from deploy.embedded_redis import EmbeddedRedis
 
 POLL_S = 0.02
-LOAD = WorkerLoad(state=WorkerState.READY)
 
 
 def key_of(number: int) -> bytes:
@@ -44,21 +44,7 @@ def key_of(number: int) -> bytes:
 
 
 def described(worker_id: str, epoch: int) -> Worker:
-    return Worker(
-        WorkerInfo(
-            id=worker_id,
-            role=Role.DECODE,
-            address="h:1",
-            pid=42,
-            node="n",
-            epoch=epoch,
-            content_id="c",
-            wire_compat="w",
-            block_size=16,
-            max_model_len=2048,
-        ),
-        LOAD,
-    )
+    return worker(worker_id, epoch=epoch, max_model_len=2048)
 
 
 class Plane:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.cluster import Role, WorkerInfo, WorkerLoad
+from baton.cluster import WorkerLoad
 from baton.errors import Fenced
 from kvstore.index import (
     ORIGIN,
@@ -28,6 +28,7 @@ from kvstore.index.keys import Keys
 from kvstore.index.publisher import MAX_EVENT_KEYS
 from kvstore.leases import LeaseKeeper
 from tests.contract.conftest import STREAM_MAX_EVENTS
+from tests.support.builders import worker_info
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -414,7 +415,7 @@ async def test_a_lease_that_is_missing_for_a_moment_costs_no_scan(backend: Backe
             await backend.lose("w")
             await until(lambda: late.mirror.lookup(keys(1, 2)) == {})
             assert late.mirror.workers() == {"w": 2}
-            await backend.leases.renew(worker_info("w", worker.epoch), WorkerLoad())
+            await backend.leases.renew(worker_info("w", epoch=worker.epoch), WorkerLoad())
             await until(lambda: late.mirror.lookup(keys(1, 2)) == {"w": 2})
             assert late.num_rescans == rescans
 
@@ -514,7 +515,7 @@ async def test_a_publisher_waits_for_the_lease(backend: Backend) -> None:
         worker.store(1)
         await asyncio.sleep(0.05)
         assert not worker.publisher.is_settled
-        await backend.leases.renew(worker_info("w", epoch), WorkerLoad())
+        await backend.leases.renew(worker_info("w", epoch=epoch), WorkerLoad())
         await until(lambda: worker.publisher.is_settled)
     assert (await backend.index.snapshot("w", epoch))[1] == worker.owned
 
@@ -600,21 +601,6 @@ async def test_a_gap_in_the_stream_rescans_that_worker_only(server: RedisServer,
         assert late.num_rescans == rescans + 1
 
 
-def worker_info(worker_id: str, epoch: int) -> WorkerInfo:
-    return WorkerInfo(
-        id=worker_id,
-        role=Role.DECODE,
-        address="127.0.0.1:7000",
-        pid=42,
-        node="node-a",
-        epoch=epoch,
-        content_id="c",
-        wire_compat="w",
-        block_size=16,
-        max_model_len=2048,
-    )
-
-
 async def test_redis_returns_empty_workers_republish_and_the_mirror_heals(
     own_server: RedisServer, namespace: str
 ) -> None:
@@ -626,7 +612,7 @@ async def test_redis_returns_empty_workers_republish_and_the_mirror_heals(
     gone = FakeWorker(backend, "gone", await backend.leases.acquire("gone"))
     late = MirrorFollower(router.index, Mirror(), poll_s=0.05, lease_s=0.5)
     async with asyncio.TaskGroup() as tasks, running(worker.publisher, late):
-        keeping = tasks.create_task(keeper.run(lambda: (worker_info("w", worker.epoch), WorkerLoad())))
+        keeping = tasks.create_task(keeper.run(lambda: (worker_info("w", epoch=worker.epoch), WorkerLoad())))
         async with running(gone.publisher):
             worker.store(1, 2, 3)
             gone.store(1, 2)

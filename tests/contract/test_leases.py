@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,7 +31,8 @@ from kvstore.index import BlockEvent, IndexOutcome, Op, RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper
 from kvstore.leases.codec import decode_worker, encode
-from tests.support.waiting import until
+from tests.support import builders
+from tests.support.waiting import until, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,18 +50,7 @@ LOAD = WorkerLoad(
 
 
 def worker_info(worker_id: str, epoch: int) -> WorkerInfo:
-    return WorkerInfo(
-        id=worker_id,
-        role=Role.PREFILL,
-        address="127.0.0.1:7000",
-        pid=42,
-        node="node-a",
-        epoch=epoch,
-        content_id="c" * 32,
-        wire_compat="w" * 32,
-        block_size=16,
-        max_model_len=2048,
-    )
+    return builders.worker_info(worker_id, Role.PREFILL, epoch=epoch)
 
 
 async def test_a_worker_is_listed_as_it_describes_itself(backend: Backend) -> None:
@@ -466,10 +455,7 @@ def test_the_embedded_redis_dies_with_its_parent() -> None:
         pid = int(parent.stdout.readline())
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    deadline = time.monotonic() + 5
-    while _is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not _is_running(pid)
+    wait_until(lambda: not _is_running(pid), 5.0)
 
 
 def _is_running(pid: int) -> bool:

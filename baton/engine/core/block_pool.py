@@ -33,7 +33,7 @@ class Removed:
     key: bytes
 
 
-BlockEvent = Stored | Removed
+BlockChange = Stored | Removed
 
 
 class BlockPool:
@@ -52,7 +52,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self._events: list[BlockEvent] = []
+        self._events: list[BlockChange] = []
 
     @property
     def num_available(self) -> int:
@@ -182,7 +182,7 @@ class BlockPool:
         """Returns every key whose content is readable here."""
         return list(self._block_of)
 
-    def take_events(self) -> list[BlockEvent]:
+    def take_events(self) -> list[BlockChange]:
         """Returns what changed since the last call, in order."""
         events, self._events = self._events, []
         return events

@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Sequence as SequenceOf
 
 from baton.blocks import GRANULE
-from baton.engine.core.block_pool import BlockEvent
+from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.group_pool import GroupPool
 from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Reserved
@@ -255,7 +255,7 @@ class Engine:
             computed_tokens=self._num_computed_tokens,
         )
 
-    def take_block_events(self) -> list[BlockEvent]:
+    def take_block_events(self) -> list[BlockChange]:
         """Returns what became cached and what was evicted since the last call, in order."""
         return self.pool.take_events()
 

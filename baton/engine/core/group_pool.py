@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from baton.blocks import num_blocks_for
 from baton.cluster import BlockCounts
-from baton.engine.core.block_pool import BlockEvent, BlockPool, Stored
+from baton.engine.core.block_pool import BlockChange, BlockPool, Stored
 from baton.engine.core.kv_spec import EMPTY_PLACE, BlockTables, KVSpec
 from baton.engine.core.runner import BlockCopy
 
@@ -47,7 +47,7 @@ class GroupPool:
         self._state_pools = self.pools[len(self.block_sizes) :]
         self._num_holders: Counter[bytes] = Counter()
         """Groups that hold a key, where there are several."""
-        self._events: list[BlockEvent] = []
+        self._events: list[BlockChange] = []
 
     # -- prefixes ------------------------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class GroupPool:
         self._count()
         return [key for key, number in self._num_holders.items() if number == len(self._groups)]
 
-    def take_events(self) -> list[BlockEvent]:
+    def take_events(self) -> list[BlockChange]:
         """Returns what changed for the prefix index since the last call, in order."""
         if len(self._groups) == 1:
             return self.pools[0].take_events()

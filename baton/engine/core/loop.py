@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from baton.engine.core.block_pool import BlockEvent
+from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.outputs import EngineLoad, Generated, KvProgress, OnProgress, Output, Pin
@@ -39,7 +39,7 @@ class EngineLoop:
         self,
         engine: Engine,
         max_waiting: int,
-        on_block_events: Callable[[list[BlockEvent]], None] = lambda events: None,
+        on_block_events: Callable[[list[BlockChange]], None] = lambda events: None,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.api import Chat, Prompt
+from baton.api import Chat, PromptInput
 from baton.chat import ChatMessage
 from router.api.openai.body import Body
 
@@ -15,7 +15,7 @@ class ChatBody(Body):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
 
-    def prompt(self) -> Prompt:
+    def prompt(self) -> PromptInput:
         return chat_of(self.messages)
 
     def sampling(self) -> dict[str, Any]:

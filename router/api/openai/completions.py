@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.api import Prompt, Text, TokenIds
+from baton.api import PromptInput, Text, TokenIds
 from baton.errors import InvalidRequest
 from router.api.openai.body import Body
 
@@ -17,7 +17,7 @@ class CompletionBody(Body):
 
     prompt: Any
 
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[PromptInput]:
         """One text, a list of texts, one list of token ids, or a list of such lists."""
         match self.prompt:
             case str(text):

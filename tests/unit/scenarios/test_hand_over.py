@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from baton.cluster import Role
-from baton.engine.core.block_pool import BlockEvent
+from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import TransferError, TransferRefused
@@ -59,7 +59,7 @@ async def pair(
 @pytest.mark.parametrize("faults", ["corrupt_chunk=7", "drop_chunk=7", "link_kill=7", "link_truncate=7"])
 async def test_blocks_of_a_failed_transfer_are_in_no_cache(faults: str) -> None:
     """Neither in the worker's own table nor in what it tells, from which the index and every mirror are made."""
-    told: list[BlockEvent] = []
+    told: list[BlockChange] = []
     prompt = prompt_of(1, 400)
     config = with_link("tcp", slot_bytes=1024)  # some thirty chunks: the fault is in the middle
     async with (

@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 
 from baton.cluster import (
-    ClusterStatus,
     ControllerInfo,
     PoolScaling,
     PoolStatus,
-    Role,
     RouterInfo,
-    Worker,
-    WorkerInfo,
     WorkerLoad,
 )
 from baton.telemetry.instruments import Instruments
@@ -34,6 +30,7 @@ from tests.observability.shipped import (
     shown,
     substituted,
 )
+from tests.support.builders import cluster_status, worker
 from tools.dashboards.__main__ import ROOT, generated
 from tools.dashboards.catalogue import definitions, series
 
@@ -152,9 +149,7 @@ def test_every_instrument_is_on_a_dashboard() -> None:
 @cache
 def last_bounds() -> dict[str, float]:
     """By histogram, as a router shows it."""
-    instruments = Instruments(
-        lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
-    )
+    instruments = Instruments(cluster_status)
     for each in vars(instruments).values():
         if isinstance(each, Histogram):
             each.record(0.0)
@@ -201,26 +196,11 @@ def test_every_instrument_is_documented() -> None:
 
 def told_by_every_router() -> set[str]:
     """The series that routers read from Redis, or of one another: each tells the same."""
-    info = WorkerInfo(
-        id="d0",
-        role=Role.DECODE,
-        address="h:1",
-        pid=1,
-        node="node",
-        epoch=1,
-        content_id="content",
-        wire_compat="wire",
-        block_size=16,
-        max_model_len=8192,
-    )
     controller = ControllerInfo(1, "h:2", scaling=(PoolScaling("decode", 0.5, 2),))
-    status = ClusterStatus(
+    status = cluster_status(
+        worker("d0", load=WorkerLoad()),
         pools={"decode": PoolStatus(1, 1)},
-        workers=(Worker(info, WorkerLoad()),),
         routers=(RouterInfo(id="r0", pid=1, grpc="h:3", http="h:4", mirror_lag_s=0.1),),
-        redis_address="",
-        redis_ok=True,
-        models=(),
         controller=controller,
         mirrored_blocks={"d0": 1},
     )

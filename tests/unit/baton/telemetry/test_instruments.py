@@ -8,20 +8,19 @@ import re
 
 from baton.cluster import (
     BlockCounts,
-    ClusterStatus,
     ControllerInfo,
     PoolScaling,
     Role,
     StoreGarbage,
     TransferCounts,
     Worker,
-    WorkerInfo,
     WorkerLoad,
     WorkerState,
 )
 from baton.config import SloClassConfig
 from baton.telemetry.instruments import Instruments
 from baton.telemetry.observed import OBSERVED, TransferRows
+from tests.support.builders import cluster_status, worker, worker_info
 
 COUNTS = TransferCounts(**{field.name: i for i, field in enumerate(dataclasses.fields(TransferCounts), 1)})
 """Every field has a value of its own."""
@@ -29,23 +28,8 @@ COUNTS = TransferCounts(**{field.name: i for i, field in enumerate(dataclasses.f
 
 def exposed() -> dict[str, dict[str, float]]:
     """By metric and labels, of one worker whose labels are left out."""
-    info = WorkerInfo(
-        id="d0",
-        role=Role.DECODE,
-        address="h:1",
-        pid=1,
-        node="node",
-        epoch=1,
-        content_id="content",
-        wire_compat="wire",
-        block_size=16,
-        max_model_len=8192,
-    )
-    worker = Worker(info, WorkerLoad(state=WorkerState.READY, transfers=COUNTS))
-    status = ClusterStatus(
-        pools={}, workers=(worker,), routers=(), redis_address="", redis_ok=True, models=(), mirrored_blocks={"d0": 77}
-    )
-    instruments = Instruments(lambda: status)
+    told = worker("d0", load=WorkerLoad(state=WorkerState.READY, transfers=COUNTS))
+    instruments = Instruments(lambda: cluster_status(told, mirrored_blocks={"d0": 77}))
     lines = instruments.exposition().decode().splitlines()
     found: dict[str, dict[str, float]] = {}
     for line in lines:
@@ -91,9 +75,7 @@ def test_an_instrument_means_one_thing() -> None:
 
 
 def test_objectives_and_predictions_have_instruments() -> None:
-    instruments = Instruments(
-        lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
-    )
+    instruments = Instruments(cluster_status)
     instruments.requests_slo.add(1, {"model": "m", "slo_class": "interactive", "outcome": "met"})
     instruments.tokens_slo_met.add(30, {"model": "m", "slo_class": "interactive"})
     instruments.shed.add(2, {"tenant": "acme"})
@@ -112,9 +94,7 @@ def test_objectives_and_predictions_have_instruments() -> None:
 
 
 def test_a_bucket_holds_its_bound_and_every_row_has_every_label() -> None:
-    instruments = Instruments(
-        lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
-    )
+    instruments = Instruments(cluster_status)
     for value in (0.01, 0.011, 100.0):
         instruments.request_duration.record(value, {"gen_ai.operation.name": "chat"})
     instruments.request_duration.record(0.5, {"error.type": "Overloaded", "gen_ai.operation.name": "chat"})
@@ -130,24 +110,11 @@ def test_a_bucket_holds_its_bound_and_every_row_has_every_label() -> None:
     assert not any("baton_retries" in line for line in found), "nothing was booked"
 
 
-NOBODY = ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
-INFO = WorkerInfo(
-    id="d0",
-    role=Role.DECODE,
-    address="h:1",
-    pid=1,
-    node="node-7",
-    epoch=1,
-    content_id="content",
-    wire_compat="wire",
-    block_size=16,
-    max_model_len=8192,
-    engine="e",
-    sampler="s/1",
-)
+NOBODY = cluster_status()
+INFO = worker_info("d0", Role.DECODE, node="node-7", wire_compat="wire", block_size=16, engine="e", sampler="s/1")
 LOAD = WorkerLoad(state=WorkerState.DRAINING, running=3, waiting=2, blocks=BlockCounts(8, 1, 5, 2), preemptions=4)
 SCALING = (PoolScaling("prefill", 0.25, 1), PoolScaling("decode", 0.75, 3))
-CLUSTER = dataclasses.replace(NOBODY, workers=(Worker(INFO, LOAD),), controller=ControllerInfo(1, "h:2", SCALING))
+CLUSTER = cluster_status(Worker(INFO, LOAD), controller=ControllerInfo(1, "h:2", SCALING))
 
 
 def samples(instruments: Instruments, *names: str) -> set[str]:
@@ -237,14 +204,14 @@ def test_objectives_are_shown_where_there_are_any() -> None:
 
 
 def test_what_a_worker_and_the_autoscaler_say() -> None:
-    worker = 'role="decode"'
+    role = 'role="decode"'
     names = ("baton_worker_state", "baton_worker_info", "baton_autoscale_utilisation", "baton_autoscale_wanted_workers")
     assert samples(Instruments(lambda: CLUSTER), *names) == {
-        f'baton_worker_state{{{worker},state="starting",worker="d0"}} 0.0',
-        f'baton_worker_state{{{worker},state="ready",worker="d0"}} 0.0',
-        f'baton_worker_state{{{worker},state="draining",worker="d0"}} 1.0',
-        f'baton_worker_state{{{worker},state="dead",worker="d0"}} 0.0',
-        f'baton_worker_info{{block_size="16",engine="e",node="node-7",{worker},sampler="s/1",wire_compat="wire",'
+        f'baton_worker_state{{{role},state="starting",worker="d0"}} 0.0',
+        f'baton_worker_state{{{role},state="ready",worker="d0"}} 0.0',
+        f'baton_worker_state{{{role},state="draining",worker="d0"}} 1.0',
+        f'baton_worker_state{{{role},state="dead",worker="d0"}} 0.0',
+        f'baton_worker_info{{block_size="16",engine="e",node="node-7",{role},sampler="s/1",wire_compat="wire",'
         'worker="d0"} 1.0',
         'baton_autoscale_utilisation{pool="prefill"} 0.25',
         'baton_autoscale_utilisation{pool="decode"} 0.75',
@@ -310,10 +277,6 @@ def test_vllms_names_show_the_same_values() -> None:
 
 def test_what_is_skipped_in_redis_is_counted_by_what_it_is() -> None:
     garbage = (StoreGarbage("event", 2, "there"), StoreGarbage("lease", 5, "here"))
-    exposition = Instruments(
-        lambda: ClusterStatus(
-            pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=(), store_garbage=garbage
-        )
-    ).exposition()
+    exposition = Instruments(lambda: cluster_status(store_garbage=garbage)).exposition()
     lines = [line for line in exposition.decode().splitlines() if line.startswith("baton_store_garbage")]
     assert lines == ['baton_store_garbage_total{what="event"} 2.0', 'baton_store_garbage_total{what="lease"} 5.0']

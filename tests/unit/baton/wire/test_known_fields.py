@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from opentelemetry.context import Context
 
 from baton import wire
-from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import Role, Worker
 from baton.config import RouterConfig
 from baton.errors import BatonError, Unsupported, WorkerFailed
 from baton.kv_layout import KvLayout
@@ -41,15 +41,13 @@ from baton.v1 import admin_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from deploy.worker.calls import CallServicer
 from kvstore.index import Mirror
 from kvstore.leases.codec import decode_worker, encode
-from router.admission import Claim
-from router.admission.tenants import DEFAULT_TENANT
 from router.dispatch.choice import Choice, ChoiceGroup
 from router.dispatch.decisions import DecisionLog
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.worker_client import WorkerCallError
-from router.placement import NO_OBJECTIVE, Weights
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
+from tests.support import builders
 from tests.support.waiting import until
 from tests.unit.router.dispatch.scripted_workers import new_choice
 from tests.unit.router.dispatch.test_worker_client import router
@@ -188,20 +186,7 @@ async def test_every_method_for_clients_refuses_a_field_that_it_does_not_know(
 
 
 def leased(worker_id: str, address: str, known_fields: str = wire.KNOWN_FIELDS, role: Role = Role.DECODE) -> Worker:
-    info = WorkerInfo(
-        id=worker_id,
-        role=role,
-        address=address,
-        pid=1,
-        node="node",
-        epoch=1,
-        content_id="content",
-        wire_compat="wire",
-        block_size=16,
-        max_model_len=8192,
-        known_fields=known_fields,
-    )
-    return Worker(info, WorkerLoad(state=WorkerState.READY))
+    return builders.worker(worker_id, role, address=address, known_fields=known_fields)
 
 
 class Workers:
@@ -313,9 +298,7 @@ async def dispatching(
         pools = PoolView(lambda keys: {}, time.monotonic)
         roles = {name: Role.PREFILL if name.startswith("p") else Role.DECODE for name in known}
         await pools.update([leased(name, address, fields, roles[name]) for name, fields in known.items()])
-        instruments = Instruments(
-            lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
-        )
+        instruments = Instruments(builders.cluster_status)
         hints, config = HintTracker(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=0.3)
         dispatcher = Dispatcher(
             pools=pools, client=calls, hints=hints, decisions=DecisionLog(), config=config, instruments=instruments
@@ -323,14 +306,7 @@ async def dispatching(
 
         async def serve(spec: SequenceSpec, choice: Choice) -> list[int]:
             choice.spec = spec
-            choice.claim = Claim(
-                tenant=DEFAULT_TENANT,
-                priority=0,
-                slo_class="default",
-                objective=NO_OBJECTIVE,
-                weights=Weights(),
-                arrived_s=time.monotonic(),
-            )
+            choice.claim = builders.claim()
             messages = dispatcher.run(ChoiceGroup(choices=(choice,)))
             return [token async for _, message in messages for token in message.token_ids]
 

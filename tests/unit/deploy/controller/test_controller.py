@@ -14,9 +14,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.cluster import ControllerInfo, PoolStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import ControllerInfo, PoolStatus, Role, Worker, WorkerLoad, WorkerState
 from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig
 from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
+from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.controller import controller as controller_module
 from deploy.controller import lease_watch, worker_life
@@ -31,6 +32,7 @@ from deploy.ray_pools.actors import RayActors, Started
 from kvstore.index import MemoryStore, Mirror
 from kvstore.leases import MemoryLeases
 from tests.integration.cluster import free_port
+from tests.support.builders import worker_info
 from tests.support.waiting import until
 
 LEASE_S = 0.1
@@ -152,18 +154,7 @@ class Bench:
                 role = Role(worker_id.rpartition("-")[0])
                 if worker_id not in epochs or not self.store.lease(worker_id):
                     epochs[worker_id] = await self.leases.acquire(worker_id)
-                info = WorkerInfo(
-                    id=worker_id,
-                    role=role,
-                    address="",
-                    pid=1,
-                    node="",
-                    epoch=epochs[worker_id],
-                    content_id="",
-                    wire_compat="",
-                    block_size=16,
-                    max_model_len=0,
-                )
+                info = worker_info(worker_id, role, epoch=epochs[worker_id])
                 state = WorkerState.DRAINING if worker_id in self.draining else WorkerState.READY
                 await self.leases.renew(info, WorkerLoad(state=state))
             await asyncio.sleep(LEASE_S / 5)
@@ -181,9 +172,7 @@ async def bench(
         yield bench
     finally:
         await bench.orders.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(tasks)
         await bench.controller.let_go()
 
 
@@ -255,18 +244,7 @@ async def test_a_controller_that_has_lost_its_state_believes_what_workers_say_of
     it = Bench(tmp_path, CONFIG, {Role.PREFILL: 0, Role.DECODE: 2}, is_first=False, lease_s=60.0)
     for worker_id in ("prefill-0", "decode-0"):
         await it.actors.create(worker_id, Role.DECODE)
-    flipped = WorkerInfo(
-        id="prefill-0",
-        role=Role.DECODE,
-        address="",
-        pid=1,
-        node="",
-        epoch=await it.leases.acquire("prefill-0"),
-        content_id="",
-        wire_compat="",
-        block_size=16,
-        max_model_len=0,
-    )
+    flipped = worker_info("prefill-0", Role.DECODE, epoch=await it.leases.acquire("prefill-0"))
     await it.leases.renew(flipped, WorkerLoad(state=WorkerState.READY))
     await it.controller.adopt()
     try:
@@ -484,8 +462,7 @@ async def test_a_change_of_role_that_fails_is_told_of_when_nobody_waits_for_it(
         monkeypatch.setattr(it.controller, "ask_for_role", fail)
         caller = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
         await until(lambda: it.controller.state.role_change is not None)
-        caller.cancel()
-        await asyncio.gather(caller, return_exceptions=True)
+        await cancel_and_wait((caller,))
         nobody_waits.set()
         await until(lambda: it.controller.state.role_change is None)
         await until(lambda: "a change of role was given up" in caplog.text)

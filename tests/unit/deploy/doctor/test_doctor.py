@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad
+from baton.cluster import Role, Worker, WorkerLoad
 from baton.config import (
     ClusterConfig,
     Config,
@@ -34,6 +34,7 @@ from deploy.doctor.reach import Target, knock, reachability, wrongly_announced
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import CATALOGUE
 from kvstore.index import without_password
+from tests.support import builders
 
 # -- this machine ------------------------------------------------------------------------------------------------------
 
@@ -292,9 +293,8 @@ def test_a_clock_is_not_blamed_for_the_network() -> None:
 
 
 def worker(worker_id: str, role: Role = Role.DECODE, **info: Any) -> Worker:
-    values: dict[str, Any] = {"node": "n1", "epoch": 1000, "content_id": "c" * 32, "wire_compat": "w" * 32}
-    values |= {"block_size": 16, "max_model_len": 100, **info}
-    return Worker(WorkerInfo(id=worker_id, role=role, address="10.0.0.1:1", pid=1, **values), WorkerLoad())
+    values: dict[str, Any] = {"epoch": 1000, "wire_compat": "w" * 32, "block_size": 16, "max_model_len": 100} | info
+    return builders.worker(worker_id, role, WorkerLoad(), **values)
 
 
 def lease_findings(*workers: Worker, left_s: float = 9.0, ahead_s: float = 0.0) -> dict[str, Check]:

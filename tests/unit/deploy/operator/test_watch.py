@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from baton.cluster import ClusterStatus
 from baton.errors import InvalidRequest, NoWorker
 from baton.telemetry.instruments import Instruments
 from deploy.operator.scrape import Samples, Scraper, parse, seen_from
@@ -25,6 +24,7 @@ from deploy.operator.watch import (
     view,
     watch,
 )
+from tests.support.builders import cluster_status
 
 BEFORE = """
 baton_requests_slo_total{model="m",outcome="met",slo_class="default"} 10.0
@@ -161,9 +161,7 @@ def test_the_picture_has_what_an_operator_looks_for() -> None:
 
 def late_answers() -> tuple[str, str]:
     """A router's /metrics before and after 100 requests, of which 40 are slower than any bound."""
-    instruments = Instruments(
-        lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
-    )
+    instruments = Instruments(cluster_status)
     latencies = (instruments.time_to_first_token, instruments.inter_token_latency, instruments.request_duration)
     for latency in latencies:
         latency.record(0.0)

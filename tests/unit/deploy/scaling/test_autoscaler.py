@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cluster import ClusterStatus, PoolStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import ClusterStatus, PoolStatus, Role, WorkerLoad, WorkerState
 from baton.config import AutoscaleConfig, Config, RouterConfig, SloClassConfig
 from baton.errors import Conflict, NoController
 from deploy.scaling.autoscaler import Autoscaler, strictest
 from deploy.scaling.command import as_dict, status_of, summary
 from deploy.scaling.values import Needs, PolicyState, ScalingDecision, Sizes
+from tests.support.builders import cluster_status, worker
 
 
 class Cluster:
@@ -34,28 +35,10 @@ class Cluster:
             load = WorkerLoad(
                 state=WorkerState.READY, running=self.running[name], busy_s=busy_s, computed_tokens=int(1000 * busy_s)
             )
-            workers.append(
-                Worker(
-                    WorkerInfo(
-                        id=name,
-                        role=role,
-                        address="",
-                        pid=0,
-                        node="",
-                        epoch=1,
-                        content_id="",
-                        wire_compat="",
-                        block_size=16,
-                        max_model_len=10**6,
-                    ),
-                    load,
-                )
-            )
+            workers.append(worker(name, role, load))
         count = {role: sum(r is role for r in self.roles.values()) for role in Role}
         pools = {role.value: PoolStatus(count[role], count[role]) for role in Role}
-        return ClusterStatus(
-            pools=pools, workers=tuple(workers), routers=(), redis_address="", redis_ok=True, models=()
-        )
+        return cluster_status(*workers, pools=pools)
 
     async def scale(self, pool: Role, num_workers: int) -> None:
         self.orders.append(("scale", pool, num_workers))

@@ -13,12 +13,12 @@ from baton.cluster import (
     Role,
     RouterInfo,
     Worker,
-    WorkerInfo,
     WorkerLoad,
     WorkerState,
 )
 from baton.costs import StepCosts
 from deploy.scaling.window import measure
+from tests.support.builders import cluster_status, worker
 
 COSTS = StepCosts(
     s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.01, s_per_sequence=1e-3, s_per_kv_token=0.0
@@ -26,27 +26,9 @@ COSTS = StepCosts(
 READY = WorkerLoad(state=WorkerState.READY, blocks=BlockCounts(total=100), costs=COSTS)
 
 
-def worker(worker_id: str, role: Role, load: WorkerLoad, epoch: int = 1) -> Worker:
-    return Worker(
-        WorkerInfo(
-            id=worker_id,
-            role=role,
-            address="",
-            pid=0,
-            node="",
-            epoch=epoch,
-            content_id="",
-            wire_compat="",
-            block_size=16,
-            max_model_len=10**6,
-        ),
-        load,
-    )
-
-
 def status(*workers: Worker, routers: tuple[RouterInfo, ...] = (), prefill: int = 1, decode: int = 1) -> ClusterStatus:
     pools = {"prefill": PoolStatus(prefill, 0), "decode": PoolStatus(decode, 0)}
-    return ClusterStatus(pools=pools, workers=workers, routers=routers, redis_address="", redis_ok=True, models=())
+    return cluster_status(*workers, pools=pools, routers=routers)
 
 
 def router(router_id: str, met: int, missed: int = 0, rejected: int = 0, pid: int = 1) -> RouterInfo:

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad
+from baton.cluster import BlockCounts, Role, WorkerLoad
 from baton.costs import StepCosts
 from baton.errors import Overloaded
 from router.admission import PATIENCE, Gate, QueueEntry
 from router.admission.gate import CAUTION
 from router.admission.tenants import Tenant
 from router.placement import Job, LoadTracker, Mode, Placement, Prediction, Residence, Turn
+from tests.support.builders import worker
 
 A, B, HEAVY = Tenant(id="a"), Tenant(id="b"), Tenant(id="heavy", weight=4.0)
 
@@ -259,19 +260,8 @@ class Router:
         costs = StepCosts(
             s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
         )
-        info = WorkerInfo(
-            id="w",
-            role=Role.PREFILL,
-            address="h:1",
-            pid=1,
-            node="node",
-            epoch=1,
-            content_id="content",
-            wire_compat="wire",
-            block_size=16,
-            max_model_len=8192,
-        )
-        self.book = LoadTracker.of(Worker(info, WorkerLoad(blocks=BlockCounts(100, 100), costs=costs)), Residence())
+        load = WorkerLoad(blocks=BlockCounts(100, 100), costs=costs)
+        self.book = LoadTracker.of(worker("w", Role.PREFILL, load), Residence())
         self.gate = Gate(caution=1.0)
         self.jobs: dict[QueueEntry, Job] = {}
 

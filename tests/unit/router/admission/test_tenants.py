@@ -12,7 +12,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.blocks import cache_seed
-from baton.cluster import ClusterStatus
 from baton.errors import BatonError, ConfigError, Forbidden, InvalidRequest, NoController, Unauthenticated
 from baton.rpc import RpcServer, channel, from_rpc_error
 from baton.sampling import SamplingParams
@@ -24,6 +23,7 @@ from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentica
 from router.api.openai import error_body
 from router.dispatch.decisions import DecisionLog
 from router.prompt import SequenceBuilder
+from tests.support.builders import cluster_status
 
 
 def digest(key: str) -> str:
@@ -223,7 +223,7 @@ class WhoAmI(inference_pb2_grpc.InferenceServicer):
 
 
 SERVICER = WhoAmI()
-NOTHING_RUNS = ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=False, models=())
+NOTHING_RUNS = cluster_status(redis_ok=False)
 
 
 @pytest.fixture

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-from baton.cluster import Role, RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import RouterInfo, Worker, WorkerLoad, WorkerState
 from kvstore.index import MemoryIndex, MemoryStore, Mirror, MirrorFollower, RedisConnection
 from kvstore.leases import MemoryLeases
 from router.admission import SloCounts
 from router.cluster.registry import Registry
 from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import PoolView
+from tests.support.builders import worker_info
 
 POLL_S = 0.005
 
@@ -35,18 +36,7 @@ async def test_a_store_that_loses_its_state_between_two_questions_loses_no_worke
     """Regression: asked for its boot token first, it told the old one and then the empty list of its new life."""
     store = MemoryStore()
     leases = ForgetfulLeases(store, 20)
-    info = WorkerInfo(
-        id="w",
-        role=Role.DECODE,
-        address="h:1",
-        pid=1,
-        node="n",
-        epoch=await leases.acquire("w"),
-        content_id="c",
-        wire_compat="w",
-        block_size=16,
-        max_model_len=2048,
-    )
+    info = worker_info("w", epoch=await leases.acquire("w"))
     await leases.renew(info, WorkerLoad(state=WorkerState.READY))
     mirror = Mirror()
     pools = PoolView(mirror.lookup, time.monotonic)

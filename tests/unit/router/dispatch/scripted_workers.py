@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from opentelemetry.context import Context
 
 from baton import wire
-from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import Role, Worker, WorkerLoad
 from baton.config import RouterConfig
 from baton.errors import BatonError
 from baton.kv_layout import KvLayout
@@ -32,10 +31,10 @@ from router.dispatch.worker_client import WorkerClient
 from router.placement import NO_OBJECTIVE, Weights
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
+from tests.support.builders import READY, cluster_status, worker
 
 BLOCK = 16
 NUM_PROMPT = 400
-READY = WorkerLoad(state=WorkerState.READY)
 SPEC = SequenceSpec(
     request_id="r",
     choice_index=0,
@@ -132,9 +131,7 @@ class Bench:
         self.address = address
         self.clock = Clock()
         self.pools = PoolView(lambda keys: dict(held), self.clock.monotonic)
-        self.instruments = Instruments(
-            lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
-        )
+        self.instruments = Instruments(cluster_status)
         hints = HintTracker(Mirror(), self.instruments)
         self.dispatcher = Dispatcher(
             pools=self.pools,
@@ -152,20 +149,8 @@ class Bench:
         Args:
             more: of `WorkerInfo`.
         """
-        info = WorkerInfo(
-            id=worker_id,
-            role=role,
-            address=self.address,
-            pid=1,
-            node="node",
-            epoch=1,
-            content_id="content",
-            wire_compat="wire",
-            block_size=BLOCK,
-            max_model_len=8192,
-            known_fields=wire.KNOWN_FIELDS,
-        )
-        self._leases[worker_id] = Worker(replace(info, **more), load)
+        info: dict[str, Any] = {"address": self.address, "block_size": BLOCK, "known_fields": wire.KNOWN_FIELDS} | more
+        self._leases[worker_id] = worker(worker_id, role, load, **info)
         await self.pools.update(self._leases.values())
 
     async def tokens(

@@ -48,12 +48,12 @@ from router.dispatch.worker_client import WorkerClient, WorkerStream
 from router.placement import NO_OBJECTIVE, Mode
 from router.placement.pool_view import LEAVING_S, SUSPICION_S
 from router.slo import Stage
+from tests.support.builders import READY
 from tests.support.waiting import until
 from tests.unit.router.dispatch.scripted_workers import (
     BLOCK,
     CLAIM,
     NUM_PROMPT,
-    READY,
     SPEC,
     Bench,
     Script,

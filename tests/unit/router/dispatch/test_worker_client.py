@@ -15,7 +15,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, get_current_span, set_span_in_context
 
 from baton import wire
-from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import Worker
 from baton.errors import BatonError, InvalidRequest, Overloaded, TransferCorrupted, WorkerFailed
 from baton.kv_layout import GroupLayout, KvLayout
 from baton.messages import (
@@ -33,9 +33,11 @@ from baton.messages import (
 )
 from baton.rpc import RpcServer, channel
 from baton.sampling import FinishReason, SamplingParams
+from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.worker.calls import CallServicer
 from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
+from tests.support import builders
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -133,20 +135,7 @@ async def joined(engine: Engine) -> AsyncIterator[Callable[[str], Stream]]:
 
 
 def worker_at(port: int, worker_id: str = "decode-0") -> Worker:
-    info = WorkerInfo(
-        id=worker_id,
-        role=Role.DECODE,
-        address=f"127.0.0.1:{port}",
-        pid=1,
-        node="node",
-        epoch=1,
-        content_id="content",
-        wire_compat="wire",
-        block_size=16,
-        max_model_len=8192,
-        known_fields=wire.KNOWN_FIELDS,
-    )
-    return Worker(info, WorkerLoad(state=WorkerState.READY))
+    return builders.worker(worker_id, address=f"127.0.0.1:{port}", known_fields=wire.KNOWN_FIELDS)
 
 
 async def read(stream: Stream) -> Decoding:
@@ -404,8 +393,7 @@ async def test_a_read_that_is_given_up_loses_nothing() -> None:
     async with joined(engine) as call, call("1") as stream:
         reading = asyncio.create_task(stream.read())
         await until(lambda: engine.held)
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+        await cancel_and_wait((reading,))
         engine.say("1", tokens_of("1", 0))
         assert await read(stream) == tokens_of("1", 0)
 

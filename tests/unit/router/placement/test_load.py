@@ -10,36 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad
+from baton.cluster import BlockCounts, Role, Worker, WorkerLoad
 from baton.costs import StepCosts
 from router.placement import Candidate, Job, LoadTracker, Residence, Turn
 from router.placement.load import RECENT_S, RESIDENCE_S, SMOOTHING
+from tests.support import builders
 
 COSTS = StepCosts(
     s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
 )
 """A token takes a millisecond."""
+LOAD = WorkerLoad(costs=COSTS, blocks=BlockCounts(100, 100))
 NORMAL: Turn = (0, False)
 URGENT: Turn = (-5, False)
 LATE: Turn = (0, True)
 
 
 def worker(role: Role = Role.DECODE, **load: Any) -> Worker:
-    info = WorkerInfo(
-        id="w",
-        role=role,
-        address="h:1",
-        pid=1,
-        node="node",
-        epoch=1,
-        content_id="content",
-        wire_compat="wire",
-        block_size=16,
-        max_model_len=8192,
-        chunk_tokens=256,
-    )
-    fields: dict[str, Any] = {"costs": COSTS, "blocks": BlockCounts(100, 100)} | load
-    return Worker(info, WorkerLoad(**fields))
+    return builders.worker("w", role, replace(LOAD, **load), block_size=16, chunk_tokens=256)
 
 
 def book_of(role: Role = Role.DECODE, **load: Any) -> LoadTracker:

@@ -3,21 +3,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import BlockCounts, Role, Worker, WorkerLoad, WorkerState
 from baton.costs import PRIOR, StepCosts
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from router.placement import Candidate, Job, Prompt, Turn
 from router.placement.pool_view import SUSPICION_S, PoolView
+from tests.support import builders
 
 COSTS = StepCosts(
     s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
 )
 """A token takes a millisecond."""
 BLOCKS = BlockCounts(total=100, free=100)
+LOAD = WorkerLoad(state=WorkerState.READY, blocks=BLOCKS, costs=COSTS)
 NORMAL: Turn = (0, False)
 PROMPT = Prompt(100, (b"k0", b"k1", b"k2", b"k3", b"k4", b"k5"))
 
@@ -34,29 +37,17 @@ def worker(
     *,
     role: Role = Role.DECODE,
     epoch: int = 1,
-    state: WorkerState = WorkerState.READY,
-    queued_tokens: int = 0,
     block_size: int = 16,
-    blocks: BlockCounts = BLOCKS,
-    running: int = 0,
     max_model_len: int = 8192,
-    costs: StepCosts = COSTS,
+    **load: Any,
 ) -> Worker:
-    info = WorkerInfo(
-        id=worker_id,
-        role=role,
-        address="h:1",
-        pid=1,
-        node="node",
-        epoch=epoch,
-        content_id="content",
-        wire_compat="wire",
-        block_size=block_size,
-        max_model_len=max_model_len,
-    )
-    return Worker(
-        info, WorkerLoad(state=state, running=running, queued_tokens=queued_tokens, blocks=blocks, costs=costs)
-    )
+    """A ready worker.
+
+    Args:
+        load: of `WorkerLoad`.
+    """
+    info = builders.worker_info(worker_id, role, epoch=epoch, block_size=block_size, max_model_len=max_model_len)
+    return Worker(info, replace(LOAD, **load))
 
 
 def job(num_tokens: int, turn: Turn = NORMAL) -> Job:

@@ -7,29 +7,16 @@ from dataclasses import replace
 import pytest
 
 from baton.blocks import block_keys
-from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import Role
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
 from kvstore.index import BlockEvent, Mirror, Op
 from router.placement import Prompt
 from router.placement.stale_hints import HintTracker
+from tests.support.builders import cluster_status, worker
 
-WORKER = Worker(
-    WorkerInfo(
-        id="w",
-        role=Role.PREFILL,
-        address="h:1",
-        pid=1,
-        node="node",
-        epoch=1,
-        content_id="content",
-        wire_compat="wire",
-        block_size=16,
-        max_model_len=8192,
-    ),
-    WorkerLoad(state=WorkerState.READY),
-)
+WORKER = worker("w", Role.PREFILL, epoch=1, block_size=16)
 SPEC = SequenceSpec(
     request_id="r",
     choice_index=0,
@@ -46,9 +33,7 @@ class Router:
 
     def __init__(self) -> None:
         self.mirror = Mirror()
-        self.instruments = Instruments(
-            lambda: ClusterStatus(pools={}, workers=(), routers=(), redis_address="", redis_ok=True, models=())
-        )
+        self.instruments = Instruments(cluster_status)
         self.hints = HintTracker(self.mirror, self.instruments)
         self.mirror.apply(BlockEvent(worker_id="w", epoch=1, seq=1, op=Op.STORED, keys=PROMPT.block_keys))
 
