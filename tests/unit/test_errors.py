@@ -10,6 +10,7 @@ import pytest
 from baton import errors
 from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerFailed
 from baton.rpc import RpcServer, channel, from_rpc_error
+from baton.rpc.errors import is_lost
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 
@@ -118,6 +119,18 @@ async def test_what_is_none_of_ours_means_that_the_peer_failed(stub: inference_p
     assert type(error) is WorkerFailed
     assert failure.value.code() is grpc.StatusCode.INTERNAL
     assert str(error) == "decode-0 failed: internal error; the server's log says more"
+
+
+async def test_an_error_of_the_peers_is_no_lost_connection(stub: inference_pb2_grpc.InferenceAsyncStub) -> None:
+    """Not even one that has the status of a lost connection."""
+    for cls in CLASSES:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await stub.Tokenize(inference_pb2.TokenizeRequest(text=cls.__name__))
+        assert not is_lost(failure.value), cls
+    async with channel("127.0.0.1:1") as nobody:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await inference_pb2_grpc.InferenceStub(nobody).Tokenize(inference_pb2.TokenizeRequest(text="x"))
+    assert is_lost(failure.value)
 
 
 async def test_a_long_message_is_cut_and_keeps_its_status(stub: inference_pb2_grpc.InferenceAsyncStub) -> None:
