@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,34 +27,22 @@ from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens, mod
 from baton.engine.model.kv_cache import KVCache
 from baton.errors import InvalidRequest
 from baton.messages import SequenceSpec
-from baton.sampling import FinishReason, SamplingParams
+from baton.sampling import FinishReason
+from tests.support.builders import sequence_spec
 
 BLOCK = 16
 
 
 def make_spec(
-    token_ids: Iterable[int],
-    max_tokens: int = 8,
-    *,
-    name: str = "r",
-    num_prompt_tokens: int | None = None,
-    stop_token_ids: tuple[int, ...] = (),
-    ignore_eos: bool = True,
-    cache_seed: bytes = b"tenant",
-    attempt: int = 0,
+    token_ids: Iterable[int], max_tokens: int = 8, *, name: str = "r", cache_seed: bytes = b"tenant", **values: Any
 ) -> SequenceSpec:
-    tokens = tuple(token_ids)
-    return SequenceSpec(
-        request_id=name,
-        choice_index=0,
-        token_ids=tokens,
-        num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
-        sampling=SamplingParams(
-            max_tokens=max_tokens or None, temperature=0.0, seed=0, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
-        ),
-        cache_seed=cache_seed,
-        attempt=attempt,
-    )
+    """A greedy sequence.
+
+    Args:
+        max_tokens: 0: of a prefix that is only received.
+        values: further ones of `sequence_spec`.
+    """
+    return sequence_spec(tuple(token_ids), name, max_tokens=max_tokens or None, cache_seed=cache_seed, **values)
 
 
 def make_engine(
