@@ -25,6 +25,7 @@ from baton.engine.core.block_pool import BlockPool, Stored
 from baton.messages import DecodeRequest, Event, NewTokens, PrefillReport
 from baton.rpc import RpcServer
 from baton.sampling import FinishReason
+from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2_grpc
 from deploy.worker.calls import CallServicer
 from kvstore.index import IndexPublisher, RedisConnection, RedisIndex
@@ -136,9 +137,7 @@ async def _main() -> None:
         }
 
     await serve({"start": start, "counts": counts})
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel_and_wait(tasks)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from baton.messages import (
 )
 from baton.rpc import RpcServer
 from baton.sampling import FinishReason
+from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2_grpc
 from deploy.worker.calls import CallServicer
 from kvstore.index import RedisConnection
@@ -112,9 +113,7 @@ async def _main() -> None:
         return {"address": address}
 
     await serve({"start": start})
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel_and_wait(tasks)
     await rpc.stop(0.0)
 
 

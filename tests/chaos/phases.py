@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from enum import StrEnum
 
@@ -28,6 +28,7 @@ from deploy.worker.member import Member
 from deploy.worker.process import running
 from tests.chaos import asks
 from tests.chaos.fleet import NUM_LAYERS, START_TIMEOUT_S, Fleet, running_fleet
+from tests.support.waiting import until, wait_until
 
 STEP_S = 0.02
 LINK_DELAY_MS = 20
@@ -92,12 +93,12 @@ class CancelBench:
         """From a client's leaving in `phase` until neither worker holds or awaits anything for its request.
 
         Raises:
-            TimeoutError: no request was ever seen in this phase, or something stays.
+            AssertionError: no request was ever seen in this phase, or something stays.
         """
         for _ in range(NUM_TRIES):
             if (took_s := await self._left_in(phase)) is not None:
                 return took_s
-        raise TimeoutError(f"{NUM_TRIES} requests have ended without being seen {phase}")
+        raise AssertionError(f"{NUM_TRIES} requests have ended without being seen {phase}")
 
     async def _left_in(self, phase: Phase) -> float | None:
         """None: it has ended before it was seen in that phase."""
@@ -109,19 +110,21 @@ class CancelBench:
             await asyncio.sleep(0.6)  # until the router has heard of what is cached and of what no longer is
         if phase is Phase.QUEUED:
             others.append(self._ask(asks.prompt_of(9000, 100), 1500))
-            await _until(lambda: others[0].num_tokens > 1)
+            await until(lambda: others[0].num_tokens > 1, PHASE_TIMEOUT_S)
         stream = self._ask(prompt, 200)
-        await _until(lambda: self._is_in(phase, stream) or stream.has_ended)
+        await until(lambda: self._is_in(phase, stream) or stream.has_ended, PHASE_TIMEOUT_S, every_s=POLL_S)
         was_seen = not stream.has_ended
         began_s = time.monotonic()
         stream.leave()
-        await _until(lambda: self._is_free_of(stream) and (bool(others) or self.is_idle()))
+        await until(
+            lambda: self._is_free_of(stream) and (bool(others) or self.is_idle()), PHASE_TIMEOUT_S, every_s=POLL_S
+        )
         took_s = time.monotonic() - began_s
         await stream.end()
         for other in others:
             other.leave()
             await other.end()
-        await _until(self.is_idle)
+        await until(self.is_idle, PHASE_TIMEOUT_S)
         for member in self._members.values():
             member.loop.engine.check()
         return took_s if was_seen else None
@@ -185,20 +188,12 @@ async def cancel_bench(fleet: Fleet) -> AsyncGenerator[CancelBench]:
             worker = running(config, role, f"{role}-0", "127.0.0.1", runner)
             control, _ = await stack.enter_async_context(worker)
             members[role] = control.member
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not await asyncio.to_thread(_knows_both, fleet):  # noqa: ASYNC110 - over the network
-                await asyncio.sleep(0.05)
+        await asyncio.to_thread(  # the workers live on this loop
+            wait_until,
+            lambda: len(fleet.client.status()["workers"]) == len(Role),
+            START_TIMEOUT_S,
+            every_s=0.05,
+            not_yet=(NoWorker,),  # the router may not have started yet
+        )
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(fleet.routers[0].grpc))
         yield CancelBench(members, channel)
-
-
-def _knows_both(fleet: Fleet) -> bool:
-    with contextlib.suppress(NoWorker):  # the router may not have started yet
-        return len(fleet.client.status()["workers"]) == len(Role)
-    return False
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PHASE_TIMEOUT_S):
-        while not condition():  # noqa: ASYNC110 - no event tells of another's engine
-            await asyncio.sleep(POLL_S)

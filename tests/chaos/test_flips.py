@@ -13,8 +13,9 @@ from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
-from tests.chaos.test_index import NUM_BLOCKS, Load, Tally, soon
+from tests.chaos.test_index import NUM_BLOCKS, SOON_S, Load, Tally
 from tests.integration.cluster import is_idle
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.chaos
 
@@ -41,7 +42,7 @@ def flip(fleet: Fleet, rng: random.Random) -> tuple[str, Role]:
         stub = worker_pb2_grpc.WorkerControlStub(channel)
         stub.SetRole(worker_pb2.SetRoleRequest(role=other, timeout_s=20), timeout=30)
     worker_id: str = worker["id"]
-    soon(lambda: all(_role(each, worker_id) == other for each in fleet.routers))
+    wait_until(lambda: all(_role(each, worker_id) == other for each in fleet.routers), SOON_S)
     return worker_id, other
 
 
@@ -70,16 +71,21 @@ def test_roles_are_flipped_under_load() -> None:
         )
         assert hit_rate(after) > hit_rate(before) * (1 - HIT_RATE_LOSS)
         for each in fleet.routers:
-            soon(lambda: all(is_idle(worker) for worker in each.client.status()["workers"]))  # noqa: B023 - at once
+            each.wait_for(lambda status: all(is_idle(worker) for worker in status["workers"]), SOON_S)
 
 
 def window(load: Load, num_requests: int) -> Tally:
     """What happens from now on, until so many requests have been served."""
-    before, began = load.tally(), time.monotonic()
-    while (found := load.tally() - before).num_served < num_requests:
-        assert time.monotonic() - began < 300, f"too little load: {found}; {load.failures[:5]}"
-        time.sleep(0.2)
-    return found
+    before = load.tally()
+
+    def found() -> Tally:
+        return load.tally() - before
+
+    def enough() -> Tally | None:
+        tally = found()
+        return tally if tally.num_served >= num_requests else None
+
+    return wait_until(enough, 300.0, every_s=0.2, seen=lambda: f"too little load: {found()}; {load.failures[:5]}")
 
 
 def hit_rate(tally: Tally) -> float:

@@ -11,7 +11,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from deploy.processes import FENCED
 from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
 from tests.integration.cluster import is_idle
 from tests.support.load import Clients, Requests, Stream
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.chaos
 
@@ -37,6 +38,8 @@ WINDOW_S = 3.0
 WINDOW_HITS = 350
 """A window is as long as so many requests take that find a part of their prompt cached: 1 % is 4 of them."""
 MAX_STALE_SHARE = 0.01
+SOON_S = 15.0
+"""For what follows a fault by itself."""
 NUM_CLIENTS = 9
 PAUSE_S = 0.05
 """Between two requests of a client, in the middle."""
@@ -139,11 +142,11 @@ class Cluster:
         return self.epochs(self.fleet.routers[0])[worker_id]
 
     def wait_until_gone(self, worker_id: str) -> None:
-        soon(lambda: all(worker_id not in self.epochs(router) for router in self.fleet.routers))
+        wait_until(lambda: all(worker_id not in self.epochs(router) for router in self.fleet.routers), SOON_S)
 
     def wait_for_newer(self, worker_id: str, epoch: int) -> None:
         """Every router knows the worker under a newer epoch."""
-        soon(lambda: all(self.epochs(router).get(worker_id, 0) > epoch for router in self.fleet.routers))
+        wait_until(lambda: all(self.epochs(router).get(worker_id, 0) > epoch for router in self.fleet.routers), SOON_S)
 
 
 def a_worker_is_killed_and_starts_again_under_its_name(cluster: Cluster) -> None:
@@ -247,8 +250,12 @@ def test_hints_are_right_again_after_every_fault() -> None:
         assert not too_stale, too_stale
         assert total.num_cached_tokens > 0.5 * total.num_prompt_tokens, "too few hits for a test of hints"
         for each in fleet.routers:
-            soon(lambda: all(is_idle(worker) for worker in each.client.status()["workers"]))  # noqa: B023 - at once
-            soon(lambda: mirrored(each) == held(each) and set(held(each)) == set(cluster.workers))  # noqa: B023
+            each.wait_for(lambda status: all(is_idle(worker) for worker in status["workers"]), SOON_S)
+            wait_until(
+                lambda: mirrored(each) == held(each) and set(held(each)) == set(cluster.workers),  # noqa: B023 - at once
+                SOON_S,
+                seen=lambda: (mirrored(each), held(each)),  # noqa: B023
+            )
 
 
 def _words(rng: random.Random, num_tokens: int) -> list[int]:
@@ -258,12 +265,15 @@ def _words(rng: random.Random, num_tokens: int) -> list[int]:
 def window(load: Load) -> Tally:
     """What happens from now on, until enough has."""
     before, since = load.tally(), time.monotonic()
-    while True:
-        time.sleep(0.2)
-        found = load.tally() - before
-        if found.num_hits >= WINDOW_HITS and time.monotonic() - since > WINDOW_S:
-            return found
-        assert time.monotonic() - since < 30, f"too little load: {found}; {load.failures[:5]}"
+
+    def found() -> Tally:
+        return load.tally() - before
+
+    def enough() -> Tally | None:
+        tally = found()
+        return tally if tally.num_hits >= WINDOW_HITS and time.monotonic() - since > WINDOW_S else None
+
+    return wait_until(enough, every_s=0.2, seen=lambda: f"too little load: {found()}; {load.failures[:5]}")
 
 
 def report(name: str, tally: Tally, more: str = "") -> None:
@@ -299,10 +309,3 @@ def paused(pid: Any) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def soon(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.05)

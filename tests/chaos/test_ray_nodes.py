@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from deploy.ray_pools.actor import POOL_LABEL
 from deploy.ray_pools.actors import ANSWER_S
 from tests.integration.cluster import Cluster, free_port, running_cluster
 from tests.integration.test_scaling import SETTINGS, has, pids, serves
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.chaos
 
@@ -83,11 +83,12 @@ class RayNodes:
             preexec_fn=die_with_parent(),
         )
         self.nodes.append(node)
-        deadline = time.monotonic() + 60
-        while not any("raylet" in p.name() for p in psutil.Process(node.pid).children()):
-            assert time.monotonic() < deadline
+
+        def has_raylet() -> bool:
             assert node.poll() is None, "ray start has ended"
-            time.sleep(0.1)
+            return any("raylet" in p.name() for p in psutil.Process(node.pid).children())
+
+        wait_until(has_raylet, 60.0, every_s=0.1)
         return psutil.Process(node.pid)
 
     def workers(self) -> list[psutil.Process]:

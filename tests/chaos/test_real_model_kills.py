@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ from baton import wire
 from baton.api import GenerateRequest, Text
 from tests.chaos.asks import Answer, Listening, listen
 from tests.integration.cluster import Cluster, running_cluster
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.chaos
 
@@ -65,10 +65,7 @@ def _is_replaced(victim: dict[str, Any], status: dict[str, Any]) -> bool:
 
 
 def _decode_worker(cluster: Cluster, request_id: str) -> str:
-    deadline = time.monotonic() + 60
-    while not (placed := cluster.client.explain(request_id)):
-        assert time.monotonic() < deadline, "not placed"
-        time.sleep(0.005)
+    placed = wait_until(lambda: cluster.client.explain(request_id), 60.0, every_s=0.005)
     return placed[0].decode_worker
 
 

@@ -29,6 +29,7 @@ from tests.chaos import asks
 from tests.chaos.asks import Answer, listen
 from tests.integration.cluster import Cluster, is_idle, running_cluster
 from tests.support.load import Clients, Requests
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
 
@@ -195,14 +196,8 @@ class Faults:
         return True
 
     def _status(self) -> dict[str, Any]:
-        """From whichever router answers."""
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                return self._cluster.client.status()
-            except Exception:  # its router may have been killed
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+        """From whichever router answers; the one that was asked may have been killed."""
+        return wait_until(self._cluster.client.status, every_s=0.05, not_yet=(Exception,))
 
 
 def _runs(pid: int) -> bool:

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,7 +32,7 @@ from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper
 from kvstore.leases.codec import decode_worker, encode
 from tests.support import builders
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -456,10 +455,7 @@ def test_the_embedded_redis_dies_with_its_parent() -> None:
         pid = int(parent.stdout.readline())
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    deadline = time.monotonic() + 5
-    while _is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not _is_running(pid)
+    wait_until(lambda: not _is_running(pid), 5.0)
 
 
 def _is_running(pid: int) -> bool:

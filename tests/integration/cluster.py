@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,11 +131,11 @@ class Cluster(Served):
             self._log_file.close()
 
     def _wait_until_ready(self) -> tuple[str, str]:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not (match := READY.search(self.log)):
+        def ready() -> re.Match[str] | None:
             assert self.process.poll() is None, f"baton up ended with {self.process.returncode}:\n{self.log}"
-            assert time.monotonic() < deadline, f"not ready within {START_TIMEOUT_S} s:\n{self.log}"
-            time.sleep(0.1)
+            return READY.search(self.log)
+
+        match = wait_until(ready, START_TIMEOUT_S, every_s=0.1, seen=lambda: self.log)
         return match[1], match[2]
 
 

@@ -126,13 +126,17 @@ class SlowCluster:
 
     def rest(self) -> None:
         """Until nothing is left anywhere, and the router believes so: its leases are half a second old at most."""
-        deadline = time.monotonic() + 60
-        while True:
-            workers = self._fleet.client.status()["workers"]
-            if not any(w["running"] or w["waiting"] or w["blocks"]["in_use"] for w in workers):
-                break
-            assert time.monotonic() < deadline, workers
-            time.sleep(0.05)
+
+        def workers() -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = self._fleet.client.status()["workers"]
+            return found
+
+        wait_until(
+            lambda: not any(w["running"] or w["waiting"] or w["blocks"]["in_use"] for w in workers()),
+            60.0,
+            every_s=0.05,
+            seen=workers,
+        )
         time.sleep(1.0)
 
 

@@ -22,6 +22,7 @@ from baton.v1 import inference_pb2_grpc
 from tests.chaos import asks
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import is_idle
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.chaos
 
@@ -129,15 +130,14 @@ async def run_all(address: str, num_cancels: int, seed: int) -> Seen:
 
 
 def wait_until_nothing_is_held(fleet: Fleet) -> None:
-    deadline = time.monotonic() + 30
-    while True:
+    def is_clean() -> bool:
         workers = fleet.client.status()["workers"]
         transfers = [worker["transfers"] for worker in workers]
-        is_clean = all(is_idle(w) and w["blocks"]["free"] + w["blocks"]["cached"] == NUM_BLOCKS for w in workers)
-        if is_clean and not any(counts["slots_in_use"] or counts["unsent_bytes"] for counts in transfers):
-            return
-        assert time.monotonic() < deadline, workers
-        time.sleep(0.1)
+        return all(
+            is_idle(w) and w["blocks"]["free"] + w["blocks"]["cached"] == NUM_BLOCKS for w in workers
+        ) and not any(counts["slots_in_use"] or counts["unsent_bytes"] for counts in transfers)
+
+    wait_until(is_clean, every_s=0.1, seen=lambda: fleet.client.status()["workers"])
 
 
 def check_books(fleet: Fleet) -> None:

@@ -34,6 +34,7 @@ from baton.engine.model.transformers_model import LLAMA_FAMILY, ModelRank, RankS
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import ConfigError, InvalidRequest, ModelLoadError
 from baton.messages import SequenceSpec
+from baton.tasks import cancel_and_wait
 from decode_worker.service import DecodeService
 from deploy.worker.calls import CallServicer
 from kvstore.worker_context import WorkerContext
@@ -698,8 +699,7 @@ async def test_a_token_id_without_an_embedding_is_refused_by_itself(tmp_path: Pa
                 )
             while messages[-1].finish_reason is None:
                 messages.append(await stream.read())
-        steps.cancel()
-        await asyncio.gather(steps, return_exceptions=True)
+        await cancel_and_wait((steps,))
     (alone,), _ = answers(make_engine(tmp_path), [good], 0)
     assert [token for message in messages for token in message.token_ids] == alone
     assert engine.is_idle

@@ -56,10 +56,7 @@ class Injected:
         """They send their spans before they go."""
         for worker_id in list(self.fleet.workers):
             self.fleet.remove(worker_id, signal.SIGTERM)
-        deadline = time.monotonic() + 30  # until the leases of the killed have run out
-        while self.fleet.client.status()["workers"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: not self.fleet.client.status()["workers"])  # the leases of the killed have to run out
 
     def ask(self, num_prompt: int, num_tokens: int, **slo: float) -> Stream:
         """A prompt that no cache holds a block of."""
@@ -132,8 +129,7 @@ def slow_admission(injected: Injected) -> list[Stream]:
     injected.add(Role.PREFILL)
     injected.add(Role.DECODE, num_blocks=40, arithmetic_step_ms=20.0)
     before = injected.ask(500, 100)
-    while not any(worker["running"] for worker in injected.fleet.client.status()["workers"]):
-        time.sleep(0.02)
+    wait_until(lambda: any(worker["running"] for worker in injected.fleet.client.status()["workers"]))
     late = injected.at_once(20, 100, 4, e2e_ms=700)
     before.served()
     return late
@@ -162,8 +158,7 @@ def lost_decode(injected: Injected) -> list[Stream]:
     injected.add(Role.PREFILL)
     first = injected.add(Role.DECODE, arithmetic_step_ms=10.0)
     streams = injected.at_once(16, 40, 60, itl_ms=25)
-    while any(len(asked.tokens) < 10 for asked in streams):
-        time.sleep(0.01)
+    wait_until(lambda: all(len(asked.tokens) >= 10 for asked in streams), every_s=0.01)
     injected.fleet.remove(first, signal.SIGKILL)
     time.sleep(1.5)
     injected.add(Role.DECODE, arithmetic_step_ms=10.0)
@@ -282,14 +277,13 @@ def _whole_trace(receiver: TraceReceiver, asked: Stream) -> str:
 
 def _root(receiver: TraceReceiver, request_id: str) -> Span:
     """The request's own span, which is the last of the router's to end."""
-    deadline = time.monotonic() + 30
-    while True:
-        found = [s for _, s in list(receiver.spans) if any(a.value.string_value == request_id for a in s.attributes)]
-        if found:
-            assert len(found) == 1
-            return found[0]
-        assert time.monotonic() < deadline, request_id
-        time.sleep(0.1)
+    found = wait_until(
+        lambda: [s for _, s in list(receiver.spans) if any(a.value.string_value == request_id for a in s.attributes)],
+        every_s=0.1,
+        seen=lambda: f"no span of {request_id}",
+    )
+    assert len(found) == 1
+    return found[0]
 
 
 def _seconds(span: Span) -> float:

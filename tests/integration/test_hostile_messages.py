@@ -69,7 +69,8 @@ from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.transport.shm import host_id
 from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
 from tests.support.builders import sequence_spec
-from tests.unit.kvstore.transfer.peers import eventually, served
+from tests.support.waiting import until
+from tests.unit.kvstore.transfer.peers import served
 
 T = TypeVar("T")
 HOST = "127.0.0.1"
@@ -153,7 +154,7 @@ class Cluster:
     async def check(self) -> None:
         """Nobody holds anything any more, the books are in order, and both still serve."""
         for member in (self.prefill, self.decode):
-            assert await eventually(lambda member=member: member.loop.engine.is_idle, ANSWER_S), member.worker_id  # type: ignore[misc]
+            await until(lambda: member.loop.engine.is_idle, ANSWER_S, seen=lambda: member.worker_id)  # noqa: B023 - at once
             member.loop.engine.check()
             member.kv.receiver.check()
             assert member.loop.engine.pool.counts().in_use == 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 
-from router.admission import PATIENCE
 from tests.bench.overload import TTFT_S, measure
 
 pytestmark = pytest.mark.clock
@@ -21,7 +20,7 @@ def test_twice_the_load_costs_nobody_what_it_has() -> None:
     assert preemptions == 0, "room to decode was there before the prompts were computed"
     assert [o.error for o in overload.outcomes if o.error] == [], "a refusal is the only failure"
     assert overload.count(lambda o: o.was_refused) > 0, "else this was no overload"
-    assert overload.longest_wait_s < PATIENCE * TTFT_S + 1.0, "everybody is answered"
+    assert overload.longest_wait_s < 2.0 * TTFT_S + 1.0, "everybody is answered within twice its objective"
     assert overload.good_per_s > 0.8 * capacity.served_per_s, "work is not thrown away"
     small, large = overload.of("small"), overload.of("large")
     share_of_small = small.count(lambda o: o.is_good) / len(small.outcomes)

@@ -157,10 +157,12 @@ def test_random_cancels_leave_nothing_behind(arithmetic_cluster: Cluster) -> Non
         num_cancelled = sum(pool.map(run, plans))
     assert num_cancelled >= 40
     cluster.wait_until_idle()
-    deadline = time.monotonic() + 20  # gRPC closes idle sockets a little later
-    while any(now > was for name, counts in held().items() for now, was in zip(counts, before[name], strict=True)):
-        assert time.monotonic() < deadline, f"before {before}, after {held()}"
-        time.sleep(0.5)
+    wait_until(  # gRPC closes idle sockets a little later
+        lambda: all(now <= was for name, nums in held().items() for now, was in zip(nums, before[name], strict=True)),
+        20.0,
+        every_s=0.5,
+        seen=lambda: f"before {before}, after {held()}",
+    )
 
 
 def test_an_http_client_that_leaves_ends_its_request(arithmetic_cluster: Cluster) -> None:

@@ -93,16 +93,14 @@ def baton(cluster: Cluster, *args: str) -> str:
     return result.output
 
 
-def eventually(order: Callable[[], None], timeout_s: float = 60.0) -> None:
+def until_taken(order: Callable[[], None]) -> None:
     """As an operator would try again while nobody is there who takes orders."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            order()
-            return
-        except NoController:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+
+    def is_taken() -> bool:
+        order()
+        return True
+
+    wait_until(is_taken, 60.0, every_s=0.2, not_yet=(NoController,))
 
 
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
@@ -191,7 +189,7 @@ def test_workers_outlive_the_controller_and_so_do_orders(cluster: Cluster) -> No
     controller = before["controller"]["pid"]
     with Load(cluster):
         psutil.Process(controller).kill()
-        eventually(lambda: cluster.client.scale("prefill", 2))
+        until_taken(lambda: cluster.client.scale("prefill", 2))
         after = cluster.wait_for(has(2, 2))
     assert after["controller"]["pid"] != controller
     assert pids(after).items() >= pids(before).items(), "a worker was started again"
@@ -216,7 +214,7 @@ def test_pools_come_back_after_rays_death(cluster: Cluster) -> None:
     serves(cluster)
     print(f"\npools whole {time.monotonic() - began_s:.1f} s after Ray's death")
     assert pids(after).keys() == before.keys()
-    eventually(lambda: cluster.client.scale("decode", 1))
+    until_taken(lambda: cluster.client.scale("decode", 1))
 
 
 def test_a_client_is_told_when_nobody_takes_orders(cluster: Cluster) -> None:
@@ -226,7 +224,7 @@ def test_a_client_is_told_when_nobody_takes_orders(cluster: Cluster) -> None:
     try:
         with pytest.raises(NoController, match="try again"):
             client.scale("decode", 1)
-        eventually(lambda: client.scale("decode", 1))
+        until_taken(lambda: client.scale("decode", 1))
     except BatonError as error:
         raise AssertionError(cluster.log) from error
     finally:

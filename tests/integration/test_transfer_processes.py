@@ -17,13 +17,14 @@ from baton.config import TransferConfig
 from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError, TransferError, WorkerFailed
 from kvstore.transfer.connection.reservations import Arrival
+from tests.support.waiting import until
 from tests.unit.kvstore.transfer.child import Child, child
 from tests.unit.kvstore.transfer.peers import (
     CONFIG,
+    SOON_S,
     Decode,
     Prefill,
     decode_side,
-    eventually,
     filled_cache,
     hand_over,
     is_blank,
@@ -67,10 +68,10 @@ async def going_on(prefill: Prefill, decode: Decode) -> AsyncIterator[None]:
             count += 1
 
     task = asyncio.create_task(go_on())
-    assert await eventually(lambda: count > 0)
+    await until(lambda: count > 0, SOON_S)
     before = count
     yield
-    assert await eventually(lambda: count > before + 2)
+    await until(lambda: count > before + 2, SOON_S)
     stop.set()
     await task
 
@@ -119,10 +120,10 @@ async def kill_receiver(step: str, prefill: Prefill, decode: Child) -> float:
         else:
             finishing = asyncio.create_task(asyncio.wait_for(asyncio.shield(part.settled), 10))  # type: ignore[arg-type]
         if step == "opened":
-            assert await eventually(lambda: part._connection is not None)
+            await until(lambda: part._connection is not None, SOON_S)
             killed_s = decode.kill()
         elif step in ("between chunks", "last chunk"):
-            assert await eventually(lambda: part.granted and transfer._queues[0].unsent_bytes == 0)
+            await until(lambda: part.granted and transfer._queues[0].unsent_bytes == 0, SOON_S)
             await asyncio.sleep(0.02)
             killed_s = decode.kill()
         else:
@@ -177,14 +178,14 @@ async def kill_sender(step: str, prefill: Child, decode: Decode) -> float:
     first_token = 1 if step in (">commit", "<commit_ack") else None
     prefill.pipe.send(("send", ticket, SOURCE, 160, num_layers, first_token))
     if step == "between chunks":
-        assert await eventually(lambda: not is_blank(decode.cache, TARGET, slice(1, 2)))
+        await until(lambda: not is_blank(decode.cache, TARGET, slice(1, 2)), SOON_S)
     if step == "last chunk":
-        assert await eventually(lambda: not is_blank(decode.cache, TARGET[-1:], slice(1, 2), group=1))
+        await until(lambda: not is_blank(decode.cache, TARGET[-1:], slice(1, 2), group=1), SOON_S)
     if step in ("between chunks", "last chunk"):
         killed_s.set_result(prefill.kill())
     await killed_s
     if step in (">hello", ">rendezvous"):  # nothing was offered yet: the reservation waits for who may still offer
-        assert await eventually(lambda: decode.receiver.num_connections == 1)
+        await until(lambda: decode.receiver.num_connections == 1, SOON_S)
     elif step == "<commit_ack":
         assert await decode.receiver.wait_committed(ticket) == Arrival(160, 1)
     else:
@@ -192,7 +193,7 @@ async def kill_sender(step: str, prefill: Child, decode: Decode) -> float:
             await decode.receiver.wait_committed(ticket)
     assert (await decode.receiver.release(ticket))[0] == tuple(TARGET)
     took_s = time.monotonic() - killed_s.result()
-    assert await eventually(lambda: decode.receiver.num_connections == 1)
+    await until(lambda: decode.receiver.num_connections == 1, SOON_S)
     if step == "<commit_ack":
         assert same_blocks(filled_cache(1), SOURCE, decode.cache, TARGET)
     decode.cache.clear_blocks([TARGET] * 2)
@@ -221,7 +222,7 @@ async def test_a_decode_worker_that_is_stopped_is_given_up_and_fenced(config: Tr
             transfer.extend(tables_of(transfer, SOURCE, 3))
             transfer.advance(160, 2)
             (part,) = transfer._parts.values()
-            assert await eventually(lambda: part.granted and transfer._queues[0].unsent_bytes == 0)
+            await until(lambda: part.granted and transfer._queues[0].unsent_bytes == 0, SOON_S)
             await asyncio.sleep(0.1)
             stopped_s = decode.signal(signal.SIGSTOP)
             with pytest.raises(WorkerFailed, match="silent"):
@@ -250,7 +251,7 @@ async def test_a_prefill_worker_that_is_stopped_is_given_up_and_fenced(config: T
     ):
         ticket = decode.receiver.expect("stopped", 160, 0, tables_of(decode.receiver, TARGET, 3))
         answering = asyncio.create_task(prefill.ask("send", ticket, SOURCE, 160, 5, 1))
-        assert await eventually(lambda: not is_blank(decode.cache, TARGET))
+        await until(lambda: not is_blank(decode.cache, TARGET), SOON_S)
         async with going_on(other, decode):
             stopped_s = prefill.signal(signal.SIGSTOP)
             with pytest.raises(TransferError):

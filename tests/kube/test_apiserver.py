@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -28,6 +27,7 @@ from lightkube.types import PatchType
 from tests.fakekube.apiserver import RunningApi, running_api
 from tests.fakekube.store import Key, Object, Resource
 from tests.kube.commands import CommandFailed, Commands
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -458,7 +458,7 @@ def test_dependents_go_with_their_owner(api: RunningApi, commands: Commands) -> 
         child = {"metadata": {"name": "child", "ownerReferences": [reference]}}
         commands.kubectl("create", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "ConfigMap"} | child))
         commands.kubectl("delete", "configmap", "owner", f"--cascade={how}")
-        _until(lambda: [value["metadata"]["name"] for value in api.store.objects(CONFIG_MAPS)] == left)  # noqa: B023
+        wait_until(lambda: [value["metadata"]["name"] for value in api.store.objects(CONFIG_MAPS)] == left, 5.0)  # noqa: B023
     assert not _get(api, CONFIG_MAPS, "child")["metadata"].get("ownerReferences")
 
 
@@ -487,7 +487,7 @@ def test_a_namespace_takes_everything_along(api: RunningApi, commands: Commands)
 def test_a_crd_takes_its_objects_along(api: RunningApi, commands: Commands) -> None:
     _with_pool(commands)
     commands.kubectl("delete", "crd", "pools.example.dev")
-    _until(lambda: not api.store.objects(POOLS))
+    wait_until(lambda: not api.store.objects(POOLS), 5.0)
     with pytest.raises(CommandFailed, match="the server could not find the requested resource"):
         commands.kubectl("get", "pools")
 
@@ -627,7 +627,7 @@ def test_a_client_that_goes_away_is_forgotten(api: RunningApi, capfd: pytest.Cap
     assert next(events)["type"] == "ADDED"
     assert len(api.store._watches) == 2  # the garbage collector's and this
     events.close()
-    _until(lambda: len(api.store._watches) == 1)
+    wait_until(lambda: len(api.store._watches) == 1, 5.0)
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -640,7 +640,7 @@ def test_the_server_ends_with_its_watches(tmp_path: Path) -> None:
         idle = http.client.HTTPConnection(urlsplit(api.url).netloc)
         idle.request("GET", f"{_base(api)}/version")
         idle.getresponse().read()
-        _until(lambda: len(api.store._watches) == 2)  # the garbage collector's and this
+        wait_until(lambda: len(api.store._watches) == 2, 5.0)  # the garbage collector's and this
     watching.join(5)
     idle.close()
     assert set(threading.enumerate()) <= before
@@ -701,10 +701,3 @@ def _later(act: Callable[[], object], delay_s: float) -> Iterator[None]:
     timer.start()
     yield
     timer.join()
-
-
-def _until(holds: Callable[[], bool], timeout_s: float = 5) -> None:
-    end = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)

@@ -46,6 +46,7 @@ from tests.fakekube.machine.objects import (
     name_of,
 )
 from tests.fakekube.store import Key, Object, Resource, Store
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -101,12 +102,12 @@ class Kube:
         return [pod for pod in self.machine.pods() if labels_of(pod).get("app") == app]
 
     def wait_for(self, condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while not (found := condition()):
-            assert self.machine.is_alive
-            assert time.monotonic() < deadline, self.picture()
-            time.sleep(0.01)
-        return found
+        def found() -> Any:
+            answer = condition()
+            assert answer or self.machine.is_alive
+            return answer
+
+        return wait_until(found, timeout_s, every_s=0.01, seen=self.picture)
 
     def wait_for_rollout(self, key: Key) -> None:
         def is_done() -> bool:

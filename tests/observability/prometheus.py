@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -26,6 +25,7 @@ import pytest
 from deploy.processes import die_with_parent
 from tests import debian
 from tests.integration.cluster import free_port
+from tests.support.waiting import wait_until
 
 PACKAGE = "prometheus"
 FOLDER = Path(sys.prefix) / "prometheus"
@@ -119,12 +119,13 @@ def running_prometheus(folder: Path, config: dict[str, Any]) -> Iterator[Prometh
             preexec_fn=die_with_parent(signal.SIGKILL),
         )
         try:
-            prometheus, deadline = Prometheus(address), time.monotonic() + START_TIMEOUT_S
-            while not prometheus.is_ready():
-                text = (folder / "log").read_text()
-                assert process.poll() is None, f"Prometheus ended with {process.returncode}:\n{text}"
-                assert time.monotonic() < deadline, f"not ready within {START_TIMEOUT_S} s:\n{text}"
-                time.sleep(0.1)
+            prometheus, text = Prometheus(address), (folder / "log").read_text
+
+            def is_ready() -> bool:
+                assert process.poll() is None, f"Prometheus ended with {process.returncode}:\n{text()}"
+                return prometheus.is_ready()
+
+            wait_until(is_ready, START_TIMEOUT_S, every_s=0.1, seen=text)
             yield prometheus
         finally:
             process.terminate()

@@ -16,7 +16,6 @@ import math
 import random
 import re
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +35,7 @@ from tests.observability.prometheus import Prometheus, binaries, running_prometh
 from tests.observability.shipped import JOB, RULES, dashboards, recorded, shown, substituted
 from tests.support.asking import prompt_of, sampling
 from tests.support.load import Clients, Requests
+from tests.support.waiting import wait_until
 from tools.dashboards.catalogue import definitions
 from tools.dashboards.model import ZERO
 
@@ -217,14 +217,15 @@ def test_every_panel_has_something_to_show(seen: tuple[Cluster, Prometheus]) -> 
     for name in NOTHING_TO_SHOW:
         del waiting[name]
     assert len(waiting) > 80
-    deadline = time.monotonic() + DATA_WITHIN_S
-    while True:
-        flaws = {name: found for name, text in waiting.items() if (found := flaw(prometheus, text))}
-        if not flaws:
-            break
-        assert time.monotonic() < deadline, "\n".join(f"{name}: {flaws[name]}: {waiting[name]}" for name in flaws)
-        waiting = {name: waiting[name] for name in flaws}
-        time.sleep(1)
+    flaws: list[tuple[str, str, str]] = []
+
+    def has_been_shown() -> bool:
+        flaws[:] = [(name, found, text) for name, text in waiting.items() if (found := flaw(prometheus, text))]
+        for name in waiting.keys() - {name for name, _, _ in flaws}:
+            del waiting[name]
+        return not waiting
+
+    wait_until(has_been_shown, DATA_WITHIN_S, every_s=1.0, seen=lambda: flaws)
     for each in shown():  # as they are shipped, all at the same time
         assert flaw(prometheus, substituted(each.expression)) == "", each
 

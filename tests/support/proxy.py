@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import psutil
 
+from baton.tasks import cancel_and_wait
 from tests.integration.cluster import free_port
 
 _READ_BYTES = 2**16
@@ -147,10 +148,7 @@ class Proxy:
 
     async def _close(self) -> None:
         self._server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(asyncio.all_tasks() - {asyncio.current_task()})
 
     def _call(self, change: Callable[[], None]) -> None:
         async def call() -> None:

@@ -11,7 +11,7 @@ Seen = TypeVar("Seen")
 
 
 def wait_until(
-    condition: Callable[[], Seen],
+    condition: Callable[[], Seen | None],
     within_s: float = 30.0,
     *,
     every_s: float = 0.02,
@@ -36,7 +36,7 @@ def wait_until(
 
 
 async def until(
-    condition: Callable[[], Seen],
+    condition: Callable[[], Seen | None],
     within_s: float = 30.0,
     *,
     every_s: float = 0.005,
@@ -57,7 +57,7 @@ class _Wait(Generic[Seen]):
 
     def __init__(
         self,
-        condition: Callable[[], Seen],
+        condition: Callable[[], Seen | None],
         within_s: float,
         seen: Callable[[], object] | None,
         not_yet: tuple[type[Exception], ...],
@@ -73,10 +73,11 @@ class _Wait(Generic[Seen]):
         has_time = time.monotonic() - self._began_s < self._within_s
         last: object
         try:
-            self.answer = self._condition()
-            if self.answer:
+            answer = self._condition()
+            if answer:
+                self.answer = answer
                 return True
-            last = self.answer
+            last = answer
         except self._not_yet as error:
             last = error
         assert has_time, f"not within {self._within_s:g} s; seen last: {(self._seen() if self._seen else last)!r}"

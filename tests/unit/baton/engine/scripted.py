@@ -38,6 +38,7 @@ from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import BatonError
 from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
+from baton.tasks import cancel_and_wait
 
 PART_TOKENS = 24
 """Tokens of a prompt that are computed at a time: parts end within blocks."""
@@ -132,11 +133,10 @@ class ScriptedEngine:
         try:
             yield sequence
         finally:
-            task.cancel()
-            (outcome,) = await asyncio.gather(task, return_exceptions=True)
+            await cancel_and_wait((task,))
             sequence.has_left = True
             self.give_back(sequence)
-            assert outcome is None or isinstance(outcome, asyncio.CancelledError), outcome
+            assert task.cancelled() or task.exception() is None, task
 
     def max_waiting(self, spec: SequenceSpec) -> float:
         return 100

@@ -17,6 +17,7 @@ import pytest
 from baton.cluster import ControllerInfo, PoolStatus, Role, Worker, WorkerLoad, WorkerState
 from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig
 from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
+from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.controller import controller as controller_module
 from deploy.controller import lease_watch, worker_life
@@ -171,9 +172,7 @@ async def bench(
         yield bench
     finally:
         await bench.orders.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(tasks)
         await bench.controller.let_go()
 
 
@@ -463,8 +462,7 @@ async def test_a_change_of_role_that_fails_is_told_of_when_nobody_waits_for_it(
         monkeypatch.setattr(it.controller, "ask_for_role", fail)
         caller = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
         await until(lambda: it.controller.state.role_change is not None)
-        caller.cancel()
-        await asyncio.gather(caller, return_exceptions=True)
+        await cancel_and_wait((caller,))
         nobody_waits.set()
         await until(lambda: it.controller.state.role_change is None)
         await until(lambda: "a change of role was given up" in caplog.text)

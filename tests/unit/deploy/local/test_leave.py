@@ -12,6 +12,7 @@ import pytest
 import deploy.local.leave
 from baton.config import ClusterConfig, Config, IndexConfig, ModelConfig
 from deploy.local.leave import leave, workers_on
+from tests.support.waiting import wait_until
 
 HOST = "127.99.1.2"
 NOBODY = "127.99.1.3:9"
@@ -36,9 +37,8 @@ def test_a_worker_whose_whole_cluster_is_gone_ends(
     command = [without_packages, *flags, "-m", "deploy.worker", "decode", "decode-0", HOST]
     with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}) as worker:
         try:
-            while not (tmp_path / "runs").exists():
-                assert worker.poll() is None
-                time.sleep(0.01)
+            wait_until(lambda: (tmp_path / "runs").exists() or worker.poll() is not None)
+            assert worker.poll() is None
             assert workers_on({HOST}).keys() == {"decode-0"}
             began_s = time.monotonic()
             assert asyncio.run(leave(config, {HOST}, timeout_s=60.0)) == []

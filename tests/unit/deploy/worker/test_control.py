@@ -15,6 +15,7 @@ from baton import wire
 from baton.cluster import Role, WorkerState
 from baton.errors import InvalidRequest, WorkerDraining
 from baton.messages import DecodeRequest, Event, NewTokens, StartCall
+from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2
 from deploy.worker.calls import CallServicer
 from deploy.worker.control import WorkerControl
@@ -75,8 +76,7 @@ async def test_a_call_that_comes_as_the_last_one_ends_keeps_nobody_in_its_role(n
             await changing
         assert (member.role, member.state) == (Role.PREFILL, WorkerState.READY)
     finally:
-        stream.cancel()
-        await asyncio.gather(stream, return_exceptions=True)
+        await cancel_and_wait((stream,))
 
 
 def call(call_id: int) -> worker_pb2.ServeRequest:

@@ -9,7 +9,6 @@ import gc
 import os
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from baton.kv_layout import KvLayout
 from baton.messages import HandedOver, PrefixSource, SequenceSpec, Ticket
 from baton.rpc.errors import ErrorInterceptor
 from baton.rpc.server import SERVER_OPTIONS
+from baton.tasks import cancel_and_wait
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
@@ -40,6 +40,7 @@ from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender, OutgoingTransfer
 from kvstore.worker_context import WorkerContext
 from tests.support.builders import sequence_spec
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -58,6 +59,8 @@ SPEC = KVSpec(
 CONFIG = TransferConfig(
     slot_bytes=4096, window=3, open_timeout_s=5.0, op_timeout_s=3.0, ping_s=0.5, resend_s=0.3, lease_s=20.0
 )
+SOON_S = 5.0
+"""Shorter than CONFIG's lease, with which everything goes in the end."""
 NUM_BLOCKS = 64
 
 
@@ -319,11 +322,11 @@ class Worker:
 
     async def check_idle(self) -> None:
         """Nothing is held or pinned, and every block is free or in the cache."""
-        assert await eventually(lambda: self.loop.engine.is_idle)
+        await until(lambda: self.loop.engine.is_idle, SOON_S)
         self.loop.engine.check()
         self.kv.receiver.check()
         assert self.loop.engine.pool.counts().in_use == 0
-        assert await eventually(lambda: self.kv.counts().slots_in_use == 0)
+        await until(lambda: self.kv.counts().slots_in_use == 0, SOON_S)
         assert self.kv.counts().unsent_bytes == 0
 
 
@@ -359,8 +362,7 @@ async def engine_worker(
         finally:
             await kv.close()
     assert not running.done()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancel_and_wait((running,))
 
 
 def make_spec(prompt: Sequence[int], num_tokens: int = 4, request_id: str = "r") -> SequenceSpec:
@@ -384,13 +386,6 @@ def footprint() -> tuple[int, list[str]]:
     """Descriptors and threads of this process."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")), sorted(t.name for t in threading.enumerate())  # noqa: PTH208
-
-
-async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110 - for what no event tells
-        await asyncio.sleep(0.005)
-    return condition()
 
 
 def scattered(count: int, seed: int) -> list[int]:

@@ -16,9 +16,10 @@ from baton.engine.model.kv_cache import KVCache
 from baton.errors import TransferError
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.plan import Chunk
+from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import (
+    SOON_S,
     decode_side,
-    eventually,
     filled_cache,
     prefill_side,
     send,
@@ -99,7 +100,7 @@ async def test_a_sender_lets_go_of_its_blocks_once_they_are_read(rows: SlowRows,
         await cancel(sending, cancels)
         assert sending.cancelled()
         take(prefill.cache, SOURCE)
-        assert await eventually(lambda: bool(rows.ended))
+        await until(lambda: bool(rows.ended), SOON_S)
         assert rows.ended == [True], "a copy saw the KV of the blocks' next owner"
         await decode.receiver.release(ticket)
 
@@ -117,7 +118,7 @@ async def test_a_receiver_gives_its_blocks_back_once_they_are_written(rows: Slow
         take(decode.cache, TARGET)
         with pytest.raises(TransferError, match="gave up its reservation"):
             await sending
-        assert await eventually(lambda: bool(rows.ended))
+        await until(lambda: bool(rows.ended), SOON_S)
         assert is_taken(decode.cache, TARGET), "a copy wrote into the KV of the blocks' next owner"
         assert len(rows.ended) == 1, "and no other began"
         assert releasing.cancelled() == bool(cancels)

@@ -34,11 +34,12 @@ from kvstore.transfer.transport.base import Operation, SendingTransport
 from kvstore.transfer.transport.faults import FaultInjector, Faults, FaultyTransport
 from kvstore.transfer.transport.staging import Slot
 from kvstore.transfer.transport.tcp import TcpSender
+from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import (
+    SOON_S,
     Decode,
     Prefill,
     decode_side,
-    eventually,
     filled_cache,
     footprint,
     hand_over,
@@ -291,18 +292,20 @@ async def test_not_one_wrong_byte_is_taken_for_right(link: str, case: str, injec
         print(case, link, num_transfers(case), dict(injected.count), injected.spoils, traffic.outcome.failed)
         assert traffic.free == set(range(NUM_BLOCKS))
         check_detected(case, link, traffic.outcome, injected, prefills, decode)
-    assert await eventually(lambda: footprint() <= before), (footprint(), before)
+    await until(lambda: footprint() <= before, SOON_S, seen=lambda: (footprint(), before))
 
 
 async def settled(prefills: list[Prefill], decode: Decode, injected: Injected) -> None:
     """Returns once every broken link has been noticed, and what it held is back."""
-    assert await eventually(lambda: all(at.is_closed for at in injected.links if at.is_broken_on_purpose)), "unnoticed"
+    await until(lambda: all(at.is_closed for at in injected.links if at.is_broken_on_purpose), SOON_S)
     sides: list[KvReceiver | KvSender] = [decode.receiver, *(prefill.sender for prefill in prefills)]
-    assert await eventually(lambda: not any(side.slots_in_use for side in sides)), [s.slots_in_use for s in sides]
+    await until(
+        lambda: not any(side.slots_in_use for side in sides), SOON_S, seen=lambda: [side.slots_in_use for side in sides]
+    )
     assert len(decode.receiver._reservations._state) == 0
     decode.receiver.check()
     for prefill in prefills:
-        assert await eventually(lambda: all(len(pair._state) == 0 for pair in prefill.sender._connections._alive))  # noqa: B023
+        await until(lambda: all(len(pair._state) == 0 for pair in prefill.sender._connections._alive), SOON_S)  # noqa: B023
         assert not prefill.sender._live
 
 

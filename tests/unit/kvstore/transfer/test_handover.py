@@ -45,16 +45,17 @@ from kvstore.transfer.protocol.plan import Chunk
 from kvstore.transfer.sender import KvSender, OutgoingTransfer
 from kvstore.transfer.transport.faults import parse_faults
 from prefill_worker.service import PrefillService
+from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import (
     CONFIG,
     HOST,
     NUM_BLOCKS,
+    SOON_S,
     SPEC,
     Decode,
     Prefill,
     decode_side,
     engine_worker,
-    eventually,
     filled_cache,
     footprint,
     hand_over,
@@ -229,8 +230,8 @@ async def test_one_rank_to_three_and_back_to_one(link: str) -> None:
         ticket = d3.receiver.expect("lost", 100, 0, tables_of(d3.receiver, middle))
         async with p1.sender.transfer(ticket) as transfer:
             transfer.extend(tables_of(transfer, source))
-            assert await eventually(
-                lambda: len(d3.receiver._reservations._state._by_generation[ticket.generation].sources) == 3
+            await until(
+                lambda: len(d3.receiver._reservations._state._by_generation[ticket.generation].sources) == 3, SOON_S
             )
             next(iter(d3.receiver._connections.values())).break_off(TransferError("on purpose"))
             with pytest.raises(BatonError, match="on purpose"):
@@ -238,7 +239,8 @@ async def test_one_rank_to_three_and_back_to_one(link: str) -> None:
         with pytest.raises(TransferError, match="on purpose"):
             await d3.receiver.wait_committed(ticket)
         assert (await d3.receiver.release(ticket))[0] == tuple(middle)
-        assert await eventually(lambda: p1.sender.num_connections == 2), "its other sessions may have told of it before"
+        # Its other sessions may have told of it before.
+        await until(lambda: p1.sender.num_connections == 2, SOON_S)
         ticket = d3.receiver.expect("next", 100, 0, tables_of(d3.receiver, middle))
         await send(p1, ticket, source)
         await d3.receiver.wait_committed(ticket)
@@ -262,15 +264,15 @@ async def test_what_is_computed_leaves_before_the_rest_is(link: str) -> None:
             await asyncio.sleep(0.1)
             assert is_blank(decode.cache, target), "nothing is computed"
             transfer.advance(32, 3)
-            assert await eventually(lambda: arrived([0, 1], slice(0, 3)))
+            await until(lambda: arrived([0, 1], slice(0, 3)), SOON_S)
             assert is_blank(decode.cache, target, group=1), "the layers of the second group are not computed"
             transfer.advance(32, 5)
-            assert await eventually(lambda: same_blocks(prefill.cache, [0, 1], decode.cache, [10, 11]))
+            await until(lambda: same_blocks(prefill.cache, [0, 1], decode.cache, [10, 11]), SOON_S)
             transfer.advance(64, 1)  # the next step begins with its first layer, and takes nothing back
             await asyncio.sleep(0.1)
             assert is_blank(decode.cache, [12, 13], slice(1, 3))
             transfer.advance(64, 5)
-            assert await eventually(lambda: same_blocks(prefill.cache, source, decode.cache, target))
+            await until(lambda: same_blocks(prefill.cache, source, decode.cache, target), SOON_S)
             assert not decode.cache.states["conv"][0].any(), "a state is final when the last token is computed"
             await transfer.finish(5)
         assert torch.equal(decode.cache.states["conv"][0], prefill.cache.states["conv"][0])
@@ -313,7 +315,7 @@ async def test_a_short_transfer_does_not_wait_for_a_long_one(link: str) -> None:
         async with prefill.sender.transfer(ticket) as long:
             long.extend(tables_of(long, range(50), 0))
             finishing = asyncio.create_task(long.finish(1))
-            assert await eventually(lambda: not is_blank(decode.cache, range(50)))
+            await until(lambda: not is_blank(decode.cache, range(50)), SOON_S)
             short = await hand_over(prefill, decode, [60], [60])
             assert not finishing.done()
             await finishing
@@ -367,7 +369,7 @@ async def test_a_pool_of_two_slots_serves_four_pairs_on_either_side() -> None:
                     tasks.create_task(hand_over(prefill, decode, source, target, name=f"t{index}"))
             assert time.monotonic() - started < 20
         everyone = [side.sender for side in prefills] + [side.receiver for side in decodes]
-        assert await eventually(lambda: not any(side.slots_in_use for side in everyone))
+        await until(lambda: not any(side.slots_in_use for side in everyone), SOON_S)
         assert sum(side.sender.stats.committed for side in prefills) == 48
         assert not any(side.stats.failed for side in everyone)
 
@@ -484,7 +486,7 @@ async def test_an_offer_of_impossible_chunks_is_refused_and_harms_no_other() -> 
         await hand_over(prefill, decode, [4], [0])
         target = decode.receiver.expect("good", 32, 0, tables_of(decode.receiver, [1, 2], 0))
         async with prefill.sender.transfer(target) as good:
-            assert await eventually(lambda: decode.door.messages["<grant"] == 2)
+            await until(lambda: decode.door.messages["<grant"] == 2, SOON_S)
 
             def shrink(kind: str, message: Any) -> bool:
                 if kind == ">offer":
@@ -592,12 +594,12 @@ async def test_a_lost_abort_is_said_again_and_nobody_waits_for_it(kind: str) -> 
         ticket = decode.receiver.expect("t", 16, 0, tables_of(decode.receiver, [0], 0))
         async with prefill.sender.transfer(ticket) as transfer:
             transfer.extend(tables_of(transfer, [4], 0))
-            assert await eventually(lambda: decode.door.messages["<grant"] == 1)
+            await until(lambda: decode.door.messages["<grant"] == 1, SOON_S)
             started = time.monotonic()
         assert time.monotonic() - started < 0.1
         with pytest.raises(TransferError, match="gave the transfer up"):
             await decode.receiver.wait_committed(ticket)
-        assert await eventually(lambda: prefill.sender.stats.resent == 1 and decode.door.messages["<abort_ack"] >= 1)
+        await until(lambda: prefill.sender.stats.resent == 1 and decode.door.messages["<abort_ack"] >= 1, SOON_S)
         assert (await decode.receiver.release(ticket))[0] == (0,)
         await hand_over(prefill, decode, [5], [0])
 
@@ -679,24 +681,24 @@ async def reach(
     finishing = None
     if stage == "offered":
         decode.door.lose("<grant", times=99)
-        assert await eventually(lambda: said[">offer"] == 2)
+        await until(lambda: said[">offer"] == 2, SOON_S)
     if place >= STAGES.index("granted"):
-        assert await eventually(lambda: said["<grant"] == 2)
+        await until(lambda: said["<grant"] == 2, SOON_S)
     if place >= STAGES.index("attached"):
         transfer.extend(tables_of(transfer, source, 0))
     if place >= STAGES.index("half computed"):
         transfer.advance(160, 2)
-        assert await eventually(lambda: not is_blank(decode.cache, target, slice(1, 2)))
+        await until(lambda: not is_blank(decode.cache, target, slice(1, 2)), SOON_S)
         assert is_blank(decode.cache, target, slice(2, 3))
     if place >= STAGES.index("under way"):
         transfer.advance(160, 5)
-        assert await eventually(lambda: not is_blank(decode.cache, target, slice(2, 3)))
+        await until(lambda: not is_blank(decode.cache, target, slice(2, 3)), SOON_S)
     if place >= STAGES.index("computed"):
-        assert await eventually(lambda: not is_blank(decode.cache, target[-1:], slice(1, 2), group=1))
+        await until(lambda: not is_blank(decode.cache, target[-1:], slice(1, 2), group=1), SOON_S)
     if stage == "committing":
         decode.door.lose(">commit", times=99)
         finishing = asyncio.create_task(transfer.finish(1))
-        assert await eventually(lambda: said[">commit"] == 2)
+        await until(lambda: said[">commit"] == 2, SOON_S)
     return finishing
 
 
@@ -742,8 +744,8 @@ async def test_giving_up_at_any_stage_leaves_the_link_for_the_next_transfer(
         assert set(read_s) == {"first", "next"}
         assert decode.num_pairs_ever == 1
         assert len(decode.receiver._reservations._state) == 0
-        assert await eventually(lambda: prefill.sender.slots_in_use == decode.receiver.slots_in_use == 0)
-        assert await eventually(lambda: all(len(pair._state) == 0 for pair in prefill.sender._connections._alive))
+        await until(lambda: prefill.sender.slots_in_use == decode.receiver.slots_in_use == 0, SOON_S)
+        await until(lambda: all(len(pair._state) == 0 for pair in prefill.sender._connections._alive), SOON_S)
 
 
 async def test_places_that_were_announced_are_filled_with_void_chunks(
@@ -762,7 +764,7 @@ async def test_places_that_were_announced_are_filled_with_void_chunks(
         async with prefill.sender.transfer(ticket) as transfer:
             transfer.extend(tables_of(transfer, range(20), 0))
             transfer.advance(320, 5)
-            assert await eventually(lambda: not is_blank(decode.cache, range(20)))
+            await until(lambda: not is_blank(decode.cache, range(20)), SOON_S)
         await hand_over(prefill, decode, [4], [40])
         void = [header for header in seen if header.flags & VOID]
         assert 1 <= len(void) <= 4
@@ -819,7 +821,7 @@ async def test_cancels_at_any_moment_leave_both_sides_whole(link: str) -> None:
         assert outcomes["receiver failed"] > 5, outcomes
         assert decode.receiver.stats.corrupted == 0
         assert decode.num_pairs_ever == 1, "no cancel cost the pair"
-        assert await eventually(lambda: prefill.sender.slots_in_use == decode.receiver.slots_in_use == 0)
+        await until(lambda: prefill.sender.slots_in_use == decode.receiver.slots_in_use == 0, SOON_S)
 
 
 # -- pairs -----------------------------------------------------------------------------------------------------------
@@ -834,7 +836,7 @@ async def test_the_pair_that_was_idle_longest_makes_room(link: str) -> None:
         async with prefill.sender.transfer(busy) as transfer:
             for number in (1, 2, 3):
                 await hand_over(prefill, decodes[number], [number], [0])
-            assert await eventually(lambda: [d.receiver.num_connections for d in decodes] == [1, 0, 0, 1])
+            await until(lambda: [d.receiver.num_connections for d in decodes] == [1, 0, 0, 1], SOON_S)
             transfer.extend(tables_of(transfer, [8], 0))
             await transfer.finish(1)
         assert same_blocks(prefill.cache, [8], decodes[0].cache, [9])
@@ -889,8 +891,8 @@ async def test_closing_leaves_no_thread_file_or_task(link: str) -> None:
     before = footprint()
     for _ in range(5):
         await cycle()
-    assert await eventually(lambda: footprint() <= before), (footprint(), before)
-    assert await eventually(lambda: asyncio.all_tasks() == tasks), asyncio.all_tasks() - tasks
+    await until(lambda: footprint() <= before, SOON_S, seen=lambda: (footprint(), before))
+    await until(lambda: asyncio.all_tasks() == tasks, SOON_S, seen=lambda: asyncio.all_tasks() - tasks)
 
 
 async def test_a_closing_decode_worker_fails_what_waits_on_both_sides(link: str) -> None:
@@ -902,7 +904,7 @@ async def test_a_closing_decode_worker_fails_what_waits_on_both_sides(link: str)
             async with prefill.sender.transfer(waiting) as transfer:
                 transfer.extend(tables_of(transfer, [1], 0))
                 wait = asyncio.create_task(decode.receiver.wait_committed(waiting))
-                assert await eventually(lambda: decode.door.messages["<grant"] == 2)
+                await until(lambda: decode.door.messages["<grant"] == 2, SOON_S)
                 await decode.receiver.close()
                 with pytest.raises(TransferError, match="shuts down"):
                     await wait
@@ -1050,7 +1052,7 @@ async def test_what_the_source_evicted_is_computed(link: str) -> None:
         pulling = asyncio.create_task(
             here.kv.prefixes.fetch(make_spec(PROMPT), there.source(96), time.monotonic(), Context())
         )
-        assert await eventually(lambda: bool(there.loop.engine._pins))
+        await until(lambda: bool(there.loop.engine._pins), SOON_S)
         for number in range(4):  # each wants the whole of what is free
             other = [number + 10] * 120
             assert await there.generate(make_spec(other)) == expected_tokens(other, 4)
@@ -1087,7 +1089,7 @@ async def test_a_prefix_of_a_dead_source_is_computed_and_soon(link: str, death: 
         started = time.monotonic()
         pulling = asyncio.create_task(here.kv.prefixes.fetch(make_spec(PROMPT), source, time.monotonic(), Context()))
         if death == "in the middle":
-            assert await eventually(lambda: here.runner.cache.groups[0].any().item() is True)
+            await until(lambda: here.runner.cache.groups[0].any().item() is True, SOON_S)
             await asyncio.gather(there.server.stop(0), there.kv.close())
             started = time.monotonic()
         assert await pulling == 0
@@ -1095,7 +1097,7 @@ async def test_a_prefix_of_a_dead_source_is_computed_and_soon(link: str, death: 
         assert here.kv.counts().failed_pulls == 1
         assert await here.generate(make_spec(PROMPT)) == expected_tokens(PROMPT, 4)
         await here.check_idle()
-        assert await eventually(lambda: there.loop.engine.is_idle)
+        await until(lambda: there.loop.engine.is_idle, SOON_S)
         there.loop.engine.check()
 
 
@@ -1148,11 +1150,15 @@ async def test_the_services_hand_over_layer_by_layer_while_the_prompt_is_compute
         answering = asyncio.ensure_future(anext(answers))
         events = PrefillService(prefill.context).prefill(PrefillRequest(spec, ticket), Context())
         first = asyncio.ensure_future(anext(events))
-        assert await eventually(lambda: bool(prefill.loop._watchers))
+        await until(lambda: bool(prefill.loop._watchers), SOON_S)
         for step, layer in itertools.product(range(2), range(5)):  # 100 tokens in steps of 64
             runner.allowed.release(2 if layer == 0 and step else 1)
             filled = step * 320 + (layer + 1) * (64 if step == 0 else 36)
-            assert await eventually(lambda: int(cache[..., :16].count_nonzero()) >= filled), (step, layer)  # noqa: B023
+            await until(
+                lambda: int(cache[..., :16].count_nonzero()) >= filled,  # noqa: B023 - at once
+                SOON_S,
+                seen=lambda: (step, layer),  # noqa: B023
+            )
             assert int(cache[..., :16].count_nonzero()) == filled, "no more than is computed has come"
             await asyncio.sleep(0.08)  # ten layers take longer than the lease
             assert not first.done()

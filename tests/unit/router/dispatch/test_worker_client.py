@@ -33,6 +33,7 @@ from baton.messages import (
 )
 from baton.rpc import RpcServer, channel
 from baton.sampling import FinishReason
+from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.worker.calls import CallServicer
 from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
@@ -385,8 +386,7 @@ async def test_a_read_that_is_given_up_loses_nothing() -> None:
     async with joined(engine) as call, call("1") as stream:
         reading = asyncio.create_task(stream.read())
         await until(lambda: engine.held)
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+        await cancel_and_wait((reading,))
         engine.say("1", tokens_of("1", 0))
         assert await read(stream) == tokens_of("1", 0)
 

@@ -11,6 +11,7 @@ from opentelemetry.context import Context
 
 from baton.errors import StoreUnavailable, WorkerFailed
 from baton.sampling import FinishReason, SamplingParams
+from baton.tasks import cancel_and_wait
 from kvstore.index import MemoryStore
 from kvstore.leases import MemoryRecords, Noted, RecordEnd, RecordEntry, RecordKey
 from router.admission.tenants import Tenant
@@ -163,8 +164,7 @@ async def test_it_runs_by_itself_and_outlives_the_stores_absence(journal: Journa
             records.tried.clear()
             await records.tried.wait()
         assert await journal.recall(KEY, DIGEST) == {0: Noted((5,))}
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel_and_wait((running,))
 
 
 async def test_nobody_waits_long_for_a_store_that_hangs(journal: Journal, records: Records) -> None:

@@ -21,6 +21,7 @@ from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import InvalidRequest, Overloaded, WorkerFailed
 from baton.sampling import FinishReason
+from baton.tasks import cancel_and_wait
 from tests.unit.baton.engine.core.test_engine import (
     admitted,
     is_empty,
@@ -43,8 +44,7 @@ async def running(loop: EngineLoop) -> AsyncIterator[EngineLoop]:
         yield loop
         assert not task.done(), task
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_and_wait((task,))
         assert task.cancelled(), task
 
 
@@ -550,8 +550,7 @@ async def test_idleness_is_noted_once_each_time_the_last_sequence_goes() -> None
                     break
         await asyncio.sleep(0.05)
         assert num_idle == expected
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancel_and_wait((running,))
 
 
 async def test_a_refused_sequence_leaves_nothing() -> None:

@@ -19,13 +19,14 @@ from kvstore.transfer.protocol.plan import WireOptions, plan
 from kvstore.transfer.stats import TransferStats
 from kvstore.transfer.transport.base import TransportEnd
 from kvstore.transfer.transport.select import open_receiver, open_sender
+from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import (
     CONFIG,
+    SOON_S,
     Decode,
     Prefill,
     decode_side,
     engine_worker,
-    eventually,
     prefill_side,
     same_blocks,
     send,
@@ -52,7 +53,7 @@ async def test_what_is_given_up_while_its_pair_opens_is_never_offered(yields: in
     async with decode_side(CONFIG) as decode, prefill_side(CONFIG) as prefill:
         ticket = decode.receiver.expect("early", 16, 0, tables_of(decode.receiver, [0], 0))
         async with prefill.sender.transfer(ticket) as transfer:
-            assert await eventually(lambda: bool(prefill.sender._connections._routes))
+            await until(lambda: bool(prefill.sender._connections._routes), SOON_S)
             (route,) = prefill.sender._connections._routes.values()
             await asyncio.wait({route.opening})  # the pair has just been made
             for _ in range(yields):
@@ -69,7 +70,7 @@ async def test_a_ticket_that_is_used_twice_harms_only_the_second() -> None:
         ticket = decode.receiver.expect("once", 640, 0, tables_of(decode.receiver, range(40), 3))
         async with prefill.sender.transfer(ticket) as transfer:
             transfer.extend(tables_of(transfer, range(40), 3))
-            assert await eventually(lambda: all(part.granted for part in transfer._parts.values()))
+            await until(lambda: all(part.granted for part in transfer._parts.values()), SOON_S)
             with pytest.raises(BatonError, match="in use already"):
                 await send(prefill, ticket, range(40))
             await transfer.finish(1)
@@ -87,7 +88,7 @@ async def test_a_burst_to_more_peers_than_pairs_is_served_and_the_surplus_closed
             assert outcomes == [""] * 6
             kinds = {pair.transport_kind for pair in prefill.sender._connections._alive}
             assert kinds == {"shm"}, "none is taken for a broken link"
-            assert await eventually(lambda: prefill.sender.num_connections <= 2)
+            await until(lambda: prefill.sender.num_connections <= 2, SOON_S)
 
 
 async def test_a_link_that_only_the_receiver_cannot_open_gives_way_to_the_next_kind(
@@ -144,7 +145,7 @@ async def test_a_sender_that_is_still_talking_hears_why_its_session_failed(monke
                 assert [pair.transport_kind for pair in prefill.sender._connections._alive if not pair.failure] == [
                     "gloo"
                 ]
-        assert await eventually(lambda: not decode.receiver._connections)
+        await until(lambda: not decode.receiver._connections, SOON_S)
 
 
 async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> None:
@@ -180,7 +181,7 @@ async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> 
             "it was a session, and the offer was taken"
         )
         assert (await decode.receiver.release(ticket))[0] == (0, 1)
-        assert await eventually(lambda: not decode.receiver._threads)
+        await until(lambda: not decode.receiver._threads, SOON_S)
         assert await hand_over(prefill, decode, "next") == ""
 
 
@@ -203,7 +204,7 @@ async def test_a_closed_receiver_has_no_task_left(says_hello: bool, monkeypatch:
         call = stub.Session()
         if says_hello:
             await call.write(wire.session_request(prefill.sender._connections._hello))
-        assert await eventually(lambda: len(session_tasks()) == (4 if says_hello else 1))
+        await until(lambda: len(session_tasks()) == (4 if says_hello else 1), SOON_S)
         await decode.receiver.close()
         assert not session_tasks()
         call.cancel()
@@ -220,7 +221,7 @@ async def test_pools_too_small_for_all_pairs_starve_none(num_slots: int) -> None
             outcomes = await asyncio.gather(*(hand_over(p, d, f"{number}/{n}") for n, (p, d) in enumerate(cross)))
             assert outcomes == [""] * 9
         sides = [p.sender for p in prefills] + [d.receiver for d in decodes]
-        assert await eventually(lambda: all(side.slots_in_use <= 2 for side in sides))
+        await until(lambda: all(side.slots_in_use <= 2 for side in sides), SOON_S)
 
 
 async def test_a_workers_counts_are_those_of_both_its_sides() -> None:

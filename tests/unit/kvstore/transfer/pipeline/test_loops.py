@@ -36,6 +36,7 @@ from kvstore.transfer.transport.faults import FaultInjector, Faults
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import StagingPool
+from tests.support.waiting import wait_until
 from tests.unit.kvstore.transfer.transport.ends import transport_end
 
 if TYPE_CHECKING:
@@ -252,10 +253,7 @@ def wait_for_chunks(sides: Sides, generation: int, num_chunks: int) -> None:
     def num_in(ledger: ReceiveState) -> int:
         return sum(len(source.chunks_in) for source in ledger._by_generation[generation].sources.values())
 
-    deadline = time.monotonic() + 10
-    while sides.at_ledger.ask(num_in) < num_chunks:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: sides.at_ledger.ask(num_in) >= num_chunks, 10.0, seen=lambda: sides.at_ledger.ask(num_in))
     time.sleep(0.05)
     assert sides.at_ledger.ask(num_in) == num_chunks
 

@@ -11,6 +11,7 @@ import torch
 
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.staging import Slot, SlotSource, StagingPool
+from tests.support.waiting import wait_until
 
 CPU = torch.device("cpu")
 LONG_S = 10.0
@@ -27,10 +28,7 @@ def taken(source: SlotSource, wait_s: float = 0.0) -> Slot:
 
 
 def until_waiting(staging: StagingPool, num_waiting: int) -> None:
-    deadline = time.monotonic() + 5.0
-    while staging.num_waiting < num_waiting:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: staging.num_waiting >= num_waiting, 5.0, every_s=0.001, seen=lambda: staging.num_waiting)
 
 
 def test_a_slot_is_one_buffer_with_views() -> None:

@@ -31,6 +31,7 @@ from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import chunk_bytes, open_receiver, open_sender, staging_device, usable_transports
 from kvstore.transfer.transport.shm import host_id
 from kvstore.transfer.transport.staging import Slot, StagingPool
+from tests.support.waiting import wait_until
 from tests.unit.kvstore.transfer.transport.ends import transport_end
 
 CPU = torch.device("cpu")
@@ -295,7 +296,8 @@ def test_opening_ends_when_the_session_does_or_the_peer_does_not_join(kind: str,
         opens(kind, transport_end(store, pool(), WINDOW, 0.5, 1.0))
     assert isinstance(error.value, TransferTimeout) or close or kind == "gloo"
     assert time.monotonic() - start < 2.0
-    assert kind == "gloo" or settled(before)
+    if kind != "gloo":
+        wait_until_settled(before)
 
 
 def test_an_shm_sender_that_leaves_while_the_link_is_opened_leaves_nothing() -> None:
@@ -316,7 +318,7 @@ def test_an_shm_sender_that_leaves_while_the_link_is_opened_leaves_nothing() -> 
         with pytest.raises(TransferError) as error:
             open_receiver("shm", transport_end(store, pool(), WINDOW, 10.0, 1.0))
         assert not isinstance(error.value, TransferTimeout)
-    assert settled(before)
+    wait_until_settled(before)
 
 
 def test_an_shm_link_is_for_processes_of_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +326,7 @@ def test_an_shm_link_is_for_processes_of_one_user(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     with pytest.raises(TransferError, match=f"user {user}'s"), opened("shm"):
         pass
-    assert settled(before)
+    wait_until_settled(before)
 
 
 def test_a_tcp_sender_takes_only_the_receiver_that_its_session_knows() -> None:
@@ -334,7 +336,7 @@ def test_a_tcp_sender_takes_only_the_receiver_that_its_session_knows() -> None:
     store = RendezvousStore(lambda key, value: addresses.append(value.decode()))
     with ThreadPoolExecutor(1) as thread:
         opening = thread.submit(open_sender, "tcp", transport_end(store, pool(), WINDOW, 10.0, 1.0))
-        assert eventually(lambda: bool(addresses))
+        wait_until(lambda: bool(addresses), 10.0)
         token, host, port = addresses[0].split()
         liar, mute, gone, receiver = (socket.create_connection((host, int(port))) for _ in range(4))
         liar.sendall(bytes(len(bytes.fromhex(token))))
@@ -347,7 +349,7 @@ def test_a_tcp_sender_takes_only_the_receiver_that_its_session_knows() -> None:
     link.close()
     for connection in (liar, mute, receiver):
         connection.close()
-    assert settled(before)
+    wait_until_settled(before)
 
 
 @pytest.mark.parametrize("ends", ["timeout", "session"])
@@ -361,7 +363,7 @@ def test_strangers_do_not_keep_a_tcp_sender_waiting(ends: str) -> None:
     with ThreadPoolExecutor(1) as thread:
         timeout_s = 1.5 if ends == "timeout" else 30.0
         opening = thread.submit(open_sender, "tcp", transport_end(store, pool(), WINDOW, timeout_s, 1.0))
-        assert eventually(lambda: bool(addresses))
+        wait_until(lambda: bool(addresses), 10.0)
         _, host, port = addresses[0].split()
         store.deliver("tcp/joined", b"")
         while not opening.done() and time.monotonic() < start + 20.0:
@@ -375,7 +377,7 @@ def test_strangers_do_not_keep_a_tcp_sender_waiting(ends: str) -> None:
     assert time.monotonic() - start < 10.0
     for stranger in strangers:
         stranger.close()
-    assert settled(before)
+    wait_until_settled(before)
 
 
 def test_a_tcp_receiver_that_finds_nobody_leaves_nothing() -> None:
@@ -386,7 +388,7 @@ def test_a_tcp_receiver_that_finds_nobody_leaves_nothing() -> None:
     store.deliver("tcp", f"{bytes(16).hex()} {HOST} {port}".encode())
     with pytest.raises(TransferError, match="could not be opened"):
         open_receiver("tcp", transport_end(store, pool(), WINDOW, 0.5, 1.0))
-    assert settled(before)
+    wait_until_settled(before)
 
 
 @pytest.mark.parametrize("kind", ["gloo", "shm", "tcp"])
@@ -407,7 +409,8 @@ def test_a_peer_that_says_what_no_such_link_says_ends_the_opening_at_once(kind: 
         opens(kind, transport_end(store, pool(), WINDOW, 30.0, 30.0))
     assert not isinstance(error.value, TransferTimeout)
     assert time.monotonic() - start < 5.0
-    assert kind == "gloo" or settled(before)
+    if kind != "gloo":
+        wait_until_settled(before)
 
 
 def test_what_a_peer_says_is_kept_as_far_as_any_link_would_say_it() -> None:
@@ -435,25 +438,18 @@ def test_both_sides_of_a_communicator_say_what_nccl_wants_to_hear() -> None:
     assert not is_of_nccl(SENDER, "signals/0/1", gloo)
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10.0
-    while not (done := condition()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return done
-
-
 def footprint() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
 
 
-def settled(before: tuple[int, int]) -> bool:
-    """Whether there are no more file descriptors and threads than before, once those that ended are gone."""
-    deadline = time.monotonic() + 10.0
-    while not (done := all(now <= then for now, then in zip(footprint(), before, strict=True))):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
-    return done
+def wait_until_settled(before: tuple[int, int]) -> None:
+    """Until there are no more file descriptors and threads than before; those that ended need a moment to go."""
+    wait_until(
+        lambda: all(now <= then for now, then in zip(footprint(), before, strict=True)),
+        10.0,
+        every_s=0.05,
+        seen=lambda: f"{footprint()}, and {before} before",
+    )
 
 
 @pytest.mark.parametrize("kind", ["gloo", "shm", "tcp"])
@@ -465,8 +461,8 @@ def test_pairs_cost_little_and_leave_nothing_behind(kind: str) -> None:
     with contextlib.ExitStack() as pairs:
         for _ in range(8):
             pairs.enter_context(opened(kind))
-        assert settled((before[0] + num_sides, before[1]))
-    assert settled(before)
+        wait_until_settled((before[0] + num_sides, before[1]))
+    wait_until_settled(before)
 
 
 def send_and_stay(kind: str, pipe: Connection) -> None:
