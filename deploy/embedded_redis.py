@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError
-from deploy.processes import die_with_parent
+from deploy.processes import APART, die_with_parent
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -119,7 +119,7 @@ class EmbeddedRedis:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,  # Ctrl-C reaches us, and we stop the workers first
+                    process_group=APART,  # Ctrl-C reaches us, and we stop the workers first
                     preexec_fn=die_with_parent(),
                 )
         except OSError as error:

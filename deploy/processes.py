@@ -16,6 +16,9 @@ FENCED = 75
 UNJOINED = 69
 """Exit status of a controller that could not join its Ray cluster, or whose state file another controller holds. It has
 touched no worker; an earlier controller may have left some."""
+APART = 0
+"""The argument `process_group` of a child that a terminal's Ctrl-C does not reach. It stays in our session: where Linux
+schedules by session (`sched_autogroup`), a busy session holds small ones up, Redis' answers for up to a second."""
 STABLE_S = 5.0
 """A process that ran for longer than this counts as started: its end is no failure to start."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from baton.errors import ConfigError
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
-from deploy.processes import STABLE_S, die_with_parent, module_command
+from deploy.processes import APART, STABLE_S, die_with_parent, module_command
 
 logger = logging.getLogger(__name__)
 RESTART_S = 0.5
@@ -71,7 +71,7 @@ class Child:
             env=self._environment,
             pass_fds=[ready_fd] if ready_fd is not None else [],
             preexec_fn=die_with_parent(self._on_orphaned),
-            start_new_session=True,  # Ctrl-C reaches us, and we end the children in order
+            process_group=APART,  # Ctrl-C reaches us, and we end the children in order
         )
 
     async def start_and_listen(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import psutil
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.operator.client import Client
-from deploy.processes import die_with_parent
+from deploy.processes import APART, die_with_parent
 from tests.support.logs import forget, show_on_failure
 from tests.support.waiting import wait_until
 
@@ -101,7 +101,7 @@ class Cluster(Served):
             env=environment,
             stdout=self._log_file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=APART,
             preexec_fn=die_with_parent(signal.SIGTERM),  # a test run that is killed leaves no cluster behind
         )
         try:
