@@ -79,7 +79,7 @@ class Timing:
 
     ttft_s: float = 0.0
     total_s: float = 0.0
-    """From the request's arrival to its last token: the sum of the six stages that follow."""
+    """Time from the request's arrival to its last token: the sum of the six stages that follow."""
     queue_s: float = 0.0
     """Time before the first token that is none of the other stages; a prefix that is pulled arrives in this time."""
     admission_s: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,16 @@ class ChatMessage:
     """The calls that an assistant asked for, in OpenAI's form."""
     tool_call_id: str = ""
     """The call that a tool's message answers."""
+
+    @staticmethod
+    def from_fields(*, role: str, content: str, name: str, has_tool_calls: bool) -> ChatMessage:
+        """Takes a message whose fields have their types already, as those of `inference.proto` have.
+
+        Raises:
+            Unsupported: it holds tool calls, or answers one.
+        """
+        check_no_tools(has_tool_calls)
+        return ChatMessage(role=role, content=content, name=name)
 
     @staticmethod
     def parse(value: object, index: int) -> ChatMessage:
@@ -71,6 +82,20 @@ class ChatMessage:
             where = f"messages[{index}]"
             raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}; got {self.role!r}.", where)
 
+    def parsed_tool_calls(self) -> list[dict[str, Any]]:
+        """The tool calls with their arguments as values: OpenAI sends them as JSON text, templates expect the object.
+
+        Raises:
+            InvalidRequest: a call has no function, or its arguments are not JSON.
+        """
+        return [_with_parsed_arguments(call) for call in self.tool_calls]
+
+
+def check_no_tools(has_tools: bool) -> None:
+    """Raises Unsupported for a chat with tools or tool calls."""
+    if has_tools:
+        raise Unsupported("tools and tool calls in a chat are not supported yet; leave them out", "tools")
+
 
 def check_asks_for_nothing(where: str, value: Any, neutral: tuple[Any, ...]) -> None:
     """Raises Unsupported unless the value of a field that is not built yet asks for what happens anyway."""
@@ -94,6 +119,19 @@ def _text_of(part: Any, where: str) -> str:
         raise InvalidRequest(f"{where}.text must be a string", f"{where}.text")
     text: str = part["text"]
     return text
+
+
+def _with_parsed_arguments(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidRequest("Each of tool_calls must be an object with a function.", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise InvalidRequest(f"The arguments of a tool call are not valid JSON: {error}.", "messages") from error
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _is_same(value: Any, neutral: Any) -> bool:

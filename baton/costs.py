@@ -89,7 +89,7 @@ PRIOR = StepCosts(
     s_per_sequence=1e-4,
     s_per_kv_token=2e-8,
 )
-"""Before anything was measured: a model of tens of billions of parameters on a server's GPUs."""
+"""What counts before anything was measured: a model of tens of billions of parameters on a server's GPUs."""
 
 
 _NAMES = tuple(f.name for f in fields(StepCosts))

@@ -111,9 +111,9 @@ class PrefillReport:
     num_cached_tokens: int = 0
     """Prompt tokens found in the worker's cache, pulled ones included."""
     queue_s: float = 0.0
-    """From the request's arrival to the first step that computed a part of it."""
+    """Time from the request's arrival to the first step that computed a part of it."""
     prefill_s: float = 0.0
-    """From there to the first token."""
+    """Time from that step to the first token."""
     num_pulled_tokens: int = 0
     """Cached tokens that were not there when the request came."""
     pull_s: float = 0.0
@@ -139,7 +139,7 @@ class HandedOver:
     num_bytes: int
     num_chunks: int
     transfer_s: float
-    """From the first chunk, or from the last token if that came first, to the acknowledged commit."""
+    """Time from the first chunk, or from the last token if that came first, to the acknowledged commit."""
     exposed_s: float
     """The part of it that came after the first token: what no computing hid."""
 
@@ -151,7 +151,7 @@ class NewTokens:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     report: PrefillReport | None = None
-    """In the first message of a worker that computed the prompt itself."""
+    """Set in the first message of a worker that computed the prompt itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,7 @@ class Stages:
     transfer_s: float = 0.0
     decode_s: float = 0.0
     early_recovery_s: float = 0.0
-    """Before the first token."""
+    """Time that failed attempts cost before the first token."""
     late_recovery_s: float = 0.0
 
     @staticmethod
@@ -218,7 +218,7 @@ class Stages:
 
     @property
     def total_s(self) -> float:
-        """From arrival to end."""
+        """Time from arrival to end."""
         return sum(self.by_stage().values())
 
     def by_stage(self) -> dict[Stage, float]:

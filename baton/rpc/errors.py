@@ -118,6 +118,12 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
     return from_failed(failed, peer)
 
 
+def is_lost(error: grpc.RpcError) -> bool:
+    """Whether the connection is what failed: UNAVAILABLE, and not as an error that the peer raised."""
+    trailers: Any = error.trailing_metadata() or ()
+    return ERROR_KEY not in dict(trailers) and error.code() is grpc.StatusCode.UNAVAILABLE
+
+
 def to_failed(error: BatonError) -> Failed:
     """Encodes an error as a message; long texts are cut, as `abort` cuts them."""
     retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0

@@ -7,16 +7,15 @@ vllm        some of both once more, under vLLM's names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from baton.cluster import ClusterStatus
 from baton.config import SloClassConfig
 from baton.telemetry.booked import Booked
-from baton.telemetry.observed import OBSERVED, Observe, objectives
+from baton.telemetry.observed import OBSERVED, Observe, StatusNow, objectives
 from baton.telemetry.prefixes import PrefixBook
 from baton.telemetry.prometheus import Collector, Definition, Instrument, Observation, Observed
 from baton.telemetry.vllm import aliases
@@ -26,14 +25,13 @@ class Instruments(Booked):
     """The router's instruments and their Prometheus exposition.
 
     Args:
-        status: returns the cluster as the observed metrics show it; called at every scrape.
         slo_classes: the SLO classes whose objectives are shown, by name.
         vllm_model: the model name under which metrics are also shown with vLLM's names; empty: they are not.
     """
 
     def __init__(
         self,
-        status: Callable[[], ClusterStatus],
+        status: StatusNow,
         slo_classes: Mapping[str, SloClassConfig] | None = None,
         vllm_model: str = "",
     ) -> None:

@@ -13,6 +13,8 @@ from baton.cluster import VERSION, ClusterStatus, PoolScaling, Worker, WorkerSta
 from baton.config import SloClassConfig
 from baton.telemetry.prometheus import Observation
 
+StatusNow = Callable[[], ClusterStatus]
+"""Returns the cluster as the observed metrics show it; called at every scrape."""
 Observe = Callable[[ClusterStatus], Iterable[Observation]]
 
 

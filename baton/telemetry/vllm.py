@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from baton.cluster import ClusterStatus, Worker
+from baton.cluster import Worker
 from baton.telemetry.booked import Booked
+from baton.telemetry.observed import StatusNow
 from baton.telemetry.prometheus import Instrument, Observation, Observed, Renamed
 
 WorkerValue = Callable[[Worker], float]
@@ -34,7 +35,7 @@ PER_WORKER: tuple[tuple[str, str, WorkerValue, bool], ...] = (
 )
 
 
-def aliases(booked: Booked, status: Callable[[], ClusterStatus], model: str) -> list[Instrument]:
+def aliases(booked: Booked, status: StatusNow, model: str) -> list[Instrument]:
     """The instruments under vLLM's names.
 
     Args:

@@ -560,7 +560,7 @@ class Worker(_message.Message):
     preemptions: _builtins.int
     """Sequences that lost their blocks and were computed again, since the worker started."""
     busy_s: _builtins.float
-    """Since the worker started: seconds spent in steps, and tokens computed in them."""
+    """Totals since the worker started: seconds spent in steps, and tokens computed in them."""
     computed_tokens: _builtins.int
     queued_tokens: _builtins.int
     """Prompt tokens of accepted requests that are neither computed nor cached yet."""

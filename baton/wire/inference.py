@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from baton import api
-from baton.chat import ChatMessage
+from baton.chat import ChatMessage, check_no_tools
 from baton.errors import InvalidRequest, Unsupported
 from baton.sampling import FinishReason, SamplingParams
 from baton.v1 import inference_pb2
@@ -140,11 +140,17 @@ def _prompt_from_pb(message: inference_pb2.GenerateRequest | inference_pb2.Token
         case "text":
             return api.Text(message.text)
         case "chat":
-            if message.chat.tools or any(m.tool_calls or m.tool_call_id for m in message.chat.messages):
-                raise Unsupported("tools and tool calls in a chat are not supported yet; leave them out", "tools")
-            return api.Chat(
-                tuple(ChatMessage(role=m.role, content=m.content, name=m.name) for m in message.chat.messages)
-            )
+            check_no_tools(bool(message.chat.tools))
+            return api.Chat(tuple(_chat_message_from_pb(each) for each in message.chat.messages))
         case "token_ids" if isinstance(message, inference_pb2.GenerateRequest):
             return api.TokenIds(tuple(message.token_ids.ids))
     raise InvalidRequest("the request has no input; set one of text, chat or token_ids", "input")
+
+
+def _chat_message_from_pb(message: inference_pb2.ChatMessage) -> ChatMessage:
+    return ChatMessage.from_fields(
+        role=message.role,
+        content=message.content,
+        name=message.name,
+        has_tool_calls=bool(message.tool_calls or message.tool_call_id),
+    )

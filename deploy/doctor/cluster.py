@@ -21,7 +21,7 @@ from kvstore.index import without_password
 LAG_S = 2.0
 """More, and a router places by what has long changed."""
 DRAIN_LOOK_S = 2.0
-"""Between two looks at a worker that drains."""
+"""Time between two looks at a worker that drains."""
 HTTP_TIMEOUT_S = 2.0
 
 

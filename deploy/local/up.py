@@ -152,11 +152,12 @@ class RayCluster:
         )
 
 
-async def up(config: Config, console: Console, on_ready: Callable[[Config], object]) -> None:
-    """Runs a whole cluster until SIGINT or SIGTERM.
+OnReady = Callable[[Config], None]
+"""Called in a thread, with the settings that the cluster runs under, once every worker answers."""
 
-    Args:
-        on_ready: called in a thread once every worker answers.
+
+async def up(config: Config, console: Console, on_ready: OnReady) -> None:
+    """Runs a whole cluster until SIGINT or SIGTERM.
 
     Raises:
         ConfigError, ModelLoadError: something cannot run as configured; what had started has ended again.
@@ -177,7 +178,7 @@ async def up(config: Config, console: Console, on_ready: Callable[[Config], obje
         await main
 
 
-async def _run(config: Config, console: Console, on_ready: Callable[[Config], object]) -> None:
+async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
     for name, port in (("BATON_GRPC_PORT", config.cluster.grpc_port), ("BATON_HTTP_PORT", config.cluster.http_port)):
         if reason := why_taken(config.cluster.host, port):
             raise ConfigError(f"cannot listen on {config.cluster.host}:{port} ({reason}); set {name} to another port")

@@ -1,4 +1,4 @@
-"""From the configured model to a local folder that the engine and the tokenizer load."""
+"""Finds the local folder of the configured model, which the engine and the tokenizer load."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from baton import wire
 from baton.api import Explanation, GenerateChunk, GenerateRequest
 from baton.errors import BatonError, InvalidRequest, NoWorker, Overloaded
 from baton.rpc import from_rpc_error
-from baton.rpc.errors import ERROR_KEY
+from baton.rpc.errors import is_lost
 from baton.rpc.server import CHANNEL_OPTIONS
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 
@@ -29,7 +29,7 @@ FIRST_TRIES = 3
 TRIES = 10
 """Attempts in a row without a new message, once a stream has begun."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-"""Between attempts; each is twice the one before."""
+"""Pauses between attempts; each is twice the one before."""
 StatusJson = Mapping[str, Any]
 """A cluster's status, as `baton status --json` prints it."""
 CallMetadata = tuple[tuple[str, str], ...]
@@ -40,13 +40,6 @@ def metadata_of(api_key: str) -> CallMetadata:
     if not (api_key.isascii() and api_key.isprintable()):
         raise InvalidRequest("the API key may hold printable ASCII characters only", "api_key")
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
-
-
-def is_lost(error: grpc.RpcError) -> bool:
-    """Whether the connection is what failed, and not the request."""
-    call: Any = error
-    is_typed = any(key == ERROR_KEY for key, _ in call.trailing_metadata() or ())
-    return not is_typed and call.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def typed(error: grpc.RpcError, address: str) -> BatonError:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from baton.config import Config, RouterConfig
 
 logger = logging.getLogger(__name__)
+ObserveCluster = Callable[[], Awaitable[ClusterStatus]]
+"""Returns the cluster as it is now. Raises BatonError while it cannot be observed."""
+OnDecided = Callable[[ScalingDecision], None]
+"""Called with every decision, before it is carried out."""
 
 
 class ScalingOrders(Protocol):
@@ -45,18 +49,17 @@ class Autoscaler:
     """The loop around the policy.
 
     Args:
-        observe: returns the cluster as it is now; while it raises BatonError there are no windows.
-        on_decided: called with every decision.
+        observe: while it raises BatonError there are no windows.
         clock: returns monotonic seconds.
     """
 
     def __init__(
         self,
         config: Config,
-        observe: Callable[[], Awaitable[ClusterStatus]],
+        observe: ObserveCluster,
         orders: ScalingOrders,
         *,
-        on_decided: Callable[[ScalingDecision], None] = lambda decision: None,
+        on_decided: OnDecided = lambda decision: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config.autoscale

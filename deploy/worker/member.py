@@ -11,17 +11,17 @@ import hashlib
 import logging
 import os
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from baton import wire
 from baton.blocks import content_id
 from baton.cluster import VERSION, Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.config import Config
-from baton.engine.core.block_pool import BlockChange, Stored
+from baton.engine.core.block_pool import Removed, Stored
 from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import KVSpec
-from baton.engine.core.loop import EngineLoop
+from baton.engine.core.loop import EngineEvent, EngineLoop, Idle
 from baton.engine.core.runner import Runner
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.rpc import RpcServer
@@ -54,7 +54,7 @@ class Member:
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
             output_reservation=config.engine.output_reservation,
         )
-        self.loop = EngineLoop(Engine(runner, limits), config.engine.max_waiting, self._on_block_events, self._on_idle)
+        self.loop = EngineLoop(Engine(runner, limits), config.engine.max_waiting, self._on_engine_event)
         local = LocalWorker(
             worker_id=worker_id,
             incarnation=self.incarnation,
@@ -193,19 +193,18 @@ class Member:
             transfers=self.kv.counts(),
         )
 
-    def _on_idle(self) -> None:
-        """Renews the lease at once, so that others see the idle engine before the next renewal."""
-        if self._keeper is not None:
-            self._keeper.renew_soon()
-
-    def _on_block_events(self, events: list[BlockChange]) -> None:
-        if self._publisher is None:
-            return
-        for event in events:
-            report: Callable[[list[bytes]], None] = (
-                self._publisher.stored if isinstance(event, Stored) else self._publisher.removed
-            )
-            report([event.key])
+    def _on_engine_event(self, event: EngineEvent) -> None:
+        """Publishes blocks; an idle engine is shown to others at once, before the lease's next renewal."""
+        match event:
+            case Idle():
+                if self._keeper is not None:
+                    self._keeper.renew_soon()
+            case Stored(key):
+                if self._publisher is not None:
+                    self._publisher.stored([key])
+            case Removed(key):
+                if self._publisher is not None:
+                    self._publisher.removed([key])
 
 
 def wire_compat(model_revision: str, spec: KVSpec) -> str:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from baton.cluster import WorkerInfo, WorkerLoad
 from baton.errors import Fenced, StoreUnavailable
 from kvstore.index.backoff import backoff_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from baton.cluster import WorkerInfo, WorkerLoad
     from kvstore.leases.protocol import LeaseStore
 
 logger = logging.getLogger(__name__)
+DescribeWorker = Callable[[], tuple[WorkerInfo, WorkerLoad]]
+"""Returns what the next renewal says of the worker."""
 
 
 class LeaseKeeper:
@@ -57,7 +58,7 @@ class LeaseKeeper:
                 self.connected = True
                 return self.epoch
 
-    async def run(self, describe: Callable[[], tuple[WorkerInfo, WorkerLoad]]) -> None:
+    async def run(self, describe: DescribeWorker) -> None:
         """Renews with what `describe` returns, every `renew_s` and after `renew_soon`.
 
         Returns only when the lease has expired, because this process or the way to the store stood still: its epoch is

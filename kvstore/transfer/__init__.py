@@ -39,6 +39,7 @@ Callbacks to an upper room, one type per seam, declared in the lower room:
     pipeline.driven.OnInstruction    carries out what a state machine decides, on the event loop
                                      <- connection.outgoing, connection.reservations
     pipeline.thread.OnTransport      the transport is open, or has ended <- connection.outgoing, connection.incoming
+    pipeline.thread.OpenTransport    opens the transport, in the thread that will own it <- the same
     transport.rendezvous.OnSet       sends a key of the rendezvous to the peer <- connection.control_stream
 
 The engine reports progress by one of its own, `OutgoingTransfer.on_progress`, which a prefill worker passes to it.

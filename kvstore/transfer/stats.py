@@ -42,7 +42,7 @@ class TransferStats:
     """Payload of committed transfers."""
     num_chunks: int = 0
     transfer_s: float = 0.0
-    """From the first chunk to the acknowledged commit, summed over committed transfers; senders only."""
+    """Time from the first chunk to the acknowledged commit, summed over committed transfers; senders only."""
     exposed_s: float = 0.0
     """The part of it after the last token was computed: what no computing hid; senders only."""
     fenced: int = 0

@@ -26,7 +26,7 @@ class Claim:
     objective: Objective
     weights: Weights
     arrived_s: float
-    """On the monotonic clock."""
+    """Arrival of the request, on the monotonic clock."""
 
 
 @dataclass(slots=True)

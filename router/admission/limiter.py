@@ -23,7 +23,7 @@ class Limiter:
         self._request_ids: set[tuple[str, str]] = set()
         self._by_tenant: dict[Tenant, int] = {}
         self._refused: set[Tenant] = set()
-        """Since it became crowded: what frees is kept for those among them that have less than their share."""
+        """Tenants refused since it became crowded: what frees is kept for those that have less than their share."""
         self._mean_duration_s = 1.0
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""From tokens to the text that a client sees: incremental detokenization and stop strings.
+"""Turns tokens into the text that a client sees: incremental detokenization and stop strings.
 
 Plain state without I/O, rebuilt by replaying the tokens of a choice: fed the same tokens in any grouping, it has given
 out the same text.

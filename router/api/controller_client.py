@@ -10,7 +10,7 @@ import grpc
 from baton.cluster import ControllerInfo
 from baton.errors import BatonError, NoController
 from baton.rpc import channel, from_rpc_error
-from baton.rpc.errors import ERROR_KEY
+from baton.rpc.errors import is_lost
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 
@@ -38,7 +38,7 @@ class ControllerClient:
 
     @contextlib.asynccontextmanager
     async def _stub(self) -> AsyncGenerator[admin_pb2_grpc.AdminAsyncStub]:
-        """On a channel of its own: orders are rare, and the controller comes back at another address."""
+        """A stub on a channel of its own: orders are rare, and the controller comes back at another address."""
         if (controller := self._known()) is None:
             raise NoController(
                 "no controller is known, so the pools cannot be changed; it runs as a part of `baton up`"
@@ -51,8 +51,7 @@ class ControllerClient:
 
 
 def _typed(error: grpc.aio.AioRpcError, controller: ControllerInfo) -> BatonError:
-    is_typed = any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ())
-    if not is_typed and error.code() is grpc.StatusCode.UNAVAILABLE:
+    if is_lost(error):
         return NoController(
             f"the controller at {controller.address} does not answer; `baton up` starts it again within seconds: "
             "look at `baton status`, then try again"

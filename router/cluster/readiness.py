@@ -41,7 +41,7 @@ class Readiness:
         return "" if is_waited_for else lacking
 
     def stop(self) -> None:
-        """From now on the router is not ready."""
+        """Makes the router not ready, from now on."""
         self._is_stopping = True
 
     def _lacking(self) -> str:

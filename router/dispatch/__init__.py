@@ -1,4 +1,4 @@
-"""From choices to tokens: the workers of each attempt, the calls to them, and what is learned when an attempt fails.
+"""Turns choices into tokens: the workers of each attempt, calls to them, and what is learned when an attempt fails.
 
 `Dispatcher` is the way in: service -> dispatcher (place, attempt, learn) -> exchange (the calls of one attempt).
 """

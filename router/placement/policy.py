@@ -102,7 +102,7 @@ class Objective:
     itl_s: float = math.inf
     """Mean time between tokens."""
     e2e_s: float = math.inf
-    """To the last token. Placement does not look at it."""
+    """Time to the last token. Placement does not look at it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +123,13 @@ class Prediction:
     wait_s: float
     """Prompts before this one."""
     room_s: float
-    """Until the decode worker has room."""
+    """Time until the decode worker has room."""
     pull_s: float
     compute_s: float
     exposed_s: float
     """Part of the hand-over that comes after the first token."""
     step_s: float
-    """Between two tokens."""
+    """Time between two tokens."""
 
     @property
     def ttft_s(self) -> float:
@@ -150,7 +150,7 @@ class Terms:
     pull_s: float
     compute_s: float
     first_s: float
-    """To the first token if this one computes the prompt, and what else that is to cost."""
+    """Time to the first token if this one computes the prompt, and what else that is to cost."""
     room_s: float = 0.0
     exposed_s: float = 0.0
     step_s: float = 0.0
@@ -304,7 +304,7 @@ class _Costs:
         self._longest = max((c.num_cached_tokens for c in self._sources), default=0)
 
     def on_prefill(self, pool: Sequence[Candidate]) -> list[Terms]:
-        """Until the first token, were it computed on a worker that does nothing else."""
+        """Time to the first token, were it computed on a worker that does nothing else."""
         num_tokens, longest, pull_above = self._prompt.num_tokens, self._longest, self._pull_above
         affinity, pull_s_at_least, pull_s_per_token = self._weights.affinity, *self._pull
         found = []
@@ -326,7 +326,7 @@ class _Costs:
         return found
 
     def on_decode(self, pool: Sequence[Candidate]) -> list[Terms]:
-        """Both: until the first token, were it computed on a worker that decodes as well, and what comes after."""
+        """Time to the first token, were it computed on a worker that decodes as well, and time of the further ones."""
         prompt, prices, interference, itl_s = self._prompt, self._prices, self._weights.interference, self._itl_s
         num_tokens, num_expected = prompt.num_tokens, prompt.num_expected_tokens
         found = self.on_prefill(pool)

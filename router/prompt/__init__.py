@@ -1,5 +1,5 @@
-"""From what a client wrote to token ids, and to the sequence that workers compute of them: chat template, tokenizer,
-the cache of segments that chats share.
+"""Makes token ids of what a client wrote, and the sequence that workers compute of them: chat template, tokenizer, the
+cache of segments that chats share.
 
 Plain state without I/O. A `Tokenizer` may be used by several threads.
 """

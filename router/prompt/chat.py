@@ -40,7 +40,7 @@ class ChatTemplate:
 
     @staticmethod
     def load(folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """From chat_template.jinja and additional_chat_templates/, else from tokenizer_config.json."""
+        """Reads chat_template.jinja and additional_chat_templates/, else tokenizer_config.json."""
         templates: dict[str, str] = {}
         match tokenizer_config.get("chat_template"):
             case str(source):
@@ -98,26 +98,12 @@ def _for_template(message: ChatMessage, index: int, *, knows_developer: bool) ->
     if message.name:
         plain["name"] = message.name
     if message.tool_calls:
-        plain["tool_calls"] = [_with_parsed_arguments(call) for call in message.tool_calls]
+        plain["tool_calls"] = message.parsed_tool_calls()
     if message.tool_call_id:
         plain["tool_call_id"] = message.tool_call_id
     if message.reasoning is not None:
         plain |= {"thinking": message.reasoning, "reasoning_content": message.reasoning}
     return plain
-
-
-def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI sends a call's arguments as JSON text, templates expect the object."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise InvalidRequest("Each of tool_calls must be an object with a function.", "messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise InvalidRequest(f"The arguments of a tool call are not valid JSON: {error}.", "messages") from error
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class _Generation(jinja2.ext.Extension):

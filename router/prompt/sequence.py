@@ -1,4 +1,4 @@
-"""From a prompt to the sequence that workers compute of it.
+"""Makes of a prompt the sequence that workers compute.
 
 1. `PromptEncoder`: chat template and tokenizer; the model can take the token ids.
 2. `SequenceBuilder`: the sampling is settled, the cache keyed by tenant.

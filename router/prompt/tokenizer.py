@@ -52,7 +52,7 @@ class Tokenizer:
 
     @staticmethod
     def load(folder: Path) -> Tokenizer:
-        """From tokenizer.json, tokenizer_config.json, config.json and generation_config.json.
+        """Reads tokenizer.json, tokenizer_config.json, config.json and generation_config.json.
 
         What the last recommends and this version does not apply is named in the log.
 

@@ -51,7 +51,7 @@ def test_what_has_many_fields_is_made_by_their_names() -> None:
     assert positional == MADE_IN_HOT_LOOPS
 
 
-FRAGMENT = re.compile(r"(Of|That|By|With)\b")
+FRAGMENT = re.compile(r"(Of|That|By|With|From|To|On|In|Until|Between|Since|Before)\b")
 """Beginnings of docstrings that mean nothing without the name above them."""
 
 

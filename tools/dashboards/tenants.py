@@ -38,7 +38,7 @@ REQUESTS = Section(
             is_stacked=True,
         ),
         Panel(
-            title="In time",
+            title="Objectives met",
             description="Share of a tenant's requests that met their objectives; cancelled and invalid ones do not "
             "count. If one tenant alone is low, its class may be too tight for its prompts, or its "
             "weight too small for its load.",

@@ -18,6 +18,8 @@ import itertools
 from collections.abc import Sequence as SequenceOf
 
 from baton.blocks import GRANULE
+from baton.cluster import BlockCounts
+from baton.costs import StepCosts
 from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.group_pool import GroupPool
 from baton.engine.core.kv_spec import BlockTables
@@ -143,7 +145,11 @@ class Engine:
         A model with per-sequence states has none: its blocks are never cached.
         """
         granules = self.pool.key_tokens // GRANULE
-        return self._pin(tuple(tuple(blocks) for blocks in self.pool.match(keys[granules - 1 :: granules])))
+        return self.pin_cached(keys[granules - 1 :: granules])
+
+    def pin_cached(self, keys: SequenceOf[bytes]) -> Pin:
+        """Pins what `num_cached_tokens` counts."""
+        return self._pin(tuple(tuple(blocks) for blocks in self.pool.match(keys)))
 
     def unpin(self, pin: Pin) -> None:
         """Drops what one `pin` or `pin_prefix` took."""
@@ -212,7 +218,7 @@ class Engine:
         self._busy_s += took_s
         self._num_computed_tokens += size.num_new
         self._fit.observe(size, took_s)
-        self.scheduler.costs = self._fit.costs
+        self.scheduler.costs = self.costs
 
     def abandon(self, step: StepInput) -> list[Sequence]:
         """Takes the sequences of a step out that could not be executed. Returns those that were not aborted already."""
@@ -233,6 +239,30 @@ class Engine:
         elif sequence.status is not Status.FINISHED:
             self._finish(sequence)
 
+    def num_cached_tokens(self, keys: SequenceOf[bytes]) -> int:
+        """Returns the length of the longest cached prefix of a chain of keys, one per `pool.key_tokens`."""
+        return self.pool.num_matching_tokens(keys)
+
+    @property
+    def num_running(self) -> int:
+        """How many sequences take part in steps."""
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many sequences have no blocks yet."""
+        return len(self.scheduler.waiting)
+
+    @property
+    def blocks(self) -> BlockCounts:
+        """The blocks of the fullest group."""
+        return self.pool.counts()
+
+    @property
+    def costs(self) -> StepCosts:
+        """What steps cost, as far as the ones so far have shown."""
+        return self._fit.costs
+
     @property
     def is_idle(self) -> bool:
         """Whether no sequence is known and nothing is pinned: nothing waits, runs, or holds blocks."""
@@ -241,16 +271,16 @@ class Engine:
     def load(self) -> EngineLoad:
         """Returns what the engine has to do and what it holds."""
         return EngineLoad(
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting) + len(self.scheduler.reserved),
+            running=self.num_running,
+            waiting=self.num_waiting + len(self.scheduler.reserved),
             queued_tokens=sum(
                 s.num_tokens - self.scheduler.num_present_tokens(s)
                 for s in self.sequences.values()
                 if s.status in (Status.WAITING, Status.RUNNING)
             ),
-            blocks=self.pool.counts(),
+            blocks=self.blocks,
             preemptions=self.scheduler.num_preemptions,
-            costs=self._fit.costs,
+            costs=self.costs,
             busy_s=self._busy_s,
             computed_tokens=self._num_computed_tokens,
         )

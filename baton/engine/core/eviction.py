@@ -1,4 +1,4 @@
-"""In which order cached content is evicted.
+"""The order in which cached content is evicted.
 
 Least recently used first, with one exception: what a second sequence has found (or a preempted one again) is
 *protected*, it counts as used later than it was, by a margin. So prompts that come once pass through the cache without
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 MAX_MARGIN = 2.0
-"""In sizes of the cache."""
+"""Largest margin, in sizes of the cache."""
 STEP = 6.0
 """What a ghost changes the margin by, in blocks, unless its kind has fewer: then by more."""
 NEARLY = 0.25

@@ -20,7 +20,7 @@ BlockTables = tuple[tuple[int, ...], ...]
 """Block ids in sequence order, one table per layer group, then the states' table where the model has states."""
 
 EMPTY_PLACE = -1
-"""In a block table: the block was given back (its tokens have left the layers' window). Nothing reads this place."""
+"""Place in a block table whose block was given back: its tokens have left the layers' window. Nothing reads it."""
 
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from baton.engine.core.block_pool import BlockChange
@@ -25,28 +26,30 @@ from baton.messages import SequenceSpec
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """The last sequence and the last pin have gone."""
+
+
+EngineEvent = BlockChange | Idle
+OnEngineEvent = Callable[[EngineEvent], None]
+"""Called on the event loop, between two steps."""
+
+
 class EngineLoop:
     """Baton's engine behind its face (`serving.ServingEngine`): owns its thread and the queue of every sequence.
 
-    `on_block_events` is called on the event loop between two steps with what became cached and what was evicted, in
-    order: an eviction before a step or a transfer can overwrite the block. The step does not wait until others know of
-    it: that would cost a round trip, and still be too late for those who have looked already. A worker that is asked
-    for what it has evicted finds nothing in its own table. `on_idle` is called when the last sequence and the last pin
-    have gone.
+    `on_event` is called between two steps with what became cached and what was evicted, in order: an eviction before a
+    step or a transfer can overwrite the block. The step does not wait until others know of it: that would cost a round
+    trip, and still be too late for those who have looked already. A worker that is asked for what it has evicted finds
+    nothing in its own table.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        max_waiting: int,
-        on_block_events: Callable[[list[BlockChange]], None] = lambda events: None,
-        on_idle: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, engine: Engine, max_waiting: int, on_event: OnEngineEvent = lambda event: None) -> None:
         self.engine = engine
         self.self_check = "ok"
         self._max_waiting = max_waiting
-        self._on_block_events = on_block_events
-        self._on_idle = on_idle
+        self._on_event = on_event
         self._outputs: dict[int, asyncio.Queue[Output | BatonError]] = {}
         """Outputs that nobody has read yet, by sequence key."""
         self._watchers: dict[int, tuple[OnProgress, ...]] = {}
@@ -102,7 +105,7 @@ class EngineLoop:
         self, spec: SequenceSpec, purpose: Purpose, arrived_s: float | None = None
     ) -> AsyncIterator[SequenceHandle]:
         """See `ServingEngine.sequence`."""
-        if len(self.engine.scheduler.waiting) >= self.max_waiting(spec):
+        if self.engine.num_waiting >= self.max_waiting(spec):
             raise Overloaded("the worker's queue is full; try again later")
         sequence = self.engine.add(spec, purpose, time.monotonic() if arrived_s is None else arrived_s)
         self._was_idle = False
@@ -189,15 +192,15 @@ class EngineLoop:
                 queue.put_nowait(output)
 
     def _publish_block_events(self) -> None:
-        if events := self.engine.take_block_events():
-            self._on_block_events(events)
+        for change in self.engine.take_block_events():
+            self._on_event(change)
 
     def _note_idleness(self) -> None:
         """Has the engine check itself and says that it is idle, once each time nothing is held any more."""
         if self.engine.is_idle and not self._was_idle:
             self._was_idle = True
             self._check()
-            self._on_idle()
+            self._on_event(Idle())
 
     def _check(self) -> None:
         try:

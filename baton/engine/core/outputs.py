@@ -90,7 +90,7 @@ class EngineLoad:
     queued_tokens: int
     blocks: BlockCounts
     preemptions: int
-    """Since the start."""
+    """Number since the start."""
     costs: StepCosts
     """What steps cost, as far as the ones so far have shown."""
     busy_s: float

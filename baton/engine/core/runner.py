@@ -14,9 +14,9 @@ from baton.engine.core.kv_spec import BlockTables, KVSpec
 from baton.sampling import SamplingParams
 
 UNKNOWN_TOKEN = -1
-"""In `StepPart.token_ids` of a step that is planned while the one before runs: the token which that one samples for the
-sequence. A runner that allows it keeps the tokens it has sampled, by `sequence_key`, and fills them in. The engine
-knows no token id below 0."""
+"""Stands in `StepPart.token_ids` of a step that is planned while the one before runs, for the token which that one
+samples for the sequence. A runner that allows it keeps the tokens it has sampled, by `sequence_key`, and fills them in.
+The engine knows no token id below 0."""
 
 
 class Fence(Protocol):

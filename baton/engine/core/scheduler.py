@@ -82,7 +82,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
         self._full_since_s: float | None = None
-        """Since when the head of the queue has lacked room."""
+        """Time since which the head of the queue has lacked room."""
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""

@@ -107,6 +107,6 @@ class KVCache:
 
 
 def _shared_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU. Unlike `zeros`, it takes all of its memory at once."""
+    """A tensor of zeros on a CPU that processes may share. Unlike `zeros`, it takes all of its memory at once."""
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype).set_(storage).view(shape)

@@ -34,7 +34,7 @@ LLAMA_FAMILY = (
 )  # fmt: skip
 """Model types whose attention is what `paged_attention` computes; each is tested on a tiny random model."""
 KEYS = "layers.*.self_attn.k_proj"
-"""In a plan: how the projection to keys is split."""
+"""Name in a plan that says how the projection to keys is split."""
 BY_HEAD = "colwise"
 ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
 """Rotary embeddings that transformers computes from a config; `longest_sequence` says how far each holds."""

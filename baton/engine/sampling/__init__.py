@@ -1,4 +1,4 @@
-"""From a step's logits to one token per sequence: the sampling pipeline and its random numbers.
+"""Draws one token per sequence from a step's logits: the sampling pipeline and its random numbers.
 
 The draw for a token depends on its request's seed and its position only, so that a resumed or moved stream draws the
 same tokens.

@@ -1,4 +1,4 @@
-"""From logits to token ids.
+"""Turns logits into token ids.
 
 Every random decision is one number from `random.uniform(seed, choice, position)` looked up in the cumulative
 distribution, so a token depends on nothing but its request: not on the batch, the worker or what ran before.

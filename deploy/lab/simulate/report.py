@@ -103,7 +103,7 @@ def result_of(policy: str, world: World, served: Sequence[Served], objective: Ob
         goodput_per_s=num_good / arrived_s,
         good_share=num_good / len(served),
         busy_share=sum(worker.busy_s for worker in world.workers) / worker_s,
-        num_preemptions=sum(worker.engine.scheduler.num_preemptions for worker in world.workers),
+        num_preemptions=sum(worker.engine.load().preemptions for worker in world.workers),
         num_refused=len(served) - len(let_in),
         mean_workers=worker_s / lasted_s,
         num_moved=world.num_moved,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from baton.cluster import WorkerLoad, WorkerState
 from baton.engine.core.engine import Engine
-from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup
+from baton.engine.core.kv_spec import KVSpec, LayerGroup
 from baton.engine.core.outputs import Generated, Reserved
 from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.core.scheduler import SchedulerLimits
@@ -113,7 +113,7 @@ class Tokens:
     sequence: Sequence
     num_tokens: int
     interval_s: float
-    """Between two of them, and from the one before."""
+    """Time between two of them, and from the one before."""
     finished: bool
 
 
@@ -155,16 +155,7 @@ class SimulatedWorker:
     def num_cached_tokens(self, keys: SequenceOf[bytes], num_tokens: int) -> int:
         """Leading tokens of a prompt that the prefix cache holds; the last token is always computed."""
         usable = keys[: (num_tokens - 1) // self.shape.block_tokens]
-        return self.engine.pool.num_matching_tokens(usable)
-
-    def pin(self, keys: SequenceOf[bytes]) -> BlockTables:
-        """The cached blocks of a prefix, which stay what they are until `unpin`."""
-        blocks = tuple(tuple(table) for table in self.engine.pool.match(keys))
-        self.engine.pool.acquire(blocks)
-        return blocks
-
-    def unpin(self, blocks: BlockTables) -> None:
-        self.engine.pool.release(blocks)
+        return self.engine.num_cached_tokens(usable)
 
     def insert(self, sequence: Sequence, now: float) -> bool:
         """The KV of a reserved sequence has arrived. Whether its first token was its last."""
@@ -211,25 +202,24 @@ class SimulatedWorker:
 
     def view(self, keys: SequenceOf[bytes], request: TraceRequest) -> WorkerView:
         """What a policy sees of it when the request is placed."""
-        blocks, scheduler = self.engine.pool.counts(), self.engine.scheduler
+        engine, blocks = self.engine, self.engine.blocks
         return WorkerView(
             index=self.index,
             num_cached_tokens=self.num_cached_tokens(keys, request.num_prompt_tokens),
             queued_tokens=self.queued_tokens,
             booked_tokens=self.booked_tokens,
             num_requests=self.num_requests,
-            num_waiting=len(scheduler.waiting),
+            num_waiting=engine.num_waiting,
             used_blocks=blocks.in_use,
             num_blocks=blocks.total,
             tokens_per_s=self.costs.tokens_per_s,
-            costs=scheduler.costs,
+            costs=engine.costs,
             chunk_tokens=self.shape.max_num_batched_tokens,
             block_tokens=self.shape.block_tokens,
         )
 
     def _begin(self, step: StepInput, now: float) -> _Step:
-        scheduler = self.engine.scheduler
-        everybody = not scheduler.waiting and len(step.parts) == len(scheduler.running)
+        everybody = not self.engine.num_waiting and len(step.parts) == self.engine.num_running
         leap = self.shape.max_num_batched_tokens if everybody else 1
         sequences = {part.sequence_key: self.engine.sequences[part.sequence_key] for part in step.parts}
         for part in step.parts:

@@ -31,7 +31,7 @@ from deploy.lab.simulate.worker import BlocksReserved, PromptComputed, Tokens, k
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from baton.engine.core.kv_spec import BlockTables
+    from baton.engine.core.outputs import Pin
     from baton.engine.core.sequence import Sequence as EngineSequence
     from deploy.lab.simulate.costs import CostModel
     from deploy.lab.simulate.policy import Placer
@@ -172,11 +172,11 @@ class World:
         flight: Flight,
         sequence: EngineSequence,
         num_tokens: int,
-        pinned: tuple[SimulatedWorker, BlockTables],
+        pinned: tuple[SimulatedWorker, Pin],
     ) -> None:
         del self._flights[sequence]
-        source, blocks = pinned
-        source.unpin(blocks)
+        source, pin = pinned
+        source.engine.unpin(pin)
         flight.computes.engine.adopt(sequence, num_tokens)
         flight.computes.end(sequence)
         self._begin(flight)
@@ -234,11 +234,11 @@ class World:
     def _send_prefix(self, flight: Flight, reserved: BlocksReserved) -> None:
         """The prefix travels, as much of it as the source still has and the target lacks."""
         sequence, (source, keys) = reserved.sequence, flight.source
-        blocks = source.pin(keys)
-        num_there = min(len(blocks[0]) * self._trace.block_tokens, sequence.num_tokens)
+        pin = source.engine.pin_cached(keys)
+        num_there = min(len(pin.block_ids[0]) * self._trace.block_tokens, sequence.num_tokens)
         num_tokens = max(num_there, reserved.num_cached_tokens)
         took_s = self._costs.transfer_s(num_tokens - reserved.num_cached_tokens)
-        self._at(self.now + took_s, lambda: self._pulled(flight, sequence, num_tokens, (source, blocks)))
+        self._at(self.now + took_s, lambda: self._pulled(flight, sequence, num_tokens, (source, pin)))
 
     def _computed(self, flight: Flight, sequence: EngineSequence) -> None:
         """A prompt is computed on a prefill worker: its first token is out, its KV follows."""
@@ -314,7 +314,7 @@ class World:
             self._await(worker)
 
     def _evacuate(self, worker: SimulatedWorker) -> None:
-        """Between two steps of a worker that leaves."""
+        """Moves away what a worker holds that leaves; called between two of its steps."""
         self._evacuated = worker
         for sequence, flight in list(self._flights.items()):
             if sequence not in self._flights or not flight.concerns(worker, sequence):
@@ -343,7 +343,7 @@ class World:
     def _move_on(self, flight: Flight, sequence: EngineSequence, worker: SimulatedWorker) -> None:
         """Moves to the decode worker with the least KV in use, which computes what was not computed or is lost."""
         pool = [other for other in self.members.ready(Role.DECODE) if other is not worker]
-        target = min(pool, key=lambda other: (-other.engine.pool.num_available, other.index))
+        target = min(pool, key=lambda other: (other.engine.blocks.in_use, other.index))
         token_ids, purpose = sequence.token_ids, Purpose.RECEIVE
         if sequence.status is Status.RUNNING and sequence.num_tokens - sequence.num_computed_tokens == 1:
             token_ids = token_ids[:-1]  # the last one comes with the KV

@@ -1,4 +1,4 @@
-"""Between a cache's scattered blocks and the contiguous payload of a chunk, on either side of a transfer.
+"""Copies between a cache's scattered blocks and the contiguous payload of a chunk, on either side of a transfer.
 
     gather:  cache  ->  payload      (source)            scatter:  payload  ->  cache      (destination)
 

@@ -18,6 +18,8 @@ OnTransport = Callable[[TransferError | None], None]
 
 AnyTransport = TypeVar("AnyTransport", bound=Transport, contravariant=True)
 T = TypeVar("T", bound=Transport)
+OpenTransport = Callable[[], T]
+"""Opens an end of a transport; called in the thread that will own it. May raise any kind of error."""
 
 
 class TransportLoop(Protocol[AnyTransport]):
@@ -42,7 +44,7 @@ class TransportThread(Generic[T]):
         ended: done once the thread has let go of the transport, with the error that ended it, or None.
     """
 
-    def __init__(self, name: str, open_transport: Callable[[], T], transport_loop: TransportLoop[T]) -> None:
+    def __init__(self, name: str, open_transport: OpenTransport[T], transport_loop: TransportLoop[T]) -> None:
         loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[TransferError | None] = loop.create_future()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from baton.cluster import Role
-from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import TransferError, TransferRefused
@@ -21,6 +20,7 @@ from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from router.placement import Mode
 from tests.support.asking import prompt_of
+from tests.support.event_log import EventLog
 from tests.unit.kvstore.transfer.peers import Worker, engine_worker, make_spec, read_all, with_link
 from tests.unit.router.dispatch.scripted_workers import Bench
 from tests.unit.scenarios.cluster import ask, router_of
@@ -59,23 +59,23 @@ async def pair(
 @pytest.mark.parametrize("faults", ["corrupt_chunk=7", "drop_chunk=7", "link_kill=7", "link_truncate=7"])
 async def test_blocks_of_a_failed_transfer_are_in_no_cache(faults: str) -> None:
     """Neither in the worker's own table nor in what it tells, from which the index and every mirror are made."""
-    told: list[BlockChange] = []
+    told = EventLog()
     prompt = prompt_of(1, 400)
     config = with_link("tcp", slot_bytes=1024)  # some thirty chunks: the fault is in the middle
     async with (
         engine_worker("p0", ArithmeticRunner(NUM_BLOCKS), config, faults) as prefill,
-        engine_worker("d0", ArithmeticRunner(NUM_BLOCKS), config, on_block_events=told.extend) as decode,
+        engine_worker("d0", ArithmeticRunner(NUM_BLOCKS), config, on_event=told) as decode,
         router_of(roles(prefill, decode), "split") as router,
     ):
         with pytest.raises(TransferError, match="4 placements failed"):
             await ask(router, make_spec(prompt, num_tokens=20))
         await decode.check_idle()
         assert decode.runner.cache.groups[0].any(), "some of its KV is in the blocks"
-        assert (decode.loop.keys(), told) == ([], [])
+        assert (decode.loop.keys(), told.changes) == ([], [])
         async with decode.loop.sequence(make_spec(prompt, num_tokens=20), Purpose.GENERATE) as sequence:
             assert await read_all(sequence) == expected_tokens(prompt, 20)
             assert sequence._sequence.num_cached_tokens == 0
-        assert len(decode.loop.keys()) == len(told) == 419 // 16, "what it has computed itself is"
+        assert len(decode.loop.keys()) == len(told.changes) == 419 // 16, "what it has computed itself is"
         await prefill.check_idle()
         await decode.check_idle()
 

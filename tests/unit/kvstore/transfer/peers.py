@@ -18,10 +18,9 @@ import grpc
 import torch
 
 from baton.config import FaultsConfig, TransferConfig
-from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, StateSpec
-from baton.engine.core.loop import EngineLoop, SequenceHandle
+from baton.engine.core.loop import EngineLoop, OnEngineEvent, SequenceHandle
 from baton.engine.core.outputs import Generated
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
@@ -339,7 +338,7 @@ async def engine_worker(
     step_tokens: int = 64,
     *,
     incarnation: int = 1,
-    on_block_events: Callable[[list[BlockChange]], None] = lambda events: None,
+    on_event: OnEngineEvent = lambda event: None,
     door: Callable[[KvEndpoint], kv_pb2_grpc.KvControlServicer] = lambda kv: kv,
 ) -> AsyncIterator[Worker]:
     """A worker with an engine that runs; at the end it must still be running.
@@ -352,7 +351,7 @@ async def engine_worker(
         max_num_batched_tokens=step_tokens,
         output_reservation=0,
     )
-    loop = EngineLoop(Engine(runner, limits), 100, on_block_events)
+    loop = EngineLoop(Engine(runner, limits), 100, on_event)
     kv = KvEndpoint(local_worker(name, incarnation, runner.caches), loop, config, FaultsConfig(spec=faults))
     running = asyncio.create_task(loop.run())
     async with served(door(kv)) as (address, server):

@@ -22,6 +22,7 @@ from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import InvalidRequest, Overloaded, WorkerFailed
 from baton.sampling import FinishReason
 from baton.tasks import cancel_and_wait
+from tests.support.event_log import EventLog
 from tests.unit.baton.engine.core.test_engine import (
     admitted,
     is_empty,
@@ -316,47 +317,42 @@ async def test_unpinning_lets_in_who_waits_for_blocks() -> None:
 
 
 async def test_idleness_is_noted_when_the_last_pin_goes() -> None:
-    num_idle = 0
-
-    def note() -> None:
-        nonlocal num_idle
-        num_idle += 1
-
-    async with running(EngineLoop(make_engine(), 8, on_idle=note)) as loop:
+    told = EventLog()
+    async with running(EngineLoop(make_engine(), 8, told)) as loop:
         await asyncio.sleep(0)
-        assert num_idle == 1, "from the start"
+        assert told.num_idle == 1, "from the start"
         prompt = numbers(1, 40)
         async with loop.sequence(make_spec(prompt), Purpose.PREFILL) as handle:
             await handle.next()
             await handle.next()
             blocks = await handle.pin()
         await rest(loop)
-        assert num_idle == 1, "it is pinned"
+        assert told.num_idle == 1, "it is pinned"
         loop.unpin(blocks)
         await rest(loop)
-        assert num_idle == 2
+        assert told.num_idle == 2
         # An engine at rest is not at rest while its cache is read.
         blocks = await loop.pin_prefix(block_keys(b"tenant", prompt))
         assert len(blocks.block_ids[0]) == 2
         nothing = await loop.pin_prefix(block_keys(b"another", prompt))
         assert nothing.block_ids == ((),)
         await rest(loop)
-        assert num_idle == 2
+        assert told.num_idle == 2
         loop.unpin(blocks)
         await rest(loop)
-        assert num_idle == 3
+        assert told.num_idle == 3
         nothing = await loop.pin_prefix(block_keys(b"another", prompt))
         assert nothing.block_ids == ((),)
         loop.unpin(nothing)
         await rest(loop)
-        assert num_idle == 3
+        assert told.num_idle == 3
         assert loop.self_check == "ok"
         assert is_empty(loop.engine)
 
 
 async def test_adopted_blocks_are_published_and_stay_in_the_cache() -> None:
-    events: list[Stored | Removed] = []
-    async with running(EngineLoop(make_engine(), 8, events.extend)) as loop:
+    told = EventLog()
+    async with running(EngineLoop(make_engine(), 8, told)) as loop:
         prompt = numbers(1, 40)
         async with loop.sequence(make_spec(prompt, 0), Purpose.RECEIVE) as handle:
             assert await handle.next() == reserved_for(sequence_of(handle))
@@ -364,7 +360,7 @@ async def test_adopted_blocks_are_published_and_stay_in_the_cache() -> None:
             write_prompt_kv(loop.engine.runner.caches[0], sequence_of(handle), 0)
             handle.adopt(40)
             await rest(loop)
-            assert events == [Stored(key) for key in block_keys(b"tenant", prompt)]
+            assert told.changes == [Stored(key) for key in block_keys(b"tenant", prompt)]
         await rest(loop)
         assert is_empty(loop.engine)
         async with loop.sequence(make_spec(prompt, name="after"), Purpose.GENERATE) as handle:
@@ -532,16 +528,11 @@ async def test_beyond_max_waiting_it_refuses_whoever_has_no_token_yet() -> None:
 
 
 async def test_idleness_is_noted_once_each_time_the_last_sequence_goes() -> None:
-    num_idle = 0
-
-    def note() -> None:
-        nonlocal num_idle
-        num_idle += 1
-
-    loop = EngineLoop(make_engine(), 8, on_idle=note)
+    told = EventLog()
+    loop = EngineLoop(make_engine(), 8, told)
     running = asyncio.create_task(loop.run())
     await asyncio.sleep(0)
-    assert num_idle == 1  # from the start
+    assert told.num_idle == 1  # from the start
     for expected in (2, 3):
         async with loop.sequence(make_spec([1, 2, 3], max_tokens=4), Purpose.GENERATE) as handle:
             while True:
@@ -549,7 +540,7 @@ async def test_idleness_is_noted_once_each_time_the_last_sequence_goes() -> None
                 if isinstance(output, Generated) and output.finish_reason is not None:
                     break
         await asyncio.sleep(0.05)
-        assert num_idle == expected
+        assert told.num_idle == expected
     await cancel_and_wait((running,))
 
 
@@ -582,39 +573,33 @@ async def test_no_thread_outlives_the_loop() -> None:
 
 
 async def test_block_events_and_idleness_are_told() -> None:
-    events: list[Stored | Removed] = []
-    idle = 0
-
-    def on_idle() -> None:
-        nonlocal idle
-        idle += 1
-
-    async with running(EngineLoop(make_engine(4), 8, events.extend, on_idle)) as loop:
+    told = EventLog()
+    async with running(EngineLoop(make_engine(4), 8, told)) as loop:
         for index in range(3):
             async with loop.sequence(make_spec(numbers(index, 40), 2, name=f"r{index}"), Purpose.GENERATE) as handle:
                 await read_all(handle)
         await rest(loop)
-        assert idle >= 1
+        assert told.num_idle >= 1
         known = set[bytes]()
-        for event in events:
+        for event in told.changes:
             (known.add if isinstance(event, Stored) else known.remove)(event.key)
         assert known == set(loop.engine.pool.keys())
-        assert any(isinstance(event, Removed) for event in events)
+        assert any(isinstance(event, Removed) for event in told.changes)
 
 
 async def test_what_a_step_evicts_is_told_before_the_step_overwrites_it() -> None:
     runner = GatedRunner(num_blocks=4)
-    events: list[Stored | Removed] = []
-    async with running(EngineLoop(engine_of(runner), 8, events.extend)) as loop:
+    told = EventLog()
+    async with running(EngineLoop(engine_of(runner), 8, told)) as loop:
         prompts = [numbers(1, 40), numbers(2, 40)]
         for prompt in prompts:
             async with loop.sequence(make_spec(prompt, 1), Purpose.GENERATE) as handle:
                 await runner.wait_started()
-                told = list(events)
+                before_step = list(told.changes)
                 runner.allowed.release()
                 await read_all(handle)
         kept, evicted = block_keys(b"tenant", prompts[0])
-        assert told == [Stored(kept), Stored(evicted), Removed(evicted)]  # the tail first
+        assert before_step == [Stored(kept), Stored(evicted), Removed(evicted)]  # the tail first
 
 
 async def test_a_leak_shows_in_the_self_check() -> None:

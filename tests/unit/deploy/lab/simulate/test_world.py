@@ -387,7 +387,7 @@ def test_the_expected_answer_reaches_the_engine() -> None:
 
 def test_workers_learn_in_the_arena_what_their_steps_cost() -> None:
     world, _ = run(trace(*(request(30.0 * n, 20 + 7 * n, 3, 20 * n) for n in range(8))), Fixed(HERE))
-    learned = world.workers[0].engine.scheduler.costs
+    learned = world.workers[0].engine.costs
     for num_new in (10, 30, 60):
         assert learned.step_s(num_new, 0, 0, 0) == pytest.approx(STEPS.step_s(num_new, 0, 0, 0), rel=0.1)
 
