@@ -16,7 +16,7 @@ import uvloop
 
 from baton import wire
 from baton.blocks import block_keys
-from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import BlockCounts, Role, Worker
 from kvstore.index import Mirror
 from kvstore.index.events import BlockEvent, Op
 from router.admission import Gate, QueueEntry
@@ -25,6 +25,7 @@ from router.placement import Job, Objective, Prompt, place
 from router.placement.pool_view import PoolView
 from tests.bench.report import Report, Table
 from tests.bench.stats import spread
+from tests.support import builders
 
 BLOCK = 16
 EVENT_KEYS = 64
@@ -98,22 +99,16 @@ async def _cluster(rng: random.Random, num_workers: int, keys: tuple[bytes, ...]
 
 def _worker(rng: random.Random, index: int) -> Worker:
     role = Role.DECODE if index % 2 else Role.PREFILL
-    info = WorkerInfo(
-        id=f"{role}-{index}",
-        role=role,
-        address="h:1",
-        pid=1,
-        node="node",
-        epoch=1,
-        content_id="content",
-        wire_compat="wire",
+    load = replace(builders.READY, blocks=BlockCounts(total=100_000, free=100_000), running=rng.randrange(8))
+    return builders.worker(
+        f"{role}-{index}",
+        role,
+        load,
         block_size=BLOCK,
         max_model_len=10**6,
         known_fields=wire.KNOWN_FIELDS,
         chunk_tokens=2048,
     )
-    load = WorkerLoad(state=WorkerState.READY, blocks=BlockCounts(total=100_000, free=100_000))
-    return Worker(info, replace(load, running=rng.randrange(8)))
 
 
 def _store(mirror: Mirror, worker_id: str, keys: list[bytes], op: Op = Op.STORED, seq: int = 0) -> int:

@@ -15,12 +15,12 @@ import grpc
 from opentelemetry.context import Context
 
 from baton import wire
-from baton.cluster import Role, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.messages import FirstToken, NewTokens, SequenceSpec, Ticket
 from baton.rpc.server import CHANNEL_OPTIONS
 from baton.sampling import SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.dispatch.worker_client import WorkerClient
+from tests.support.builders import worker
 
 OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
@@ -51,20 +51,7 @@ def _channel(address: str) -> grpc.aio.Channel:
 
 class Direct:
     def __init__(self, address: str, split: bool) -> None:
-        info = WorkerInfo(
-            id="worker",
-            role=Role.DECODE,
-            address=address,
-            pid=0,
-            node="",
-            epoch=0,
-            content_id="",
-            wire_compat="",
-            block_size=16,
-            max_model_len=8192,
-            known_fields=wire.KNOWN_FIELDS,
-        )
-        self._worker = Worker(info, WorkerLoad(state=WorkerState.READY))
+        self._worker = worker(address=address, known_fields=wire.KNOWN_FIELDS)
         self._calls = WorkerClient()
         self._split = split
 

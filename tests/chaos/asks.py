@@ -14,7 +14,6 @@ from typing import Any
 
 from baton.api import GenerateChunk, GenerateRequest, Text, TokenIds
 from baton.engine.model.arithmetic import drawn, modulus
-from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from baton.v1 import inference_pb2
 
@@ -134,24 +133,13 @@ def expected(request: GenerateRequest) -> list[tuple[int, ...]]:
 def _expected(request: GenerateRequest, choice_index: int) -> tuple[int, ...]:
     assert isinstance(request.prompt, TokenIds)
     prompt, sampling = request.prompt.ids, request.sampling
-    spec = SequenceSpec(
-        request_id="",
-        choice_index=choice_index,
-        token_ids=prompt,
-        num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(
-            max_tokens=sampling["max_tokens"],
-            temperature=sampling["temperature"],
-            top_k=sampling.get("top_k", 0),
-            seed=sampling.get("seed", 0),
-            ignore_eos=True,
-        ),
-        cache_seed=b"",
+    params = SamplingParams(
+        temperature=sampling["temperature"], top_k=sampling.get("top_k", 0), seed=sampling.get("seed", 0)
     )
     tokens = list(prompt)
     weighted = sum((position + 1) * token for position, token in enumerate(tokens))
-    for _ in range(spec.max_tokens):
+    for _ in range(sampling["max_tokens"]):
         position = len(tokens)
-        tokens.append(drawn(weighted % MODULUS, spec.sampling, choice_index, position, VOCAB_SIZE))
+        tokens.append(drawn(weighted % MODULUS, params, choice_index, position, VOCAB_SIZE))
         weighted += (position + 1) * tokens[-1]
     return tuple(tokens[len(prompt) :])

@@ -16,7 +16,7 @@ from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.messages import SequenceSpec
-from baton.sampling import SamplingParams
+from tests.support.builders import sequence_spec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,14 +25,7 @@ pytestmark = [
 
 
 def make_spec(name: str, prompt: list[int]) -> SequenceSpec:
-    return SequenceSpec(
-        request_id=name,
-        choice_index=0,
-        token_ids=tuple(prompt),
-        num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(max_tokens=16, temperature=0.0, seed=0, ignore_eos=True),
-        cache_seed=b"s",
-    )
+    return sequence_spec(prompt, name, max_tokens=16)
 
 
 def test_tokens_equal_generate_in_float32(model_dir: Path) -> None:

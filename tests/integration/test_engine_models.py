@@ -34,13 +34,13 @@ from baton.engine.model.transformers_model import LLAMA_FAMILY, ModelRank, RankS
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import ConfigError, InvalidRequest, ModelLoadError
 from baton.messages import SequenceSpec
-from baton.sampling import SamplingParams
 from baton.tasks import cancel_and_wait
 from decode_worker.service import DecodeService
 from deploy.worker.calls import CallServicer
 from kvstore.worker_context import WorkerContext
 from router.dispatch.worker_client import WorkerCallError
 from router.prompt import Tokenizer
+from tests.support.builders import sequence_spec
 from tests.unit.router.dispatch.test_worker_client import router, served, worker_at
 
 pytestmark = pytest.mark.integration
@@ -164,14 +164,7 @@ def engine_of(runner: TransformersRunner, config: EngineConfig) -> Engine:
 
 
 def make_spec(name: str, prompt: list[int], max_tokens: int, ignore_eos: bool) -> SequenceSpec:
-    return SequenceSpec(
-        request_id=name,
-        choice_index=0,
-        token_ids=tuple(prompt),
-        num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=ignore_eos),
-        cache_seed=b"tests",
-    )
+    return sequence_spec(prompt, name, max_tokens=max_tokens, ignore_eos=ignore_eos)
 
 
 def answers(engine: Engine, specs: list[SequenceSpec], steps_between: int) -> tuple[list[list[int]], list[Sequence]]:

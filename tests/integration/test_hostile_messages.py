@@ -60,7 +60,6 @@ from baton.messages import (
 )
 from baton.rpc import channel
 from baton.rpc.errors import ERROR_KEY
-from baton.sampling import SamplingParams
 from baton.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.worker.member import Member
@@ -69,6 +68,7 @@ from kvstore.transfer.connection.reservations import Expected
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.transport.shm import host_id
 from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
+from tests.support.builders import sequence_spec
 from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import served
 
@@ -86,15 +86,8 @@ MAX_HELD_S = 0.5
 MAX_GROWTH = 128 * 2**20
 
 
-def small_spec(name: str, prompt: tuple[int, ...] = PROMPT, num_tokens: int = 4) -> SequenceSpec:
-    return SequenceSpec(
-        request_id=name,
-        choice_index=0,
-        token_ids=prompt,
-        num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True),
-        cache_seed=b"seed",
-    )
+def small_spec(name: str, prompt: tuple[int, ...] = PROMPT) -> SequenceSpec:
+    return sequence_spec(prompt, name, max_tokens=4)
 
 
 # -- the workers -----------------------------------------------------------------------------------------------------

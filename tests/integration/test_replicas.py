@@ -19,8 +19,7 @@ from baton.api import GenerateRequest, Text, Timing, TokenIds
 from baton.blocks import content_id
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
-from baton.messages import SequenceSpec
-from baton.sampling import FinishReason, SamplingParams
+from baton.sampling import FinishReason
 from deploy.operator.client import Client
 from kvstore.index import RedisConnection
 from kvstore.leases import RecordEnd, RecordEntry, RecordKey, RecordPart, RedisRecords
@@ -29,6 +28,7 @@ from router.answer.writer import REPLAY_TOKENS
 from router.request.resume import digest_of
 from tests.chaos.asks import MANY_BYTES, expected, greedy, of_split_character, prompt_of, seeded
 from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
+from tests.support.builders import sequence_spec
 from tests.support.waiting import wait_until
 
 ROUTER = RouterConfig(mode="auto", cache_secret="shared", max_in_flight=2048)
@@ -228,21 +228,15 @@ def stopped_request(fleet: Fleet) -> tuple[GenerateRequest, Listener]:
 def digest_in(fleet: Fleet, request: GenerateRequest) -> bytes:
     """The digest under which routers of this fleet note the request."""
     assert isinstance(request.prompt, TokenIds)
-    sampling, prompt = request.sampling, request.prompt.ids
-    spec = SequenceSpec(
-        request_id=request.request_id,
-        choice_index=0,
-        token_ids=prompt,
-        num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(
-            max_tokens=sampling["max_tokens"],
-            temperature=sampling["temperature"],
-            top_k=sampling["top_k"],
-            top_p=sampling["top_p"],
-            seed=sampling["seed"],
-            ignore_eos=True,
-        ),
-        cache_seed=b"",
+    sampling = request.sampling
+    spec = sequence_spec(
+        request.prompt.ids,
+        max_tokens=sampling["max_tokens"],
+        temperature=sampling["temperature"],
+        top_k=sampling["top_k"],
+        top_p=sampling["top_p"],
+        seed=sampling["seed"],
+        ignore_eos=True,
     )
     return digest_of(content_id(fleet.config.model.revision), spec)
 

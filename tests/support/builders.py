@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.cluster import ClusterStatus, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.costs import StepCosts
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from router.admission.claim import Claim
@@ -17,6 +18,7 @@ from router.placement import NO_OBJECTIVE, Weights
 READY = WorkerLoad(state=WorkerState.READY)
 BLOCK_SIZE = 16
 _SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_STEP_COSTS = tuple(field.name for field in dataclasses.fields(StepCosts))
 
 
 def worker_info(worker_id: str = "w", role: Role = Role.DECODE, **values: Any) -> WorkerInfo:
@@ -61,6 +63,15 @@ def sequence_spec(token_ids: Sequence[int] = (1, 2, 3), request_id: str = "r", *
         token_ids=tuple(token_ids),
         **{"sampling": SamplingParams(**sampling)} | defaults | values,
     )
+
+
+def step_costs(**values: float) -> StepCosts:
+    """Costs of a worker's steps, of which only those that are named are not zero.
+
+    Args:
+        values: fields of `StepCosts`.
+    """
+    return StepCosts(**dict.fromkeys(_STEP_COSTS, 0.0) | values)
 
 
 def claim(**values: Any) -> Claim:

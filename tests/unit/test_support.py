@@ -56,6 +56,8 @@ def test_builders_take_every_field_to_its_place() -> None:
     assert (spec.request_id, spec.sampling.max_tokens, spec.sampling.seed) == ("name", 2, 4)
     with pytest.raises(TypeError):
         builders.sequence_spec(unknown=1)
+    costs = builders.step_costs(s_per_pair=2.0)
+    assert (costs.s_per_pair, costs.s_per_token, costs.s_weights) == (2.0, 0.0, 0.0)
     assert builders.claim(priority=2).priority == 2
     assert builders.cluster_status(builders.worker("a")).workers[0].info.id == "a"
 

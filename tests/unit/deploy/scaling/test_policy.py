@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 
 from baton.cluster import Role
 from baton.config import AutoscaleConfig
-from baton.costs import StepCosts
 from baton.errors import ConfigError
 from deploy.scaling.policy import KV_LIMIT, decide, sequences_within
 from deploy.scaling.values import Flips, Measured, PolicyState, PoolMeasured, ScalingDecision, Sizes
 from router.placement import Objective
+from tests.support.builders import step_costs
 
-COSTS = StepCosts(
-    s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.01, s_per_sequence=1e-3, s_per_kv_token=0.0
-)
+COSTS = step_costs(s_per_token=1e-3, s_weights=0.01, s_per_sequence=1e-3)
 OBJECTIVE = Objective(ttft_s=5.0, itl_s=0.1)
 """A worker decodes 45 sequences in 0.9 of it: 1 ms each to compute, and 1 ms more."""
 CONFIG = AutoscaleConfig(max_workers=12)

@@ -16,13 +16,10 @@ from baton.cluster import (
     WorkerLoad,
     WorkerState,
 )
-from baton.costs import StepCosts
 from deploy.scaling.window import measure
-from tests.support.builders import cluster_status, worker
+from tests.support.builders import cluster_status, step_costs, worker
 
-COSTS = StepCosts(
-    s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.01, s_per_sequence=1e-3, s_per_kv_token=0.0
-)
+COSTS = step_costs(s_per_token=1e-3, s_weights=0.01, s_per_sequence=1e-3)
 READY = WorkerLoad(state=WorkerState.READY, blocks=BlockCounts(total=100), costs=COSTS)
 
 

@@ -14,13 +14,13 @@ from opentelemetry.context import Context
 from baton import wire
 from baton.cluster import Role, WorkerState
 from baton.errors import InvalidRequest, WorkerDraining
-from baton.messages import DecodeRequest, Event, NewTokens, SequenceSpec, StartCall
-from baton.sampling import SamplingParams
+from baton.messages import DecodeRequest, Event, NewTokens, StartCall
 from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2
 from deploy.worker.calls import CallServicer
 from deploy.worker.control import WorkerControl
 from deploy.worker.member import Member
+from tests.support.builders import sequence_spec
 
 pytestmark = pytest.mark.asyncio
 
@@ -80,14 +80,7 @@ async def test_a_call_that_comes_as_the_last_one_ends_keeps_nobody_in_its_role(n
 
 
 def call(call_id: int) -> worker_pb2.ServeRequest:
-    spec = SequenceSpec(
-        request_id=f"{call_id}",
-        choice_index=0,
-        token_ids=(1, 2, 3),
-        num_prompt_tokens=3,
-        sampling=SamplingParams(max_tokens=4, temperature=0.0, seed=0),
-        cache_seed=b"",
-    )
+    spec = sequence_spec(request_id=f"{call_id}")
     return wire.serve_request(
         [wire.start_command(StartCall(call_id, DecodeRequest(spec, await_kv=False, source=None), {}))]
     )

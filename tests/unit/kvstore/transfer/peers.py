@@ -30,7 +30,6 @@ from baton.kv_layout import KvLayout
 from baton.messages import HandedOver, PrefixSource, SequenceSpec, Ticket
 from baton.rpc.errors import ErrorInterceptor
 from baton.rpc.server import SERVER_OPTIONS
-from baton.sampling import SamplingParams
 from baton.tasks import cancel_and_wait
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.endpoint import KvEndpoint
@@ -39,6 +38,7 @@ from kvstore.transfer.protocol.layout import heads_of
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender, OutgoingTransfer
 from kvstore.worker_context import WorkerContext
+from tests.support.builders import sequence_spec
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -365,14 +365,7 @@ async def engine_worker(
 
 
 def make_spec(prompt: Sequence[int], num_tokens: int = 4, request_id: str = "r") -> SequenceSpec:
-    return SequenceSpec(
-        request_id=request_id,
-        choice_index=0,
-        token_ids=tuple(prompt),
-        num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True),
-        cache_seed=b"seed",
-    )
+    return sequence_spec(prompt, request_id, max_tokens=num_tokens)
 
 
 async def read_all(handle: SequenceHandle) -> list[int]:

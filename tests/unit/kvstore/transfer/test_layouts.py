@@ -19,11 +19,11 @@ from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.kv_layout import KvLayout
 from baton.messages import SequenceSpec
-from baton.sampling import SamplingParams
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.layout import layout_of, rank_spec, source_ranks
 from kvstore.transfer.protocol.plan import WireOptions, plan
 from router.prompt import Tokenizer
+from tests.support.builders import sequence_spec
 
 TEXT = (
     "The library of Alexandria was one of the largest and most significant libraries of the ancient world. It was part "
@@ -68,14 +68,7 @@ def decode(model_dir: Path, request: pytest.FixtureRequest) -> Engine:
 
 
 def make_spec(prompt: list[int], cache_seed: str) -> SequenceSpec:
-    return SequenceSpec(
-        request_id="r",
-        choice_index=0,
-        token_ids=tuple(prompt),
-        num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0.0, seed=0, ignore_eos=True),
-        cache_seed=cache_seed.encode(),
-    )
+    return sequence_spec(prompt, cache_seed=cache_seed.encode(), max_tokens=NUM_NEW_TOKENS)
 
 
 def outputs_of(engine: Engine) -> Iterator[Generated | Reserved]:

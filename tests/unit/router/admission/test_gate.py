@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.cluster import BlockCounts, Role, WorkerLoad
-from baton.costs import StepCosts
 from baton.errors import Overloaded
 from router.admission import PATIENCE, Gate, QueueEntry
 from router.admission.gate import CAUTION
 from router.admission.tenants import Tenant
 from router.placement import Job, LoadTracker, Mode, Placement, Prediction, Residence, Turn
-from tests.support.builders import worker
+from tests.support.builders import step_costs, worker
 
 A, B, HEAVY = Tenant(id="a"), Tenant(id="b"), Tenant(id="heavy", weight=4.0)
 
@@ -257,9 +256,7 @@ class Router:
     """A gate and a load book of one worker, used as the dispatcher does, at one moment."""
 
     def __init__(self) -> None:
-        costs = StepCosts(
-            s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-        )
+        costs = step_costs(s_per_token=1e-3)
         load = WorkerLoad(blocks=BlockCounts(100, 100), costs=costs)
         self.book = LoadTracker.of(worker("w", Role.PREFILL, load), Residence())
         self.gate = Gate(caution=1.0)

@@ -17,35 +17,25 @@ from baton.errors import BatonError
 from baton.kv_layout import KvLayout
 from baton.messages import DecodeRequest, Event, FetchRequest, PrefillRequest, SequenceSpec, Ticket
 from baton.rpc import RpcServer
-from baton.sampling import FinishReason, SamplingParams
+from baton.sampling import FinishReason
 from baton.telemetry.instruments import Instruments
 from baton.v1 import worker_pb2_grpc
 from deploy.worker.calls import CallServicer
 from kvstore.index import Mirror
 from router.admission import Claim
-from router.admission.tenants import DEFAULT_TENANT
 from router.dispatch.choice import Choice, ChoiceGroup
 from router.dispatch.decisions import DecisionLog
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.worker_client import WorkerClient
-from router.placement import NO_OBJECTIVE, Weights
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
-from tests.support.builders import READY, cluster_status, worker
+from tests.support import builders
+from tests.support.builders import READY
 
 BLOCK = 16
 NUM_PROMPT = 400
-SPEC = SequenceSpec(
-    request_id="r",
-    choice_index=0,
-    token_ids=tuple(range(NUM_PROMPT)),
-    num_prompt_tokens=NUM_PROMPT,
-    sampling=SamplingParams(max_tokens=8, temperature=0.0, seed=0),
-    cache_seed=b"seed",
-)
-CLAIM = Claim(
-    tenant=DEFAULT_TENANT, priority=0, slo_class="default", objective=NO_OBJECTIVE, weights=Weights(), arrived_s=0.0
-)
+SPEC = builders.sequence_spec(range(NUM_PROMPT), max_tokens=8)
+CLAIM = builders.claim(arrived_s=0.0)
 
 Request = PrefillRequest | DecodeRequest | FetchRequest
 Word = Event | BatonError | asyncio.Event | Callable[[SequenceSpec], Event | None]
@@ -131,7 +121,7 @@ class Bench:
         self.address = address
         self.clock = Clock()
         self.pools = PoolView(lambda keys: dict(held), self.clock.monotonic)
-        self.instruments = Instruments(cluster_status)
+        self.instruments = Instruments(builders.cluster_status)
         hints = HintTracker(Mirror(), self.instruments)
         self.dispatcher = Dispatcher(
             pools=self.pools,
@@ -150,7 +140,7 @@ class Bench:
             more: of `WorkerInfo`.
         """
         info: dict[str, Any] = {"address": self.address, "block_size": BLOCK, "known_fields": wire.KNOWN_FIELDS} | more
-        self._leases[worker_id] = worker(worker_id, role, load, **info)
+        self._leases[worker_id] = builders.worker(worker_id, role, load, **info)
         await self.pools.update(self._leases.values())
 
     async def tokens(

@@ -6,35 +6,17 @@ import pytest
 
 from baton.api import Option
 from baton.cluster import Role
-from baton.costs import StepCosts
-from baton.messages import SequenceSpec
-from baton.sampling import SamplingParams
 from router.admission import Claim
 from router.admission.tenants import Tenant
 from router.dispatch.decisions import KEPT, DecisionLog, PlacementDecision, explained
 from router.placement import Candidate, Objective, Placement, Prices, Prompt, Weights, place
+from tests.support.builders import claim, sequence_spec, step_costs
 
-SPEC = SequenceSpec(
-    request_id="r",
-    choice_index=0,
-    token_ids=tuple(range(100)),
-    num_prompt_tokens=100,
-    sampling=SamplingParams(max_tokens=50, temperature=0.0, seed=0),
-    cache_seed=b"seed",
-    priority=3,
-    num_expected_tokens=40,
+SPEC = sequence_spec(range(100), max_tokens=50, ignore_eos=False, priority=3, num_expected_tokens=40)
+CLAIM = claim(
+    tenant=Tenant(id="acme"), priority=3, slo_class="interactive", objective=Objective(0.5, 0.05), arrived_s=7.0
 )
-CLAIM = Claim(
-    tenant=Tenant(id="acme"),
-    priority=3,
-    slo_class="interactive",
-    objective=Objective(0.5, 0.05),
-    weights=Weights(),
-    arrived_s=7.0,
-)
-COSTS = StepCosts(
-    s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-)
+COSTS = step_costs(s_per_token=1e-3)
 POOL = [
     Candidate(worker_id="slow", role=Role.PREFILL, num_cached_tokens=0, wait_s=2.0, costs=COSTS),
     Candidate(worker_id="quick", role=Role.PREFILL, num_cached_tokens=20, costs=COSTS),

@@ -32,7 +32,7 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import RpcServer, channel
-from baton.sampling import FinishReason, SamplingParams
+from baton.sampling import FinishReason
 from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.worker.calls import CallServicer
@@ -55,15 +55,8 @@ TICKET = Ticket(
 Stream = WorkerStream[Decoding]
 
 
-def spec(name: str, max_tokens: int = 4) -> SequenceSpec:
-    return SequenceSpec(
-        request_id=name,
-        choice_index=0,
-        token_ids=(1, 2, 3),
-        num_prompt_tokens=3,
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
-        cache_seed=b"",
-    )
+def spec(name: str) -> SequenceSpec:
+    return builders.sequence_spec((1, 2, 3), name, max_tokens=4)
 
 
 def tokens_of(name: str, index: int) -> NewTokens:

@@ -11,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.cluster import BlockCounts, Role, Worker, WorkerLoad
-from baton.costs import StepCosts
 from router.placement import Candidate, Job, LoadTracker, Residence, Turn
 from router.placement.load import RECENT_S, RESIDENCE_S, SMOOTHING
 from tests.support import builders
 
-COSTS = StepCosts(
-    s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-)
+COSTS = builders.step_costs(s_per_token=1e-3)
 """A token takes a millisecond."""
 LOAD = WorkerLoad(costs=COSTS, blocks=BlockCounts(100, 100))
 NORMAL: Turn = (0, False)
@@ -91,9 +88,7 @@ def test_what_others_sent_shows_in_the_report() -> None:
 
 def test_a_report_brings_the_workers_costs() -> None:
     book = book_of(queued_tokens=1000)
-    slow = StepCosts(
-        s_overhead=0.0, s_per_token=5e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-    )
+    slow = builders.step_costs(s_per_token=5e-3)
     book.report(worker(queued_tokens=1000, costs=slow))
     candidate = book.seen(NORMAL, 48, 0.0)
     assert (candidate.costs, candidate.chunk_tokens, candidate.num_cached_tokens) == (slow, 256, 48)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.blocks import block_keys
 from baton.cluster import Role
-from baton.costs import PRIOR, StepCosts
+from baton.costs import PRIOR
 from router.placement import (
     Candidate,
     Mode,
@@ -25,11 +25,10 @@ from router.placement import (
     place,
     policy,
 )
+from tests.support.builders import step_costs
 
 NUM_WORKERS = 8
-COSTS = StepCosts(
-    s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-)
+COSTS = step_costs(s_per_token=1e-3)
 """A token takes a millisecond, of a prompt or of an answer."""
 PRICES = Prices(0.0, 5e-5, 0.0, 1e-5)
 """Twenty tokens are pulled, and a hundred handed over, in the time of computing one."""
@@ -122,9 +121,7 @@ def test_every_weight_has_its_say() -> None:
 
 def test_who_only_decodes_is_chosen_by_what_it_decodes() -> None:
     """Aggregated, the queue counts; split, the sequences that share the steps."""
-    costs = StepCosts(
-        s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=1e-5
-    )
+    costs = step_costs(s_per_token=1e-3, s_per_kv_token=1e-5)
     queue = decode("queue", 0.5, num_decoding=1, num_kv_tokens=600, costs=costs)
     batch = decode("batch", num_decoding=5, num_kv_tokens=3000, costs=costs)
     prompt = prompt_of(list(range(1000)), 5)  # in steps of 18 and of 46 ms
@@ -176,9 +173,7 @@ def test_split_against_aggregated_goes_by_seconds() -> None:
     """The decode worker computes 100 tokens in 108 ms, as its 8 sequences take 8 ms of a step whose chunk takes 100.
     They count 5 % of 100 ms each, and the next ones 5 % of 108: 153.4 ms against 101 ms and the prefill worker's queue.
     """
-    costs = StepCosts(
-        s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=1e-3, s_per_kv_token=0.0
-    )
+    costs = step_costs(s_per_token=1e-3, s_per_sequence=1e-3)
     busy = decode("d", num_decoding=8, costs=costs, chunk_tokens=100)
     prompt = prompt_of([0] * 100)
     assert chosen([prefill("p", 0.051), busy], prompt=prompt) == ("p", "d")
@@ -194,9 +189,7 @@ def test_a_short_uncached_rest_is_computed_where_it_decodes() -> None:
 
 
 def test_the_prediction_is_that_of_the_workers_chosen() -> None:
-    costs = StepCosts(
-        s_overhead=2e-3, s_per_token=1e-3, s_per_pair=0.0, s_weights=4e-3, s_per_sequence=3e-3, s_per_kv_token=1e-6
-    )
+    costs = step_costs(s_overhead=2e-3, s_per_token=1e-3, s_weights=4e-3, s_per_sequence=3e-3, s_per_kv_token=1e-6)
     prompt = prompt_of(list(range(1000)), 128)
     p = prefill("p", 0.5, 200, costs=costs, chunk_tokens=100)
     d = decode("d", 0.25, 400, num_decoding=2, num_kv_tokens=3000, room_tokens=600, freed_tokens_per_s=64, costs=costs)
@@ -219,9 +212,7 @@ def test_the_prediction_is_that_of_the_workers_chosen() -> None:
 def test_who_decodes_holds_a_prompt_up_by_its_objective(itl_s: float, stretch: float) -> None:
     """Sequences take 20 ms of a step; a chunk of 100 ms is cut to what 90 % of the objective leaves, and to an eighth
     at least."""
-    costs = StepCosts(
-        s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=1e-2, s_per_kv_token=0.0
-    )
+    costs = step_costs(s_per_token=1e-3, s_per_sequence=1e-2)
     worker = decode("d", 0.5, num_decoding=2, costs=costs, chunk_tokens=100)
     prediction = placed([worker], objective=Objective(itl_s=itl_s)).prediction
     assert prediction.wait_s == pytest.approx(0.5 * stretch)
@@ -231,9 +222,7 @@ def test_who_decodes_holds_a_prompt_up_by_its_objective(itl_s: float, stretch: f
 def test_steps_above_the_objective_come_after_all_others() -> None:
     """128 tokens in steps of 60 ms take 7.7 s, and if that breaks the objective by 10 ms 12.8 more; in steps of 40 ms
     5.1 s, after 10 s without room."""
-    costs = StepCosts(
-        s_overhead=0.0, s_per_token=0.0, s_per_pair=0.0, s_weights=0.0, s_per_sequence=1e-2, s_per_kv_token=0.0
-    )
+    costs = step_costs(s_per_sequence=1e-2)
     prompt = prompt_of(list(range(1000)), 128)
     crowded = decode("crowded", num_decoding=5, costs=costs)
     full = decode("full", num_decoding=3, costs=costs, room_tokens=128, freed_tokens_per_s=100)
@@ -273,9 +262,7 @@ def test_a_longer_answer_needs_more_room() -> None:
 
 
 def test_a_slower_worker_gets_less() -> None:
-    slow = StepCosts(
-        s_overhead=0.0, s_per_token=2e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-    )
+    slow = step_costs(s_per_token=2e-3)
     pool = [prefill("slow", costs=slow), prefill("quick", 0.5), decode("d")]
     assert chosen(pool, "split")[0] == "quick"
     assert chosen([*pool[:1], prefill("quick", 1.1), decode("d")], "split")[0] == "slow"
@@ -322,9 +309,7 @@ def test_pairs_of_tokens_make_pulling_worth_more() -> None:
     pool = [
         prefill(
             "p",
-            costs=StepCosts(
-                s_overhead=0.0, s_per_token=1e-3, s_per_pair=2e-6, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-            ),
+            costs=step_costs(s_per_token=1e-3, s_per_pair=2e-6),
         ),
         decode("d"),
         decode("owner", 9.0, 320),
@@ -425,20 +410,7 @@ CANDIDATES = st.fixed_dictionaries(
         "num_kv_tokens": TOKENS,
         "room_tokens": st.integers(-2000, 2000),
         "freed_tokens_per_s": st.sampled_from([0.0, 100.0, math.inf]),
-        "costs": st.sampled_from(
-            [
-                COSTS,
-                PRIOR,
-                StepCosts(
-                    s_overhead=0.0,
-                    s_per_token=0.0,
-                    s_per_pair=0.0,
-                    s_weights=0.0,
-                    s_per_sequence=0.0,
-                    s_per_kv_token=0.0,
-                ),
-            ]
-        ),
+        "costs": st.sampled_from([COSTS, PRIOR, step_costs()]),
         "chunk_tokens": st.sampled_from([1, 512]),
     }
 )

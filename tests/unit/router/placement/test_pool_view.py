@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 
 from baton.cluster import BlockCounts, Role, Worker, WorkerLoad, WorkerState
-from baton.costs import PRIOR, StepCosts
+from baton.costs import PRIOR
 from baton.messages import SequenceSpec
-from baton.sampling import SamplingParams
 from router.placement import Candidate, Job, Prompt, Turn
 from router.placement.pool_view import SUSPICION_S, PoolView
 from tests.support import builders
 
-COSTS = StepCosts(
-    s_overhead=0.0, s_per_token=1e-3, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-)
+COSTS = builders.step_costs(s_per_token=1e-3)
 """A token takes a millisecond."""
 BLOCKS = BlockCounts(total=100, free=100)
 LOAD = WorkerLoad(state=WorkerState.READY, blocks=BLOCKS, costs=COSTS)
@@ -56,15 +53,7 @@ def job(num_tokens: int, turn: Turn = NORMAL) -> Job:
 
 
 def sequence(num_prompt_tokens: int, max_tokens: int) -> SequenceSpec:
-    token_ids = tuple(range(num_prompt_tokens))
-    return SequenceSpec(
-        request_id="r",
-        choice_index=0,
-        token_ids=token_ids,
-        num_prompt_tokens=num_prompt_tokens,
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
-        cache_seed=b"seed",
-    )
+    return builders.sequence_spec(range(num_prompt_tokens), max_tokens=max_tokens)
 
 
 def view(held: dict[str, int] | None = None) -> tuple[PoolView, Clock]:

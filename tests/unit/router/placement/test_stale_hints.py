@@ -8,23 +8,14 @@ import pytest
 
 from baton.blocks import block_keys
 from baton.cluster import Role
-from baton.messages import SequenceSpec
-from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
 from kvstore.index import BlockEvent, Mirror, Op
 from router.placement import Prompt
 from router.placement.stale_hints import HintTracker
-from tests.support.builders import cluster_status, worker
+from tests.support.builders import cluster_status, sequence_spec, worker
 
 WORKER = worker("w", Role.PREFILL, epoch=1, block_size=16)
-SPEC = SequenceSpec(
-    request_id="r",
-    choice_index=0,
-    token_ids=tuple(range(100)),
-    num_prompt_tokens=100,
-    sampling=SamplingParams(max_tokens=9, temperature=0.0, seed=0),
-    cache_seed=b"seed",
-)
+SPEC = sequence_spec(range(100))
 PROMPT = Prompt(100, tuple(block_keys(SPEC.cache_seed, SPEC.token_ids)))
 
 

@@ -10,7 +10,6 @@ import pytest
 from opentelemetry.context import Context
 
 from baton.errors import StoreUnavailable, WorkerFailed
-from baton.messages import SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
 from baton.tasks import cancel_and_wait
 from kvstore.index import MemoryStore
@@ -19,18 +18,13 @@ from router.admission.tenants import Tenant
 from router.dispatch.choice import Choice, ChoiceGroup
 from router.prompt import SequenceBuilder
 from router.request.resume import READ_S, Call, Journal, digest_of, with_delivered
+from tests.support.builders import sequence_spec
 from tests.unit.router.dispatch.scripted_workers import CLAIM, new_choice
 
 KEY = RecordKey("acme", "r")
 DIGEST = b"d" * 16
-SPEC = SequenceSpec(
-    request_id="r",
-    choice_index=0,
-    token_ids=(1, 2, 3),
-    num_prompt_tokens=3,
-    sampling=SamplingParams(max_tokens=50, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=7, stop_token_ids=(4,)),
-    cache_seed=b"seed",
-)
+SAMPLING = SamplingParams(max_tokens=50, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=7, stop_token_ids=(4,))
+SPEC = sequence_spec((1, 2, 3), sampling=SAMPLING)
 
 
 class Records(MemoryRecords):

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.blocks import block_keys
-from baton.costs import PRIOR, StepCosts
+from baton.costs import PRIOR
 from baton.engine.core.block_pool import Removed, Stored
 from baton.engine.core.engine import Engine
 from baton.engine.core.outputs import Admitted, Generated, Output, Pin, Preempted, Reserved
@@ -26,34 +27,22 @@ from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens, mod
 from baton.engine.model.kv_cache import KVCache
 from baton.errors import InvalidRequest
 from baton.messages import SequenceSpec
-from baton.sampling import FinishReason, SamplingParams
+from baton.sampling import FinishReason
+from tests.support.builders import sequence_spec, step_costs
 
 BLOCK = 16
 
 
 def make_spec(
-    token_ids: Iterable[int],
-    max_tokens: int = 8,
-    *,
-    name: str = "r",
-    num_prompt_tokens: int | None = None,
-    stop_token_ids: tuple[int, ...] = (),
-    ignore_eos: bool = True,
-    cache_seed: bytes = b"tenant",
-    attempt: int = 0,
+    token_ids: Iterable[int], max_tokens: int = 8, *, name: str = "r", cache_seed: bytes = b"tenant", **values: Any
 ) -> SequenceSpec:
-    tokens = tuple(token_ids)
-    return SequenceSpec(
-        request_id=name,
-        choice_index=0,
-        token_ids=tokens,
-        num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
-        sampling=SamplingParams(
-            max_tokens=max_tokens or None, temperature=0.0, seed=0, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
-        ),
-        cache_seed=cache_seed,
-        attempt=attempt,
-    )
+    """A greedy sequence.
+
+    Args:
+        max_tokens: 0: of a prefix that is only received.
+        values: further ones of `sequence_spec`.
+    """
+    return sequence_spec(tuple(token_ids), name, max_tokens=max_tokens or None, cache_seed=cache_seed, **values)
 
 
 def make_engine(
@@ -1078,9 +1067,7 @@ def test_a_step_has_a_size() -> None:
 
 def test_an_engine_learns_what_its_steps_cost_and_plans_with_it() -> None:
     """Steps take what some worker's would; after a few of them the engine predicts those that it has not seen."""
-    truth = StepCosts(
-        s_overhead=0.02, s_per_token=0.001, s_per_pair=0.0, s_weights=0.03, s_per_sequence=0.002, s_per_kv_token=0.0
-    )
+    truth = step_costs(s_overhead=0.02, s_per_token=0.001, s_weights=0.03, s_per_sequence=0.002)
     engine = make_engine(num_blocks=256, max_num_batched_tokens=128)
     assert engine.load().costs == engine.scheduler.costs == PRIOR
     for number, num_tokens in enumerate((100, 70, 125, 40, 90, 60, 110, 80)):

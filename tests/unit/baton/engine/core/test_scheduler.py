@@ -18,6 +18,7 @@ from baton.engine.core.runner import StepInput
 from baton.engine.core.scheduler import LEAST_STEP, Schedule, Scheduler, SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.step_fit import StepSize
+from tests.support.builders import step_costs
 from tests.unit.baton.engine.core.test_engine import make_spec, num_blocks
 
 EOS: frozenset[int] = frozenset()
@@ -419,9 +420,7 @@ def test_a_preempted_sequence_whose_kv_was_received_waits_for_the_budget_like_an
 
 # -- who comes first ---------------------------------------------------------------------------------------------------
 
-COSTS = StepCosts(
-    s_overhead=1.0, s_per_token=0.125, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-)
+COSTS = step_costs(s_overhead=1.0, s_per_token=0.125)
 """40 tokens alone take 6 s, 64 take 9 s."""
 
 

@@ -16,6 +16,7 @@ from baton.engine.core.step_fit import StepFit, StepSize
 from baton.fit import CostFit
 from baton.sampling import SamplingParams
 from router.placement import DEFAULT_PRICES, PriceFit
+from tests.support.builders import step_costs
 
 COSTS = StepCosts(
     s_overhead=1.0, s_per_token=0.5, s_per_pair=0.25, s_weights=8.0, s_per_sequence=2.0, s_per_kv_token=0.125
@@ -57,9 +58,7 @@ def test_workers_that_differ_a_little_are_taken_to_be_alike() -> None:
         assert believed(times(factor), COSTS) == times(factor)
     only_decodes_slower = replace(COSTS, s_per_kv_token=2 * COSTS.s_per_kv_token)
     assert believed(only_decodes_slower, COSTS) == only_decodes_slower
-    free = StepCosts(
-        s_overhead=0.0, s_per_token=0.0, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-    )
+    free = step_costs()
     assert believed(free, free) == free
     assert believed(COSTS, free) == COSTS
 
@@ -90,9 +89,7 @@ def test_what_a_step_has_left_for_prompts() -> None:
 def test_as_many_tokens_are_computed_as_the_time_allows(
     computing_s: float, num_context: int, at_most: int, s_per_pair: float
 ) -> None:
-    costs = StepCosts(
-        s_overhead=0.0, s_per_token=0.5, s_per_pair=s_per_pair, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-    )
+    costs = step_costs(s_per_token=0.5, s_per_pair=s_per_pair)
     num_tokens = costs.tokens_within(computing_s, num_context, at_most)
     assert 0 <= num_tokens <= at_most
     took_s = costs.step_s(num_tokens, num_tokens * (2 * num_context + num_tokens) // 2, 0, 0)
@@ -104,12 +101,8 @@ def test_as_many_tokens_are_computed_as_the_time_allows(
 
 
 def test_who_computes_for_nothing_computes_all() -> None:
-    assert (
-        StepCosts(
-            s_overhead=1.0, s_per_token=0.0, s_per_pair=0.0, s_weights=1.0, s_per_sequence=1.0, s_per_kv_token=1.0
-        ).tokens_within(0.0, 10, 7)
-        == 7
-    )
+    costs = step_costs(s_overhead=1.0, s_weights=1.0, s_per_sequence=1.0, s_per_kv_token=1.0)
+    assert costs.tokens_within(0.0, 10, 7) == 7
 
 
 # The fit.
@@ -407,9 +400,7 @@ def test_a_worker_that_never_decodes_learns_what_prompts_take(times: float) -> N
 
 
 def test_an_overhead_that_prompts_show_is_not_bounded_by_decoding_that_was_never_seen() -> None:
-    true = StepCosts(
-        s_overhead=5e-2, s_per_token=5e-5, s_per_pair=5e-9, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-    )
+    true = step_costs(s_overhead=5e-2, s_per_token=5e-5, s_per_pair=5e-9)
     rng = random.Random(1)
     fit = StepFit()
     for _ in range(1000):

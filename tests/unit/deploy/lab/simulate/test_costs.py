@@ -27,11 +27,10 @@ from deploy.lab.simulate.worker import WorkerShape
 from deploy.lab.simulate.world import World
 from deploy.lab.traces.trace import Trace, TraceRequest
 from router.placement import Objective
+from tests.support.builders import step_costs
 
 BLOCK = 16
-STEPS = StepCosts(
-    s_overhead=1.0, s_per_token=0.1, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-)
+STEPS = step_costs(s_overhead=1.0, s_per_token=0.1)
 """A step takes 1 s and 0.1 s a token."""
 SLOW_STEPS = replace(STEPS, s_per_token=0.2)
 COSTS = CostModel(steps=STEPS, transfer_latency_s=0.25, transfer_s_per_token=0.0)
@@ -235,9 +234,7 @@ def test_transfers_cost_what_came_after_first_tokens() -> None:
 
 def test_a_slow_prefill_worker_learns_its_overhead() -> None:
     """It never decodes, so no prior for decoding may bound what its steps take."""
-    true = StepCosts(
-        s_overhead=0.05, s_per_token=2e-3, s_per_pair=3e-7, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-    )
+    true = step_costs(s_overhead=0.05, s_per_token=2e-3, s_per_pair=3e-7)
     fit = StepFit()
     for num_new in (17, 400, 90, 33, 250, 60, 512, 20) * 10:
         size = StepSize(num_new, num_new * num_new // 2)

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config import RouterConfig
-from baton.costs import StepCosts
 from deploy.lab.simulate.costs import GPUS, MODELS, CostModel, roofline
 from deploy.lab.simulate.flight import Served
 from deploy.lab.simulate.policy import RoutingDecision, WorkerView
@@ -22,13 +21,12 @@ from deploy.lab.simulate.worker import SimulatedWorker, WorkerShape
 from deploy.lab.simulate.world import World
 from deploy.lab.traces.trace import Trace, TraceRequest
 from router.placement import Objective, Prices
+from tests.support.builders import step_costs
 
 torch.set_num_threads(1)
 
 BLOCK = 16
-STEPS = StepCosts(
-    s_overhead=1.0, s_per_token=0.1, s_per_pair=0.0, s_weights=0.0, s_per_sequence=0.0, s_per_kv_token=0.0
-)
+STEPS = step_costs(s_overhead=1.0, s_per_token=0.1)
 COSTS = CostModel(steps=STEPS, transfer_latency_s=0.25, transfer_s_per_token=0.125)
 """A step takes 1 s and 0.1 s a token."""
 
@@ -396,9 +394,7 @@ def test_workers_learn_in_the_arena_what_their_steps_cost() -> None:
 
 # The router's own placement and admission
 
-HIDDEN = StepCosts(
-    s_overhead=0.0, s_per_token=0.1, s_per_pair=0.0, s_weights=1.0, s_per_sequence=0.0, s_per_kv_token=0.0
-)
+HIDDEN = step_costs(s_per_token=0.1, s_weights=1.0)
 """Up to ten sequences decode in the time of one."""
 FREE = Prices(0.0, 0.0, 0.0, 0.0)
 
@@ -455,9 +451,7 @@ def test_the_routers_own_admission_refuses_who_would_be_late_until_there_is_room
 def test_who_is_faster_than_one_would_think_does_not_get_everything() -> None:
     """Sparse prompts that have nothing in common. Once the first is computed, one worker is known to be quick."""
     quick = CostModel(
-        steps=StepCosts(
-            s_overhead=1e-5, s_per_token=1e-6, s_per_pair=0.0, s_weights=1e-5, s_per_sequence=1e-6, s_per_kv_token=0.0
-        ),
+        steps=step_costs(s_overhead=1e-5, s_per_token=1e-6, s_weights=1e-5, s_per_sequence=1e-6),
         transfer_latency_s=1e-3,
         transfer_s_per_token=0.0,
     )

@@ -2,7 +2,7 @@
 
 `recorded_frames/VERSION.json` holds, by name, the bytes that the product of that version wrote: messages and headers in
 hexadecimal, leases as text. What both sides work out for themselves, and must work out alike, is held as well. A file
-is never written again; a new release adds one (`python -m tests.unit.test_recorded_frames` writes it).
+is never written again; a new release adds one (`python -m tests.unit.baton.test_recorded_frames` writes it).
 """
 
 from __future__ import annotations
