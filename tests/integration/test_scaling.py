@@ -158,7 +158,7 @@ def test_orders_that_cannot_be_are_refused_with_a_sentence(cluster: Cluster) -> 
         (lambda: client.scale("decoding", 2), InvalidRequest, "there are prefill, decode"),
         (lambda: client.scale("decode", 0), InvalidRequest, "at least 1 decode worker"),
         (lambda: client.scale("prefill", 300), InvalidRequest, "at most 256 workers"),
-        (lambda: client.drain("decode-77"), InvalidRequest, f"no worker is called 'decode-77'; there are {decode}"),
+        (lambda: client.drain("decode-77"), InvalidRequest, f"no worker is called 'decode-77'; there are .*{decode}"),
         (lambda: client.set_role("decode-77", "prefill"), InvalidRequest, "no worker is called"),
         (lambda: client.set_role(decode, "both"), InvalidRequest, "there are prefill, decode"),
         (lambda: client.set_role(decode, "prefill"), Conflict, "the last ready worker of the decode pool"),
