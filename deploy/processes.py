@@ -42,6 +42,20 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], Non
     return lambda: die_with(parent, number)
 
 
+def writes_beside(before_exec: Callable[[], None] | None) -> Callable[[], None]:
+    """A `preexec_fn` for a child in a process group of its own that writes to our terminal; calls another one first.
+
+    The child ignores SIGTTOU, with which the kernel would stop it at its first line after `stty tostop`.
+    """
+
+    def run() -> None:
+        if before_exec is not None:
+            before_exec()
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+
+    return run
+
+
 def tell_parent(ready_fd: int, **values: object) -> None:
     """Reports to the parent: one line of JSON on an inherited descriptor, for which the parent waits."""
     with os.fdopen(ready_fd, "w") as reports:

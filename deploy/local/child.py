@@ -15,7 +15,7 @@ from typing import Any
 from baton.errors import ConfigError
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
-from deploy.processes import APART, STABLE_S, die_with_parent, module_command
+from deploy.processes import APART, STABLE_S, die_with_parent, module_command, writes_beside
 
 logger = logging.getLogger(__name__)
 RESTART_S = 0.5
@@ -70,7 +70,7 @@ class Child:
             *report_to,
             env=self._environment,
             pass_fds=[ready_fd] if ready_fd is not None else [],
-            preexec_fn=die_with_parent(self._on_orphaned),
+            preexec_fn=writes_beside(die_with_parent(self._on_orphaned)),
             process_group=APART,  # Ctrl-C reaches us, and we end the children in order
         )
 

@@ -32,7 +32,7 @@ STREAM_MAX_EVENTS = 150
 MAX_PROMPT_TOKENS = 200
 STEP_MS = 4.0
 NUM_TOKENS, NUM_LONG_TOKENS, LONG_EVERY = 4, 100, 16
-"""Of an answer, and of one in so many, which takes so long that routers note it in Redis."""
+"""Tokens of an answer, and of one in so many, which takes so long that routers note it in Redis."""
 LEAVES_EVERY = 5
 """One client in so many leaves after the first token."""
 FORGOTTEN_S = 30.0
@@ -41,7 +41,7 @@ MIB = 2**20
 UNTRIMMED = 100
 """Redis keeps as many events more than it is told: it trims by whole nodes of a hundred."""
 MOST_RSS_MIB = 4.0
-"""By which a process may grow over the second half: allocators take memory in steps."""
+"""Memory by which a process may grow over the second half: allocators take it in steps."""
 MOST_REDIS_MIB = 0.5
 
 
@@ -50,7 +50,7 @@ class Entry:
     """What there is after a part of the requests."""
 
     rss_mib: dict[str, float]
-    """Of each process, by name."""
+    """Resident memory of each process, by name."""
     num_keys: int
     """In Redis, without those of requests whose client has left: these stay for a minute."""
     num_events: int

@@ -246,4 +246,7 @@ def test_a_long_answer_outlives_more_workers_than_may_fail_in_a_row(fleets: Flee
         heard = listen(fleet.inference.Generate(wire.generate_request(request), timeout=120), kill)
         assert [choice.token_ids for choice in heard.answer.choices] == asks.expected(request)
         assert num_killed == num_deaths
-        assert heard.retries >= num_deaths, "one that died did not serve it"
+        # A worker that has just died may be met once more before all know of it.
+        assert num_deaths <= heard.retries <= 2 * num_deaths, (
+            "one that died did not serve it, or was met again and again"
+        )

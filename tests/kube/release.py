@@ -32,7 +32,7 @@ SERVING_POOLS = Resource("baton.dev", "servingpools")
 TIMEOUT_S = 240
 """On a busy machine `ray start` gives up after 30 s, and is started again, more than once."""
 NUM_CLIENTS, NUM_TOKENS = 3, 60
-"""Of the load, and of each of its answers."""
+"""Clients of the load, and tokens of each answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ SCOPES = dict.fromkeys(ONE_CLUSTER, "one cluster") | dict.fromkeys(ONE_CHART, "o
 """What files share, and so a process. (xdist's own groups have no effect with pytest 9.2.)"""
 
 IN_PARTS = {"tests/integration/test_admission.py"}
-"""Of which each parameter has a cluster of its own, and may have a process of its own."""
+"""Files in which each parameter has a cluster of its own, and may have a process of its own."""
 
 
 class ByFile(LoadFileScheduling):  # type: ignore[misc]

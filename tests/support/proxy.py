@@ -36,7 +36,7 @@ NOTHING = Way(0)
 @dataclass(eq=False, slots=True)
 class _Connection:
     port: int
-    """Of the client's end."""
+    """Port of the client's end."""
     cut: Way = NOTHING
     pumps: dict[Way, asyncio.Task[None]] = field(default_factory=dict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -30,6 +31,11 @@ async def part_of_the_cluster(folder: Path) -> AsyncIterator[None]:
         await child.stop(10.0)
 
 
+def ignores(pid: int, number: signal.Signals) -> bool:
+    _, _, mask = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")
+    return bool(int(mask.split()[0], 16) & 1 << number - 1)
+
+
 @pytest.mark.parametrize("running", [redis, part_of_the_cluster])
 async def test_a_child_is_out_of_ctrl_c_s_reach_and_in_our_session(
     running: Callable[[Path], contextlib.AbstractAsyncContextManager[None]], tmp_path: Path
@@ -40,3 +46,11 @@ async def test_a_child_is_out_of_ctrl_c_s_reach_and_in_our_session(
         (child,) = {process.pid for process in psutil.Process().children()} - before
         assert os.getpgid(child) != os.getpgid(0)
         assert os.getsid(child) == os.getsid(0)
+
+
+async def test_a_child_may_write_to_a_terminal_that_stops_others_for_it(tmp_path: Path) -> None:
+    """Regression: after `stty tostop` the router was stopped at its first log line, and the cluster never ready."""
+    before = {process.pid for process in psutil.Process().children()}
+    async with part_of_the_cluster(tmp_path):
+        (child,) = {process.pid for process in psutil.Process().children()} - before
+        assert ignores(child, signal.SIGTTOU)
