@@ -35,15 +35,16 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def trace_receiver() -> Iterator[tuple[TraceReceiver, str]]:
     receiver = TraceReceiver()
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield receiver, f"127.0.0.1:{port}"
-    server.stop(None)
+    with futures.ThreadPoolExecutor(2) as threads:
+        server = grpc.server(threads)
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield receiver, f"127.0.0.1:{port}"
+        server.stop(None).wait()
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +63,15 @@ def own_file(module: str) -> tuple[str, str]:
     return f"{module}.py", f"raise SystemExit('this is my own {module}.py')"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def arithmetic_cluster(
     model_dir: Path, trace_receiver: tuple[TraceReceiver, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     """Two workers a pool with the model that can be worked out by hand: plumbing only.
 
-    One for all files of `ONE_CLUSTER`. A test leaves two workers ready in each pool, and a router. It is started in a
-    folder of a user's modules, and to Ray's memory monitor the machine is full: where it runs, it kills worker after
-    worker.
+    One for all files of `ONE_CLUSTER`, gone before another folder's test counts this process's threads. A test leaves
+    two workers ready in each pool, and a router. It is started in a folder of a user's modules, and to Ray's memory
+    monitor the machine is full: where it runs, it kills worker after worker.
     """
     folder = tmp_path_factory.mktemp("a folder of modules")
     for name, text in map(own_file, OWN_MODULES):
