@@ -27,6 +27,7 @@ from deploy.ray_pools.actor import POOL_LABEL
 from deploy.ray_pools.actors import ANSWER_S
 from tests.integration.cluster import Cluster, free_port, running_cluster
 from tests.integration.test_scaling import SETTINGS, has, pids, serves
+from tests.support.processes import command_line
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.chaos
@@ -202,9 +203,7 @@ def memory_share(pid: int) -> float:
 
 
 def _is_worker(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return "deploy.worker" in process.cmdline()
-    return False
+    return "deploy.worker" in command_line(process)
 
 
 def test_workers_of_a_lost_node_come_back_on_another(
@@ -251,6 +250,6 @@ def test_workers_of_a_lost_node_come_back_on_another(
             started = again.processes()
             again.stop(signal.SIGKILL)
         _, alive = psutil.wait_procs([*started, *nodes.workers()], timeout=30)
-        assert not alive, f"left behind: {[process.cmdline() for process in alive]}"
+        assert not alive, f"left behind: {[command_line(process) for process in alive]}"
     finally:
         nodes.close()

@@ -22,6 +22,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.operator.client import Client
 from deploy.processes import APART, die_with_parent
 from tests.support.logs import forget, show_on_failure
+from tests.support.processes import command_line
 from tests.support.waiting import wait_until
 
 READY = re.compile(r"BATON READY grpc=(\S+) http=(\S+)")
@@ -196,4 +197,4 @@ def running_cluster(*args: str, **settings: str) -> Iterator[Cluster]:
         raise
     assert cluster.stop() == 0
     _, alive = psutil.wait_procs(started, timeout=10)
-    assert not alive, f"left behind: {[process.cmdline() for process in alive]}"
+    assert not alive, f"left behind: {[command_line(process) for process in alive]}"

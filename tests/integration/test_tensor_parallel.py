@@ -46,6 +46,7 @@ from tests.integration.test_engine_models import (
     same_up_to_near_ties,
     save_tiny,
 )
+from tests.support.processes import command_line
 
 pytestmark = pytest.mark.integration
 
@@ -186,7 +187,7 @@ class RankedFleet:
 
     def other_ranks(self, worker_id: str) -> list[psutil.Process]:
         children = psutil.Process(self.fleet.workers[worker_id].pid).children()
-        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        return [child for child in children if "spawn_main" in " ".join(command_line(child))]
 
     def ask(self, num_tokens: int, max_tokens: int, request_id: str = "") -> tuple[Reference, Iterator[list[int]]]:
         """A new prompt: what `generate` says, and the tokens that come here, message by message."""

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.kube.release import NAME, NAMESPACE, TIMEOUT_S, Release, kube_cluster, load_on
+from tests.support.processes import command_line
 
 pytestmark = [
     pytest.mark.first,
@@ -150,7 +151,7 @@ def uninstall_leaves_nothing(release: Release) -> None:
     left = json.loads(release.kubectl("get", f"{kinds},poddisruptionbudgets", "-n", NAMESPACE, "-o", "json"))["items"]
     assert [(item["kind"], item["metadata"]["name"]) for item in left if item["metadata"]["name"] != "default"] == []
     release.wait_for(
-        lambda: not [c for c in psutil.Process().children(recursive=True) if "deploy.worker" in command(c)]
+        lambda: not [c for c in psutil.Process().children(recursive=True) if "deploy.worker" in command_line(c)]
     )
 
 
@@ -162,10 +163,3 @@ def pids(release: Release) -> dict[str, int]:
 def is_ready(pod: dict[str, Any]) -> bool:
     conditions = pod.get("status", {}).get("conditions", [])
     return any((each["type"], each["status"]) == ("Ready", "True") for each in conditions)
-
-
-def command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
