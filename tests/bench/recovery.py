@@ -24,6 +24,7 @@ from tests.bench.report import Report, Table
 from tests.chaos import asks
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.chaos.phases import LINK_DELAY_MS, STEP_S, Phase, cancel_bench, cancel_fleet
+from tests.support.asking import prompt_of
 
 WORKER_STEP_MS = 10.0
 NUM_PROMPT_TOKENS = (100, 2000)
@@ -103,7 +104,7 @@ def _recoveries(mode: str, num_prompt_tokens: int, number: signal.Signals, num_t
 
 def _recovery(fleet: Fleet, request_id: str, num_prompt_tokens: int, number: signal.Signals) -> Recovery:
     """Afterwards the worker is gone, and another one is ready in its place."""
-    prompt = asks.prompt_of(zlib.crc32(request_id.encode()), num_prompt_tokens)
+    prompt = prompt_of(zlib.crc32(request_id.encode()), num_prompt_tokens)
     request = replace(asks.greedy(prompt, NUM_TOKENS), request_id=request_id)
     num_tokens, victim, failed_at = 0, "", 0.0
     heard_s: list[float] = []

@@ -6,7 +6,6 @@ cache is left out: that depends on who has died before.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from baton.api import GenerateChunk, GenerateRequest, Text, TokenIds
 from baton.engine.model.arithmetic import drawn, modulus
 from baton.sampling import SamplingParams
 from baton.v1 import inference_pb2
+from tests.support.asking import prompt_of
 
 VOCAB_SIZE = 49152
 """Of the arithmetic model, as everywhere."""
@@ -84,10 +84,6 @@ def listen(
     )
     answer = Answer(choices, part.usage.prompt_tokens, part.usage.completion_tokens)
     return Listening(answer, part.timing.retries, gap_s)
-
-
-def prompt_of(seed: int, num_tokens: int) -> list[int]:
-    return random.Random(seed).choices(range(1, MODULUS), k=num_tokens)
 
 
 def greedy(prompt: Sequence[int], num_tokens: int) -> GenerateRequest:

@@ -28,6 +28,7 @@ from deploy.worker.member import Member
 from deploy.worker.process import running
 from tests.chaos import asks
 from tests.chaos.fleet import NUM_LAYERS, START_TIMEOUT_S, Fleet, running_fleet
+from tests.support.asking import prompt_of
 from tests.support.waiting import until, wait_until
 
 STEP_S = 0.02
@@ -102,14 +103,14 @@ class CancelBench:
 
     async def _left_in(self, phase: Phase) -> float | None:
         """None: it has ended before it was seen in that phase."""
-        prompt = asks.prompt_of(7000 + next(self._numbers), NUM_PROMPT_TOKENS)
+        prompt = prompt_of(7000 + next(self._numbers), NUM_PROMPT_TOKENS)
         others: list[Stream] = []
         if phase is Phase.PULLING:
-            for cached in (prompt, asks.prompt_of(8000 + next(self._numbers), NUM_PROMPT_TOKENS)):
+            for cached in (prompt, prompt_of(8000 + next(self._numbers), NUM_PROMPT_TOKENS)):
                 await self._ask(cached, 2).end()
             await asyncio.sleep(0.6)  # until the router has heard of what is cached and of what no longer is
         if phase is Phase.QUEUED:
-            others.append(self._ask(asks.prompt_of(9000, 100), 1500))
+            others.append(self._ask(prompt_of(9000, 100), 1500))
             await until(lambda: others[0].num_tokens > 1, PHASE_TIMEOUT_S)
         stream = self._ask(prompt, 200)
         await until(lambda: self._is_in(phase, stream) or stream.has_ended, PHASE_TIMEOUT_S, every_s=POLL_S)

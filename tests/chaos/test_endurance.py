@@ -21,6 +21,7 @@ from tests.chaos import asks
 from tests.chaos.asks import listen
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import is_idle
+from tests.support.asking import prompt_of
 from tests.support.waiting import wait_until
 
 NUM_CLIENTS = 8
@@ -102,7 +103,7 @@ class Load:
         self._fleet = fleet
 
     def ask(self, number: int) -> None:
-        prompt = asks.prompt_of(number % 7, 64) + asks.prompt_of(number, 16 + number % MAX_PROMPT_TOKENS)
+        prompt = prompt_of(number % 7, 64) + prompt_of(number, 16 + number % MAX_PROMPT_TOKENS)
         num_tokens = NUM_TOKENS if number % LONG_EVERY else NUM_LONG_TOKENS
         request = replace(asks.seeded(prompt, num_tokens, seed=number), request_id=f"endures-{number}")
         parts = self._fleet.inference.Generate(wire.generate_request(request), timeout=60)

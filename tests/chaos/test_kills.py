@@ -21,7 +21,7 @@ from tests.chaos import asks
 from tests.chaos.asks import Listening, listen
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import is_idle
-from tests.support.asking import metric
+from tests.support.asking import metric, prompt_of
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
@@ -149,8 +149,8 @@ def killing(fleet: Fleet, role: Role, faults: str = "") -> Iterator[Killer]:
 
 REQUESTS: dict[str, Callable[[], GenerateRequest]] = {
     "greedy": lambda: asks.of_split_character(NUM_TOKENS),
-    "seeded": lambda: asks.seeded(asks.prompt_of(2, 50), NUM_TOKENS, seed=11),
-    "stop string": lambda: asks.seeded(asks.prompt_of(3, 50), 3 * NUM_TOKENS // 2, seed=12),
+    "seeded": lambda: asks.seeded(prompt_of(2, 50), NUM_TOKENS, seed=11),
+    "stop string": lambda: asks.seeded(prompt_of(3, 50), 3 * NUM_TOKENS // 2, seed=12),
 }
 
 
@@ -196,7 +196,7 @@ def test_the_prefill_worker_dies(fleets: Fleets, after_tokens: int, link_delay_m
         unfinished = []
         num_retried = 0
         for number in range(20):
-            request = asks.seeded(asks.prompt_of(100 + number, NUM_LONG_PROMPT_TOKENS), 8, seed=number)
+            request = asks.seeded(prompt_of(100 + number, NUM_LONG_PROMPT_TOKENS), 8, seed=number)
             killed = killer.ask_and_kill(request, after_tokens, delay_s=number * 2e-3)
             assert [choice.token_ids for choice in killed.heard.answer.choices] == asks.expected(request)
             assert killed.heard.answer == killer.ask(request).answer
@@ -223,7 +223,7 @@ def test_a_long_answer_outlives_more_workers_than_may_fail_in_a_row(fleets: Flee
     num_deaths, num_between = 6, 70
     with killing(fleets("split"), Role.DECODE) as killer:
         fleet = killer.fleet
-        request = asks.seeded(asks.prompt_of(4, 50), (num_deaths + 3) * num_between, seed=13)
+        request = asks.seeded(prompt_of(4, 50), (num_deaths + 3) * num_between, seed=13)
         num_killed = 0
         placed_before = placements_on(fleet)
 

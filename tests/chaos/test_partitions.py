@@ -24,6 +24,7 @@ from tests.chaos import asks
 from tests.chaos.asks import Listening, listen
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import is_idle
+from tests.support.asking import prompt_of
 from tests.support.proxy import Proxy, Way
 from tests.support.waiting import wait_until
 
@@ -72,7 +73,7 @@ class Streams:
 
     def ask(self, num_tokens: int = NUM_TOKENS) -> Asked:
         number = next(_NUMBERS)
-        request = asks.seeded(asks.prompt_of(number, NUM_PROMPT_TOKENS), num_tokens, seed=number)
+        request = asks.seeded(prompt_of(number, NUM_PROMPT_TOKENS), num_tokens, seed=number)
         request = replace(request, request_id=f"cut-{number}")
         asked = Asked(request.request_id, asks.expected(request))
         parts = self._fleet.inference.Generate(wire.generate_request(request), timeout=HANGS_S)

@@ -28,6 +28,7 @@ from deploy.operator.client import Client
 from tests.chaos import asks
 from tests.chaos.asks import Answer, listen
 from tests.integration.cluster import Cluster, is_idle, running_cluster
+from tests.support.asking import prompt_of
 from tests.support.load import Clients, Requests
 from tests.support.waiting import wait_until
 
@@ -60,12 +61,12 @@ def requests() -> list[GenerateRequest]:
     """Short and long, greedy and seeded, one choice and several, ids and text."""
     rng = random.Random(4)
     sizes = [(20, 16), (40, 200), (300, 60), (900, 24), (1500, 400), (60, 700)]
-    prompts = [(asks.prompt_of(number, size), num_tokens) for number, (size, num_tokens) in enumerate(sizes)]
-    shared = asks.prompt_of(50, 640)
+    prompts = [(prompt_of(number, size), num_tokens) for number, (size, num_tokens) in enumerate(sizes)]
+    shared = prompt_of(50, 640)
     return [
         *(asks.greedy(prompt, num_tokens) for prompt, num_tokens in prompts),
         *(asks.seeded(prompt, num_tokens, seed=rng.randrange(2**40)) for prompt, num_tokens in prompts),
-        *(asks.seeded(shared + asks.prompt_of(60 + number, 30), 40, seed=number, n=3) for number in range(3)),
+        *(asks.seeded(shared + prompt_of(60 + number, 30), 40, seed=number, n=3) for number in range(3)),
         *(asks.of_text(f"{number}. {asks.MANY_BYTES}", 80, seed=number) for number in range(3)),
         asks.of_split_character(30),
     ]

@@ -22,6 +22,7 @@ from baton.v1 import inference_pb2_grpc
 from tests.chaos import asks
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import is_idle
+from tests.support.asking import prompt_of
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.chaos
@@ -34,7 +35,7 @@ NUM_BLOCKS = 640
 ENDED = "ended by itself"
 MAX_IN_FLIGHT = 256
 """Choices; those of NUM_AT_ONCE requests stay below."""
-SHARED_PREFIXES = [asks.prompt_of(900 + number, 800) for number in range(8)]
+SHARED_PREFIXES = [prompt_of(900 + number, 800) for number in range(8)]
 """Long enough to be pulled by a worker that has none of them."""
 
 
@@ -73,7 +74,7 @@ class Seen:
 
 
 def plan(rng: random.Random) -> Plan:
-    prompt = asks.prompt_of(rng.randrange(10**9), rng.choice((5, 40, 300, 900)))
+    prompt = prompt_of(rng.randrange(10**9), rng.choice((5, 40, 300, 900)))
     if rng.random() < 0.4:
         prompt = rng.choice(SHARED_PREFIXES) + prompt
     request = asks.greedy(prompt, rng.randrange(2, 60))
@@ -145,7 +146,7 @@ def check_books(fleet: Fleet) -> None:
 
     Exactly 0: what it forgot to strike out it believes to be done long ago, but for what rounding leaves.
     """
-    probe = replace(asks.greedy(asks.prompt_of(1, 33), 1), request_id="probe")
+    probe = replace(asks.greedy(prompt_of(1, 33), 1), request_id="probe")
     fleet.inference.Generate(wire.generate_request(probe), timeout=30).__next__()
     (placed,) = fleet.client.explain("probe")
     assert {(option.wait_s, option.room_s) for option in placed.options} == {(0.0, 0.0)}, placed.options
@@ -162,7 +163,7 @@ def check_books(fleet: Fleet) -> None:
 
 
 async def _refusal(stub: inference_pb2_grpc.InferenceAsyncStub, number: int) -> grpc.StatusCode:
-    request = asks.greedy(asks.prompt_of(number, 8), 200)
+    request = asks.greedy(prompt_of(number, 8), 200)
     request = replace(request, sampling={**request.sampling, "n": 16})
     call = stub.Generate(wire.generate_request(request), timeout=120)
     with contextlib.suppress(grpc.aio.AioRpcError):

@@ -26,8 +26,9 @@ from kvstore.leases import RecordEnd, RecordEntry, RecordKey, RecordPart, RedisR
 from router.admission.tenants import DEFAULT_TENANT
 from router.answer.writer import REPLAY_TOKENS
 from router.request.resume import digest_of
-from tests.chaos.asks import MANY_BYTES, expected, greedy, of_split_character, prompt_of, seeded
+from tests.chaos.asks import MANY_BYTES, expected, greedy, of_split_character, seeded
 from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
+from tests.support.asking import prompt_of
 from tests.support.builders import sequence_spec
 from tests.support.waiting import wait_until
 
