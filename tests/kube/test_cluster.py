@@ -67,7 +67,7 @@ def live_through(release: Release, *days: Callable[[Release], None]) -> None:
             day(release)
         num_served = load.num_served
         release.wait_for(lambda: load.num_served > num_served + 10)
-        assert load.failures == [], release.picture()
+        assert load.failures == [], f"{load.failures}\n{release.picture()}"
     print(f"{load.num_served} requests, none failed")
     uninstall_leaves_nothing(release)
 

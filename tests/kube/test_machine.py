@@ -611,6 +611,7 @@ print(json.dumps({
         "HOSTNAME",
         "IP",
         "LD_PRELOAD",
+        "MACHINE_CONTAINER",
         "MACHINE_POD_IP",
         *env,
     } | ({"LC_CTYPE"} & set(found["env"]))

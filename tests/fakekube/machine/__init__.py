@@ -33,7 +33,7 @@ from tests.fakekube.machine.controllers import Controllers
 from tests.fakekube.machine.kubelet import Kubelet
 from tests.fakekube.machine.objects import EVENT, GPU, NODE, POD, SERVICE, name_of
 from tests.fakekube.machine.pod import Surroundings
-from tests.fakekube.machine.processes import Process, of_sessions
+from tests.fakekube.machine.processes import Process, of_containers
 from tests.fakekube.machine.proxy import Proxy
 from tests.fakekube.machine.service import endpoints
 from tests.fakekube.machine.view import View
@@ -87,7 +87,7 @@ class Machine:
         self._addresses = Addresses()
         self.folder = Path(tempfile.mkdtemp(prefix="k", dir="/tmp"))
         """Short: see `volumes`."""
-        self._sessions: set[int] = set()
+        self._marks: set[str] = set()
         self._failure: BaseException | None = None
         self._stopped = asyncio.Event()
         self._change = asyncio.Event()
@@ -142,7 +142,7 @@ class Machine:
         shutil.rmtree(self.folder)
         if self._failure is not None:
             raise self._failure
-        left = of_sessions(self._sessions)
+        left = of_containers(self._marks)
         assert not left, f"still running: {left}"
 
     def _work(self) -> None:
@@ -209,7 +209,7 @@ class Machine:
         return path
 
     def _started(self, process: Process) -> None:
-        self._sessions.add(process.pid)
+        self._marks.add(process.mark)
 
     def _report(self, pod: Object, reason: str, message: str) -> None:
         """Writes an Event, or counts it again."""

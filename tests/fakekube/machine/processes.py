@@ -7,18 +7,24 @@ import ctypes
 import os
 import signal
 import subprocess
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+MARK = "MACHINE_CONTAINER"
+"""Variable by which the processes of a container are known, whatever groups and sessions they have made."""
 _libc = ctypes.CDLL(None)
 
 
 class Process:
-    """Number 1 of a container: it leads a session of its own, and inherits the orphans among its descendants, as the
-    first process of a container does.
+    """Number 1 of a container: it leads a process group of its own, and inherits the orphans among its descendants, as
+    the first process of a container does.
+
+    It stays in the session of the tests: Linux weighs sessions against each other (`sched_autogroup`), and a Redis in a
+    small one answered nobody for seconds.
 
     Started on the event loop's thread, which must live as long as the process: it dies with that thread.
     """
@@ -26,21 +32,21 @@ class Process:
     def __init__(self, argv: list[str], environment: Mapping[str, str], cwd: Path, log: Path) -> None:
         """Raises OSError: there is no such program, or it cannot be run."""
         self._loop = asyncio.get_running_loop()
+        self.mark = uuid.uuid4().hex
         with log.open("ab") as output:
             self._popen = subprocess.Popen(
                 argv,
-                env=environment,
+                env={**environment, MARK: self.mark},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
                 preexec_fn=_before_exec(),
             )
         self.pid = self._popen.pid
         self.ended = asyncio.Event()
         """It is over; its descendants may live."""
-        self._known: list[psutil.Process] = []
         self._reap_lock = asyncio.Lock()
         self._watch = os.pidfd_open(self.pid)
         self._loop.add_reader(self._watch, self._on_end)
@@ -61,11 +67,10 @@ class Process:
     def terminate(self) -> None:
         """Tells it, and only it, to end."""
         if not self.ended.is_set():
-            self._known = descendants({self.pid})  # who has left the session cannot be found once it has ended
             os.kill(self.pid, signal.SIGTERM)
 
     async def _reap(self) -> int:
-        # Not before its session is empty, and nowhere else (Popen's own methods reap): till then the number is its own.
+        # Not before the others are gone, and nowhere else (Popen's own methods reap): till then the number is its own.
         async with self._reap_lock:
             if self._popen.returncode is None:
                 await self._kill_others()
@@ -75,7 +80,7 @@ class Process:
         return status if status >= 0 else 128 - status
 
     async def _kill_others(self) -> None:
-        while others := descendants({self.pid} | {process.pid for process in self._known if process.is_running()}):
+        while others := [process for process in of_containers({self.mark}) if process.pid != self.pid]:
             for process in others:
                 try:
                     process.kill()
@@ -89,31 +94,27 @@ class Process:
         self.ended.set()
 
 
-def descendants(leaders: set[int]) -> list[psutil.Process]:
-    """What lives of some sessions and of their members' descendants, without this process' own children."""
+def of_containers(marks: set[str]) -> list[psutil.Process]:
+    """What lives of some containers: what has their mark, and the descendants of that."""
     found = {process.pid: process for process in psutil.process_iter(["ppid", "status"])}
-    members = leaders | {pid for pid in found if _session_of(pid) in leaders}
+    members = {pid for pid in found if _mark_of(pid) in marks}
     while more := {pid for pid, p in found.items() if p.info["ppid"] in members} - members:
         members |= more
-    return [p for pid, p in found.items() if pid in members and p.info["ppid"] != os.getpid() and _lives(p)]
-
-
-def of_sessions(leaders: set[int]) -> list[psutil.Process]:
-    """What lives of some sessions."""
-    found = psutil.process_iter(["status"])
-    return [process for process in found if _session_of(process.pid) in leaders and _lives(process)]
+    return [found[pid] for pid in members if _lives(found[pid])]
 
 
 def _lives(process: psutil.Process) -> bool:
     return process.info["status"] not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
-def _session_of(pid: int) -> int | None:
-    """None: there is no such process any more."""
+def _mark_of(pid: int) -> str | None:
+    """None: it has none, or has ended."""
     try:
-        return os.getsid(pid)
-    except ProcessLookupError:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
         return None
+    name = f"{MARK}=".encode()
+    return next((each.removeprefix(name).decode() for each in variables if each.startswith(name)), None)
 
 
 def _before_exec() -> Callable[[], None]:
