@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 from baton import wire
@@ -53,8 +53,8 @@ class WorkerSelector:
             unfit = self.pools.unfit(spec)
             excluded = avoid.refused | unfit.keys() | self.pools.too_short(spec)
             candidates = self.pools.candidates(prompt, (-claim.priority, False), excluded)
-            undoubted = [c for c in candidates if c.worker_id not in avoid.doubted]
-            placement = decide(prompt, undoubted, mode) or decide(prompt, candidates, mode)
+            trusted = _most_trusted_first(candidates, avoid.doubted)
+            placement = next((found for each in trusted if (found := decide(prompt, each, mode)) is not None), None)
             if placement is not None:
                 believed = next(c.num_cached_tokens for c in candidates if c.worker_id == placement.computes)
                 return self._assigned(spec, prompt, placement, believed)
@@ -142,6 +142,18 @@ class WorkerSelector:
         if only is None or self.pools.samplers in ((), (only,)):
             return ""
         return f" with the sampler {only or 'of a release that does not name it'}, which has drawn the answer so far,"
+
+
+def _most_trusted_first(candidates: list[Candidate], doubted: Collection[str]) -> Iterator[list[Candidate]]:
+    """Yields the workers that may be chosen: those without a doubt, then also those of a pool without such a worker,
+    then all. A doubted prefill worker that has no other beside it thus takes no doubt from the decode workers.
+    """
+    if doubted:
+        undoubted = [c for c in candidates if c.worker_id not in doubted]
+        yield undoubted
+        roles = {c.role for c in undoubted}
+        yield [c for c in candidates if c.worker_id not in doubted or c.role not in roles]
+    yield candidates
 
 
 def _answered_s(prompt: Prompt, prediction: Prediction) -> float:

@@ -136,6 +136,18 @@ async def test_who_did_not_answer_in_a_hand_over_is_left_at_once(
     assert (record.retries, record.decode_worker == "d0") == (1, stays)
 
 
+async def test_a_doubted_prefill_worker_that_has_no_other_beside_it_takes_no_doubt_from_a_decode_worker() -> None:
+    """Regression: cut from each other both doubted the other, and every attempt met again, until none was left."""
+    workers = ScriptedWorkers(
+        decode=[[ticket, TransferError("p0 is gone")], [ticket], [ticket]],
+        prefill=[[], [TransferError("d0 is silent")], [FIRST_IS_LAST]],
+    )
+    record = new_choice()
+    async with bench_of(workers, {**PAIR, "d1": Role.DECODE}, "split", {"d0": 4}) as bench:
+        assert await collected(bench.tokens(record)) == [5]
+    assert (record.retries, record.decode_worker) == (2, "d1")
+
+
 async def test_a_decode_worker_that_dies_while_the_prompt_is_computed_is_left_at_once() -> None:
     """The prefill worker, which goes on for as long as its prompt takes, is not waited for."""
     is_computed = asyncio.Event()
