@@ -62,6 +62,11 @@ class Asked:
     expected: list[tuple[int, ...]]
     heard: Future[Listening] = field(default_factory=Future)
     begun: threading.Event = field(default_factory=threading.Event)
+    """It has a token of its decode worker: the first one comes before the KV is there."""
+
+    def hears(self, num_tokens: int) -> None:
+        if num_tokens > 1:
+            self.begun.set()
 
 
 class Streams:
@@ -77,11 +82,11 @@ class Streams:
         request = replace(request, request_id=f"cut-{number}")
         asked = Asked(request.request_id, asks.expected(request))
         parts = self._fleet.inference.Generate(wire.generate_request(request), timeout=HANGS_S)
-        asked.heard = self._threads.submit(listen, parts, lambda num_tokens: asked.begun.set())
+        asked.heard = self._threads.submit(listen, parts, asked.hears)
         return asked
 
     def in_flight(self, num: int, num_tokens: int = NUM_TOKENS) -> list[Asked]:
-        """Streams of which each has begun to answer."""
+        """Streams of which each has begun at its decode worker."""
         asked = [self.ask(num_tokens) for _ in range(num)]
         for each in asked:
             assert each.begun.wait(30), f"{each.id} does not begin"
