@@ -258,7 +258,7 @@ def test_a_worker_that_ends_waits_until_its_last_choice_has_moved(split_fleet: F
     fleet = split_fleet
     with working(fleet, step_ms=60) as workers:
         leaver = "decode-0"
-        with streaming(fleet, 2, 160) as streams:
+        with streaming(fleet, 2, 240) as streams:
             for number in range(1, 5):
                 wait_for_tokens(streams, 20 * number)
                 workers.add(f"decode-{number}")
