@@ -375,10 +375,30 @@ def test_a_container_waits_for_the_services_it_names(kube: Kube) -> None:
     kube.wait_for(lambda: kube.status(key)["phase"] == "Succeeded")
 
 
+@contextmanager
+def beating() -> Iterator[list[float]]:
+    """A thread notes the time every 0.05 s while the block is entered."""
+    beats_s: list[float] = []
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(0.05):
+            beats_s.append(time.time())
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield beats_s
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def test_a_pod_ends_as_it_was_told(kube: Kube, tmp_path: Path) -> None:
     """preStop, SIGTERM when that is over, and at the end of the grace time SIGKILL: to children too.
 
-    A process that beats every 0.05 s shows how long the machine holds up what is due; limits give way to that.
+    A process that beats every 0.05 s, and a thread beside the kubelet's, show how long what is due is held up; limits
+    give way to that.
     """
     note = "note() { echo $1 $(date +%s.%N) >> /notes/log; }"
     beat = "(trap '' TERM; while :; do date +%s.%N >> /notes/beats; sleep 0.05; done) &"
@@ -389,15 +409,17 @@ def test_a_pod_ends_as_it_was_told(kube: Kube, tmp_path: Path) -> None:
     main = shell(script, lifecycle={"preStop": stop}, **mounted)
     key = kube.pod("p", main, terminationGracePeriodSeconds=4, volumes=volumes)
     kube.wait_for((tmp_path / "beats").exists)
-    deleted_at = time.time()
-    kube.store.delete(key, 4)
-    kube.wait_until_gone(key)
-    took_s = time.time() - deleted_at
+    with beating() as own_beats_s:
+        deleted_at = time.time()
+        kube.store.delete(key, 4)
+        kube.wait_until_gone(key)
+        took_s = time.time() - deleted_at
     notes = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert [name for name, _ in notes] == ["begin", "preStop", "stopped", "TERM"]
     at = {name: float(when) - deleted_at for name, when in notes}
     beats_s = [float(when) - deleted_at for when in (tmp_path / "beats").read_text().split()]
-    longest_gap_s = max(after - before for before, after in itertools.pairwise(beats_s))
+    gaps_s = [b - a for beats in (beats_s, own_beats_s) for a, b in itertools.pairwise(beats)]
+    longest_gap_s = max(gaps_s)
     slack_s = 10 * longest_gap_s  # about half a second where nothing is held up
     print(f"longest gap {longest_gap_s:.3f} s; {at}, last beat {beats_s[-1]:.2f} s, gone {took_s:.2f} s")
     assert at["preStop"] < slack_s
