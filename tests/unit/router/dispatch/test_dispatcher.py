@@ -930,3 +930,11 @@ async def test_where_it_is_not_known_what_drew_a_clients_tokens_there_must_be_on
             with pytest.raises(NoWorker, match=r"not recorded, and the samplers of the workers differ \(a, b\)"):
                 await collected(bench.tokens(choice, spec=DRAWN))
             assert workers.requests == []
+
+
+async def test_a_doubted_worker_is_taken_where_the_others_have_another_sampler() -> None:
+    workers = ScriptedWorkers(decode=[[ticket], [ticket]], prefill=[[TransferError("lost")], [FIRST_IS_LAST]])
+    choice = new_choice()
+    async with bench_with(workers, {"p0": "a", "d0": "a", "d1": "b"}, {"d0": 20}, "split") as bench:
+        assert await collected(bench.tokens(choice, spec=DRAWN)) == [5]
+    assert (choice.decode_worker, choice.retries) == ("d0", 1)
