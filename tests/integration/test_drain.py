@@ -25,6 +25,8 @@ from tests.support.asking import metric, prompt_of
 from tests.support.load import Stream
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.first
+
 STEP_MS = 10.0
 NUM_STREAMS = 16
 BLOCK_SIZE = 16

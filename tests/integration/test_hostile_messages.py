@@ -98,6 +98,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.longest_held_s = 0.0
+        self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -107,13 +108,14 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(within_s)
 
     def close(self) -> None:
-        self._beating.cancel()
+        self._is_closing = True
+        self._beating.result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
 
     async def _beat(self) -> None:
-        while True:
+        while not self._is_closing:
             began_s = time.thread_time()
             await asyncio.sleep(0.005)
             self.longest_held_s = max(self.longest_held_s, time.thread_time() - began_s)

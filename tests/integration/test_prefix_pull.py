@@ -21,6 +21,8 @@ from tests.integration.test_real_model import Reference, greedy, num_excepted
 from tests.support.asking import held_by, metric, prompt_of, sampling
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.first
+
 BLOCK = 16
 NUM_BLOCKS = 1024
 SPLIT = RouterConfig(mode="split")

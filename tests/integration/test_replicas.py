@@ -32,6 +32,8 @@ from tests.support.asking import prompt_of
 from tests.support.builders import sequence_spec
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.first
+
 ROUTER = RouterConfig(mode="auto", cache_secret="shared", max_in_flight=2048)
 TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
 STEP_MS = 4.0

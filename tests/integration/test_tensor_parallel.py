@@ -48,7 +48,7 @@ from tests.integration.test_engine_models import (
 )
 from tests.support.processes import command_line
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.first, pytest.mark.integration]
 
 NOT_BY_HEAD = ("olmo2", "phi3")
 OFTEN = ("llama", "qwen3_moe")
