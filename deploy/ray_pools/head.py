@@ -7,11 +7,14 @@ it. It also prints the workers' output, because it lives longer than the control
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import signal
 import sys
 import threading
+
+import psutil
 
 from baton.cluster import MAX_WORKERS
 from baton.errors import ConfigError
@@ -21,6 +24,8 @@ from deploy.ray_pools.actor import RESOURCE
 from deploy.ray_pools.ray_import import ray
 
 CHECK_S = 0.5
+END_S = 3.0
+"""Time in which Ray's own processes may end by themselves, once Ray is shut down."""
 
 
 def main() -> None:
@@ -45,14 +50,26 @@ def main() -> None:
         tell_parent(ready_fd, **dataclasses.asdict(failed))
         sys.exit(failed.message)
     ray._private.worker.global_worker._filter_logs_by_job = False  # the workers are of the controllers' jobs
+    own = psutil.Process().children(recursive=True)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # again: Ray has put its own handler in place
     tell_parent(ready_fd, address=ray.get_runtime_context().gcs_address)
     node = ray._private.worker._global_node
-    while not stop.wait(CHECK_S):
-        if dead := node.dead_processes():
-            sys.exit(f"Ray: {dead[0][0]} has ended")
-    ray.shutdown()
+    try:
+        while not stop.wait(CHECK_S):
+            if dead := node.dead_processes():
+                sys.exit(f"Ray: {dead[0][0]} has ended")
+    finally:
+        ray.shutdown()
+        _end(own)
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Kills those that do not end: an agent of Ray reports its raylet's death to the GCS, which is gone as well."""
+    _, left = psutil.wait_procs(processes, timeout=END_S)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 if __name__ == "__main__":
