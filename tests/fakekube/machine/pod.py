@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.tasks import seen_through
 from tests.fakekube.machine import probes
 from tests.fakekube.machine.environment import NotYet, variables
 from tests.fakekube.machine.objects import (
@@ -345,8 +346,9 @@ class Pod:
             try:
                 await process.ended.wait()
             finally:
-                status = await process.kill()
-            return status
+                killing = asyncio.create_task(process.kill())
+                await seen_through(killing)  # the pod may end while a probe whose time is over is killed
+            return killing.result()
 
         return run
 
