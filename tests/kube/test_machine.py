@@ -101,7 +101,7 @@ class Kube:
     def pods(self, app: str) -> list[Object]:
         return [pod for pod in self.machine.pods() if labels_of(pod).get("app") == app]
 
-    def wait_for(self, condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    def wait_for(self, condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
         def found() -> Any:
             answer = condition()
             assert answer or self.machine.is_alive
@@ -195,7 +195,7 @@ def shell(script: str, **more: Any) -> Object:
 
 def answer(address: str, port: int = 80) -> str:
     """Raises OSError: refused, or broken."""
-    connection = http.client.HTTPConnection(address, port, timeout=5)
+    connection = http.client.HTTPConnection(address, port, timeout=60)
     try:
         connection.request("GET", "/")
         return connection.getresponse().read().decode()
@@ -244,18 +244,22 @@ def load(address: str) -> Iterator[list[str]]:
             client.join()
 
 
+PATIENT_S = 60
+"""What a failure is not for: a probe's command that starts late, a hook that is not over yet."""
 STAYS = {"preStop": {"sleep": {"seconds": 1}}}
 """Longer than anybody takes to see that the pod is leaving."""
 
 
 def test_nobody_notices_a_rolling_update(kube: Kube) -> None:
     rolling = {"strategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}}
-    key = kube.deployment("web", 2, server("one", lifecycle=STAYS), **rolling)
+    stays = {"preStop": {"sleep": {"seconds": 6}}}  # longer than a connection that has come to it may wait
+    pod = {"terminationGracePeriodSeconds": PATIENT_S}
+    key = kube.deployment("web", 2, server("one", lifecycle=stays), pod=pod, **rolling)
     service = kube.service("web", "web")
     kube.wait_for_rollout(key)
     with load(kube.get(service)["spec"]["clusterIP"]) as answers, least_available(kube, key) as seen:
         kube.store.modify(
-            key, lambda d: d["spec"]["template"]["spec"].update(containers=[server("two", lifecycle=STAYS)])
+            key, lambda d: d["spec"]["template"]["spec"].update(containers=[server("two", lifecycle=stays)])
         )
         kube.wait_for_rollout(key)
         kube.wait_for(lambda: len(kube.pods("web")) == 2)
@@ -305,7 +309,7 @@ def test_scaling_down_takes_the_pods_that_cost_least(kube: Kube) -> None:
 
 def test_recreate_never_runs_two_at_once(kube: Kube, tmp_path: Path) -> None:
     notes = (
-        "echo begin >> /notes/log; trap 'sleep 0.3; echo end >> /notes/log; exit' TERM; while :; do sleep 0.02; done"
+        "trap 'sleep 0.3; echo end >> /notes/log; exit' TERM; echo begin >> /notes/log; while :; do sleep 0.02; done"
     )
     volumes = {"volumes": [{"name": "notes", "hostPath": {"path": str(tmp_path)}}]}
     mounted = {"volumeMounts": [{"name": "notes", "mountPath": "/notes"}]}
@@ -329,11 +333,12 @@ def test_a_deleted_deployment_leaves_nothing(kube: Kube) -> None:
 
 def test_readiness_gates_the_service(kube: Kube, tmp_path: Path) -> None:
     gate = tmp_path / "open"
-    probe = {"exec": {"command": ["test", "-e", "/gate/open"]}, "periodSeconds": 0.1, "failureThreshold": 1}
+    is_open = {"exec": {"command": ["test", "-e", "/gate/open"]}}
+    probe = is_open | {"periodSeconds": 0.1, "failureThreshold": 1, "timeoutSeconds": PATIENT_S}
     mounted = {"volumeMounts": [{"name": "gate", "mountPath": "/gate"}]}
     volumes = [{"name": "gate", "hostPath": {"path": str(tmp_path)}}]
     key = kube.pod("p", server("x", readinessProbe=probe, **mounted), labels={"app": "web"}, volumes=volumes)
-    service = kube.service("web", "web")
+    service = kube.wait_for_service(kube.service("web", "web"))
     kube.wait_for(lambda: kube.reasons()["Unhealthy"])
     address = kube.get(service)["spec"]["clusterIP"]
     assert is_refused(address)
@@ -408,7 +413,8 @@ def test_a_pod_ends_as_it_was_told(kube: Kube, tmp_path: Path) -> None:
     volumes = [{"name": "notes", "hostPath": {"path": str(tmp_path)}}]
     main = shell(script, lifecycle={"preStop": stop}, **mounted)
     key = kube.pod("p", main, terminationGracePeriodSeconds=4, volumes=volumes)
-    kube.wait_for((tmp_path / "beats").exists)
+    log, beats = tmp_path / "log", tmp_path / "beats"
+    kube.wait_for(lambda: beats.exists() and log.exists() and "begin" in log.read_text())
     with beating() as own_beats_s:
         deleted_at = time.time()
         kube.store.delete(key, 4)
@@ -428,16 +434,18 @@ def test_a_pod_ends_as_it_was_told(kube: Kube, tmp_path: Path) -> None:
     assert kube.reasons()["Killing"] == 1
 
 
-def test_a_leaving_pod_is_no_endpoint_while_it_still_answers(kube: Kube) -> None:
-    key = kube.pod("p", server("x", lifecycle=STAYS), labels={"app": "web"})
+def test_a_leaving_pod_is_no_endpoint_while_it_still_answers(kube: Kube, tmp_path: Path) -> None:
+    stays = {"preStop": {"exec": {"command": ["sh", "-c", "until [ -e /gate/open ]; do sleep 0.05; done"]}}}
+    mounted = {"volumeMounts": [{"name": "gate", "mountPath": "/gate"}]}
+    volumes = [{"name": "gate", "hostPath": {"path": str(tmp_path)}}]
+    key = kube.pod("p", server("x", lifecycle=stays, **mounted), labels={"app": "web"}, volumes=volumes)
     pod_ip = kube.wait_until_ready(key)["status"]["podIP"]
     address = kube.get(kube.wait_for_service(kube.service("web", "web")))["spec"]["clusterIP"]
     kube.wait_for(lambda: not is_refused(address))
-    deleted_at = time.monotonic()
-    kube.store.delete(key, 5)
+    kube.store.delete(key, 1000)
     kube.wait_for(lambda: is_refused(address))
-    assert time.monotonic() - deleted_at < 0.8
     assert answer(pod_ip, 8080) == "x"
+    (tmp_path / "open").touch()
     kube.wait_until_gone(key)
     assert is_refused(pod_ip, 8080)
 
@@ -452,10 +460,11 @@ def test_a_frozen_pod_is_killed(kube: Kube) -> None:
 
 
 def test_a_pod_that_is_taken_away_is_killed_at_once(kube: Kube) -> None:
-    key = kube.pod("p", shell("trap '' TERM; echo $$$$; while :; do sleep 0.1; done", lifecycle=STAYS))
+    stays = {"preStop": {"sleep": {"seconds": 1000}}}
+    key = kube.pod("p", shell("trap '' TERM; echo $$$$; while :; do sleep 0.1; done", lifecycle=stays))
     pid = kube.logged(key)
     kube.store.delete(key)
-    kube.wait_for(lambda: not lives(pid), 0.9)
+    kube.wait_for(lambda: not lives(pid))
 
 
 def test_nothing_of_a_pods_tree_survives_it(kube: Kube) -> None:
@@ -486,9 +495,11 @@ def test_what_a_container_leaves_behind_ends_with_it(kube: Kube) -> None:
 
 
 def test_liveness_restarts_a_container(kube: Kube) -> None:
-    script = "echo $$$$ >> $HOME/runs; [ $(wc -l < $HOME/runs) = 1 ] || touch $HOME/well; exec sleep 1000"
-    probe = {"exec": {"command": ["sh", "-c", "test -e $HOME/well"]}, "periodSeconds": 0.1, "failureThreshold": 2}
-    key = kube.pod("p", shell(script, livenessProbe=probe), terminationGracePeriodSeconds=1)
+    is_well = {"exec": {"command": ["sh", "-c", "test -e $HOME/well"]}}
+    probe = is_well | {"periodSeconds": 0.1, "failureThreshold": 2, "timeoutSeconds": PATIENT_S}
+    heals = {"preStop": {"exec": {"command": ["sh", "-c", "touch $HOME/well"]}}}
+    main = shell("exec sleep 1000", livenessProbe=probe, lifecycle=heals)
+    key = kube.pod("p", main, terminationGracePeriodSeconds=PATIENT_S)
     kube.wait_for(lambda: kube.container(key).get("restartCount") == 1)
     kube.wait_until_ready(key)
     assert kube.container(key)["lastState"]["terminated"]["exitCode"] == 128 + signal.SIGTERM
@@ -499,8 +510,8 @@ def test_liveness_restarts_a_container(kube: Kube) -> None:
 
 def test_a_container_has_its_time_to_start(kube: Kube) -> None:
     """Liveness and readiness are not asked before."""
-    startup = {"exec": {"command": ["sh", "-c", "test -e $HOME/up"]}, "periodSeconds": 0.1, "failureThreshold": 30}
-    never = {"exec": {"command": ["sh", "-c", "test -e $HOME/up"]}, "periodSeconds": 0.1, "failureThreshold": 1}
+    is_up = {"exec": {"command": ["sh", "-c", "test -e $HOME/up"]}, "periodSeconds": 0.1, "timeoutSeconds": PATIENT_S}
+    startup, never = is_up | {"failureThreshold": 300}, is_up | {"failureThreshold": 1}
     main = shell(
         "sleep 1; touch $HOME/up; exec sleep 1000", startupProbe=startup, livenessProbe=never, readinessProbe=never
     )
@@ -539,11 +550,15 @@ def test_an_http_probe_goes_by_the_status(kube: Kube, status: int, is_ready: boo
     get = {"path": "/readyz", "port": "http", "httpHeaders": headers}
     code = SERVER.replace("there.recv(4096)", "got = there.recv(4096).decode(); assert 'GET /readyz HTTP/1.1' in got")
     code = code.replace('b"HTTP/1.1 200', 'b"HTTP/1.1 " + got.split("X-Status: ")[1][:3].encode() + b"')
-    probe = {"httpGet": get, "periodSeconds": 0.1, "failureThreshold": 1, "initialDelaySeconds": 0.3}
+    probe = {"httpGet": get, "periodSeconds": 0.1, "failureThreshold": 1, "timeoutSeconds": PATIENT_S}
     main = python(code, env={"SAYS": ""}, ports=[{"name": "http", "containerPort": 8080}], readinessProbe=probe)
     key = kube.pod("p", main)
-    kube.wait_for(lambda: is_true(kube.get(key), "Ready") or kube.reasons()["Unhealthy"] > 5)
-    assert is_true(kube.get(key), "Ready") == is_ready, kube.picture()
+
+    def num_refused() -> int:
+        return sum(e["count"] for e in kube.store.objects(EVENT) if f"statuscode: {status}" in e["message"])
+
+    seen = kube.wait_for(lambda: "ready" if is_true(kube.get(key), "Ready") else "refused" if num_refused() > 5 else "")
+    assert seen == ("ready" if is_ready else "refused"), kube.picture()
 
 
 def test_init_containers_come_one_after_another(kube: Kube) -> None:
@@ -570,9 +585,10 @@ def test_a_failed_init_container_fails_a_pod_that_does_not_restart(kube: Kube) -
 def test_a_sidecar_is_there_before_and_after(kube: Kube) -> None:
     volumes = [{"name": "work", "emptyDir": {}}]
     mounted = {"volumeMounts": [{"name": "work", "mountPath": "/data"}]}
-    probe = {"exec": {"command": ["test", "-e", "/data/up"]}, "periodSeconds": 0.1, "failureThreshold": 30}
+    is_up = {"exec": {"command": ["test", "-e", "/data/up"]}}
+    probe = is_up | {"periodSeconds": 0.1, "failureThreshold": 300, "timeoutSeconds": PATIENT_S}
     told = "trap 'echo sidecar >> /data/log; cat /data/log; exit' TERM"
-    waits = f"sleep 0.3; touch /data/up; {told}; while :; do sleep 0.02; done"
+    waits = f"sleep 0.3; {told}; touch /data/up; while :; do sleep 0.02; done"
     sidecar = shell(waits, name="sidecar", restartPolicy="Always", startupProbe=probe, **mounted)
     main = shell("test -e /data/up || exit 1; sleep 0.2; echo main >> /data/log", **mounted)
     key = kube.pod("p", main, initContainers=[sidecar], volumes=volumes, restartPolicy="Never")
@@ -676,9 +692,15 @@ def test_a_container_that_crashes_is_started_again_and_again(kube: Kube) -> None
     key = kube.pod("p", shell("exit 7"))
     kube.wait_for(lambda: kube.container(key).get("restartCount", 0) >= 3)
     assert kube.container(key)["lastState"]["terminated"]["exitCode"] == 7
-    kube.wait_for(lambda: kube.reason(key) == "CrashLoopBackOff")
-    assert kube.status(key)["phase"] == "Running"
-    assert not is_true(kube.get(key), "Ready")
+
+    def crashed() -> Object | None:
+        pod = kube.get(key)
+        waiting = pod["status"]["containerStatuses"][0]["state"].get("waiting", {})
+        return pod if waiting.get("reason") == "CrashLoopBackOff" else None
+
+    pod = kube.wait_for(crashed)
+    assert pod["status"]["phase"] == "Running"
+    assert not is_true(pod, "Ready")
 
 
 @pytest.mark.parametrize(
@@ -748,7 +770,7 @@ def test_leaving_the_machine_ends_all_that_runs() -> None:
         folders = kube.machine.folder
         assert all(map(lives, pids))
     assert not any(map(lives, pids))
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
     assert is_refused(address)
     assert not folders.exists()
     open_one.close()
@@ -779,4 +801,4 @@ def test_two_machines_do_not_meet() -> None:
 def test_a_broken_machine_says_so() -> None:
     with pytest.RaisesGroup(pytest.RaisesExc(KeyError, match="containers"), flatten_subgroups=True), running() as kube:
         kube.create(POD, "p", {"nodeName": "machine"})
-        time.sleep(1)
+        wait_until(lambda: not kube.machine.is_alive)

@@ -61,7 +61,8 @@ class Process:
         if not self.ended.is_set():
             os.kill(self.pid, signal.SIGSTOP)  # number 1 starts no more of them
             await self._kill_others()
-            os.kill(self.pid, signal.SIGKILL)
+            if not self.ended.is_set():  # else another one may have reaped it, and the number is not its own
+                os.kill(self.pid, signal.SIGKILL)
         return await self.finish()
 
     def terminate(self) -> None:
