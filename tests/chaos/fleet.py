@@ -53,7 +53,7 @@ from tests.integration.cluster import Served, free_port
 from tests.support.proxy import Proxy
 from tests.support.waiting import wait_until
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 NUM_LAYERS = 2
 _PROCESSES = multiprocessing.get_context("forkserver")
 

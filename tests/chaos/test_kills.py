@@ -223,7 +223,7 @@ def test_a_long_answer_outlives_more_workers_than_may_fail_in_a_row(fleets: Flee
     num_deaths, num_between = 6, 70
     with killing(fleets("split"), Role.DECODE) as killer:
         fleet = killer.fleet
-        request = asks.seeded(prompt_of(4, 50), (num_deaths + 3) * num_between, seed=13)
+        request = asks.seeded(prompt_of(4, 50), (num_deaths + 8) * num_between, seed=13)
         num_killed = 0
         placed_before = placements_on(fleet)
 

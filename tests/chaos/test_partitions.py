@@ -34,16 +34,16 @@ NUM_TOKENS = 100
 """Two seconds of steps."""
 PER_WORKER = 2
 """Streams in flight for each decode worker."""
-HANGS_S = 60.0
+HANGS_S = 120.0
 """A worker that is cut off is noticed within 8 seconds, and a stream may meet several."""
 _NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    transfer = TransferConfig(op_timeout_s=2.0, ping_s=0.5)
+    transfer = TransferConfig(op_timeout_s=4.0, ping_s=0.5)
     router = RouterConfig(mode="split", max_attempts=8, cache_secret="cut")  # a stream may meet all that are cut off
-    with running_fleet(transfer, router, step_ms=STEP_MS, lease_s=2.0) as fleet:
+    with running_fleet(transfer, router, step_ms=STEP_MS, lease_s=20.0) as fleet:
         yield fleet
 
 
@@ -133,7 +133,7 @@ def test_a_router_is_cut_from_decode_workers_that_their_prefill_peer_still_hears
         spare = fleet.add(Role.DECODE)
         fleet.wait_for(fleet.add(Role.PREFILL), *victims, spare)
         streams = stack.enter_context(asking(fleet))
-        asked = streams.in_flight(PER_WORKER * (len(victims) + 1))
+        asked = streams.in_flight(PER_WORKER * (len(victims) + 1), 3 * NUM_TOKENS)
         served_by = {each.id: streams.served_by(each) for each in asked}
         assert set(served_by.values()) >= set(victims)
         for proxy, way in zip(proxies, (Way.BOTH, Way.TO_SERVER, Way.TO_CLIENT), strict=False):
@@ -157,13 +157,13 @@ def test_a_worker_that_is_cut_from_redis_goes_on_with_its_streams(fleet: Fleet) 
     """Once its lease has ended nothing new comes to it, and once it is back it is as good as the other."""
     with contextlib.ExitStack() as stack:
         proxy = stack.enter_context(Proxy(urlsplit(fleet.config.index.redis_url).port or 0))
-        index = replace(fleet.config.index, redis_url=f"redis://127.0.0.1:{proxy.port}/0")
+        index = replace(fleet.config.index, redis_url=f"redis://127.0.0.1:{proxy.port}/0", lease_s=2.0)
         victim = fleet.add(Role.DECODE, config=replace(fleet.config, index=index))
         other = fleet.add(Role.DECODE)
         fleet.wait_for(fleet.add(Role.PREFILL), victim, other)
-        epoch = fleet.routers[0].worker(victim)["epoch"]
+        epoch = listed(fleet, victim)["epoch"]
         streams = stack.enter_context(asking(fleet))
-        asked = streams.in_flight(2 * PER_WORKER, 3 * NUM_TOKENS)
+        asked = streams.in_flight(2 * PER_WORKER, 6 * NUM_TOKENS)
         assert {streams.served_by(each) for each in asked} == {victim, other}
         proxy.cut()
         wait_until(lambda: victim not in {worker["id"] for worker in fleet.client.status()["workers"]})
@@ -172,7 +172,7 @@ def test_a_worker_that_is_cut_from_redis_goes_on_with_its_streams(fleet: Fleet) 
         assert not streams.served(victim)
         proxy.heal()
         fleet.wait_for(victim)
-        assert fleet.routers[0].worker(victim)["epoch"] > epoch
+        assert listed(fleet, victim)["epoch"] > epoch
         wait_until(lambda: streams.served(victim), 60.0)
 
 

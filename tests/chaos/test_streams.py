@@ -8,6 +8,7 @@ would: those see a stream break when its router is killed, at no other time, and
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import threading
@@ -30,6 +31,7 @@ from tests.chaos.asks import Answer, listen
 from tests.integration.cluster import Cluster, is_idle, running_cluster
 from tests.support.asking import prompt_of
 from tests.support.load import Clients, Requests
+from tests.support.processes import command_line
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
@@ -175,7 +177,11 @@ class Faults:
         return True
 
     def _kill_redis(self) -> bool:
-        found = [process for process in self._cluster.processes() if "valkey-server" in process.name()]
+        found = [
+            process
+            for process in self._cluster.processes()
+            if any("valkey-server" in word for word in command_line(process))
+        ]
         for process in found:
             process.kill()
         return bool(found)
@@ -185,8 +191,11 @@ class Faults:
         pids = [router["pid"] for router in self._status()["routers"] if _runs(router["pid"])]
         if len(pids) < 2:
             return False
-        self._router_killed_s.append(time.monotonic())
-        psutil.Process(self._rng.choice(pids)).kill()
+        victim = psutil.Process(self._rng.choice(pids))
+        self._router_killed_s.append(math.inf)  # until it is gone
+        victim.kill()
+        wait_until(lambda: not _runs(victim.pid))
+        self._router_killed_s[-1] = time.monotonic()
         return True
 
     def _kill_controller(self) -> bool:
@@ -256,6 +265,11 @@ def test_no_stream_notices(model_dir: Path) -> None:
             f"death, longest gap {load.longest_gap_s:.1f} s"
         )
         assert num_served > SECONDS
-        status = cluster.wait_for(lambda s: all(p["ready"] == 2 for p in s["pools"].values()), WHOLE_S)
-        cluster.wait_for(lambda s: sum(map(is_idle, s["workers"])) == len(s["workers"]) == 4, WHOLE_S)
-        assert not any(w["transfers"]["slots_in_use"] or w["transfers"]["unsent_bytes"] for w in status["workers"])
+        cluster.wait_for(lambda s: all(p["ready"] == 2 for p in s["pools"].values()), WHOLE_S)
+        cluster.wait_for(
+            lambda s: (
+                sum(map(is_idle, s["workers"])) == len(s["workers"]) == 4
+                and not any(w["transfers"]["slots_in_use"] or w["transfers"]["unsent_bytes"] for w in s["workers"])
+            ),
+            WHOLE_S,
+        )

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import psutil
 
+from baton.errors import BatonError
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.operator.client import Client
 from deploy.processes import APART, die_with_parent
@@ -29,7 +30,7 @@ READY = re.compile(r"BATON READY grpc=(\S+) http=(\S+)")
 FIXED_PORTS = range(10_000, 30_000)
 """Below those that Linux and macOS give to outgoing connections."""
 START_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 120.0
 
 
 class Served:
@@ -67,15 +68,15 @@ class Served:
     def worker(self, worker_id: str) -> dict[str, Any]:
         return next(w for w in self.client.status()["workers"] if w["id"] == worker_id)
 
-    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
-        """The first status that fulfils the condition."""
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 150.0) -> dict[str, Any]:
+        """The first status that fulfils the condition. A router that does not answer in time is asked again."""
         found: list[dict[str, Any]] = []
 
         def holds() -> bool:
             found[:] = [self.client.status()]
             return condition(found[0])
 
-        wait_until(holds, timeout_s, every_s=0.1, seen=lambda: f"{found}\n{self.log}")
+        wait_until(holds, timeout_s, every_s=0.1, seen=lambda: f"{found}\n{self.log}", not_yet=(BatonError,))
         return found[0]
 
     def wait_until_idle(self) -> dict[str, Any]:

@@ -27,6 +27,9 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
 
+TRANSFER = TransferConfig(pull_timeout_s=30.0)
+LEASE_S = 15.0
+"""Nothing here waits for the end of a pull or of a lease: a worker that stands still for seconds loses neither."""
 STEP_MS = 10.0
 NUM_STREAMS = 16
 BLOCK_SIZE = 16
@@ -49,6 +52,19 @@ def streaming(fleet: Fleet, num_streams: int, max_tokens: int, num_prompt_tokens
         each.served()
 
 
+@contextlib.contextmanager
+def hanging_up(fleet: Fleet, num_streams: int, max_tokens: int) -> Iterator[list[Stream]]:
+    """Streams that are still there at the end of the block, and cancelled then."""
+    streams = [stream_of(fleet, prompt_of(i, 100), max_tokens).start() for i in range(num_streams)]
+    try:
+        yield streams
+        assert not any(stream.is_over for stream in streams)
+    finally:
+        for each in streams:
+            each.cancel()
+            each.wait()
+
+
 def wait_for_tokens(streams: list[Stream], num_tokens: int) -> None:
     """Until each has so many."""
     wait_until(
@@ -62,7 +78,8 @@ def wait_for_tokens(streams: list[Stream], num_tokens: int) -> None:
 @pytest.fixture(scope="module")
 def split_fleet() -> Iterator[Fleet]:
     """A router; each test brings workers of its own."""
-    with running_fleet(TransferConfig(), RouterConfig(mode="split", cache_secret="drain"), step_ms=STEP_MS) as fleet:
+    router = RouterConfig(mode="split", cache_secret="drain")
+    with running_fleet(TRANSFER, router, step_ms=STEP_MS, lease_s=LEASE_S) as fleet:
         yield fleet
 
 
@@ -70,7 +87,7 @@ def split_fleet() -> Iterator[Fleet]:
 def aggregated_fleet() -> Iterator[Fleet]:
     """A router; each test brings workers of its own."""
     router = RouterConfig(mode="aggregated", cache_secret="drain")
-    with running_fleet(TransferConfig(), router, step_ms=STEP_MS) as fleet:
+    with running_fleet(TRANSFER, router, step_ms=STEP_MS, lease_s=LEASE_S) as fleet:
         yield fleet
 
 
@@ -82,10 +99,10 @@ class Workers:
         engine = replace(fleet.config.engine, arithmetic_step_ms=step_ms)
         self._config = replace(fleet.config, engine=engine)
 
-    def add(self, *worker_ids: str) -> None:
-        """Starts them, each with the role that its name begins with, and waits until they are ready."""
+    def add(self, *worker_ids: str, role: Role | None = None) -> None:
+        """Starts them, by default with the role that the name begins with, and waits until they are ready."""
         for worker_id in worker_ids:
-            self.fleet.add(Role(worker_id.partition("-")[0]), worker_id, self._config)
+            self.fleet.add(role or Role(worker_id.partition("-")[0]), worker_id, self._config)
         self.fleet.wait_for(*worker_ids)
 
 
@@ -123,7 +140,7 @@ def wait_until_counted(fleet: Fleet, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("mode", ["split", "aggregated"])
 def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, request: pytest.FixtureRequest) -> None:
-    max_tokens = 600
+    max_tokens = 1000
     fleet: Fleet = request.getfixturevalue(f"{mode}_fleet")
     with working(fleet) as workers:
         num_moved = metric(fleet.routers[0], "baton_migrations_total", 'pulled="true"')
@@ -131,36 +148,33 @@ def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, requ
             wait_for_tokens(streams, 80)
             workers.add("decode-1")
             with control(fleet, "decode-0") as worker:
-                began_s = time.monotonic()
                 left = worker.Drain(worker_pb2.DrainRequest(timeout_s=30)).num_left
-                took_s = time.monotonic() - began_s
             fewest_left = max_tokens - max(len(stream.tokens) for stream in streams)
         num_known = sum(len(stream.prompt) + max_tokens - 1 for stream in streams)
         wait_until_counted(fleet, num_known)
         gap_s = max(stream.longest_gap_s for stream in streams)
         num_again = computed_tokens(fleet) - num_known
         print(
-            f"{mode}: drained in {took_s:.2f} s, at least {fewest_left} tokens before the ends; "
+            f"{mode}: drained at least {fewest_left} tokens before the ends; "
             f"{num_again} tokens computed again; longest gap {gap_s:.3f} s"
         )
         assert left == 0
-        assert fewest_left > 200, "they were to be moved in the middle"
+        assert fewest_left > 200, "they were to be moved in the middle; it waited for ends"
         assert {stream.timing.decode_worker for stream in streams} == {"decode-1"}
         assert not any(stream.retries for stream in streams)
         assert num_again <= NUM_STREAMS * BLOCK_SIZE
         num_moved = metric(fleet.routers[0], "baton_migrations_total", 'pulled="true"') - num_moved
         assert num_moved == NUM_STREAMS
-        assert took_s < fewest_left * STEP_MS / 1e3 / 2, "it waited for ends"
 
 
 def test_sigterm_drains(split_fleet: Fleet) -> None:
     fleet = split_fleet
     with working(fleet) as workers:
-        with streaming(fleet, 4, 700) as streams:
+        with streaming(fleet, 4, 1200) as streams:
             wait_for_tokens(streams, 40)
             workers.add("decode-1")
             fleet.remove("decode-0", signal.SIGTERM)
-            assert all(len(stream.tokens) < 600 for stream in streams)
+            assert all(len(stream.tokens) < 1100 for stream in streams)
         assert {(stream.timing.decode_worker, stream.retries) for stream in streams} == {("decode-1", 0)}
 
 
@@ -214,7 +228,7 @@ def test_a_flipped_worker_keeps_its_prefixes(aggregated_fleet: Fleet) -> None:
 
 def test_a_worker_that_cannot_be_freed_keeps_its_role(split_fleet: Fleet) -> None:
     fleet = split_fleet
-    with working(fleet), streaming(fleet, 2, 900) as streams:
+    with working(fleet), hanging_up(fleet, 2, 7000) as streams:
         wait_for_tokens(streams, 20)
         with control(fleet, "decode-0") as worker:
             with pytest.raises(grpc.RpcError, match="calls were still running on decode-0") as failed:
@@ -230,7 +244,9 @@ def test_a_worker_that_cannot_be_freed_keeps_its_role(split_fleet: Fleet) -> Non
 
 
 def role_of(fleet: Fleet, worker_id: str) -> tuple[str, str]:
-    return next((w["role"], w["state"]) for w in fleet.client.status()["workers"] if w["id"] == worker_id)
+    """Its role and state; both are empty while it is not listed."""
+    found = ((w["role"], w["state"]) for w in fleet.client.status()["workers"] if w["id"] == worker_id)
+    return next(found, ("", ""))
 
 
 def test_a_worker_that_waits_for_redis_to_join_ends_at_once(tmp_path: Path) -> None:
@@ -259,19 +275,23 @@ def test_a_worker_that_ends_waits_until_its_last_choice_has_moved(split_fleet: F
     """Even where the next worker is so busy that it takes a while to answer."""
     fleet = split_fleet
     with working(fleet, step_ms=60) as workers:
+        successors = [f"decode-{number}" for number in range(1, 5)]
+        workers.add(*successors, role=Role.PREFILL)  # a start takes seconds, a change of role does not
         leaver = "decode-0"
         with streaming(fleet, 2, 240) as streams:
-            for number in range(1, 5):
+            for number, successor in enumerate(successors, 1):
                 wait_for_tokens(streams, 20 * number)
-                workers.add(f"decode-{number}")
+                with control(fleet, successor) as worker:
+                    worker.SetRole(worker_pb2.SetRoleRequest(role="decode", timeout_s=20))
+                wait_until(lambda: role_of(fleet, successor) == ("decode", "ready"))  # noqa: B023 - at once
                 fleet.remove(leaver, signal.SIGTERM)
-                leaver = f"decode-{number}"
+                leaver = successor
         assert {(stream.timing.decode_worker, stream.retries) for stream in streams} == {("decode-4", 0)}
 
 
 def test_two_workers_that_leave_at_once_lose_no_kv(aggregated_fleet: Fleet) -> None:
     """The one that was to take over leaves as well: what the first one holds is pulled from there all the same."""
-    num_streams, num_prompt_tokens, max_tokens = 4, 1500, 600
+    num_streams, num_prompt_tokens, max_tokens = 4, 1500, 1000
     fleet = aggregated_fleet
     with working(fleet, "decode-0") as workers:
         with streaming(fleet, num_streams, max_tokens, num_prompt_tokens) as streams:

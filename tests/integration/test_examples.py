@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     router = RouterConfig(mode="auto", cache_secret="shared")
-    with running_fleet(TransferConfig(), router, num_routers=2, step_ms=15.0) as fleet:
+    with running_fleet(TransferConfig(), router, num_routers=2, step_ms=40.0) as fleet:
         fleet.wait_for(*(fleet.add(role) for role in Role))
         yield fleet
 
@@ -39,14 +39,14 @@ def started(script: str, *arguments: str, **environment: str) -> subprocess.Pope
 def test_openais_client(fleet: Fleet) -> None:
     base_url = f"http://{fleet.routers[0].http}/v1"
     script = started("openai_client.py", "What is the capital?", OPENAI_BASE_URL=base_url)
-    output, errors = script.communicate(timeout=60)
+    output, errors = script.communicate(timeout=180)
     assert (script.returncode, errors) == (0, "")
     assert output.endswith("64 generated]\n")
 
 
 def test_a_grpc_client_goes_on_at_the_next_router(fleet: Fleet) -> None:
     addresses = [router.grpc for router in fleet.routers]
-    unbroken, _ = started("grpc_resume.py", addresses[1], "Once upon a time").communicate(timeout=60)
+    unbroken, _ = started("grpc_resume.py", addresses[1], "Once upon a time").communicate(timeout=180)
     assert "[128 tokens, " in unbroken
     with started("grpc_resume.py", ",".join(addresses), "Once upon a time") as script:
         assert script.stdout is not None
@@ -60,7 +60,7 @@ def test_a_grpc_client_goes_on_at_the_next_router(fleet: Fleet) -> None:
 
 def test_a_placement_policy_of_ones_own() -> None:
     script = started("placement_policy.py")
-    output, errors = script.communicate(timeout=120)
+    output, errors = script.communicate(timeout=240)
     assert (script.returncode, errors) == (0, "")
     hit_rates = {line.split()[0]: float(line.split()[1]) for line in output.splitlines()[1:]}
     assert hit_rates["round_robin"] < hit_rates["prefix_less_load"] <= hit_rates["baton"] * 1.1

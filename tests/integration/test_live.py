@@ -46,6 +46,12 @@ def load(cluster: Cluster) -> Iterator[None]:
         yield
 
 
+def moves(text: str) -> bool:
+    """Whether these pictures show goodput that changes, and all that there is under load."""
+    goodput = {float(number) for number in GOODPUT.findall(text)}
+    return len(goodput) > 2 and max(goodput) > 1.0 and "100.0%" in text and PACE.search(text) is not None
+
+
 class Terminal:
     """A command on a terminal of 100 columns."""
 
@@ -111,15 +117,13 @@ def test_the_numbers_change_under_load_and_ctrl_c_ends_it(arithmetic_cluster: Cl
     try:
         terminal.read_until(lambda text: "decode-0" in text and GOODPUT.findall(text) == ["0.0"])
         with load(arithmetic_cluster):
-            terminal.read_on_until(lambda text: len(set(GOODPUT.findall(text))) > 2 and PACE.search(text) is not None)
+            terminal.read_on_until(moves)
         assert terminal.interrupt() == 0
     finally:
         terminal.close()
     text = terminal.text
-    goodput = [float(number) for number in GOODPUT.findall(text)]
-    assert max(goodput) > 1.0
     assert "Traceback" not in text
-    for wanted in ("decode-0", "prefill-0", "Redis ok", "controller ok", "100.0%"):
+    for wanted in ("decode-0", "prefill-0", "Redis ok", "controller ok"):
         assert wanted in text, wanted
     assert terminal.seen.rstrip().endswith("\x1b[?1049l"), "the screen is as it was before"
 
@@ -140,7 +144,7 @@ def test_a_router_that_is_gone_is_said_and_the_next_one_shown(arithmetic_cluster
 
 def is_served(cluster: Cluster) -> bool:
     try:
-        return httpx2.get(f"http://{cluster.http}/readyz").status_code == 200
+        return httpx2.get(f"http://{cluster.http}/readyz", timeout=60).status_code == 200
     except httpx2.TransportError:
         return False
 

@@ -10,6 +10,7 @@ import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -34,6 +35,7 @@ from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Answer, Cluster, Served, request
 from tests.integration.conftest import TraceReceiver
 from tests.support.asking import held_by, metric, prompt_of, sampling
+from tests.support.processes import command_line
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
@@ -95,7 +97,7 @@ def test_a_repeated_prompt_lands_on_its_owner_and_survives_the_owner(arithmetic_
 
 
 @pytest.mark.parametrize(
-    ("role", "num_requests", "num_prompt_tokens", "num_tokens"), [("prefill", 96, 1200, 8), ("decode", 16, 200, 600)]
+    ("role", "num_requests", "num_prompt_tokens", "num_tokens"), [("prefill", 96, 1200, 8), ("decode", 32, 200, 600)]
 )
 def test_a_killed_worker_loses_no_stream(
     arithmetic_cluster: Cluster, role: str, num_requests: int, num_prompt_tokens: int, num_tokens: int
@@ -190,23 +192,26 @@ def test_redis_dies_and_nobody_notices(arithmetic_cluster: Cluster) -> None:
     cluster = arithmetic_cluster
     prompt = prompt_of(95, 640)
     first = cluster.generate(token_ids=prompt, sampling=sampling(4))
-    (redis,) = [p for p in cluster.processes() if "valkey-server" in p.name()]
+    (redis,) = [p for p in cluster.processes() if any("valkey-server" in word for word in command_line(p))]
+    num_served = Counter[int]()
     stop = threading.Event()
 
-    def serve() -> int:
-        num_served = 0
+    def serve(client: int) -> None:
         while not stop.is_set():
-            fresh = prompt_of(1000 + num_served, 50)
+            fresh = prompt_of(1000 + num_served[client], 50)
             assert cluster.generate(token_ids=fresh, sampling=sampling(20)).token_ids == expected_tokens(fresh, 20)
-            num_served += 1
-        return num_served
+            num_served[client] += 1
 
     with ThreadPoolExecutor(4) as pool:
-        serving = [pool.submit(serve) for _ in range(4)]
+        serving = [pool.submit(serve, client) for client in range(4)]
         redis.kill()
-        time.sleep(6)  # dead for half a second, then empty: time enough for every lease to be missing once
-        stop.set()
-        assert min(task.result() for task in serving) > 5
+        try:
+            time.sleep(6)  # dead for half a second, then empty: time enough for every lease to be missing once
+            wait_until(lambda: min(num_served[client] for client in range(4)) > 5, 120.0, seen=lambda: num_served)
+        finally:
+            stop.set()
+        for task in serving:
+            task.result()
     cluster.wait_for(lambda s: s["redis"]["ok"] and all(p["ready"] == 2 for p in s["pools"].values()))
     again = cluster.generate(token_ids=prompt, sampling=sampling(4))
     assert again.token_ids == first.token_ids
@@ -264,7 +269,7 @@ def test_a_frozen_worker_is_left_within_seconds(arithmetic_cluster: Cluster) -> 
     finally:
         frozen.resume()
     assert tokens == expected_tokens(prompt, 6000)
-    assert message.timing.retries == 1
+    assert message.timing.retries >= 1
     assert longest_gap_s < 20, "gRPC's own default is a minute"
     cluster.wait_for(lambda s: s["pools"]["decode"]["ready"] == 2)
     cluster.wait_until_idle()
@@ -426,7 +431,7 @@ def test_the_router_restarts(arithmetic_cluster: Cluster) -> None:
         status = cluster.client.status()
         return status["routers"][0]["pid"] != before and all(p["ready"] == 2 for p in status["pools"].values())
 
-    wait_until(is_back, not_yet=(BatonError,))
+    wait_until(is_back, 150.0, not_yet=(BatonError,))
     prompt = prompt_of(400, 100)
     assert cluster.generate(token_ids=prompt, sampling=sampling(5)).token_ids == expected_tokens(prompt, 5)
 

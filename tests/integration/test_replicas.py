@@ -120,7 +120,7 @@ def alive(fleet: Fleet) -> list[RouterProcess]:
 
 def kill(router: RouterProcess) -> None:
     router.process.kill()
-    router.process.wait(10)
+    router.process.wait(60)
 
 
 def requests_of_every_kind(fleet: Fleet) -> list[GenerateRequest]:
@@ -289,7 +289,7 @@ def test_the_same_router_goes_on_with_what_it_has(fleet: Fleet, num_heard: int) 
     old one has generated, also what no record in Redis can have yet.
     """
     router = fleet.routers[-1]
-    request = replace(seeded(prompt_of(8, 40), 400, 3, n=2), request_id=next(REQUEST_IDS))
+    request = replace(seeded(prompt_of(8, 40), 1200, 3, n=2), request_id=next(REQUEST_IDS))
     whole = Listener(request).listen(router)
     old, new = Listener(request), Listener(request)
     ended: list[grpc.RpcError] = []
@@ -316,7 +316,7 @@ def test_the_same_router_goes_on_with_what_it_has(fleet: Fleet, num_heard: int) 
         return False
 
     new.listen(router, catches_up)
-    listening.join(10)
+    listening.join(60)
     new.same_as(whole)
     (error,) = ended
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -331,7 +331,7 @@ def test_the_same_router_goes_on_with_what_it_has(fleet: Fleet, num_heard: int) 
 
 def test_without_resume_from_an_id_in_flight_is_refused(fleet: Fleet) -> None:
     router = fleet.routers[-1]
-    listener = Listener(greedy(prompt_of(9, 20), 500))
+    listener = Listener(greedy(prompt_of(9, 20), 7000))
 
     def refused_too() -> bool:
         with pytest.raises(grpc.RpcError) as caught:
@@ -478,9 +478,9 @@ def test_met_and_missed_are_counted(fleet: Fleet) -> None:
     # A router reads its own entry back from Redis.
     wait_until(lambda: sum(counts()) == num_booked(), seen=lambda: (counts(), num_booked()))
     before = counts()
-    Listener(greedy(prompt_of(13, 20), 5)).listen(router)
+    Listener(replace(greedy(prompt_of(13, 20), 5), itl_ms=600_000)).listen(router)
     Listener(replace(greedy(prompt_of(14, 20), 5), itl_ms=0.001)).listen(router)
-    Listener(greedy(prompt_of(15, 20), 500)).listen(router, lambda: True)
+    Listener(greedy(prompt_of(15, 20), 7000)).listen(router, lambda: True)
     Listener(greedy(prompt_of(16, 20), 5)).listen(router)  # counted after the one that hung up
     wait_until(lambda: sum(counts()) >= sum(before) + 3, seen=lambda: (before, counts()))
     assert [now - was for now, was in zip(counts(), before, strict=True)] == [2, 1, 0]

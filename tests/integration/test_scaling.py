@@ -53,7 +53,7 @@ class Load(Clients):
         """Until one of these workers has served a request."""
         wait_until(
             lambda: any(getattr(each.timing, f"{role}_worker") in worker_ids for each in self._served),
-            60.0,
+            150.0,
             seen=lambda: f"none of {worker_ids} has served a request; {self.failures[:5]}",
         )
 
@@ -101,7 +101,7 @@ def until_taken(order: Callable[[], None]) -> None:
         order()
         return True
 
-    wait_until(is_taken, 60.0, every_s=0.2, not_yet=(NoController,))
+    wait_until(is_taken, 150.0, every_s=0.2, not_yet=(NoController,))
 
 
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
@@ -211,7 +211,7 @@ def test_pools_come_back_after_rays_death(cluster: Cluster) -> None:
     head.kill()
     began_s = time.monotonic()
     psutil.wait_procs(children, timeout=30)
-    after = cluster.wait_for(lambda s: has(1, 1)(s) and not set(pids(s).values()) & set(before.values()), 120)
+    after = cluster.wait_for(lambda s: has(1, 1)(s) and not set(pids(s).values()) & set(before.values()), 240)
     serves(cluster)
     print(f"\npools whole {time.monotonic() - began_s:.1f} s after Ray's death")
     assert pids(after).keys() == before.keys()

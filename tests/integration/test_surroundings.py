@@ -26,8 +26,7 @@ def test_a_folder_of_modules_and_a_full_machine_harm_no_cluster(arithmetic_clust
     answer = arithmetic_cluster.generate(token_ids=[1, 2, 3], sampling={"max_tokens": 4})
     assert len(answer.token_ids) == 4
     assert "my own" not in arithmetic_cluster.log
-    workers = arithmetic_cluster.client.status()["workers"]
-    assert len(workers) == 4
+    workers = arithmetic_cluster.wait_for(lambda status: len(status["workers"]) == 4)["workers"]
     for worker in workers:
         told = Config.from_json(psutil.Process(worker["pid"]).environ()["BATON_CONFIG_JSON"])
         assert told.engine.memory_share == 0.25, "four workers on one machine"

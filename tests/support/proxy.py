@@ -148,6 +148,8 @@ class Proxy:
 
     async def _close(self) -> None:
         self._server.close()
+        for _ in range(4):  # what was just accepted begins, and can close its connection
+            await asyncio.sleep(0)
         await cancel_and_wait(asyncio.all_tasks() - {asyncio.current_task()})
 
     def _call(self, change: Callable[[], None]) -> None:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from baton.tasks import seen_through
 from tests.fakekube.machine import probes
 from tests.fakekube.machine.environment import NotYet, variables
 from tests.fakekube.machine.objects import (
@@ -187,9 +187,7 @@ class Pod:
                 await self._end(container, time.monotonic() + self._grace_of(container))
             exit_code = await container.process.finish()
         finally:
-            ended.cancel()
-            watched.cancel()
-            await asyncio.wait({ended, watched})
+            await _over(ended, watched)
         container.end(exit_code)
         return exit_code
 
@@ -320,9 +318,7 @@ class Pod:
         try:
             await asyncio.wait({hooked, ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            hooked.cancel()
-            ended.cancel()
-            await asyncio.wait({hooked, ended})
+            await _over(hooked, ended)
 
     async def _hook(self, container: Container, name: str, hook: Object, limit_s: float) -> bool:
         run = self._beside(container, container.log.with_name(f"{container.name}.{name}"))
@@ -347,7 +343,7 @@ class Pod:
                 await process.ended.wait()
             finally:
                 killing = asyncio.create_task(process.kill())
-                await seen_through(killing)  # the pod may end while a probe whose time is over is killed
+                await _seen_through(killing)  # the pod may end while a probe whose time is over is killed
             return killing.result()
 
         return run
@@ -394,6 +390,25 @@ class Pod:
 
     def _lookup(self, resource: Resource, name: str) -> Object:
         return self._machine.store.get(key_of(resource, {"metadata": {"namespace": self.key.namespace, "name": name}}))
+
+
+async def _seen_through(future: asyncio.Future[Any]) -> None:
+    """Waits until it is done, even if cancelled meanwhile; the cancellation follows then."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+async def _over(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels the tasks, and returns when they have ended, though it is cancelled itself meanwhile."""
+    for task in tasks:
+        task.cancel()
+    await _seen_through(asyncio.gather(*tasks, return_exceptions=True))
 
 
 async def _for_ever() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -81,12 +82,16 @@ class Process:
         return status if status >= 0 else 128 - status
 
     async def _kill_others(self) -> None:
-        while others := [process for process in of_containers({self.mark}) if process.pid != self.pid]:
-            for process in others:
-                try:
+        # One that is ending loses its mark before it is gone.
+        known: dict[int, psutil.Process] = {}
+        while True:
+            known |= {process.pid: process for process in of_containers({self.mark}) if process.pid != self.pid}
+            known = {pid: process for pid, process in known.items() if _is_left(process)}
+            if not known:
+                return
+            for process in known.values():
+                with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-                except psutil.NoSuchProcess:
-                    continue
             await asyncio.sleep(0.005)
 
     def _on_end(self) -> None:
@@ -106,6 +111,13 @@ def of_containers(marks: set[str]) -> list[psutil.Process]:
 
 def _lives(process: psutil.Process) -> bool:
     return process.info["status"] not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def _is_left(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _mark_of(pid: int) -> str | None:

@@ -56,9 +56,9 @@ SPEC = KVSpec(
 )
 """Two groups of layers and a state: a transfer of 100 tokens is some ten chunks of CONFIG's slots."""
 CONFIG = TransferConfig(
-    slot_bytes=4096, window=3, open_timeout_s=5.0, op_timeout_s=3.0, ping_s=0.5, resend_s=0.3, lease_s=20.0
+    slot_bytes=4096, window=3, open_timeout_s=5.0, op_timeout_s=10.0, ping_s=0.5, resend_s=0.3, lease_s=20.0
 )
-SOON_S = 5.0
+SOON_S = 15.0
 """Shorter than CONFIG's lease, with which everything goes in the end."""
 NUM_BLOCKS = 64
 
