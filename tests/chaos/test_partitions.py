@@ -34,7 +34,7 @@ NUM_TOKENS = 100
 """Two seconds of steps."""
 PER_WORKER = 2
 """Streams in flight for each decode worker."""
-HANGS_S = 120.0
+HANGS_S = 60.0
 """A worker that is cut off is noticed within 8 seconds, and a stream may meet several."""
 _NUMBERS = itertools.count()
 

@@ -31,7 +31,7 @@ from tests.chaos.asks import Answer, listen
 from tests.integration.cluster import Cluster, is_idle, running_cluster
 from tests.support.asking import prompt_of
 from tests.support.load import Clients, Requests
-from tests.support.processes import command_line
+from tests.support.processes import running
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
@@ -177,11 +177,7 @@ class Faults:
         return True
 
     def _kill_redis(self) -> bool:
-        found = [
-            process
-            for process in self._cluster.processes()
-            if any("valkey-server" in word for word in command_line(process))
-        ]
+        found = running(self._cluster.processes(), "valkey-server")
         for process in found:
             process.kill()
         return bool(found)

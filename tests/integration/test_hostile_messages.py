@@ -33,7 +33,7 @@ from baton.config import Config, EngineConfig, IndexConfig, TransferConfig
 from baton.engine.core.outputs import Reserved
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
-from baton.errors import BatonError, TransferCorrupted, TransferError, TransferRefused, WorkerFailed
+from baton.errors import BatonError, TransferCorrupted
 from baton.messages import (
     Abort,
     CallEnded,
@@ -129,21 +129,7 @@ class Cluster:
     numbers: Iterator[int] = field(default_factory=lambda: iter(range(10**9)))
 
     async def serve_well(self) -> None:
-        """A request that both of them serve, and one that each serves alone.
-
-        A hand-over fails when this process stands still for its half a second, and is made again, as a router does.
-        """
-        for num_left in (2, 1, 0):
-            try:
-                await self._serve_once()
-            except WorkerCallError as failed:
-                is_fault = isinstance(failed.error, (TransferCorrupted, TransferRefused))
-                if is_fault or not num_left or not isinstance(failed.error, (TransferError, WorkerFailed)):
-                    raise
-            else:
-                return
-
-    async def _serve_once(self) -> None:
+        """A request that both of them serve, and one that each serves alone."""
         spec = small_spec(f"good-{next(self.numbers)}")
         expected = expected_tokens(PROMPT, 4)
         async with asyncio.timeout(ANSWER_S), self._calls_of(spec) as decode:

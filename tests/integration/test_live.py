@@ -104,7 +104,7 @@ class Terminal:
         """Ctrl-C. Its exit status."""
         self.process.send_signal(signal.SIGINT)
         self.read_for(60)  # to its end
-        return self.process.wait(60)
+        return self.process.wait(10)
 
     def close(self) -> None:
         self.process.kill()

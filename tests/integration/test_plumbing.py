@@ -35,7 +35,7 @@ from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Answer, Cluster, Served, request
 from tests.integration.conftest import TraceReceiver
 from tests.support.asking import held_by, metric, prompt_of, sampling
-from tests.support.processes import command_line
+from tests.support.processes import running
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
@@ -192,7 +192,7 @@ def test_redis_dies_and_nobody_notices(arithmetic_cluster: Cluster) -> None:
     cluster = arithmetic_cluster
     prompt = prompt_of(95, 640)
     first = cluster.generate(token_ids=prompt, sampling=sampling(4))
-    (redis,) = [p for p in cluster.processes() if any("valkey-server" in word for word in command_line(p))]
+    (redis,) = running(cluster.processes(), "valkey-server")
     num_served = Counter[int]()
     stop = threading.Event()
 
@@ -269,7 +269,7 @@ def test_a_frozen_worker_is_left_within_seconds(arithmetic_cluster: Cluster) -> 
     finally:
         frozen.resume()
     assert tokens == expected_tokens(prompt, 6000)
-    assert message.timing.retries >= 1
+    assert message.timing.retries == 1
     assert longest_gap_s < 20, "gRPC's own default is a minute"
     cluster.wait_for(lambda s: s["pools"]["decode"]["ready"] == 2)
     cluster.wait_until_idle()

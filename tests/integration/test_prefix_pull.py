@@ -210,7 +210,6 @@ def test_a_slow_link_delays_no_first_token() -> None:
     """A second for every chunk of the hand-over: the second token waits for it, the first does not."""
     with running_fleet(TransferConfig(), SPLIT, faults=f"link_delay_ms={1e3 * LINK_DELAY_S:.0f}") as fleet:
         cluster = fleet.fill(*Role)
-        gaps_s, transfers_s = [], []
         for seed in range(5):
             prompt = prompt_of(1000 + seed, 100)
             began_s = time.perf_counter()
@@ -221,17 +220,13 @@ def test_a_slow_link_delays_no_first_token() -> None:
             gap_s = time.perf_counter() - first_s
             print(f"first token after {1e3 * (first_s - began_s):.1f} ms, the second {1e3 * gap_s:.0f} ms later")
             assert [*first.token_ids, *second.token_ids] == expected_tokens(prompt, 2)
-            assert time.perf_counter() - began_s >= 0.9 * LINK_DELAY_S
+            assert gap_s >= 0.9 * LINK_DELAY_S
             timing = second.timing
-            gaps_s.append(gap_s)
-            transfers_s.append(timing.transfer_s)
+            assert timing.transfer_s >= 0.9 * LINK_DELAY_S
             stages_s = timing.queue_s + timing.admission_s + timing.prefill_s + timing.transfer_s + timing.decode_s
             assert stages_s + timing.recovery_s == pytest.approx(timing.total_s, abs=1e-3), (
                 "a stage is missing, or twice there"
             )
-        # A client, or a router, that stands still for a moment may see one pair of tokens closer together.
-        assert max(gaps_s) >= 0.9 * LINK_DELAY_S
-        assert max(transfers_s) >= 0.9 * LINK_DELAY_S
 
 
 # -- the real model ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import contextlib
 import psutil
 
 from deploy.local.child import Child
-from tests.support.processes import command_line
+from tests.support.processes import command_line, running
 from tests.support.waiting import wait_until
 
 
@@ -16,7 +16,7 @@ async def test_it_leaves_no_process_when_its_raylet_is_killed() -> None:
     """The agents then report to the GCS, and when that is gone as well they try for a minute."""
     head = Child("Ray", "deploy.ray_pools.head", (), {})
     await head.start_and_listen()
-    (ours,) = [child for child in psutil.Process().children() if "deploy.ray_pools.head" in command_line(child)]
+    (ours,) = running(psutil.Process().children(), "deploy.ray_pools.head")
     processes = ours.children(recursive=True)
     programs = {command_line(process)[0].rpartition("/")[2]: process for process in processes}
     try:

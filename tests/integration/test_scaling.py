@@ -19,7 +19,7 @@ from deploy.operator.client import Client
 from tests.integration.cluster import Cluster, running_cluster
 from tests.support.asking import prompt_of, sampling
 from tests.support.load import Clients, Requests, Stream
-from tests.support.processes import command_line
+from tests.support.processes import running
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
@@ -206,7 +206,7 @@ def test_workers_outlive_the_controller_and_so_do_orders(cluster: Cluster) -> No
 
 def test_pools_come_back_after_rays_death(cluster: Cluster) -> None:
     before = pids(cluster.client.status())
-    (head,) = [process for process in cluster.processes() if "deploy.ray_pools.head" in command_line(process)]
+    (head,) = running(cluster.processes(), "deploy.ray_pools.head")
     children = head.children(recursive=True)
     head.kill()
     began_s = time.monotonic()

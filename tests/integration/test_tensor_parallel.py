@@ -247,7 +247,7 @@ def test_workers_of_several_ranks_serve_and_die_whole(
         process.join(30)
         assert process.exitcode == 1
         del fleet.workers[victim]
-        assert not psutil.wait_procs([other], timeout=30)[1], "the rank outlives its worker"
+        assert not psutil.wait_procs([other], timeout=5)[1], "the rank outlives its worker"
         left = [rank for worker_id in fleet.workers for rank in ranked.other_ranks(worker_id)]
     assert len(left) == 1
-    assert not psutil.wait_procs(left, timeout=30)[1], "the rank outlives its worker"
+    assert not psutil.wait_procs(left, timeout=5)[1], "the rank outlives its worker"

@@ -35,6 +35,7 @@ from tests.observability.prometheus import Prometheus, binaries, running_prometh
 from tests.observability.shipped import JOB, RULES, dashboards, recorded, shown, substituted
 from tests.support.asking import prompt_of, sampling
 from tests.support.load import Clients, Requests
+from tests.support.processes import running
 from tests.support.waiting import wait_until
 from tools.dashboards.catalogue import definitions
 from tools.dashboards.model import ZERO
@@ -112,7 +113,7 @@ class Trouble:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._stop = threading.Event()
-        (self._redis,) = [process for process in cluster.processes() if "valkey-server" in process.name()]
+        (self._redis,) = running(cluster.processes(), "valkey-server")
 
     def __enter__(self) -> Trouble:
         self._write_garbage()

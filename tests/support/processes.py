@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import psutil
+
+
+def running(processes: Iterable[psutil.Process], program: str) -> list[psutil.Process]:
+    """Returns those that run a program, by a part of their command line."""
+    return [process for process in processes if any(program in word for word in command_line(process))]
 
 
 def command_line(process: psutil.Process) -> list[str]:

@@ -393,7 +393,7 @@ class Pod:
 
 
 async def _seen_through(future: asyncio.Future[Any]) -> None:
-    """Waits until it is done, even if cancelled meanwhile; the cancellation follows then."""
+    """As `baton.tasks.seen_through`, of which this package, a stranger to the product, knows nothing."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
