@@ -24,8 +24,9 @@ STATUS_TIMEOUT_S = 10.0
 ORDER_TIMEOUT_S = 30.0
 ROLE_TIMEOUT_S = 600.0
 """Longest change of role: the worker is drained first, within the cluster's own time limit."""
-FIRST_TRIES = 3
-"""Attempts to reach a router at all, and at least one for each address."""
+FIRST_TRIES = 5
+"""Attempts to reach a router at all, and at least one for each address. A channel that was refused connects again no
+sooner than after 0.2 s and fails calls until then, so of these, three reach an address, within a second."""
 TRIES = 10
 """Attempts in a row without a new message, once a stream has begun."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
@@ -43,9 +44,12 @@ def metadata_of(api_key: str) -> CallMetadata:
 
 
 def typed(error: grpc.RpcError, address: str) -> BatonError:
-    """The router's own error, or NoWorker when no router answers at `address`."""
+    """The router's own error, or NoWorker, with gRPC's last words, when no router answers at `address`."""
     if is_lost(error):
-        return NoWorker(f"no router answers at {address}; start one with `baton up`, or name another with --address")
+        cause = (error.details() or "no reason is known").rpartition(": ")[2]
+        return NoWorker(
+            f"no router answers at {address} ({cause}); start one with `baton up`, or name another with --address"
+        )
     return from_rpc_error(error, f"the router at {address}")
 
 

@@ -150,7 +150,8 @@ def test_a_dead_router_and_a_small_vocabulary_are_told_in_a_sentence(cluster: Cl
     assert dead.returncode == 1
     assert dead.stdout == ""
     assert dead.stderr == (
-        f"error: no router answers at {address}; start one with `baton up`, or name another with --address\n"
+        f"error: no router answers at {address} (Connection refused); start one with `baton up`, or name another with "
+        "--address\n"
     )
     small = subprocess.run(
         [*COMMAND, "--address", cluster.grpc, "--requests", "5", "--vocab", "60000"],

@@ -451,7 +451,9 @@ async def test_a_dead_router_is_told_in_a_sentence() -> None:
     async with serving(scripted()) as connection:
         address = connection.address
     connection = BenchConnection(address)
-    with pytest.raises(NoWorker, match=f"no router answers at {address}; start one with `baton up`"):
+    with pytest.raises(
+        NoWorker, match=rf"no router answers at {address} \(Connection refused\); start one with `baton up`"
+    ):
         await connection.model()
     await connection.close()
 

@@ -1,0 +1,63 @@
+"""The client of the commands, against a real gRPC server that comes late or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.api import GenerateRequest, TokenIds
+from baton.errors import NoWorker
+from baton.v1 import inference_pb2
+from deploy.operator.client import Client
+from tests.integration.cluster import free_port
+
+REQUEST = GenerateRequest(prompt=TokenIds((1, 2, 3)))
+
+
+def answer(request: Any, context: Any) -> Iterator[inference_pb2.GenerateResponse]:
+    yield inference_pb2.GenerateResponse(token_ids=[7], finish_reason="length", usage=inference_pb2.Usage())
+
+
+def new_router() -> grpc.Server:
+    """A server whose answers have one token, and which does not listen yet."""
+    generate = grpc.unary_stream_rpc_method_handler(
+        answer, inference_pb2.GenerateRequest.FromString, inference_pb2.GenerateResponse.SerializeToString
+    )
+    router = grpc.server(ThreadPoolExecutor(1))
+    router.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("baton.v1.Inference", {"Generate": generate}),)
+    )
+    return router
+
+
+def test_a_router_that_comes_while_the_client_tries_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens once the first attempt has been refused: one of those that follow must be more than a repetition."""
+    address, sleep, router = f"127.0.0.1:{free_port()}", time.sleep, new_router()
+    pauses: list[float] = []
+
+    def first_comes_the_router(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 1:
+            assert router.add_insecure_port(address)
+            router.start()
+        sleep(pause_s)
+
+    monkeypatch.setattr("deploy.operator.client.time.sleep", first_comes_the_router)
+    try:
+        with contextlib.closing(Client(address)) as client:
+            assert [chunk.token_ids for chunk in client.generate(REQUEST)] == [(7,)]
+    finally:
+        router.stop(0).wait(30)
+
+
+def test_an_address_where_nobody_answers_is_given_up_with_the_reason() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    sentence = rf"no router answers at {address} \(Connection refused\); start one with `baton up`"
+    with contextlib.closing(Client(address)) as client, pytest.raises(NoWorker, match=sentence):
+        list(client.generate(REQUEST))
