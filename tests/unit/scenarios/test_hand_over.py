@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,13 @@ from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import TransferError, TransferRefused
 from baton.v1 import kv_pb2_grpc
+from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from router.placement import Mode
 from tests.support.asking import prompt_of
 from tests.support.event_log import EventLog
+from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import Worker, engine_worker, make_spec, read_all, with_link
 from tests.unit.router.dispatch.scripted_workers import Bench
 from tests.unit.scenarios.cluster import ask, router_of
@@ -176,6 +179,48 @@ async def test_of_one_id_that_runs_twice_each_can_be_left_alone() -> None:
         await leaving.aclose()
         assert [first[1], *[token async for token in staying]] == expected_tokens(prompt, 200)
         assert first[0] == first[1]
+
+
+# -- blocks that are taken again at once -------------------------------------------------------------------------------
+
+
+class HeldCopy:
+    """In the place of `BlockCopier.gather` or `scatter`: the first copy begins, and ends when it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self._copy = getattr(BlockCopier, name)
+        self.began, self.may_end = threading.Event(), threading.Event()
+        monkeypatch.setattr(BlockCopier, name, lambda copier, *args: self._held(copier, *args))
+
+    def _held(self, copier: BlockCopier, *args: Any) -> None:
+        self.began.set()
+        assert self.may_end.wait(30), "the test has ended without letting go of the copy"
+        self._copy(copier, *args)
+
+
+@pytest.mark.parametrize(("name", "owner"), [("gather", 0), ("scatter", 1)])
+async def test_blocks_of_a_client_that_leaves_go_to_the_next_when_no_copy_uses_them(
+    name: str, owner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool holds either prompt and not both. The next one computes in place what the held copy would overwrite."""
+    copy = HeldCopy(monkeypatch, name)
+    prompt = prompt_of(2, 320)
+    async with pair(num_blocks=24) as (router, *workers):
+        worker = workers[owner]
+        leaving = asyncio.create_task(ask(router, make_spec(prompt_of(1, 160))))
+        assert await asyncio.to_thread(copy.began.wait, 30)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        worker.runner.layer_s = 0.01
+        next_one = asyncio.create_task(worker.generate(make_spec(prompt, num_tokens=40)))
+        try:
+            await until(lambda: worker.loop.load().waiting + worker.loop.load().running)
+            await asyncio.sleep(0.2)  # a worker that gives blocks away too early does so at once
+            assert worker.loop.load().running == 0, "somebody has got blocks that a copy uses"
+        finally:
+            copy.may_end.set()
+            tokens = await next_one
+        assert tokens == expected_tokens(prompt, 40)
 
 
 # -- two versions of the hand-over -------------------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+"""A decode worker dies when most of the KV is in use: its replacement is not filled while others have room, and
+requests soon meet their objectives again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
+from baton.errors import BatonError
+from tests.chaos.fleet import Fleet, running_fleet
+from tests.support.asking import prompt_of
+from tests.support.load import Clients, Requests, Stream
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.chaos
+
+NUM_BLOCKS = 128
+NUM_PROMPT_TOKENS, NUM_TOKENS = 200, 200
+"""25 blocks an answer at its end: a worker has room for five."""
+NUM_CLIENTS = 11
+"""They take 0.7 of the KV of three workers, and more than two have."""
+STEP_MS = 8.0
+BEFORE_S, GONE_S, AFTER_S = 6.0, 3.0, 20.0
+FULL, ROOMY = 0.9, 0.7
+"""A worker that is filled further than the first, and one that is less filled than the second, shares of its blocks."""
+TTFT_S = 2.0
+BACK_S = 5.0
+"""From the replacement's arrival until what clients ask meets the objective again."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The share of its blocks that each decode worker uses, at a time of the monotonic clock."""
+
+    at_s: float
+    used: dict[str, float]
+
+
+class Watch:
+    """Takes pictures of the decode workers, in a thread of its own, while the block is entered."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        self.pictures: list[Picture] = []
+        self._status = status
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._take)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def _take(self) -> None:
+        while not self._is_over.wait(0.02):
+            try:
+                workers = self._status()["workers"]
+            except BatonError:
+                continue
+            used = {
+                worker["id"]: worker["blocks"]["in_use"] / worker["blocks"]["total"]
+                for worker in workers
+                if worker["role"] == Role.DECODE and worker["state"] == "ready"
+            }
+            self.pictures.append(Picture(time.monotonic(), used))
+
+
+def test_the_replacement_of_a_worker_is_not_drowned() -> None:
+    router = RouterConfig(mode="split", max_attempts=8, cache_secret="replaced")
+    asked: list[tuple[float, Stream]] = []
+
+    def script(fleet: Fleet, number: int) -> Requests:
+        for seed in itertools.count(number, NUM_CLIENTS):
+            stream = Stream(inference=fleet.inference, prompt=prompt_of(seed, NUM_PROMPT_TOKENS), max_tokens=NUM_TOKENS)
+
+            def ask(stream: Stream = stream) -> None:
+                asked.append((time.monotonic(), stream))
+                stream.served()
+
+            yield ask
+
+    with running_fleet(TransferConfig(), router, num_blocks=NUM_BLOCKS, step_ms=STEP_MS) as fleet:
+        victim, *others = [fleet.add(Role.DECODE) for _ in range(3)]
+        fleet.wait_for(fleet.add(Role.PREFILL), victim, *others)
+        with Clients(lambda number: script(fleet, number), NUM_CLIENTS), Watch(fleet.client.status) as watch:
+            time.sleep(BEFORE_S)
+            killed_s = time.monotonic()
+            fleet.remove(victim, signal.SIGKILL)
+            time.sleep(GONE_S)
+            replacement = fleet.add(Role.DECODE)
+            fleet.wait_for(replacement)
+            ready_s = time.monotonic()
+            time.sleep(AFTER_S)
+        before = [picture for picture in watch.pictures if BEFORE_S / 2 < killed_s - picture.at_s < BEFORE_S]
+        after = [picture for picture in watch.pictures if picture.at_s > ready_s]
+        drowned = [picture for picture in after if is_drowned(picture.used, replacement)]
+        first_s = [stream.first_s for at_s, stream in asked if ready_s + BACK_S < at_s < ready_s + AFTER_S - TTFT_S]
+        print(
+            f"{mean(before, [victim, *others]):.2f} of the KV was in use; the replacement had "
+            f"{mean(after, [replacement]):.2f}, at most {max(picture.used[replacement] for picture in after):.2f}, the "
+            f"others {mean(after, others):.2f}; {len(first_s)} first tokens then took {max(first_s):.2f} s at most"
+        )
+        assert 0.5 < mean(before, [victim, *others]) < FULL, "this load does not say much"
+        assert not drowned, (len(drowned), len(after), drowned[0])
+        assert mean(after, [replacement]) > 0.4, "hardly anything came to it"
+        assert len(first_s) > NUM_CLIENTS
+        assert max(first_s) < TTFT_S
+        wait_until(lambda: all(not worker["blocks"]["in_use"] for worker in fleet.client.status()["workers"]))
+
+
+def is_drowned(used: dict[str, float], worker: str) -> bool:
+    """Whether a worker is full while another one has room."""
+    others = [share for other, share in used.items() if other != worker]
+    return used.get(worker, 0.0) >= FULL and min(others, default=math.inf) <= ROOMY
+
+
+def mean(pictures: list[Picture], workers: list[str]) -> float:
+    shares = [picture.used[worker] for picture in pictures for worker in workers if worker in picture.used]
+    return sum(shares) / len(shares)
