@@ -43,9 +43,14 @@ CHANNEL_OPTIONS = [
     # Workers come back on other ports, so an address that refused once is worth another try soon.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Despite its name the limit of one attempt to connect, otherwise 20 s: calls wait for it.
+]
+"""A client's, which may know of no other router: an attempt to connect may take gRPC's own 20 s."""
+MEMBER_CHANNEL_OPTIONS = [
+    *CHANNEL_OPTIONS,
+    # Despite its name the limit of one attempt to connect: calls wait for it, and other members can serve them.
     ("grpc.min_reconnect_backoff_ms", 5_000),
 ]
+"""Between members of a cluster."""
 
 
 class RpcServer:
@@ -109,4 +114,5 @@ class RpcServer:
 
 
 def channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    """Opens a channel from one member of a cluster to another."""
+    return grpc.aio.insecure_channel(address, options=MEMBER_CHANNEL_OPTIONS)

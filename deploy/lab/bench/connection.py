@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from baton import rpc, wire
+from baton import wire
 from baton.api import GenerateRequest, TokenIds
+from baton.rpc.server import CHANNEL_OPTIONS
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from deploy.operator.client import metadata_of, typed
 
@@ -58,7 +59,7 @@ class BenchConnection:
 
     def __init__(self, address: str, api_key: str = "") -> None:
         self.address = address
-        self._channel = rpc.channel(address)
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._metadata = metadata_of(api_key)
         self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(GENERATE)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import grpc
 
 from baton.messages import FromReceiver, FromSender, Ping, Rendezvous
-from baton.rpc.server import CHANNEL_OPTIONS
+from baton.rpc.server import MEMBER_CHANNEL_OPTIONS
 from kvstore.transfer.pipeline.driven import post
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Out = TypeVar("Out", FromSender, FromReceiver)
 OPTIONS = (
-    *CHANNEL_OPTIONS,
+    *MEMBER_CHANNEL_OPTIONS,
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.use_local_subchannel_pool", 1),
 )

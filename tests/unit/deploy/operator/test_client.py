@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from baton.errors import NoWorker
 from baton.v1 import inference_pb2
 from deploy.operator.client import Client
 from tests.integration.cluster import free_port
+from tests.support.proxy import Proxy
 
 REQUEST = GenerateRequest(prompt=TokenIds((1, 2, 3)))
 
@@ -54,6 +56,22 @@ def test_a_router_that_comes_while_the_client_tries_is_reached(monkeypatch: pyte
             assert [chunk.token_ids for chunk in client.generate(REQUEST)] == [(7,)]
     finally:
         router.stop(0).wait(30)
+
+
+def test_a_router_that_is_slow_to_take_a_connection_is_waited_for() -> None:
+    """On a busy machine it may be seconds late; a member of the cluster would try another one after 5 s."""
+    router = new_router()
+    with Proxy(router.add_insecure_port("127.0.0.1:0")) as proxy:
+        router.start()
+        proxy.cut()
+        healing = threading.Timer(6.0, proxy.heal)
+        healing.start()
+        try:
+            with contextlib.closing(Client(f"127.0.0.1:{proxy.port}")) as client:
+                assert [chunk.token_ids for chunk in client.generate(REQUEST)] == [(7,)]
+        finally:
+            healing.join()
+            router.stop(0).wait(30)
 
 
 def test_an_address_where_nobody_answers_is_given_up_with_the_reason() -> None:
