@@ -1,11 +1,10 @@
-"""A decode worker dies when most of the KV is in use: its replacement is not filled while others have room, and
-requests soon meet their objectives again.
+"""A decode worker dies when most of the KV is in use: its replacement gets its share and no more than it has room for,
+and requests soon meet their objectives again.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import signal
 import threading
 import time
@@ -30,10 +29,12 @@ NUM_PROMPT_TOKENS, NUM_TOKENS = 200, 200
 """25 blocks an answer at its end: a worker has room for five."""
 NUM_CLIENTS = 11
 """They take 0.7 of the KV of three workers, and more than two have."""
-STEP_MS = 8.0
+STEP_MS, TOKEN_MS = 8.0, 0.4
+"""What a step takes, and each of its tokens. Were tokens free, it would not matter how many sequences a worker has."""
 BEFORE_S, GONE_S, AFTER_S = 6.0, 3.0, 20.0
-FULL, ROOMY = 0.9, 0.7
-"""A worker that is filled further than the first, and one that is less filled than the second, shares of its blocks."""
+FULL = 0.9
+MOST_APART = 0.2
+"""Of the mean shares of their blocks that the replacement and the others use."""
 TTFT_S = 2.0
 BACK_S = 5.0
 """From the replacement's arrival until what clients ask meets the objective again."""
@@ -93,7 +94,9 @@ def test_the_replacement_of_a_worker_is_not_drowned() -> None:
 
             yield ask
 
-    with running_fleet(TransferConfig(), router, num_blocks=NUM_BLOCKS, step_ms=STEP_MS) as fleet:
+    with running_fleet(
+        TransferConfig(), router, num_blocks=NUM_BLOCKS, step_ms=STEP_MS, arithmetic_token_ms=TOKEN_MS
+    ) as fleet:
         victim, *others = [fleet.add(Role.DECODE) for _ in range(3)]
         fleet.wait_for(fleet.add(Role.PREFILL), victim, *others)
         with Clients(lambda number: script(fleet, number), NUM_CLIENTS), Watch(fleet.client.status) as watch:
@@ -107,7 +110,6 @@ def test_the_replacement_of_a_worker_is_not_drowned() -> None:
             time.sleep(AFTER_S)
         before = [picture for picture in watch.pictures if BEFORE_S / 2 < killed_s - picture.at_s < BEFORE_S]
         after = [picture for picture in watch.pictures if picture.at_s > ready_s]
-        drowned = [picture for picture in after if is_drowned(picture.used, replacement)]
         first_s = [stream.first_s for at_s, stream in asked if ready_s + BACK_S < at_s < ready_s + AFTER_S - TTFT_S]
         print(
             f"{mean(before, [victim, *others]):.2f} of the KV was in use; the replacement had "
@@ -115,17 +117,12 @@ def test_the_replacement_of_a_worker_is_not_drowned() -> None:
             f"others {mean(after, others):.2f}; {len(first_s)} first tokens then took {max(first_s):.2f} s at most"
         )
         assert 0.5 < mean(before, [victim, *others]) < FULL, "this load does not say much"
-        assert not drowned, (len(drowned), len(after), drowned[0])
-        assert mean(after, [replacement]) > 0.4, "hardly anything came to it"
+        assert abs(mean(after, [replacement]) - mean(after, others)) < MOST_APART
+        # Room for an answer is reserved before its prompt is computed: however full a worker is, nobody is put out.
+        assert [worker["preemptions"] for worker in fleet.client.status()["workers"]] == [0] * 4
         assert len(first_s) > NUM_CLIENTS
         assert max(first_s) < TTFT_S
         wait_until(lambda: all(not worker["blocks"]["in_use"] for worker in fleet.client.status()["workers"]))
-
-
-def is_drowned(used: dict[str, float], worker: str) -> bool:
-    """Whether a worker is full while another one has room."""
-    others = [share for other, share in used.items() if other != worker]
-    return used.get(worker, 0.0) >= FULL and min(others, default=math.inf) <= ROOMY
 
 
 def mean(pictures: list[Picture], workers: list[str]) -> float:
