@@ -50,7 +50,7 @@ MEMBER_CHANNEL_OPTIONS = [
     # Despite its name the limit of one attempt to connect: calls wait for it, and other members can serve them.
     ("grpc.min_reconnect_backoff_ms", 5_000),
 ]
-"""Between members of a cluster."""
+"""The options of a channel between members of a cluster."""
 
 
 class RpcServer:
