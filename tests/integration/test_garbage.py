@@ -19,6 +19,7 @@ from tests.chaos.fleet import Fleet, running_fleet
 from tests.contract.garbage import index_of, leases_of, shared
 from tests.support.asking import prompt_of
 from tests.support.load import Clients, Requests, Stream
+from tests.support.waiting import wait_until
 
 NUM_CLIENTS = 3
 BETWEEN_S = 0.03
@@ -61,9 +62,12 @@ def test_garbage_ends_no_process_and_refuses_no_request() -> None:
                         store.execute_command(*command)
                 time.sleep(BETWEEN_S)
                 assert router.process.poll() is None, f"the router has ended by a {garbage}: {router.log}"
-            # Nobody writes this one anew before the router has seen it.
+            # Nobody writes these anew before the router has seen them, once it has mended the lists of their names.
+            wait_until(lambda: store.type(keys.workers) == store.type(keys.routers) == b"set")
             store.hset(keys.lease("ghost"), mapping={"epoch": "x", "info": "x", "load": "x"})
             store.sadd(keys.workers, "ghost")
+            store.set(keys.router("ghost"), "x")
+            store.sadd(keys.routers, "ghost")
         assert all(process.is_alive() for process in fleet.workers.values())
         router.wait_for(lambda s: s["redis"]["ok"] and {w["id"] for w in s["workers"]} >= {"prefill-0", "decode-0"})
         router.wait_for(lambda s: {each["what"] for each in s["redis"]["garbage"]} >= {"lease", "event", "router"})
