@@ -44,7 +44,7 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
-"""A client's, which may know of no other router: an attempt to connect may take gRPC's own 20 s."""
+"""The options of a client's channel. It may know of one router only, so an attempt to connect may take gRPC's 20 s."""
 MEMBER_CHANNEL_OPTIONS = [
     *CHANNEL_OPTIONS,
     # Despite its name the limit of one attempt to connect: calls wait for it, and other members can serve them.

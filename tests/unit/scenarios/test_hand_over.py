@@ -185,7 +185,7 @@ async def test_of_one_id_that_runs_twice_each_can_be_left_alone() -> None:
 
 
 class HeldCopy:
-    """In the place of `BlockCopier.gather` or `scatter`: the first copy begins, and ends when it is let go."""
+    """Replaces `BlockCopier.gather` or `scatter`: a copy begins, and ends once `may_end` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self._copy = getattr(BlockCopier, name)
