@@ -9,7 +9,7 @@ from router.placement.pool_view import PoolView
 
 
 class Readiness:
-    """Not before the first workers are there; once they are gone, for as long as requests wait for others.
+    """Decides whether a router reports ready: from its first workers on, and for `patience_s` after the last is gone.
 
     What takes all workers away takes them from every router at the same time. Were no router ready from then on, a load
     balancer would turn clients away where a short wait would have done. A router that is cut off by itself is left by

@@ -57,6 +57,8 @@ class Registry:
         self._redis_ok = False
         self._boot = ""
         self._keep_until_s = 0.0
+        self._unheard: set[str] = set()
+        """Ids of workers that were known when Redis lost its state and have not been listed since."""
 
     async def run(self) -> None:
         """Polls until cancelled. While Redis is away, the last picture stays."""
@@ -81,11 +83,15 @@ class Registry:
         """The leases; for a while after Redis lost its state, also those it has not heard of again."""
         workers = await self._leases.list_workers()
         boot = await self._leases.boot()  # after it: a list that lacks what was lost is known for one
+        listed = {worker.info.id for worker in workers}
         if boot != self._boot:
             self._boot, self._keep_until_s = boot, time.monotonic() + self._lease_s
+            self._unheard = listed | {worker.info.id for worker in self._pools.workers}
+        else:
+            self._unheard -= listed  # what is missing from now on has left
         if time.monotonic() < self._keep_until_s:
-            listed = {worker.info.id for worker in workers}
-            workers += [worker for worker in self._pools.workers if worker.info.id not in listed]
+            missing = self._unheard - listed
+            workers += [worker for worker in self._pools.workers if worker.info.id in missing]
         return workers
 
     def status(self) -> ClusterStatus:

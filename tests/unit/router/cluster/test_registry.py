@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 
-from baton.cluster import RouterInfo, Worker, WorkerLoad, WorkerState
+from baton.cluster import RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.tasks import cancel_and_wait
 from kvstore.index import MemoryIndex, MemoryStore, Mirror, MirrorFollower, RedisConnection
 from kvstore.leases import MemoryLeases
 from router.admission import SloCounts
@@ -32,33 +35,45 @@ class ForgetfulLeases(MemoryLeases):
         return await super().list_workers()
 
 
-async def test_a_store_that_loses_its_state_between_two_questions_loses_no_worker() -> None:
-    """Regression: asked for its boot token first, it told the old one and then the empty list of its new life."""
-    store = MemoryStore()
-    leases = ForgetfulLeases(store, 20)
-    info = worker_info("w", epoch=await leases.acquire("w"))
-    await leases.renew(info, WorkerLoad(state=WorkerState.READY))
+@contextlib.asynccontextmanager
+async def followed(store: MemoryStore, leases: MemoryLeases, lease_s: float) -> AsyncIterator[PoolView]:
+    """What a router knows of the workers while it polls."""
     mirror = Mirror()
     pools = PoolView(mirror.lookup, time.monotonic)
-    follower = MirrorFollower(MemoryIndex(store), mirror)
-    me, redis = (
-        RouterInfo(id="r", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0),
-        RedisConnection("redis://127.0.0.1:1/0"),
-    )
     registry = Registry(
         leases=leases,
         pools=pools,
         client=WorkerClient(),
-        follower=follower,
-        me=me,
+        follower=MirrorFollower(MemoryIndex(store), mirror),
+        me=RouterInfo(id="r", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0),
         slo_counts=SloCounts(),
         models=(),
-        redis=redis,
+        redis=RedisConnection("redis://127.0.0.1:1/0"),
         poll_s=POLL_S,
-        lease_s=10 * POLL_S,
+        lease_s=lease_s,
     )
     running = asyncio.create_task(registry.run())
-    async with asyncio.timeout(10):
+    yield pools
+    await cancel_and_wait([running])
+
+
+async def joins(leases: MemoryLeases, worker_id: str) -> WorkerInfo:
+    info = worker_info(worker_id, epoch=await leases.acquire(worker_id))
+    await leases.renew(info, WorkerLoad(state=WorkerState.READY))
+    return info
+
+
+async def comes_to(pools: PoolView, *worker_ids: str) -> None:
+    while {worker.info.id for worker in pools.workers} != set(worker_ids):
+        await pools.wait_for_change(1)
+
+
+async def test_a_store_that_loses_its_state_between_two_questions_loses_no_worker() -> None:
+    """Regression: asked for its boot token first, it told the old one and then the empty list of its new life."""
+    store = MemoryStore()
+    leases = ForgetfulLeases(store, 20)
+    await joins(leases, "w")
+    async with followed(store, leases, 10 * POLL_S) as pools, asyncio.timeout(10):
         while not pools.workers:
             await pools.wait_for_change(1)
         while store.boot != "new":
@@ -66,4 +81,33 @@ async def test_a_store_that_loses_its_state_between_two_questions_loses_no_worke
             assert pools.workers, "the list was empty, and taken for true"
         while pools.workers:  # nobody renews, so in the end it is
             await pools.wait_for_change(1)
-    running.cancel()
+
+
+async def test_who_leaves_a_router_that_has_just_begun_is_gone_at_once() -> None:
+    """Regression: a router kept whatever it had seen for a lease's length after its own start."""
+    store = MemoryStore()
+    leases = MemoryLeases(store)
+    async with followed(store, leases, lease_s=600) as pools, asyncio.timeout(10):
+        first = await joins(leases, "first")
+        await comes_to(pools, "first")
+        await joins(leases, "second")
+        await comes_to(pools, "first", "second")
+        await leases.release("first", first.epoch)
+        await comes_to(pools, "second")
+
+
+async def test_who_is_listed_again_after_the_store_lost_its_state_can_leave() -> None:
+    store = MemoryStore()
+    leases = MemoryLeases(store)
+    async with followed(store, leases, lease_s=600) as pools, asyncio.timeout(10):
+        for name in ("leaves", "silent"):
+            await joins(leases, name)
+        await comes_to(pools, "leaves", "silent")
+        store.leases.clear()
+        store.boot = "new"
+        await asyncio.sleep(10 * POLL_S)
+        await comes_to(pools, "leaves", "silent")  # as one may be that has not noticed the loss
+        again = await joins(leases, "leaves")
+        await asyncio.sleep(10 * POLL_S)
+        await leases.release("leaves", again.epoch)
+        await comes_to(pools, "silent")
