@@ -24,9 +24,10 @@ from safetensors.torch import load_file, save_file
 from baton.chat import ChatMessage
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.engine import Engine
+from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.engine.core.loop import EngineLoop
 from baton.engine.core.outputs import Generated
-from baton.engine.core.runner import Fence, OnLayerDone, StepInput
+from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.model.kv_cache import KVCache
@@ -223,6 +224,70 @@ def test_what_others_left_in_the_blocks_does_not_matter(tmp_path: Path) -> None:
     for group in spoiled.runner.caches[0].groups:
         group.fill_(float("nan"))
     assert answers(spoiled, specs, steps_between=2)[0] == answers(clean, specs, steps_between=2)[0]
+
+
+def fork_and_compare(engine: Engine, reference: Any) -> None:
+    """A sequence that is forked within a block, and its parent, answer as `generate` does to the tokens of each."""
+    prompt = [random.Random(11).randrange(VOCAB_SIZE) for _ in range(40)]
+    parent = engine.add(make_spec("parent", prompt, 12, ignore_eos=True), Purpose.GENERATE, 0.0)
+    tokens: dict[int, list[int]] = {parent.key: []}
+
+    def step() -> bool:
+        batch, _ = engine.schedule(0.0)
+        for output in engine.commit(batch, engine.runner.execute(batch), 0.0) if batch else ():
+            assert isinstance(output, Generated)
+            tokens[output.sequence_key] += output.token_ids
+        engine.check()
+        return bool(batch)
+
+    for _ in range(4):
+        step()
+    other = [*parent.token_ids[:-1], (parent.token_ids[-1] + 1) % VOCAB_SIZE]
+    child = engine.fork(parent, make_spec("child", other, 8, ignore_eos=True), 0.0)
+    assert child is not None
+    assert child.copies
+    tokens[child.key] = []
+    while step():
+        pass
+    assert same_up_to_near_ties(tokens[parent.key], refer(reference, prompt, 12))
+    assert same_up_to_near_ties(tokens[child.key], refer(reference, other, 8))
+
+
+def test_a_fork_and_its_parent_answer_as_generate(tmp_path: Path) -> None:
+    save_tiny("llama", {}, tmp_path)
+    engine = make_engine(tmp_path)
+    for group in engine.runner.caches[0].groups:
+        group.fill_(float("nan"))
+    fork_and_compare(engine, load_reference(tmp_path))
+
+
+def test_blocks_behind_the_window_may_be_empty_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that gives them back leaves places without a block in the tables."""
+    save_tiny("mistral", {"head_dim": 32, "sliding_window": WINDOW}, tmp_path)
+    engine = make_engine(tmp_path)
+    for group in engine.runner.caches[0].groups:
+        group.fill_(float("nan"))
+    execute, num_emptied = engine.runner.execute, 0
+
+    def without_what_is_behind(step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        nonlocal num_emptied
+        parts = []
+        for part in step.parts:
+            num_empty = max(0, part.num_computed_tokens - WINDOW + 1) // engine.runner.spec.block_size
+            table = (EMPTY_PLACE,) * num_empty + part.block_ids[0][num_empty:]
+            parts.append(part._replace(block_ids=(table,)))
+            num_emptied += num_empty
+        return execute(replace(step, parts=tuple(parts)), on_layer_done)
+
+    monkeypatch.setattr(engine.runner, "execute", without_what_is_behind)
+    draw = random.Random(7)
+    prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (130, 61)]
+    specs = [make_spec(f"{i}", prompt, 12, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    got, _ = answers(engine, specs, steps_between=1)
+    reference = load_reference(tmp_path)
+    for answer, prompt in zip(got, prompts, strict=True):
+        assert same_up_to_near_ties(answer, refer(reference, prompt, 12))
+    assert num_emptied > 20
 
 
 def rows_of(cache: KVCache, batch: StepInput, layer: int) -> torch.Tensor:

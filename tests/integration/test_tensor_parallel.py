@@ -38,6 +38,7 @@ from tests.integration.test_engine_models import (
     Reference,
     answers,
     engine_of,
+    fork_and_compare,
     load_reference,
     make_engine,
     make_spec,
@@ -103,6 +104,15 @@ def compare(kind: str, tmp_path: Path) -> None:
     ) >= 4
     print(f"{kind}: {num_same} of 5 answers equal to the last token")
     assert num_same >= 4, "too many near ties for a test that means something"
+
+
+def test_a_fork_copies_on_every_rank(tmp_path: Path) -> None:
+    save_tiny("llama", {}, tmp_path)
+    with over_ranks(tmp_path) as engine:
+        for cache in engine.runner.caches:
+            for group in cache.groups:
+                group.fill_(float("nan"))
+        fork_and_compare(engine, load_reference(tmp_path))
 
 
 def test_no_layer_is_told_before_all_ranks_have_it(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from opentelemetry.context import Context
 
 from baton.cluster import TransferCounts
 from baton.config import TransferConfig
-from baton.engine.core.kv_spec import KVSpec, LayerGroup
+from baton.engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup
 from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
@@ -415,6 +415,24 @@ async def refusal(prefill: Prefill, decode: Decode, **changes: Any) -> str:
         await send(prefill, dataclasses.replace(ticket, **changes), [4, 5])
     assert (await decode.receiver.release(ticket))[0] == (0, 1)
     return str(caught.value)
+
+
+async def test_a_reservation_that_could_not_be_filled_is_refused() -> None:
+    async with decode_side(CONFIG) as decode:
+        for num_tokens, skip_tokens, block_ids, sentence in (
+            (65, 0, (0, 1, 2, 3), "65 tokens need 5 blocks, got 4"),
+            (64, 0, (EMPTY_PLACE, 1, 2, 3), "cannot be received into an empty place"),
+            (64, 16, (0, 1, 2, EMPTY_PLACE), "cannot be received into an empty place"),
+            (64, 8, (0, 1, 2, 3), "skip_tokens must be a multiple of 16 up to 64, got 8"),
+            (64, 80, (0, 1, 2, 3), "skip_tokens must be a multiple of 16 up to 64, got 80"),
+        ):
+            with pytest.raises(ValueError, match=sentence):
+                decode.receiver.expect("t", num_tokens, skip_tokens, tables_of(decode.receiver, block_ids, 3))
+        # Where nothing is written, there may be no block.
+        tables = tables_of(decode.receiver, (EMPTY_PLACE, 1, 2, 3), 3)
+        ticket = decode.receiver.expect("t", 64, 16, tables)
+        assert await decode.receiver.release(ticket) == tables
+        decode.receiver.check()
 
 
 async def test_sides_that_do_not_fit_are_refused_in_words() -> None:

@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.core.kv_spec import BlockTables
+from baton.engine.core.kv_spec import EMPTY_PLACE, BlockTables
 from baton.engine.model.kv_cache import KVCache, torch_dtype
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
 from kvstore.transfer.copy.blocks import BlockCopier
@@ -216,6 +216,18 @@ def test_a_block_that_the_cache_does_not_have_is_refused() -> None:
     for block in (-2, side.cache.num_blocks):
         with pytest.raises(ValueError, match="does not have all of"):
             BlockCopier(side.cache, planned, side.layout, 0, ((0, 1, 2, block),) * len(side.layout.groups))
+
+
+def test_what_travels_from_an_empty_place_is_no_junk() -> None:
+    """Nothing reads it at the other side, but a NaN there would spoil a masked sum."""
+    pages = random_pages(layout(), 64, seed=1)
+    source, destination = make_source(layout(), 0, pages), make_side(layout(), 0, 64, seed=9)
+    emptied = replace(source, block_ids=[EMPTY_PLACE, EMPTY_PLACE, *source.block_ids[2:]])
+    move(emptied, destination, 64)
+    for group in range(len(pages)):
+        for got, want in zip(destination.read(group, range(64)), pages[group], strict=True):
+            assert same_bits(got[:, :, 32:], want[:, :, 32:])
+            assert not got.isnan().any()
 
 
 def test_integers_travel_as_they_are() -> None:
