@@ -16,9 +16,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 
 ITL_TARGET = 0.9
-"""Steps are planned for this share of the objective of who decodes: predictions err."""
+"""Steps are planned for this share of the ITL objective of the sequences that decode: predictions err."""
 LEAST_SHARE = 8
-"""Prompts get at least one in so many of a step's tokens, or a batch that breaks its objective would starve them."""
+"""Prompts get at least 1 / LEAST_SHARE of a step's tokens, or a batch that breaks its objective would starve them."""
 ALIKE = 1.25
 """Workers whose steps differ by no more than this factor are of one kind."""
 

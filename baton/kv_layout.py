@@ -18,7 +18,7 @@ class GroupLayout:
     k_dim: int
     v_dim: int
     dtype: str
-    """As torch names it, without `torch.`."""
+    """Name of the data type in torch, without `torch.`."""
     block_size: int = 0
     """Tokens per block, where the groups of the layout differ; 0: the layout's."""
     page_order: str = ""

@@ -2,7 +2,7 @@
 
 Router -> worker: `PrefillRequest`, answered by `FirstToken` and `HandedOver`; `DecodeRequest`, answered by `Ticket` and
 `NewTokens`; `FetchRequest`, answered by `Fetched`; all in one stream of `StartCall` and `CancelCall` one way and of
-`Event` the other way. Worker <-> worker: the messages of one KV session, `FromSender` and `FromReceiver`, and `Pull`.
+`Event` the other way. Worker <-> worker: those of a KV connection, `FromSender` and `FromReceiver`, and `Pull`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SequenceSpec:
     """Prompt, followed by the tokens already generated when a choice is resumed."""
     num_prompt_tokens: int
     sampling: SamplingParams
-    """As the router has settled it: `max_tokens` and `seed` are set; stop strings and `n` stay with the router. A
-    prefix that is only received has no `max_tokens`."""
+    """The sampling as the router has settled it: `max_tokens` and `seed` are set; stop strings and `n` stay with the
+    router. A prefix that is only received has no `max_tokens`."""
     cache_seed: bytes
     attempt: int = 0
     """One more each time the choice is placed again."""
@@ -60,7 +60,7 @@ class SequenceSpec:
         return f"{self.request_id}/{self.choice_index}/{self.attempt}"
 
     def prefix(self, num_tokens: int) -> SequenceSpec:
-        """Its first tokens alone, whose KV is received: nothing of it is computed or drawn."""
+        """The sequence's first tokens alone, whose KV is received: nothing of it is computed or drawn."""
         sampling = replace(self.sampling, max_tokens=None)
         return replace(self, token_ids=self.token_ids[:num_tokens], num_prompt_tokens=num_tokens, sampling=sampling)
 
@@ -235,7 +235,7 @@ Decoding = Ticket | NewTokens | Migrate
 Event = FirstToken | HandedOver | Ticket | NewTokens | Fetched | Migrate | Failed | CallEnded
 
 
-# The KV session. Every message about a transfer names its generation, so that one about a past reservation is dropped.
+# A KV connection. Every message about a transfer names its generation, so that one about a past reservation is dropped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +276,7 @@ class SessionFailed:
 
 @dataclass(frozen=True, slots=True)
 class LinkReady:
-    """The receiver's end of the link is open."""
+    """The receiver's end of the transport is open."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """For `index.redis_url`. Valid once started."""
+        """Value for `index.redis_url`. Valid once started."""
         return f"redis://127.0.0.1:{self._port}/0" if self._port else f"unix://{self._path()}"
 
     @property

@@ -2,6 +2,8 @@
 
 dashboards   Grafana dashboards and the catalogue of metrics, from the instruments
 chart_docs   the chart's schema and table of values, from the settings
+mutants      faults of one line, each of which a test must see
+walk         the files that a prompt passes, from a traced request
 """
 
 __all__ = ["chart_docs", "dashboards", "mutants", "walk"]

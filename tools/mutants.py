@@ -187,7 +187,7 @@ class Copy:
             _run_tests(self._folder, tests)
 
     def end(self, status: int) -> JobOutcome:
-        """After its child has ended."""
+        """Restores the copy after the child has ended, and returns what became of it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # what the test started
         if self._restore:

@@ -91,7 +91,7 @@ class KubernetesConfig:
     """Deployment whose pods are Ray nodes, one per prefill worker; the controller keeps as many as it needs. Empty:
     something else adds nodes for workers that wait, such as KubeRay's autoscaler."""
     decode_deployment: String = ""
-    """The same for decode workers."""
+    """Deployment whose pods are Ray nodes, one per decode worker. Empty: as for `prefill_deployment`."""
 
 
 @section("autoscale")

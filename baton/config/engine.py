@@ -13,7 +13,7 @@ from baton.errors import ConfigError
 
 
 def _none_is_auto(value: Any) -> Any:
-    """A pool of nothing is one of a size that suits: 0 means auto, also as the environment writes it."""
+    """Returns "auto" for 0, also where the environment gives it as text."""
     try:
         return value if isinstance(value, bool) or float(value) else "auto"
     except (TypeError, ValueError):

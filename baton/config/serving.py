@@ -73,23 +73,23 @@ class RouterConfig:
     """Time that requests in flight have to finish when the router ends."""
     max_connection_age_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = math.inf
     """Age at which a gRPC client is asked to reconnect; calls in progress continue. Behind a load balancer of
-    connections, clients reach all routers this way, and leave one that is about to end; .inf: never."""
+    connections this spreads clients over all routers, and moves them off one that shuts down; .inf: never."""
     worker_wait_s: Float = 30.0
-    """Longest wait of an accepted request for a worker to become ready. A router that has lost all workers reports
-    itself ready for as long."""
+    """Longest wait of an accepted request for a worker to become ready. A router that has lost all workers still
+    reports itself ready for this long."""
     pull_above_tokens: AtLeastOne = 64
-    """Tokens by which another worker's cached prefix must exceed the own one before the worker that computes the
-    prompt pulls it. A number above the context window: never."""
+    """Tokens by which another worker's cached prefix must be longer than that of the worker that computes the prompt,
+    before it is pulled. A number above the context window: never."""
     slo_classes: Annotated[dict[str, SloClassConfig], JSON] = field(
         default_factory=lambda: {DEFAULT_CLASS: SloClassConfig()}
     )
-    """SLO classes by name; JSON in the environment. A tenant names its class (`router.admission.tenants`), and has
-    `default` without one. A request's own `slo` wins over its class."""
+    """SLO classes by name; JSON in the environment. A tenant names its class (`router.admission.tenants`); one
+    without a class gets `default`. A request's own `slo` wins over its class."""
     expected_output_floor: AtLeastOne = 64
     """Fewest answer tokens for which a decode worker must have room before a prompt is computed. The estimate itself
     is the 90th percentile of the tenant's answers so far, and never more than the request allows."""
     expected_output_default: AtLeastOne = 256
-    """The same estimate before the tenant's first answer."""
+    """Answer tokens that are assumed before a tenant's first answer."""
     default_max_tokens: Int = 0
     """Answer length when a client gives none; 0: up to the context window."""
     cache_secret: String = ""

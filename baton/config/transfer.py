@@ -41,8 +41,8 @@ class TransferConfig:
     resend_s: Seconds = 1.0
     """Time after which a control message that the peer has not answered is sent again."""
     lease_s: Seconds = 30.0
-    """A reservation is released when its sender has been silent for this long. A sender makes itself known as soon as
-    it has the request, however long its queue is."""
+    """A reservation is released when its sender has been silent for this long. A sender contacts the
+    receiver when a request arrives, not when its prompt is computed."""
     max_unsent_mib: AtLeastOne = 1024
     """Limit, in MiB, on computed KV that waits to be sent. Above it a prefill worker accepts no new prompt; prompts in
     its queue continue while the KV pool has room."""

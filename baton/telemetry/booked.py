@@ -51,7 +51,7 @@ class Booked:
     stage_duration: Histogram = _histogram(
         "baton.stage.duration",
         "Time that an answered request spent in a stage: queue, decode_admission, prefill, transfer, decode or "
-        "recovery. Each request is in every histogram; its stages add up to the time from arrival to last token.",
+        "recovery. Every request is in every histogram; its stages add up to the time from arrival to last token.",
         STAGE_BOUNDS,
     )
     transfer_duration: Histogram = _histogram(
@@ -93,7 +93,7 @@ class Booked:
     requests: Counter = _counter(
         "baton.requests", "Finished requests by outcome: ok, error, rejected, invalid or cancelled."
     )
-    retries: Counter = _counter("baton.retries", "Choices that were placed again, by the kind of the failure before.")
+    retries: Counter = _counter("baton.retries", "Choices that were placed again, by the kind of the last failure.")
     migrations: Counter = _counter("baton.migrations", "Choices that moved, with their KV, from a worker that leaves.")
     prompt_tokens: Counter = _counter("baton.prompt_tokens", "Prompt tokens of served requests.")
     prefix_hit_tokens: Counter = _counter(

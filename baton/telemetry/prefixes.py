@@ -37,7 +37,7 @@ class PrefixBook:
         return self.see(keys)
 
     def see(self, keys: Sequence[bytes]) -> int:
-        """The same for a prompt with its answer, which does not count as another prompt."""
+        """Does as `see_prompt` for a prompt with its answer, which does not count as another prompt."""
         num_young = _num_leading(keys, self._young)
         num_known = max(num_young, _num_leading(keys, self._old))
         self._young.update(keys[num_young:])

@@ -27,7 +27,7 @@ def to_pb(value: Any, pb_class: type[T]) -> T:
     fields: dict[str, Any] = {name: getattr(value, name) for name in value.__dataclass_fields__}
     if "finish_reason" in fields:
         fields["finish_reason"] = fields["finish_reason"] or ""
-    for name, (_, pb) in _shape(type(value), pb_class).nested.items():
+    for name, (_, pb) in _fields_of(type(value), pb_class).nested.items():
         inner = fields[name]
         fields[name] = [to_pb(item, pb) for item in inner] if isinstance(inner, tuple) else to_pb(inner, pb)
     return pb_class(**fields)
@@ -36,7 +36,7 @@ def to_pb(value: Any, pb_class: type[T]) -> T:
 def from_pb(message: Any, cls: type[T]) -> T:
     """Converts a protobuf message to the dataclass with the same field names."""
     values: dict[str, Any] = {}
-    shape = _shape(cls, type(message))
+    shape = _fields_of(cls, type(message))
     for name in cls.__dataclass_fields__:  # type: ignore[attr-defined]
         value = getattr(message, name)
         if name == "finish_reason":
@@ -89,18 +89,18 @@ def require_short(message: Message, max_bytes: float, error: type[BatonError]) -
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Shape:
+class _MessageFields:
     nested: dict[str, tuple[Any, Any]]
     """Fields that are messages themselves, or tuples of them: their dataclass and their protobuf class."""
     optional: frozenset[str]
     """Plain fields that may be absent."""
 
 
-_SHAPES: dict[tuple[Any, Any], _Shape] = {}
+_FIELDS: dict[tuple[Any, Any], _MessageFields] = {}
 
 
-def _shape(cls: Any, pb_class: Any) -> _Shape:
-    if (known := _SHAPES.get((cls, pb_class))) is not None:
+def _fields_of(cls: Any, pb_class: Any) -> _MessageFields:
+    if (known := _FIELDS.get((cls, pb_class))) is not None:
         return known
     nested: dict[str, tuple[Any, Any]] = {}
     optional: set[str] = set()
@@ -111,4 +111,4 @@ def _shape(cls: Any, pb_class: Any) -> _Shape:
             nested[name] = (inner, message_factory.GetMessageClass(descriptor.message_type))
         elif descriptor.has_presence:
             optional.add(name)
-    return _SHAPES.setdefault((cls, pb_class), _Shape(nested, frozenset(optional)))
+    return _FIELDS.setdefault((cls, pb_class), _MessageFields(nested, frozenset(optional)))

@@ -103,7 +103,7 @@ def leave(
         timeout_s = settings.cluster.drain_timeout_s + settings.cluster.start_timeout_s
     left = asyncio.run(leave_cluster(with_model(settings, console), own_hosts(), timeout_s))
     if left:
-        raise Conflict(f"still here after {timeout_s:g} s: {', '.join(left)}")
+        raise Conflict(f"these workers are still on this machine after {timeout_s:g} s: {', '.join(left)}")
 
 
 def _loaded(config: Path | None) -> Config:

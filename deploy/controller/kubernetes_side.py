@@ -68,7 +68,7 @@ class Kubernetes:
 
 
 async def _keep_nodes(nodes: WorkerNodes, controller: Controller) -> None:
-    """While Kubernetes does not answer, the nodes stay as they are."""
+    """Keeps as many nodes as the pools need; while Kubernetes does not answer, they stay as they are."""
     while True:
         try:
             found = await nodes.read()

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 SILENT_LEASES = 2
 """A ready worker without a lease for this many lease durations counts as hanging: it serves nobody, though it runs."""
 GIVEN_UP_LEASES = 8
-"""After this many lease durations a silent worker is killed, and started again."""
+"""Lease durations after which a silent worker is killed, and started again."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -38,7 +38,7 @@ class ObservedWorker:
     phase: WorkerPhase
     is_retiring: bool = False
     is_held: bool = False
-    """Its role is being changed: it serves nobody now, and no action may touch it."""
+    """Whether the worker's role is being changed: it serves nobody now, and no action may touch it."""
     is_silent: bool = False
     """READY, but without a lease for long: it hangs, or is cut off, and serves nobody."""
     is_draining: bool = False

@@ -47,7 +47,7 @@ class Facts:
     """When it saves its data to disk, as in `CONFIG GET save`; empty: never, or unknown."""
     round_trip_s: float
     ahead_s: float
-    """Its clock before ours."""
+    """Seconds by which Redis' clock is ahead of ours."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class NodePod:
     deployment: Role
     """The pool whose Deployment made it."""
     cost: int = 0
-    """Its deletion cost, as Kubernetes has it."""
+    """Deletion cost that the pod has in Kubernetes."""
     is_leaving: bool = False
     """Whether it is being deleted, so that its Deployment no longer counts it."""
 
@@ -36,7 +36,7 @@ class PlacedWorker:
     """The pool in which it was started."""
     role: Role
     pod: str
-    """Its node's pod; empty: it waits for a node."""
+    """Pod of the worker's node; empty: it waits for a node."""
     is_staying: bool
     """Whether it does not have to leave."""
 

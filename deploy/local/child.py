@@ -52,7 +52,7 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """Its exit status; None: it runs, or has not started yet."""
+        """Exit status of the process; None: it runs, or has not started yet."""
         return self._process.returncode if self._process else None
 
     async def start(self, *arguments: str, ready_fd: int | None = None) -> None:
@@ -101,7 +101,7 @@ class Child:
         return values
 
     async def ended(self) -> int:
-        """Its exit status, once it has ended."""
+        """Returns the exit status of the process once it has ended."""
         assert self._process is not None, "it has not started yet"
         return await self._process.wait()
 

@@ -67,7 +67,7 @@ class Client:
         self._metadata = metadata_of(api_key)
         self._channels = [grpc.insecure_channel(each, options=CHANNEL_OPTIONS) for each in self._addresses]
         self._turn = 0
-        """Whose turn it is among the addresses: the one that answered last."""
+        """Index of the address that is asked next: the one that answered last."""
 
     @property
     def _address(self) -> str:

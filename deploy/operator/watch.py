@@ -77,7 +77,7 @@ class View:
     goodput: float | None = None
     """Requests that met their objectives, of all routers."""
     attainment: float | None = None
-    """Their share of those that ended and were not cancelled, of all routers."""
+    """Share of the finished requests that met their objectives, cancelled ones left out, of all routers."""
     line: tuple[float, ...] = ()
     """Goodput from one snapshot to the next."""
     tokens: float | None = None

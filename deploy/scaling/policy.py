@@ -247,7 +247,7 @@ class _Bounds:
         )
 
     def one_less(self, needs: Needs, before: Sizes) -> Sizes | None:
-        """None: the bounds forbid it."""
+        """Returns the best sizes with one worker less; None if the bounds forbid them."""
         if not self.config.max_workers:
             return None  # who is stopped could not be started again
         found = [Sizes(before.prefill - 1, before.decode), Sizes(before.prefill, before.decode - 1)]

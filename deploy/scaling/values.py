@@ -95,7 +95,7 @@ class Needs:
         return {Role.PREFILL: self.prefill / sizes.prefill, Role.DECODE: self.decode / max(sizes.decode, 1)}
 
     def pressure(self, sizes: Sizes) -> float:
-        """The same with the backlog."""
+        """Returns the utilisation with the backlog counted as prefill work."""
         return replace(self, prefill=self.prefill + self.backlog, backlog=0.0).utilisation(sizes)
 
 

@@ -187,7 +187,7 @@ def _leased(worker_id: str, lease: Sequence[bytes | None]) -> Worker:
     epoch, info, load = lease
     worker = decode_worker(info or b"", load or b"")
     if (worker.info.id, worker.info.epoch) != (worker_id, natural(epoch, MAX_EPOCH)):
-        raise ValueError(f"it is of {worker.info.id!r}, epoch {worker.info.epoch}")
+        raise ValueError(f"the entry names worker {worker.info.id!r}, epoch {worker.info.epoch}")
     return worker
 
 
@@ -195,7 +195,7 @@ def _announced(router_id: str, found: bytes) -> RouterInfo:
     """Decodes an announcement; raises ValueError unless it is that router's."""
     info = decode_router(found)
     if info.id != router_id:
-        raise ValueError(f"it is of {info.id!r}")
+        raise ValueError(f"the entry names router {info.id!r}")
     return info
 
 

@@ -20,7 +20,7 @@ _REASONS = (
     (TransferRefused, "refused"),
     (BatonError, "lost"),
 )
-"""The first that fits."""
+"""Failure counters by class of error; the first that matches counts."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -41,9 +41,9 @@ class Tenant:
 
     id: str
     weight: float = 1.0
-    """Its share of a full cluster, against the others' weights."""
+    """The tenant's share of a full cluster, against the others' weights."""
     slo_class: str = ""
-    """What its requests are measured by when they do not say themselves."""
+    """Name of the SLO class of requests that bring no objectives of their own."""
     max_priority: int = 0
     """The highest `priority` its requests may ask for. A request that asks for none has 0, so without this no request
     jumps a queue; every tenant may ask for less than 0, to let others go first."""
@@ -55,7 +55,7 @@ class Tenant:
 
     @property
     def scope(self) -> str:
-        """Whose prompts its own may hit: its cache scope, or itself."""
+        """The scope whose cached prefixes the tenant may hit: its cache scope, or its own id."""
         return self.cache_scope or self.id
 
 

@@ -111,7 +111,7 @@ def sampling_params(asked: Mapping[str, Any], model: ModelFacts) -> SamplingPara
 
 
 def with_max_tokens(params: SamplingParams, num_prompt_tokens: int, model: ModelFacts) -> SamplingParams:
-    """The same with `max_tokens` set: what the client asked, else what the context window leaves.
+    """Returns the request with `max_tokens` set: what the client asked, else what the context window leaves.
 
     Raises:
         InvalidRequest: prompt and answer together exceed the context window.

@@ -27,7 +27,7 @@ from router.service import RouterService
 SERVICE_NAMES = ("baton.v1.Inference", "baton.v1.Admin")
 ORDERS = tuple(f"/baton.v1.Admin/{name}" for name in ("ScalePool", "DrainWorker", "SetWorkerRole"))
 CALLER: ContextVar[Tenant] = ContextVar("caller")
-"""Whose call it is. Every call has a task of its own, and so a context."""
+"""The tenant of the current call. Every call has a task of its own, and so a context."""
 
 
 class Authentication(grpc.aio.ServerInterceptor):
@@ -74,7 +74,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802 - the generated name
         self, request: inference_pb2.GenerateRequest, context: CallContext
     ) -> None:
-        """It writes, where it could yield: so a call that waits for a client which does not read can be ended, too."""
+        """Streams an answer. Writes instead of yielding, so that a call can be ended while its client does not read."""
         trace = tracing.from_metadata(context.invocation_metadata())
         chunks = self._service.generate(wire.generate_request_from_pb(request), trace, CALLER.get(), self._ingress)
         with self._service.calls.conflict_when_taken_over():

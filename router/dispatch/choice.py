@@ -76,7 +76,7 @@ class Choice:
 
     @property
     def index(self) -> int:
-        """Its place among the request's choices."""
+        """Index of the choice among those of its request."""
         return self.spec.choice_index
 
     @property

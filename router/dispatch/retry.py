@@ -53,7 +53,7 @@ class Avoidance:
 
 
 NOTHING = Avoidance()
-"""For a choice without failures, as nearly every one is."""
+"""The Avoidance of a choice that has not failed."""
 
 
 def consecutive(failures: Sequence[Failure], latest: Failure) -> tuple[Failure, ...]:

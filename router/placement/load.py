@@ -61,7 +61,7 @@ class LoadTracker:
     residence: Residence
     _queue_s: dict[Turn, float] = field(default_factory=dict)
     _jobs: dict[Job, None] = field(default_factory=dict)
-    """Those queued, eldest first."""
+    """Jobs that are queued, eldest first."""
     _since_s: float = 0.0
     """When the eldest began, as far as is known."""
     _others_s: float = 0.0
@@ -140,7 +140,7 @@ class LoadTracker:
         self._note_recent(job.compute_s, now)
 
     def computed(self, job: Job, now: float) -> None:
-        """It is computed, or has left; idempotent."""
+        """Removes a job that is computed, or has left, from the queue; idempotent."""
         if job.queued_at is self:
             job.queued_at = None
             del self._jobs[job]
@@ -155,7 +155,7 @@ class LoadTracker:
         self._book(job, 1)
 
     def finished(self, job: Job, now: float) -> None:
-        """It is done, or has left; idempotent."""
+        """Removes a job that is done, or has left, from the sequences that decode; idempotent."""
         if job.decoding_at is self:
             job.decoding_at = None
             self.residence.observe(now - job.began_s)

@@ -48,7 +48,7 @@ class Call:
     digest: bytes = b""
     """Digest of what determines its tokens; empty: not known yet."""
     group: ChoiceGroup | None = None
-    """Its choices; None: not known yet."""
+    """Choices of the request; None: not known yet."""
     is_superseded: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LOAD_TIMEOUT = timedelta(hours=2)
-"""For sums: the slowest rank may load its weights for so long. Steps have a shorter limit of their own."""
+"""Timeout of collective operations; it covers the slowest rank's load. Steps have a shorter limit of their own."""
 WATCH_S = 1.0
 END_S = 5.0
 
@@ -93,7 +93,7 @@ class OtherRanks:
 
     @contextlib.contextmanager
     def computing(self, step: RankStep) -> Generator[None]:
-        """They compute `step`, as this process must within the block. An error there ends the process."""
+        """Has the other ranks compute `step`, as this process must within the block. An error ends the process."""
         self._step_began_s = time.monotonic()
         try:
             for pipe in self._pipes:

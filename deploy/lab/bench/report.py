@@ -37,7 +37,7 @@ class BenchReport(Figures):
     num_cancelled: int
     """Requests cancelled by Ctrl-C."""
     num_unsent: int
-    """Because of it."""
+    """Requests not sent because of Ctrl-C."""
     num_clipped: int
     num_skipped: int
     num_late: int

@@ -64,7 +64,7 @@ class RoutingDecision:
 
     computes: int
     decodes: int
-    """The same in an aggregated pool, and where a decode worker computes the prompt itself."""
+    """Equal to `computes` in an aggregated pool, and where a decode worker computes the prompt itself."""
     source: int | None = None
     """Pulls come from there before the prompt is computed."""
     source_tokens: int = 0
@@ -88,13 +88,13 @@ class Placer(Protocol):
         """`prefill` is empty in an aggregated pool. None: the request is refused."""
 
     def computed(self, request: TraceRequest, now_s: float) -> None:
-        """Its first token is out."""
+        """Reports a request's first token."""
 
     def finished(self, request: TraceRequest, now_s: float) -> None:
-        """Its last token is out."""
+        """Reports a request's last token."""
 
     def withdrawn(self, request: TraceRequest, now_s: float) -> None:
-        """Its worker leaves before the first token. It is let in, and placed again at once."""
+        """Reports that a request's worker leaves before the first token; the request is placed again at once."""
 
     def moved(self, request: TraceRequest, decodes: int, now_s: float) -> None:
         """The worker that decoded it leaves; another one goes on."""

@@ -32,7 +32,7 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerShape:
-    """The same for all workers of a run."""
+    """Settings shared by all workers of a run."""
 
     num_blocks: int
     block_tokens: int
@@ -76,7 +76,7 @@ class _Step:
 
     input: StepInput
     sequences: dict[int, Sequence]
-    """Whose it is, by key."""
+    """Sequences of the step by their keys."""
     began_s: float
     step_s: float
     num_steps: int

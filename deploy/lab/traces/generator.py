@@ -76,7 +76,7 @@ class Conversations:
 
 
 def generate(conversations: Conversations, seed: int = 0) -> Trace:
-    """The same trace for the same arguments. ConfigError where no session starts in time.
+    """Generates a trace, the same one for the same arguments. ConfigError where no session starts in time.
 
     The defaults give, as means over 12 seeds (least to most): 7,850 requests (7,550-8,170), prompts of 12,010 tokens
     (11,410-12,370), outputs of 343 (341-348) and a ceiling of 0.359 (0.346-0.377). Mooncake's conversation trace:

@@ -63,7 +63,7 @@ class TraceOptions:
 
 
 def faster(trace: Trace, factor: float) -> Trace:
-    """The same requests at `factor` times the rate; below 1 it is slower. ConfigError unless it is more than 0."""
+    """Returns the requests at `factor` times their rate; below 1 it is slower. ConfigError unless it is more than 0."""
     if not factor > 0:
         raise ConfigError(f"a trace's speed must be more than 0, got {factor}")
     return replace(trace, requests=tuple(replace(r, arrival_s=r.arrival_s / factor) for r in trace.requests))

@@ -39,7 +39,7 @@ class ReadyChunk(NamedTuple):
     """A chunk that may be gathered once its fence has been reached."""
 
     seq: int
-    """Its number within the transfer."""
+    """Index of the chunk within the transfer."""
     chunk: Chunk
     fence: Fence | None
 

@@ -211,7 +211,7 @@ class ReceiveState:
     # -- the chunks --------------------------------------------------------------------------------------------------
 
     def scatter_begins(self, connection: int, generation: int, seq: int) -> bool:
-        """Asks to write chunk `seq` of a source into the blocks. False: it must not be."""
+        """Asks to write chunk `seq` of a source into the blocks. Returns False if the chunk must be dropped."""
         entry = self._by_generation.get(generation)
         source = entry.sources.get(connection) if entry and entry.state is ReceivePhase.RECEIVING else None
         if source is None or seq in source.chunks_in or not 0 <= seq < source.num_chunks:
