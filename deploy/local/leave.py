@@ -22,6 +22,7 @@ from baton.cluster import ControllerInfo
 from baton.config import Config
 from baton.errors import StoreUnavailable, WorkerFailed
 from baton.rpc import channel, from_rpc_error
+from baton.tasks import cancel_and_wait
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from deploy.ray_pools.drain_node import place_nothing_on
 from kvstore.index import RedisConnection
@@ -70,7 +71,7 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
             await asyncio.sleep(POLL_S)
             here = {worker_id: process for worker_id, process in here.items() if _runs(process)}
     finally:
-        told_ray.cancel()
+        await cancel_and_wait([told_ray])
         await leases.close()
     return sorted(here)
 

@@ -94,9 +94,7 @@ class RayCluster:
                     await self._controller.pause(f"ended with status {controller.result()}")
                 await self._controller.start()
             finally:
-                controller.cancel()
-                if head is not None:
-                    head.cancel()
+                await cancel_and_wait([controller] if head is None else [controller, head])
 
     async def stop(self) -> None:
         """Ends the workers, the controller and, if it is ours, Ray."""
@@ -170,7 +168,7 @@ async def up(config: Config, console: Console, on_ready: OnReady) -> None:
     main = asyncio.create_task(_run(config, console, on_ready))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((main, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
+    await cancel_and_wait([stopping])
     if not main.done():
         console.print("stopping", style="dim")
         main.cancel()
@@ -219,7 +217,7 @@ async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
 
 
 def _state_path(config: Config, folder: Path) -> Path:
-    """Without a file of the operator's own `folder` will do, unless workers can outlive it in a Ray that goes on."""
+    """Returns the controller's state file: the operator's, else in `folder`; in the cache where workers outlive it."""
     cluster = config.cluster
     if cluster.state_file:
         return Path(cluster.state_file)

@@ -21,6 +21,7 @@ from gguf.quants import dequantize
 from safetensors.numpy import save_file
 
 from baton.errors import ModelLoadError
+from deploy.models.gguf_metadata import Metadata
 from deploy.models.gguf_tokenizer import write_tokenizer
 from deploy.models.progress import OnModelProgress, Progress
 
@@ -44,22 +45,6 @@ LAYER_NAMES = {
 }
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies; all are 1 where they are plain."""
-
-
-class Metadata:
-    """The key-value part of a GGUF file."""
-
-    def __init__(self, reader: Any) -> None:
-        self._fields = reader.fields
-
-    def get(self, key: str, default: Any = None) -> Any:
-        field = self._fields.get(key)
-        return default if field is None else field.contents()
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in self._fields:
-            raise ModelLoadError(f"The GGUF file has no {key}.")
-        return self.get(key)
 
 
 def write_folder(gguf_file: Path, folder: Path, sampling: dict[str, float], progress: OnModelProgress) -> None:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from baton.errors import ModelLoadError
-
-if TYPE_CHECKING:
-    from deploy.models.gguf_folder import Metadata
+from deploy.models.gguf_metadata import Metadata
 
 CONTROL = 3
 """`tokenizer.ggml.token_type`: text such as <|im_end|> that is one token and never shown."""

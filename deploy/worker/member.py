@@ -44,7 +44,6 @@ class Member:
         self.worker_id = worker_id
         self.host = host
         self.config = config
-        self.runner = runner
         self.incarnation = os.urandom(8).hex()
         """Random identity of this process in hand-overs."""
         self.content_id = content_id(config.model.revision)

@@ -18,7 +18,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from baton.errors import ConfigError, StoreUnavailable
 from kvstore.index.garbage import GarbageBook
-from kvstore.index.keys import kind_of
+from kvstore.index.keys import key_kind
 from kvstore.index.values import text
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class RedisConnection:
 
     def note(self, key: str, reason: object) -> None:
         """Notes that the value at `key` cannot be read and is skipped."""
-        self.garbage.note(kind_of(key), key, reason)
+        self.garbage.note(key_kind(key), key, reason)
 
     async def close(self) -> None:
         """Closes the pool."""

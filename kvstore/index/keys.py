@@ -21,7 +21,7 @@ KINDS = {"ev": "event", "blk": "blocks", "snap": "snapshot", "req": "record"}
 """Readable names of values whose key has a short name."""
 
 
-def kind_of(key: str) -> str:
+def key_kind(key: str) -> str:
     """Returns the readable name of the value under a key."""
     name = key.partition("}:")[2].partition(":")[0]
     return KINDS.get(name, name)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from baton.errors import StoreUnavailable
@@ -19,7 +20,7 @@ from kvstore.index.backoff import backoff_s
 from kvstore.index.events import BlockEvent, IndexOutcome, Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Iterable
 
     from kvstore.index.protocol import PrefixIndex
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 MAX_EVENT_KEYS = 1024
 """Keys in one event; Redis applies one in well under a millisecond."""
+ListKeys = Callable[[], Collection[bytes]]
+"""Returns the keys of all blocks that can be reused now."""
 
 
 class IndexPublisher:
@@ -42,7 +45,7 @@ class IndexPublisher:
         index: PrefixIndex,
         worker_id: str,
         epoch: int,
-        snapshot: Callable[[], Collection[bytes]],
+        snapshot: ListKeys,
         *,
         check_s: float = 3.0,
         max_pending_keys: int = 65_536,

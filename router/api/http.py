@@ -71,7 +71,7 @@ def create_app(
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)
     app.add_middleware(_BodyLimit)
-    app.add_middleware(_Authentication, tenants=tenants)  # the last is the first that a request meets
+    app.add_middleware(_HttpAuthentication, tenants=tenants)  # the last is the first that a request meets
 
     _add_openai(app, service)
     _add_vllm(app, service)
@@ -295,7 +295,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class _Authentication:
+class _HttpAuthentication:
     """Identifies the tenant, in `request.state.tenant`, or refuses a request before its body is read."""
 
     def __init__(self, app: ASGIApp, tenants: TenantBook) -> None:
@@ -348,7 +348,7 @@ def _model_card(service: RouterService) -> dict[str, Any]:
     }
 
 
-class _Json(JSONResponse):
+class _JsonAnswer(JSONResponse):
     """ASCII only: what an error quotes may be no valid Unicode."""
 
     def render(self, content: Any) -> bytes:
@@ -362,7 +362,7 @@ async def _on_baton_error(request: Request, error: Exception) -> JSONResponse:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    return _Json(error_body(error), error.http, headers)
+    return _JsonAnswer(error_body(error), error.http, headers)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
@@ -373,18 +373,18 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
         param += f"[{part}]" if param and isinstance(part, int) else f"{'.' if param else ''}{part}"
     is_unknown = first.get("type") == "extra_forbidden"
     reason = "unknown field; remove it or correct its name" if is_unknown else first["msg"]
-    return _Json(error_body(InvalidRequest(f"{param or 'the body'}: {reason}", param or None)), 400)
+    return _JsonAnswer(error_body(InvalidRequest(f"{param or 'the body'}: {reason}", param or None)), 400)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
-    return _Json({"error": body}, error.status_code)
+    return _JsonAnswer({"error": body}, error.status_code)
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
     """A defect of ours; uvicorn logs the traceback."""
-    return _Json(error_body(BatonError("internal error; the server's log says more")), 500)
+    return _JsonAnswer(error_body(BatonError("internal error; the server's log says more")), 500)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

@@ -27,7 +27,7 @@ from router.prompt.segment_cache import SegmentEncoder, encode_batch
 
 logger = logging.getLogger(__name__)
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
-SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p")
+RECOMMENDED_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class Tokenizer:
         return self._segments.encode(self.chat_template.render(messages, tools, **variables), scope)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Their text; U+FFFD stands for bytes that make no character, ids outside the vocabulary have none."""
+        """Returns the text; U+FFFD stands for bytes that make no character, ids outside the vocabulary have none."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def has_text(self, token_id: int) -> bool:
@@ -125,7 +125,7 @@ class Tokenizer:
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
-    recommended = {name: generation[name] for name in SAMPLING_NAMES if generation.get(name) is not None}
+    recommended = {name: generation[name] for name in RECOMMENDED_SAMPLING if generation.get(name) is not None}
     try:
         return dataclasses.replace(SamplingParams(), **recommended)
     except (InvalidRequest, TypeError) as error:

@@ -172,7 +172,7 @@ def longest_sequence(config: Any, asked: int) -> int:
     return num_tokens
 
 
-def rank_spec(config: Any, block_size: int, dtype: str, num_ranks: int) -> KVSpec:
+def cache_spec(config: Any, block_size: int, dtype: str, num_ranks: int) -> KVSpec:
     """Returns the KV layout of one rank of a dense model: one group of all layers, no state.
 
     Raises:

@@ -19,10 +19,10 @@ from baton.engine.model.ranks import OtherRanks
 from baton.engine.model.transformers_model import (
     ModelRank,
     RankStep,
+    cache_spec,
     in_one_line,
     load_config,
     longest_sequence,
-    rank_spec,
 )
 from baton.engine.sampling.pipeline import SAMPLER, sample
 from baton.errors import ModelLoadError
@@ -52,7 +52,7 @@ class TransformersRunner:
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
         devices = _devices(model.device, engine.tensor_parallel)
         config = load_config(model.path)
-        spec = rank_spec(config, engine.block_size, _dtype(model.dtype, devices[0], config), len(devices))
+        spec = cache_spec(config, engine.block_size, _dtype(model.dtype, devices[0], config), len(devices))
         model_len = longest_sequence(config, engine.max_model_len)
         num_blocks = engine.num_blocks or min(
             int(_pool_gib(model, engine, spec, devices) * GIB // spec.block_bytes),

@@ -108,13 +108,13 @@ async def bench(trace: Trace, options: BenchOptions, log: Console) -> Benched:
 
 
 @contextlib.contextmanager
-def _progress(log: Console, num_requests: int) -> Iterator[_Bar]:
+def _progress(log: Console, num_requests: int) -> Iterator[_RequestBar]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=log, transient=True, refresh_per_second=4) as progress:
-        yield _Bar(progress, num_requests)
+        yield _RequestBar(progress, num_requests)
 
 
-class _Bar:
+class _RequestBar:
     def __init__(self, progress: Progress, num_requests: int) -> None:
         self._progress = progress
         self._task = progress.add_task("requests", total=num_requests)

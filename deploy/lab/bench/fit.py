@@ -79,8 +79,8 @@ def decoding_s(served: Sequence[ReplayedRequest], steps: StepCosts) -> tuple[tup
     for one in served:
         by_worker.setdefault(_worker(one), []).append(one)
     for here in by_worker.values():
-        decoding = _Counter((one.token_times[0][0], one.token_times[-1][0], _context(one)) for one in here)
-        computing = _Counter((*_prefill(one), 0.0) for one in here if _computes_where_it_decodes(one))
+        decoding = _SpanCounter((one.token_times[0][0], one.token_times[-1][0], _context(one)) for one in here)
+        computing = _SpanCounter((*_prefill(one), 0.0) for one in here if _computes_where_it_decodes(one))
         for one in here:
             # The first interval has the hand-over in it.
             for (began_s, _), (ended_s, num_tokens) in itertools.pairwise(one.token_times[1:]):
@@ -98,7 +98,7 @@ def decoding_s(served: Sequence[ReplayedRequest], steps: StepCosts) -> tuple[tup
     )
 
 
-class _Counter:
+class _SpanCounter:
     """How many of some spans of time `(began_s, ended_s, weight)` overlap another, and their weights."""
 
     def __init__(self, spans: Iterable[tuple[float, float, float]]) -> None:

@@ -124,7 +124,7 @@ class IncomingConnection:
         except TransferRefused as error:
             self.break_off(error)
         except Exception as bug:
-            logger.exception("the KV session with worker %s failed", self._peer_id)
+            logger.exception("the KV connection with worker %s failed", self._peer_id)
             self.break_off(TransferError(f"the session failed: {bug!r}"))
 
     async def _read(self, requests: AsyncIterator[FromSender]) -> None:

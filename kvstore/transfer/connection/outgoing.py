@@ -34,6 +34,7 @@ from baton.messages import (
     Ticket,
     Welcome,
 )
+from baton.tasks import cancel_and_wait
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.connection.control_stream import ControlStream, open_channel
 from kvstore.transfer.pipeline.driven import DrivenMachine
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 REASON_WAIT_S = 0.1
-"""After a transport breaks, the control stream has this long to report why."""
+"""Seconds that the control stream has to report why, after a transport breaks."""
 
 
 class TransferPart:
@@ -160,7 +161,7 @@ class OutgoingConnection:
         self._state = SendState(config.resend_s, config.op_timeout_s)
         self._machine: DrivenMachine[SendState, SendInstruction] = DrivenMachine(self._state, self._on_instruction)
         self._send_loop: SendLoop | None = None
-        """Once the peer has named the epoch."""
+        """None until the peer's Welcome has named the epoch."""
         self._thread: TransportThread[SendingTransport] | None = None
         self._channel = open_channel(peer.address)
         stub: Any = kv_pb2_grpc.KvControlStub(self._channel)
@@ -267,14 +268,14 @@ class OutgoingConnection:
     async def _run(self) -> None:
         self._stream.send(self._hello)
         beat = asyncio.create_task(self._beat())
-        beat.add_done_callback(lambda _: self.lose(TransferError("the pings of the KV session ended")))
+        beat.add_done_callback(lambda _: self.lose(TransferError("the pings of the KV connection ended")))
         try:
             async with asyncio.timeout(self._config.open_timeout_s):
                 welcome = await self._read()
             self._join(welcome)
             while (message := await self._read()) is not None:
                 self._on_message(message)
-            self.lose(WorkerFailed(f"worker {self.peer.worker_id} closed the KV session"))
+            self.lose(WorkerFailed(f"worker {self.peer.worker_id} closed the KV connection"))
         except TimeoutError:
             self.lose(WorkerFailed(f"worker {self.peer.worker_id} did not answer at its KV address"))
         except TransferError as error:
@@ -286,11 +287,10 @@ class OutgoingConnection:
             if self.failure is None:
                 raise
         finally:
-            self.lose(WorkerFailed("the KV session was cancelled"))
-            beat.cancel()
-            await asyncio.wait({beat})
+            self.lose(WorkerFailed("the KV connection was cancelled"))
+            await cancel_and_wait([beat])
             if not beat.cancelled() and (bug := beat.exception()) is not None:
-                logger.error("the KV session with worker %s failed", self.peer.worker_id, exc_info=bug)
+                logger.error("the KV connection with worker %s failed", self.peer.worker_id, exc_info=bug)
             await self._channel.close()
             if self._thread is not None:
                 await self._thread.join(self._config.op_timeout_s + 1)

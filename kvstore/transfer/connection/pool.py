@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import TransferError, TransferRefused, WorkerFailed
 from kvstore.transfer.connection.outgoing import OutgoingConnection, Peer
-from kvstore.transfer.transport.select import LocalRank, StagingPools
+from kvstore.transfer.transport.select import LocalRank, StagingPools, num_connections_kept
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -65,7 +65,7 @@ class ConnectionPool:
         self._ranks = tuple(LocalRank(worker.host, device, self.staging) for device in worker.devices)
         self._config = config
         self._faults = faults
-        self._max_connections = config.max_pairs or (8 if "nccl" in hello.links else 64 * len(self._ranks))
+        self._max_connections = config.max_pairs or num_connections_kept(hello.links, len(self._ranks))
         self._routes: dict[tuple[int, Peer], _Route] = {}
         self._alive: set[OutgoingConnection] = set()
         """Connections whose stream, transport or thread has not ended yet."""

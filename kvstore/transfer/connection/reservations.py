@@ -34,11 +34,11 @@ class Expected(enum.Enum):
     """What a sender has to commit."""
 
     WHOLE = "whole"
-    """All tokens that the ticket counts; a first token may come with them."""
+    """The sender commits all tokens of the ticket; a first token may come with them."""
     WITH_FIRST_TOKEN = "with first token"
-    """The same and a first token, which the receiver cannot draw itself."""
+    """The sender commits all tokens of the ticket, and a first token, which the receiver cannot draw itself."""
     PREFIX = "prefix"
-    """As many of the leading tokens as the sender has."""
+    """The sender commits the leading tokens that it has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Arrival:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class _Reserved:
+class _ReservedTransfer:
     """What the event loop knows of one reservation."""
 
     ticket: Ticket
@@ -92,7 +92,7 @@ class Reservations:
         self._machine: DrivenMachine[ReceiveState, ReceiveInstruction] = DrivenMachine(
             self._state, self._on_instruction
         )
-        self._reserved: dict[int, _Reserved] = {}
+        self._reserved: dict[int, _ReservedTransfer] = {}
         self._sources: dict[int, SourceConnection] = {}
         self._sweep: asyncio.TimerHandle | None = None
 
@@ -109,7 +109,7 @@ class Reservations:
         expires_at = loop.time() + self.config.lease_s
         generation = self._machine.ask(lambda state: state.reserve(ticket.transfer_id, block_ids, expires_at))
         ticket = dataclasses.replace(ticket, generation=generation)
-        self._reserved[generation] = _Reserved(
+        self._reserved[generation] = _ReservedTransfer(
             ticket=ticket,
             block_ids=block_ids,
             expected=expected,
@@ -211,7 +211,7 @@ class Reservations:
         source.writers.clear()
         self._machine.apply(lambda state: state.lost(source.number, error))
 
-    def _prepare(self, source: SourceConnection, offer: Offer, reserved: _Reserved) -> None:
+    def _prepare(self, source: SourceConnection, offer: Offer, reserved: _ReservedTransfer) -> None:
         """Lets the transport thread write the chunks, before they are granted. Idempotent.
 
         Raises:
@@ -228,7 +228,7 @@ class Reservations:
         reserved.num_tokens = offer.num_tokens
         reserved.plans.append(planned)
 
-    def _plan(self, hello: Hello, offer: Offer, reserved: _Reserved) -> TransferPlan:
+    def _plan(self, hello: Hello, offer: Offer, reserved: _ReservedTransfer) -> TransferPlan:
         """Plans an offered transfer; raises TransferRefused if the sender has planned another one."""
         ticket, config = reserved.ticket, self.config
         offered = ticket.num_tokens if reserved.num_tokens is None else reserved.num_tokens

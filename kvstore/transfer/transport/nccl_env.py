@@ -1,4 +1,4 @@
-"""What must be in a worker's environment before torch is imported, so that a broken pair never ends the process."""
+"""What must be in a worker's environment before torch is imported, so that a broken transport ends no process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from __future__ import annotations
 def nccl_environment() -> dict[str, str]:
     """Returns the environment of a CUDA worker, which the process that starts the worker sets.
 
-    By default torch tears the process down when a communicator fails or stalls; here a pair's failure ends that pair.
+    By default torch tears the process down when a communicator fails or stalls; here only the transport ends.
     A nonblocking communicator whose peer hangs while it is made would hold the GPU's turns for half an hour.
-    That sends of an eager communicator queue behind each other, of which torch warns, is what a link is.
+    That sends of an eager communicator queue behind each other, of which torch warns, is what a transport wants.
     """
     return {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

@@ -61,7 +61,7 @@ class DeviceTurns:
         """Returns the part of one more transport."""
         return TransportTurns(self)
 
-    def take(self, link: TransportTurns, direction: Direction, timeout_s: float) -> None:
+    def take(self, turns: TransportTurns, direction: Direction, timeout_s: float) -> None:
         """Waits for a turn.
 
         Raises:
@@ -70,22 +70,22 @@ class DeviceTurns:
         """
         queue = self._queues[direction]
         with self._changed:
-            if link.is_aborted:
+            if turns.is_aborted:
                 raise TransferError("the transport was aborted")
-            queue.append(link)
-            self._changed.wait_for(lambda: link.is_aborted or queue[0] is link, timeout_s)
-            if link.is_aborted:
+            queue.append(turns)
+            self._changed.wait_for(lambda: turns.is_aborted or queue[0] is turns, timeout_s)
+            if turns.is_aborted:
                 raise TransferError("the transport was aborted while it waited for its turn")
-            if queue[0] is not link:
-                queue.remove(link)
+            if queue[0] is not turns:
+                queue.remove(turns)
                 raise TransferTimeout(f"other transfers kept the GPU's {direction.value} turn for {timeout_s:g} s")
 
-    def leave(self, link: TransportTurns, *directions: Direction) -> None:
+    def leave(self, turns: TransportTurns, *directions: Direction) -> None:
         """Gives up turns, or the wait for them. No effect on a transport that does neither."""
         with self._changed:
             for direction in directions:
-                if link in self._queues[direction]:
-                    self._queues[direction].remove(link)
+                if turns in self._queues[direction]:
+                    self._queues[direction].remove(turns)
             self._changed.notify_all()
 
     def count_stall(self) -> None:

@@ -62,6 +62,14 @@ def staging_device(kind: str, cache_device: torch.device) -> torch.device:
     return cache_device if KINDS[kind].stages_on_gpu else torch.device("cpu")
 
 
+def num_connections_kept(kinds: Sequence[str], num_ranks: int) -> int:
+    """Returns how many connections a sender keeps open that offers these kinds, where the settings name no number.
+
+    One that stages on a GPU takes memory of it, with NCCL about 30 MB.
+    """
+    return 8 if any(KINDS[kind].stages_on_gpu for kind in kinds) else 64 * num_ranks
+
+
 def chunk_bytes(kind: str, slot_bytes: int, at_least: int) -> int:
     """Returns the largest payload of a chunk that suits a kind; "" stands for a kind that is not chosen yet.
 

@@ -42,7 +42,7 @@ class SocketEnd:
         try:
             yield
         except TimeoutError as error:
-            raise TransferTimeout(f"the message did not move within {self._op_timeout_s:g} s") from error
+            raise TransferTimeout(f"the message was not sent or received within {self._op_timeout_s:g} s") from error
         except OSError as error:
             raise TransferError(f"the {self._kind} transport is broken: {error}") from error
 

@@ -23,7 +23,7 @@ class Slot:
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self._bytes = buffer.numpy() if buffer.device.type == "cpu" else None
-        """The same memory, in which numpy finds a header in a tenth of the time."""
+        """The memory as an array: numpy finds a header in a tenth of the time."""
 
     def show(self, other: Slot) -> None:
         """Makes this slot a view of `other`'s memory: for a transport that moves no bytes itself."""
@@ -108,7 +108,7 @@ class StagingPool:
 
         At its limit `acquire` returns None at once: only the transport's own thread could release a slot.
         """
-        return _Share(self, max_slots)
+        return _PoolShare(self, max_slots)
 
     def take(self, wait_s: float) -> Slot | None:
         """Takes a slot as `SlotSource.acquire` does, without a share's limit."""
@@ -162,7 +162,7 @@ class _Waiter:
         self.slot: Slot | None = None
 
 
-class _Share:
+class _PoolShare:
     def __init__(self, pool: StagingPool, max_slots: int) -> None:
         self._pool = pool
         self._max_slots = max_slots
