@@ -35,7 +35,7 @@ def asking(fleet: Fleet) -> Iterator[None]:
 
     with Clients(script, NUM_CLIENTS) as clients:
         yield
-    assert clients.num_served > 50
+        wait_until(lambda: clients.num_served > 50, 60.0, seen=lambda: f"{clients.num_served} requests were served")
 
 
 def test_garbage_ends_no_process_and_refuses_no_request() -> None:
