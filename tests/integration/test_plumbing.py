@@ -477,6 +477,23 @@ def test_spoiled_blocks_are_a_wrong_answer_or_with_checksums_an_error(spoiling_f
     fleet.clear()
 
 
+def test_spoiled_blocks_are_detected_and_recomputed(spoiling_fleet: Fleet) -> None:
+    """Some of the chunks are spoiled, the checksums tell, and no answer differs. tests/integration/test_real_model.py
+    has the same with a real model.
+    """
+    fleet = spoiling_fleet
+    config = replace(fleet.config, faults=FaultsConfig(spec="corrupt_chunk=17,drop_chunk=23,swap_blocks=29"))
+    fleet.wait_for(*[fleet.add(role, config=config) for role in Role])
+    cluster, prompts = fleet.routers[0], [prompt_of(1000 + i, 30 + i) for i in range(32)]
+    answers = [cluster.generate(token_ids=prompt, sampling=sampling(20)) for prompt in prompts]
+    assert [answer.token_ids for answer in answers] == [expected_tokens(prompt, 20) for prompt in prompts]
+    assert {answer.timing.mode for answer in answers} == {"split"}
+    num_retries = sum(answer.timing.retries for answer in answers)
+    assert num_retries > 0
+    assert metric(cluster, "baton_retries_total", 'error="TransferCorrupted"') >= num_retries
+    fleet.clear()
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "part_of_sentence"),
     [

@@ -151,6 +151,7 @@ def spoiling_cluster(model_dir: Path) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.chaos
 def test_spoiled_blocks_are_detected_and_recomputed(
     spoiling_cluster: Cluster, reference: Reference, prompts: list[list[int]]
 ) -> None:
