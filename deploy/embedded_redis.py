@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError
-from deploy.processes import APART, die_with_parent
+from deploy.processes import APART, tied
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -115,12 +115,11 @@ class EmbeddedRedis:
         try:
             with (folder / "log").open("wb") as log:
                 return subprocess.Popen(
-                    [str(binary), *address, *settings, "--dir", str(folder)],
+                    tied([str(binary), *address, *settings, "--dir", str(folder)]),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     process_group=APART,  # Ctrl-C reaches us, and we stop the workers first
-                    preexec_fn=die_with_parent(),
                 )
         except OSError as error:
             raise ConfigError(f"cannot start the embedded Redis {binary}: {error}") from error
@@ -128,7 +127,9 @@ class EmbeddedRedis:
     def _await_answer(self, process: subprocess.Popen[bytes], deadline: float) -> None:
         while not self._answers(process.pid):
             if process.poll() is not None:
-                raise ConfigError(f"the embedded Redis ended at once (exit {process.returncode}): {self._log_tail()}")
+                raise ConfigError(
+                    f"cannot start the embedded Redis: it ended at once (exit {process.returncode}): {self._log_tail()}"
+                )
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"the embedded Redis did not answer within {self._start_timeout_s} s: {self._log_tail()}"

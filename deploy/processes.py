@@ -7,9 +7,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 
-from baton.parent import die_with
+from baton import parent
 
 FENCED = 75
 """Exit status of a worker whose id belongs to a newer incarnation."""
@@ -31,29 +31,19 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
-    """A `preexec_fn` for subprocess.Popen: the child gets this signal when this process dies (`baton.parent`).
+def tied(
+    command: Sequence[str], number: signal.Signals = signal.SIGKILL, ignored: Collection[signal.Signals] = ()
+) -> list[str]:
+    """The command that runs another one so that it ends with this process (`baton.parent`).
 
-    None where there is no such thing.
+    Args:
+        command: the program and its arguments.
+        number: the signal that it gets when this process, or the thread that started it, dies. Linux alone has that.
+        ignored: signals that it ignores from its first instruction.
     """
-    if sys.platform != "linux":
-        return None
-    parent = os.getpid()
-    return lambda: die_with(parent, number)
-
-
-def writes_beside(before_exec: Callable[[], None] | None) -> Callable[[], None]:
-    """A `preexec_fn` for a child in a process group of its own that writes to our terminal; calls another one first.
-
-    The child ignores SIGTTOU, with which the kernel would stop it at its first line after `stty tostop`.
-    """
-
-    def run() -> None:
-        if before_exec is not None:
-            before_exec()
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-
-    return run
+    numbers = ",".join(str(int(each)) for each in ignored)
+    wrapper = [sys.executable, "-I", "-S", parent.__file__, str(os.getpid()), str(int(number)), numbers, "--"]
+    return [*wrapper, *command]
 
 
 def tell_parent(ready_fd: int, **values: object) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from baton.errors import ConfigError
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
-from deploy.processes import APART, STABLE_S, die_with_parent, module_command, writes_beside
+from deploy.processes import APART, STABLE_S, module_command, tied
 
 logger = logging.getLogger(__name__)
 RESTART_S = 0.5
@@ -65,13 +65,12 @@ class Child:
         report_to = ("--ready-fd", str(ready_fd)) if ready_fd is not None else ()
         self._began_s = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            *arguments,
-            *report_to,
+            *tied([*self._command, *arguments, *report_to], self._on_orphaned, ignored=[signal.SIGTTOU]),
             env=self._environment,
             pass_fds=[ready_fd] if ready_fd is not None else [],
-            preexec_fn=writes_beside(die_with_parent(self._on_orphaned)),
-            process_group=APART,  # Ctrl-C reaches us, and we end the children in order
+            # Ctrl-C reaches us, and we end the children in order. In a group of its own, SIGTTOU would stop a child at
+            # the first line that it writes to our terminal after `stty tostop`.
+            process_group=APART,
         )
 
     async def start_and_listen(self) -> dict[str, Any]:

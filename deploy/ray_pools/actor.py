@@ -17,7 +17,7 @@ from baton.config import Config
 from baton.errors import WorkerFailed
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
-from deploy.processes import FENCED, die_with_parent, module_command
+from deploy.processes import FENCED, module_command, tied
 from kvstore.transfer.transport.nccl_env import nccl_environment
 
 RESOURCE = "baton_worker"
@@ -95,10 +95,9 @@ class WorkerActor:
         config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, memory_share=share))
         arguments = (self._role, self._worker_id, self._host or _node_address(), "--ready-fd", str(ready_fd))
         return subprocess.Popen(
-            module_command("deploy.worker", *arguments),
+            tied(module_command("deploy.worker", *arguments)),
             env={**os.environ, **worker_environment(config), "BATON_CONFIG_JSON": config.to_json()},
             pass_fds=[ready_fd],
-            preexec_fn=die_with_parent(),
         )
 
     def _share(self, config: Config) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from deploy.processes import die_with_parent
+from deploy.processes import tied
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -21,10 +21,9 @@ class Peer:
 
     def __init__(self, module: str, *args: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *args],
+            tied([sys.executable, "-m", module, *args]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            preexec_fn=die_with_parent(),
         )
 
     @property

@@ -29,7 +29,7 @@ from baton.chat import ChatMessage
 from baton.config import ClusterConfig, Config, IndexConfig, ModelConfig, RouterConfig, TelemetryConfig, load
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
-from deploy.processes import die_with_parent
+from deploy.processes import tied
 from router.prompt import Tokenizer
 from tests.bench.peer import Peer
 from tests.bench.report import Report, Table
@@ -172,9 +172,8 @@ def running_router(config: Config, mode: str) -> Iterator[RouterAddress]:
         cluster=ClusterConfig(host=HOST, grpc_port=grpc_port, http_port=http_port),
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "router"],
+        tied([sys.executable, "-m", "router"]),
         env={**os.environ, "BATON_CONFIG_JSON": config.to_json()},
-        preexec_fn=die_with_parent(),
     )
     try:
         _await_ready(f"http://{HOST}:{http_port}/readyz", process)

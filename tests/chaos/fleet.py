@@ -47,7 +47,7 @@ from baton.errors import Fenced
 from baton.rpc import RpcServer
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
-from deploy.processes import FENCED, die_with_parent
+from deploy.processes import FENCED, tied
 from deploy.worker.process import serve
 from tests.integration.cluster import Served, free_port
 from tests.support.proxy import Proxy
@@ -66,11 +66,10 @@ class RouterProcess(Served):
         self._log_file = tempfile.NamedTemporaryFile("w+", prefix=f"{self.id}-", suffix=".log")  # noqa: SIM115
         environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "router"],
+            tied([sys.executable, "-m", "router"]),
             env=environment | {"BATON_CONFIG_JSON": config.to_json()},
             stdout=self._log_file,
             stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent(),
         )
         self.grpc = f"127.0.0.1:{config.cluster.grpc_port}"
         self.http = f"127.0.0.1:{config.cluster.http_port}"

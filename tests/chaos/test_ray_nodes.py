@@ -22,7 +22,7 @@ import pytest
 from baton.cluster import Role
 from baton.config import Config
 from deploy.embedded_redis import EmbeddedRedis
-from deploy.processes import die_with_parent
+from deploy.processes import tied
 from deploy.ray_pools.actor import POOL_LABEL
 from deploy.ray_pools.actors import ANSWER_S
 from tests.integration.cluster import Cluster, free_port, running_cluster
@@ -70,18 +70,23 @@ class RayNodes:
         """
         head = ["--head", f"--port={self._address.rpartition(':')[2]}", "--include-dashboard=false", "--no-monitor"]
         node = subprocess.Popen(
-            [
-                *(str(Path(sys.executable).with_name("ray")), "start", "--block", f"--node-ip-address={ip}"),
-                *(head if is_head else [f"--address={self._address}"]),
-                *("--num-cpus=1", f'--resources={{"baton_worker": {num_workers}}}', "--object-store-memory=83886080"),
-                *("--min-worker-port=0", "--max-worker-port=0", f"--temp-dir={self._folder}/{len(self.nodes)}"),
-                *([f"--labels={POOL_LABEL}={pool}"] if pool else []),
-            ],
+            tied(
+                [
+                    *(str(Path(sys.executable).with_name("ray")), "start", "--block", f"--node-ip-address={ip}"),
+                    *(head if is_head else [f"--address={self._address}"]),
+                    *(
+                        "--num-cpus=1",
+                        f'--resources={{"baton_worker": {num_workers}}}',
+                        "--object-store-memory=83886080",
+                    ),
+                    *("--min-worker-port=0", "--max-worker-port=0", f"--temp-dir={self._folder}/{len(self.nodes)}"),
+                    *([f"--labels={POOL_LABEL}={pool}"] if pool else []),
+                ]
+            ),
             env=self._environment | (self._store if is_head else {}),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=die_with_parent(),
         )
         self.nodes.append(node)
 

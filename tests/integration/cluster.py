@@ -21,7 +21,7 @@ import psutil
 from baton.errors import BatonError
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.operator.client import Client
-from deploy.processes import APART, die_with_parent
+from deploy.processes import APART, tied
 from tests.support.logs import forget, show_on_failure
 from tests.support.processes import command_line
 from tests.support.waiting import wait_until
@@ -99,12 +99,12 @@ class Cluster(Served):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_") or k == "BATON_CACHE"}
         environment |= {f"BATON_{name.upper()}": value for name, value in (ports | settings).items()}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "deploy.cli", "up", *args],
+            # A test run that is killed leaves no cluster behind.
+            tied([sys.executable, "-P", "-m", "deploy.cli", "up", *args], signal.SIGTERM),
             env=environment,
             stdout=self._log_file,
             stderr=subprocess.STDOUT,
             process_group=APART,
-            preexec_fn=die_with_parent(signal.SIGTERM),  # a test run that is killed leaves no cluster behind
         )
         try:
             self.grpc, self.http = self._wait_until_ready()

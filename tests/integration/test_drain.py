@@ -18,7 +18,7 @@ import pytest
 from baton.cluster import Role
 from baton.config import Config, EngineConfig, IndexConfig, RouterConfig, TransferConfig
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from deploy.processes import die_with_parent
+from deploy.processes import tied
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import free_port, is_idle, request
 from tests.support.asking import metric, prompt_of
@@ -260,10 +260,9 @@ def test_a_worker_that_waits_for_redis_to_join_ends_at_once(tmp_path: Path) -> N
     log = tmp_path / "worker.log"
     with log.open("w") as output:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "deploy.worker", "decode", "decode-0", "127.0.0.1"],
+            tied([sys.executable, "-m", "deploy.worker", "decode", "decode-0", "127.0.0.1"]),
             env=os.environ | {"BATON_CONFIG_JSON": config.to_json()},
             stderr=output,
-            preexec_fn=die_with_parent(),
         )
     try:
         wait_until(lambda: "the lease store is away" in log.read_text(), within_s=60)

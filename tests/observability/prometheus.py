@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import urllib.error
@@ -22,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from deploy.processes import die_with_parent
+from deploy.processes import tied
 from tests import debian
 from tests.integration.cluster import free_port
 from tests.support.waiting import wait_until
@@ -108,15 +107,16 @@ def running_prometheus(folder: Path, config: dict[str, Any]) -> Iterator[Prometh
     address = f"127.0.0.1:{free_port()}"
     with (folder / "log").open("w+") as log:
         process = subprocess.Popen(
-            [
-                binaries().prometheus,
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address={address}",
-            ],
+            tied(
+                [
+                    str(binaries().prometheus),
+                    f"--config.file={folder / 'prometheus.yml'}",
+                    f"--storage.tsdb.path={folder / 'data'}",
+                    f"--web.listen-address={address}",
+                ]
+            ),
             stdout=log,
             stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent(signal.SIGKILL),
         )
         try:
             prometheus, text = Prometheus(address), (folder / "log").read_text

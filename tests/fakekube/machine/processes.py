@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
+import errno
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MARK = "MACHINE_CONTAINER"
 """Variable by which the processes of a container are known, whatever groups and sessions they have made."""
-_libc = ctypes.CDLL(None)
+_BECOME = """\
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+parent, program, *argv = sys.argv[1:]
+prctl = ctypes.CDLL(None).prctl
+prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+if os.getppid() != int(parent):  # it died before the call
+    os._exit(1)
+prctl(PR_SET_CHILD_SUBREAPER, 1)
+for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, which a program would inherit
+    signal.signal(number, signal.SIG_DFL)
+os.execve(program, argv, os.environ)
+"""
+"""A script that becomes the first process of a container. A `preexec_fn` is not safe in a process with threads: after a
+fork children died of segmentation faults."""
 
 
 class Process:
@@ -34,16 +49,16 @@ class Process:
         """Raises OSError: there is no such program, or it cannot be run."""
         self._loop = asyncio.get_running_loop()
         self.mark = uuid.uuid4().hex
+        program = _found(argv[0], environment, cwd)
         with log.open("ab") as output:
             self._popen = subprocess.Popen(
-                argv,
+                [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), program, *argv],
                 env={**environment, MARK: self.mark},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                preexec_fn=_before_exec(),
             )
         self.pid = self._popen.pid
         self.ended = asyncio.Event()
@@ -130,14 +145,15 @@ def _mark_of(pid: int) -> str | None:
     return next((each.removeprefix(name).decode() for each in variables if each.startswith(name)), None)
 
 
-def _before_exec() -> Callable[[], None]:
-    """A `preexec_fn`."""
-    libc, parent = _libc, os.getpid()
-
-    def in_child() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-    return in_child
+def _found(name: str, environment: Mapping[str, str], cwd: Path) -> str:
+    """The file of a program. Raises OSError: there is none, or it cannot be run."""
+    if "/" not in name:
+        if found := shutil.which(name, path=environment.get("PATH", os.defpath)):
+            return found
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    file = cwd / name
+    if not file.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    if not os.access(file, os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+    return str(file)
