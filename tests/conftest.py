@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not marks & NOT_FAST and any(folder in item.path.parents for folder in FAST_FOLDERS):
             item.add_marker("fast")
     if settings.get_current_profile_name() == "twentyfold":
-        for function in {item.obj for item in items if isinstance(item, pytest.Function)}:
-            take_more_examples(function)
+        for holder in {item.cls or item.obj for item in items if isinstance(item, pytest.Function)}:
+            take_more_examples(holder)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -56,14 +56,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 
 
-def take_more_examples(function: Any) -> None:
-    """Multiplies the number of examples of a property that gives one itself, and so has not taken the profile's."""
-    if not is_hypothesis_test(function):
-        return
-    name = "_hypothesis_internal_use_settings"  # there is no public way to change a property that is made
-    found = getattr(function, name)
-    if found.max_examples != settings().max_examples:
-        setattr(function, name, settings(found, max_examples=MORE_EXAMPLES * found.max_examples))
+def take_more_examples(holder: Any) -> None:
+    """Multiplies the number of examples of a property that gives one itself, and so has not taken the profile's.
+
+    Args:
+        holder: a test's function, or the test case of a state machine.
+    """
+    # There is no public way to change a property that is made; a state machine's settings are public.
+    name = "_hypothesis_internal_use_settings" if is_hypothesis_test(holder) else "settings"
+    found = getattr(holder, name, None)
+    if found and found.max_examples != settings().max_examples:
+        setattr(holder, name, settings(found, max_examples=MORE_EXAMPLES * found.max_examples))
 
 
 @pytest.fixture(scope="session")
