@@ -239,25 +239,25 @@ class SimulatedWorker:
         self.busy_s += step.num_steps * step.step_s
         self._stepped_tokens += step.num_steps * step.num_tokens
         happened: list[Tokens | PromptComputed] = []
-        for output in self.engine.commit(step.input, self.engine.runner.execute(step.input), now):
+        for output in self.engine.commit(step.input, self._executed(step), now):
             assert isinstance(output, Generated)
-            sequence = step.sequences[output.sequence_key]
-            is_prefill = sequence.purpose is Purpose.PREFILL
-            happened.append(PromptComputed(sequence) if is_prefill else self._leap(sequence, output, step))
+            sequence, finished = step.sequences[output.sequence_key], output.finish_reason is not None
+            if sequence.purpose is Purpose.PREFILL:
+                happened.append(PromptComputed(sequence))
+            else:
+                happened.append(Tokens(sequence, step.num_steps, step.step_s, finished))
         return happened
 
-    def _leap(self, sequence: Sequence, output: Generated, step: _Step) -> Tokens:
-        """The tokens of one sequence: the first is the engine's, the others follow it at once."""
+    def _executed(self, step: _Step) -> StepOutput:
+        """What the model answers to all steps of a leap at once: as many tokens for each sequence."""
+        one = self.engine.runner.execute(step.input)
         num_more = step.num_steps - 1
-        finished = output.finish_reason is not None
-        if num_more:
-            first = sequence.token_ids[-1] + 1
-            sequence.token_ids += range(first, first + num_more)
-            sequence.num_computed_tokens += num_more
-            finished = sequence.num_output_tokens >= sequence.spec.max_tokens
-            if finished:
-                self.engine.end(sequence)
-        return Tokens(sequence, step.num_steps, step.step_s, finished)
+        if not num_more:
+            return one
+        return StepOutput(
+            tuple([tuple(range(first, first + step.num_steps)) for (first,) in one.sampled_token_ids]),
+            tuple([num_tokens + num_more for num_tokens in one.num_computed_tokens]),
+        )
 
     def cut_short(self, now: float) -> None:
         """Ends a leap of many steps after the one that runs."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.config import RouterConfig
@@ -275,8 +275,18 @@ def test_every_request_is_served_whole_and_nothing_is_left(
         assert (worker.queued_tokens, worker.booked_tokens, worker.num_requests) == (0, 0, 0)
 
 
+PREEMPTED_AFTER_A_LEAP = trace(
+    request(0.0, 79, 35, 100),
+    request(23.0137, 69, 28, 200),
+    request(23.0274, 84, 29, 0),
+    request(24.0411, 1, 17, 300),
+)
+"""Regression: blocks that a leap had filled were not cached, and their tokens were computed again."""
+
+
 @settings(max_examples=40)
 @given(requests_lists)
+@example(PREEMPTED_AFTER_A_LEAP)
 def test_leaps_change_no_time(requests: Trace) -> None:
     """As long as a step's cost does not grow with the context, which a leap takes as it was at its beginning."""
 
