@@ -108,6 +108,8 @@ class GenerateChunk:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string, or the id of the stop token, that ended the choice; None: neither did."""
     usage: Usage | None = None
     timing: Timing | None = None
 

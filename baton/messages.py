@@ -15,7 +15,9 @@ from baton.errors import BatonError
 from baton.kv_layout import KvLayout
 from baton.sampling import FinishReason, SamplingParams
 
-ROUTERS_SAMPLING = frozenset({"stop", "n"})
+ROUTERS_SAMPLING = frozenset(
+    {"stop", "n", "bad_words", "dry_sequence_breakers", "include_stop_str_in_output", "skip_special_tokens"}
+)
 """Fields of `SamplingParams` that stay with the router: a worker knows neither text nor the other choices."""
 
 

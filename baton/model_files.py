@@ -19,7 +19,6 @@ CAUSAL = "ForCausalLM"
 RUNNABLE_QUANTIZATIONS = ("fp8",)
 """Quantization methods whose weights transformers can restore by itself."""
 UNAPPLIED_UNLESS: dict[str, Any] = {
-    "bad_words_ids": None,
     "begin_suppress_tokens": None,
     "constraints": None,
     "diversity_penalty": 0.0,
@@ -36,18 +35,15 @@ UNAPPLIED_UNLESS: dict[str, Any] = {
     "guidance_scale": 1.0,
     "max_new_tokens": None,
     "min_length": 0,
-    "min_new_tokens": 0,
     "no_repeat_ngram_size": 0,
     "num_beams": 1,
     "penalty_alpha": 0.0,
     "remove_invalid_values": False,
-    "repetition_penalty": 1.0,
     "sequence_bias": None,
     "stop_strings": None,
     "suppress_tokens": None,
     "token_healing": False,
     "top_h": None,
-    "typical_p": 1.0,
     "watermarking_config": None,
 }
 """Fields of generation_config.json that `generate` applies and Baton does not -> their neutral values."""

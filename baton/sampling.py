@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -13,6 +14,22 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 4096
 """Each token of an answer is looked up among them."""
+MAX_LISTED_TOKENS = 1024
+"""Most tokens with a bias, and most tokens that an answer may be limited to."""
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 64
+MAX_DRY_BREAKERS = 64
+MAX_PENALTY = 2.0
+"""Bound of OpenAI's for presence and frequency penalty, on either side of 0."""
+MAX_BIAS = 100.0
+"""Bound of OpenAI's for a bias, on either side of 0."""
+MAX_DRY = 100.0
+MAX_DRY_BASE = 4.0
+MAX_DRY_LENGTH = 50
+"""Tokens of a repetition that are counted; longer ones count as this long."""
+MAX_INT32 = 2**31 - 1
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""Texts that end a repetition, as DRY's author proposes them."""
 
 
 class FinishReason(StrEnum):
@@ -43,37 +60,155 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
     ignore_eos: bool = False
+    min_tokens: int = 0
+    """Tokens of the answer before which nothing ends it: neither end of sequence nor a stop id or stop string."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of all tokens in prompt and answer."""
+    presence_penalty: float = 0.0
+    """Is taken from the logit of every token that the answer has."""
+    frequency_penalty: float = 0.0
+    """Is taken from a token's logit as often as the answer has the token."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token id and what is added to its logit, by rising id."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that the answer must not have; the router turns them into `bad_word_ids`."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens whose last one is never drawn after the others."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that are drawn; empty: all."""
+    typical_p: float = 1.0
+    """Mass of the tokens kept whose information is nearest to the expected one; 1: all."""
+    dry_multiplier: float = 0.0
+    """Penalty of a token that would repeat `dry_allowed_length` tokens and itself; 0: none."""
+    dry_base: float = 1.75
+    """The penalty grows by this factor with each further token that would be repeated."""
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    """Last tokens of prompt and answer among which repetitions are looked for; 0: all."""
+    dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS
+    """Texts that no repetition goes beyond; the router turns them into `dry_breaker_ids`."""
+    dry_breaker_ids: tuple[int, ...] = ()
+    xtc_probability: float = 0.0
+    """Probability with which the likeliest tokens are excluded, but for the least likely of those above
+    `xtc_threshold`; 0: never."""
+    xtc_threshold: float = 0.1
+    include_stop_str_in_output: bool = False
+    """Whether the text that ends the answer, a stop string's or a stop token's, is part of it."""
+    skip_special_tokens: bool = True
+    """Whether special tokens have no text."""
+    xtc_exempt_token_ids: tuple[int, ...] = ()
+    """Tokens besides those that end an answer which XTC never excludes: where it would, it excludes none."""
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.dry_multiplier != 0
+            or bool(self.bad_word_ids)
+        )
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether logits are changed before the best token or a random one is taken."""
+        return self.min_tokens > 0 or bool(self.logit_bias) or bool(self.allowed_token_ids) or self.needs_history
+
+    @property
+    def named_token_ids(self) -> dict[str, tuple[int, ...]]:
+        """All token ids that the parameters name, by field."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": tuple(token_id for token_id, _ in self.logit_bias),
+            "bad_word_ids": tuple(token_id for word in self.bad_word_ids for token_id in word),
+            "allowed_token_ids": self.allowed_token_ids,
+            "dry_breaker_ids": self.dry_breaker_ids,
+            "xtc_exempt_token_ids": self.xtc_exempt_token_ids,
+        }
 
     def __post_init__(self) -> None:
-        def require(ok: bool, param: str, rule: str, value: object) -> None:
-            if not ok:
-                raise InvalidRequest(f"sampling.{param} must be {rule}; got {value}. Change or unset it.", param)
+        self._check_draw()
+        self._check_ends()
+        self._check_adjustments()
 
+    def _check_draw(self) -> None:
+        t, p, least, typical = self.temperature, self.top_p, self.min_p, self.typical_p
+        _require(math.isfinite(t) and 0 <= t <= 2, "temperature", "between 0 and 2", t)
+        _require(self.top_k >= -1, "top_k", "-1 or 0 (all tokens) or at least 1", self.top_k)
+        _require(0 < p <= 1, "top_p", "greater than 0 and at most 1", p)
+        _require(0 <= least <= 1, "min_p", "between 0 and 1", least)
+        _require(0 < typical <= 1, "typical_p", "greater than 0 and at most 1", typical)
+        _require(0 <= self.xtc_probability <= 1, "xtc_probability", "between 0 and 1", self.xtc_probability)
+        _require(0 <= self.xtc_threshold <= 1, "xtc_threshold", "between 0 and 1", self.xtc_threshold)
+        _require(1 <= self.n <= MAX_CHOICES, "n", f"between 1 and {MAX_CHOICES}", self.n)
+        _require(self.seed is None or abs(self.seed) < 2**63, "seed", "a signed 64-bit integer", self.seed)
+
+    def _check_ends(self) -> None:
         if self.max_tokens is not None:
-            require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
-        require(
-            math.isfinite(self.temperature) and 0 <= self.temperature <= 2,
-            "temperature", "between 0 and 2", self.temperature,
-        )  # fmt: skip
-        require(self.top_k >= -1, "top_k", "-1 or 0 (all tokens) or at least 1", self.top_k)
-        require(0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1", self.top_p)
-        require(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
-        require(1 <= self.n <= MAX_CHOICES, "n", f"between 1 and {MAX_CHOICES}", self.n)
-        require(self.seed is None or abs(self.seed) < 2**63, "seed", "a signed 64-bit integer", self.seed)
-        require(
-            len(self.stop) <= MAX_STOP_STRINGS,
-            "stop",
-            f"at most {MAX_STOP_STRINGS} strings",
-            f"{len(self.stop)} strings",
-        )
-        require(
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            "stop_token_ids",
-            f"at most {MAX_STOP_TOKEN_IDS} ids",
-            f"{len(self.stop_token_ids)} ids",
-        )
-        for stop in self.stop:
-            require(
-                0 < len(stop) <= MAX_STOP_LENGTH, "stop", f"strings of 1 to {MAX_STOP_LENGTH} characters",
-                f"one of {len(stop)} characters",
+            _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+        _require(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
+        if self.max_tokens is not None:
+            _require(
+                self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens, {self.max_tokens}",
+                self.min_tokens,
             )  # fmt: skip
+        _require_few(self.stop, "stop", MAX_STOP_STRINGS, "strings")
+        _require_few(self.stop_token_ids, "stop_token_ids", MAX_STOP_TOKEN_IDS, "ids")
+        for stop in self.stop:
+            _require_length(stop, "stop")
+
+    def _check_adjustments(self) -> None:
+        """Checks what changes logits: a few comparisons where nothing does."""
+        penalty = self.repetition_penalty
+        _require(math.isfinite(penalty) and 0 < penalty <= MAX_PENALTY, "repetition_penalty",
+                 f"greater than 0 and at most {MAX_PENALTY:g}", penalty)  # fmt: skip
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-MAX_PENALTY <= value <= MAX_PENALTY, name, f"between {-MAX_PENALTY:g} and {MAX_PENALTY:g}", value)
+        dry = self.dry_multiplier
+        _require(0 <= dry <= MAX_DRY, "dry_multiplier", f"between 0 and {MAX_DRY:g}", dry)
+        _require(1 <= self.dry_base <= MAX_DRY_BASE, "dry_base", f"between 1 and {MAX_DRY_BASE:g}", self.dry_base)
+        length = self.dry_allowed_length
+        _require(1 <= length <= MAX_DRY_LENGTH, "dry_allowed_length", f"between 1 and {MAX_DRY_LENGTH}", length)
+        _require(
+            0 <= self.dry_range <= MAX_INT32, "dry_range", f"between 0 (all tokens) and {MAX_INT32}", self.dry_range
+        )
+        if self.dry_sequence_breakers is not DRY_BREAKERS:
+            _require_few(self.dry_sequence_breakers, "dry_sequence_breakers", MAX_DRY_BREAKERS, "strings")
+            for breaker in self.dry_sequence_breakers:
+                _require_length(breaker, "dry_sequence_breakers")
+        # A client's own, and one for each text.
+        _require_few(self.dry_breaker_ids, "dry_breaker_ids", 2 * MAX_DRY_BREAKERS, "ids")
+        _require_few(self.xtc_exempt_token_ids, "xtc_exempt_token_ids", MAX_LISTED_TOKENS, "ids")
+        _require_few(self.allowed_token_ids, "allowed_token_ids", MAX_LISTED_TOKENS, "ids")
+        _require_few(self.logit_bias, "logit_bias", MAX_LISTED_TOKENS, "ids")
+        for token_id, bias in self.logit_bias:
+            _require(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", f"numbers between {-MAX_BIAS:g} and {MAX_BIAS:g}",
+                     f"{bias} for token {token_id}")  # fmt: skip
+        _require_few(self.bad_words, "bad_words", MAX_BAD_WORDS, "strings")
+        for word in self.bad_words:
+            _require_length(word, "bad_words")
+        # A word is banned as it stands at the begin of a text and after a space.
+        _require_few(self.bad_word_ids, "bad_word_ids", 2 * MAX_BAD_WORDS, "sequences")
+        for word_ids in self.bad_word_ids:
+            _require(1 <= len(word_ids) <= MAX_BAD_WORD_TOKENS, "bad_word_ids",
+                     f"sequences of 1 to {MAX_BAD_WORD_TOKENS} ids", f"one of {len(word_ids)} ids")  # fmt: skip
+        if self.allowed_token_ids and self.bad_word_ids:
+            banned = {word_ids[0] for word_ids in self.bad_word_ids if len(word_ids) == 1}
+            _require(not banned.issuperset(self.allowed_token_ids), "allowed_token_ids",
+                     "ids of which not all are bad words", "ids that all are")  # fmt: skip
+
+
+def _require(ok: bool, param: str, rule: str, value: object) -> None:
+    if not ok:
+        raise InvalidRequest(f"sampling.{param} must be {rule}; got {value}. Change or unset it.", param)
+
+
+def _require_few(values: Sequence[object], param: str, most: int, what: str) -> None:
+    _require(len(values) <= most, param, f"at most {most} {what}", f"{len(values)} {what}")
+
+
+def _require_length(text: str, param: str) -> None:
+    rule, got = f"strings of 1 to {MAX_STOP_LENGTH} characters", f"one of {len(text)} characters"
+    _require(0 < len(text) <= MAX_STOP_LENGTH, param, rule, got)

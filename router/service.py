@@ -31,6 +31,7 @@ from opentelemetry.context import Context
 
 from baton.api import GenerateChunk, GenerateRequest, ModelCard, PromptInput
 from baton.config import RouterConfig
+from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
 from kvstore.leases import Noted, RecordKey
 from router.admission import (
@@ -47,7 +48,7 @@ from router.admission import (
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import AnswerChunks, AnswerWriter
 from router.dispatch import Choice, ChoiceGroup, Dispatcher
-from router.prompt import PromptEncoder, SequenceBuilder
+from router.prompt import PromptEncoder, SequenceBuilder, in_tokens
 from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
 from router.request.resume import Call, CallsInFlight, Journal, digest_of, with_delivered
 from router.request.settlement import Settlement
@@ -127,6 +128,7 @@ class RouterService:
                 prompt_ids = await self.tokenize(request.prompt, tenant)
                 params = with_max_tokens(params, len(prompt_ids), facts)
                 check_resume(request, params)
+                params = in_tokens(params, self.model.tokenizer)
                 spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)
                 digest = digest_of(self.model.content_id, spec)
                 known = await self._noted(key, digest, past) if request.resume_from else {}
@@ -134,7 +136,7 @@ class RouterService:
                 group = ChoiceGroup.begin(spec, claim, settle.trace, params.n, noted)
                 call.begin(digest, group)
                 settle.begin(group.choices, params, request.resume_from)
-                writers = self._writers(request, group, params.stop)
+                writers = self._writers(request, group, params)
                 with self._journal.noting(key, digest, group.choices):
                     for choice, writer in writers.items():
                         for chunk in writer.replay(choice.emitted, choice.finish_reason):
@@ -179,13 +181,13 @@ class RouterService:
         return await self._journal.recall(key, digest)
 
     def _writers(
-        self, request: GenerateRequest, group: ChoiceGroup, stops: tuple[str, ...]
+        self, request: GenerateRequest, group: ChoiceGroup, params: SamplingParams
     ) -> dict[Choice, AnswerChunks]:
         """The writers of a request's answers."""
         tokenizer, num_delivered = self.model.tokenizer, request.resume_from
         return {
             choice: AnswerChunks(
-                AnswerWriter(tokenizer, choice.spec.token_ids, stops, num_delivered.get(choice.index, 0)),
+                AnswerWriter(tokenizer, choice.spec.token_ids, params, num_delivered.get(choice.index, 0)),
                 request_id=choice.spec.request_id,
                 choice_index=choice.index,
                 skip_text=request.skip_text,

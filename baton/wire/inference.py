@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from baton import api
@@ -23,7 +24,11 @@ def write_sampling(params: SamplingParams, message: inference_pb2.SamplingParams
     for name, default in _SAMPLING_DEFAULTS:
         value = getattr(params, name)
         if value != default:
-            if isinstance(value, tuple):
+            if name == "logit_bias":
+                message.logit_bias.update(value)
+            elif name == "bad_word_ids":
+                message.bad_word_ids.extend(inference_pb2.TokenIds(ids=ids) for ids in value)
+            elif isinstance(value, tuple):
                 getattr(message, name).extend(value)
             else:
                 setattr(message, name, value)
@@ -45,7 +50,12 @@ def _sampling_set_in(message: inference_pb2.SamplingParams) -> dict[str, Any]:
     for field, value in message.ListFields():
         if field.name not in SAMPLING_NAMES:
             raise Unsupported(f"sampling.{field.name} is not supported yet; leave it unset", field.name)
-        found[field.name] = tuple(value) if field.is_repeated else value
+        if field.name == "logit_bias":
+            found[field.name] = tuple(sorted(value.items()))
+        elif field.name == "bad_word_ids":
+            found[field.name] = tuple(tuple(word.ids) for word in value)
+        else:
+            found[field.name] = tuple(value) if field.is_repeated else value
     return found
 
 
@@ -82,7 +92,7 @@ def tokenize_response(token_ids: tuple[int, ...], max_model_len: int) -> inferen
 
 def generate_response(chunk: api.GenerateChunk) -> inference_pb2.GenerateResponse:
     """Writes a piece of an answer."""
-    return inference_pb2.GenerateResponse(
+    message = inference_pb2.GenerateResponse(
         request_id=chunk.request_id,
         choice_index=chunk.choice_index,
         text=chunk.text,
@@ -91,6 +101,12 @@ def generate_response(chunk: api.GenerateChunk) -> inference_pb2.GenerateRespons
         usage=to_pb(chunk.usage, inference_pb2.Usage) if chunk.usage else None,
         timing=to_pb(chunk.timing, inference_pb2.Timing) if chunk.timing else None,
     )
+    match chunk.stop_reason:
+        case str(stop_string):
+            message.stop_string = stop_string
+        case int(token_id):
+            message.stop_token_id = token_id
+    return message
 
 
 def generate_request(request: api.GenerateRequest) -> inference_pb2.GenerateRequest:
@@ -98,7 +114,7 @@ def generate_request(request: api.GenerateRequest) -> inference_pb2.GenerateRequ
     message = inference_pb2.GenerateRequest(
         request_id=request.request_id,
         model=request.model,
-        sampling=inference_pb2.SamplingParams(**request.sampling),
+        sampling=_asked_sampling(request.sampling),
         stream_options=inference_pb2.StreamOptions(skip_text=request.skip_text),
         priority=request.priority,
         resume_from=request.resume_from,
@@ -117,6 +133,16 @@ def generate_request(request: api.GenerateRequest) -> inference_pb2.GenerateRequ
     return message
 
 
+def _asked_sampling(asked: Mapping[str, Any]) -> inference_pb2.SamplingParams:
+    words = asked.get("bad_word_ids", ())
+    plain = {name: value for name, value in asked.items() if name not in ("logit_bias", "bad_word_ids")}
+    return inference_pb2.SamplingParams(
+        **plain,
+        logit_bias=dict(asked.get("logit_bias", ())),
+        bad_word_ids=[inference_pb2.TokenIds(ids=ids) for ids in words],
+    )
+
+
 def generate_chunk(message: inference_pb2.GenerateResponse) -> api.GenerateChunk:
     """Reads a piece of an answer."""
     return api.GenerateChunk(
@@ -125,6 +151,7 @@ def generate_chunk(message: inference_pb2.GenerateResponse) -> api.GenerateChunk
         text=message.text,
         token_ids=tuple(message.token_ids),
         finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
+        stop_reason=getattr(message, which) if (which := message.WhichOneof("stop_reason")) else None,
         usage=from_pb(message.usage, api.Usage) if message.HasField("usage") else None,
         timing=from_pb(message.timing, api.Timing) if message.HasField("timing") else None,
     )

@@ -99,14 +99,18 @@ def sampling_params(asked: Mapping[str, Any], model: ModelFacts) -> SamplingPara
     Raises:
         InvalidRequest: a value is out of range.
     """
-    params = replace(model.default_sampling, **asked)
-    for token_id in params.stop_token_ids:
-        if not 0 <= token_id < model.vocab_size:
-            raise InvalidRequest(
-                f"sampling.stop_token_ids holds {token_id}, outside the vocabulary of {model.id}; "
-                f"ids go from 0 to {model.vocab_size - 1}",
-                "stop_token_ids",
-            )
+    default = model.default_sampling
+    if "min_tokens" not in asked and (max_tokens := asked.get("max_tokens")) is not None:
+        default = replace(default, min_tokens=min(default.min_tokens, max(0, max_tokens)))
+    params = replace(default, **asked)
+    for name, ids in params.named_token_ids.items():
+        for token_id in ids:
+            if not 0 <= token_id < model.vocab_size:
+                raise InvalidRequest(
+                    f"sampling.{name} holds {token_id}, outside the vocabulary of {model.id}; "
+                    f"ids go from 0 to {model.vocab_size - 1}",
+                    name,
+                )
     return params
 
 

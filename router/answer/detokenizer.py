@@ -31,16 +31,20 @@ NUM_CONTEXT = 6
 
 
 class IncrementalDetokenizer:
-    """The text of one choice, given out in whole characters; special tokens have no text.
+    """The text of one choice, given out in whole characters.
 
     All that `push` and `flush` return, joined, is `tokenizer.decode` of all ids. With `context`, the prompt, the answer
     is decoded as its continuation, so that "▁Paris" keeps its space. A push decodes a bounded number of tokens.
+
+    Args:
+        skip_special_tokens: whether special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
         self._window = [token_id for token_id in context[-NUM_CONTEXT:] if tokenizer.has_text(token_id)]
-        self._context_text = tokenizer.decode(self._window)
+        self._context_text = self._decode(self._window)
         if self._context_text.endswith(REPLACEMENT):
             self._window, self._context_text = [], ""  # the prompt ends inside a character: nothing to continue
         self._num_context = len(self._window)
@@ -52,15 +56,21 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""
-        return "".join([self._push(token_id) for token_id in token_ids if self._tokenizer.has_text(token_id)])
+        return "".join([self._push(token_id) for token_id in token_ids if self._has_text(token_id)])
 
     def flush(self) -> str:
         """The answer has ended: what was held back, with U+FFFD for bytes that make no character."""
         return self._advance(len(self._window))
 
+    def _has_text(self, token_id: int) -> bool:
+        return self._tokenizer.has_text(token_id, skip_special_tokens=self._skips_special)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
+
     def _push(self, token_id: int) -> str:
         self._window.append(token_id)
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         if len(text) > len(self._context_text) and not text.endswith(REPLACEMENT):
             return self._advance(len(self._window), text)
         if len(self._window) - self._num_context >= MAX_PENDING:
@@ -74,7 +84,7 @@ class IncrementalDetokenizer:
         beginning of one goes over the boundary; a broken character ends within three bytes, so one of these holds.
         """
         for cut in range(len(self._window) - 1, len(self._window) - 1 - MAX_CHARACTER_TOKENS, -1):
-            if self._tokenizer.decode(self._window[:cut]) + self._tokenizer.decode(self._window[cut:]) == text:
+            if self._decode(self._window[:cut]) + self._decode(self._window[cut:]) == text:
                 return cut
         return self._num_context
 
@@ -82,9 +92,9 @@ class IncrementalDetokenizer:
         """Gives out the text of the window up to `end`; the tokens it came from become the context."""
         if end == self._num_context:
             return ""
-        text = self._tokenizer.decode(self._window[:end]) if text is None else text
+        text = self._decode(self._window[:end]) if text is None else text
         new_text = text[len(self._context_text) :]
         del self._window[: self._num_context]
         self._num_context = end - self._num_context
-        self._context_text = self._tokenizer.decode(self._window[: self._num_context])
+        self._context_text = self._decode(self._window[: self._num_context])
         return new_text

@@ -16,9 +16,13 @@ class StopChecker:
         The capital of France is  \n\nUs                  er:          stops = ["\n\nUser:"]
     """
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
+    def __init__(self, stops: Sequence[str] = (), includes_match: bool = False) -> None:
+        """Args:
+        includes_match: whether the stop string itself is given out.
+        """
         assert all(stops), "an empty stop string matches everywhere"
         self._stops = tuple(stops)
+        self._includes_match = includes_match
         self._held = ""
         self.stopped = False
         self.num_kept = 0
@@ -31,19 +35,26 @@ class StopChecker:
         """Characters seen and not given out."""
         return len(self._held)
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """More text -> (text that is safe to give out, whether a stop string was found). Deaf once stopped."""
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
+        """More text -> (text that is safe to give out, whether a stop string was found). Deaf once stopped.
+
+        Args:
+            may_stop: if not, a stop string that this text completes is text like any other.
+        """
         if self.stopped:
             return "", True
         if not self._stops:
             return self._keep(text), False
-        buffer = self._held + text
-        match, begin = self._first_match(buffer), self._first_beginning(buffer)
-        if match is not None and match[0] <= begin:
-            return self._stop(buffer, match), True
+        buffer, passed = self._held + text, ""
+        while (match := self._first_match(buffer)) is not None and match[0] <= self._first_beginning(buffer):
+            if may_stop:
+                return passed + self._stop(buffer, match), True
+            end = match[0] + len(match[1])
+            passed, buffer = passed + self._keep(buffer[:end]), buffer[end:]
+        begin = self._first_beginning(buffer)
         # A match that begins after `begin` waits: what begins there may turn out to be an earlier one.
         self._held = buffer[begin:]
-        return self._keep(buffer[:begin]), False
+        return passed + self._keep(buffer[:begin]), False
 
     def flush(self) -> tuple[str, bool]:
         """The stream has ended -> (what was held back and is no part of a stop string, whether one was found)."""
@@ -60,7 +71,7 @@ class StopChecker:
 
     def _stop(self, buffer: str, match: tuple[int, str]) -> str:
         self.stopped, self._held, self.matched = True, "", match[1]
-        return self._keep(buffer[: match[0]])
+        return self._keep(buffer[: match[0] + (len(match[1]) if self._includes_match else 0)])
 
     def _first_match(self, buffer: str) -> tuple[int, str] | None:
         return min(((i, stop) for stop in self._stops if (i := buffer.find(stop)) >= 0), default=None)

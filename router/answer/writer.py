@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from baton.api import GenerateChunk
 from baton.errors import InvalidRequest
-from baton.sampling import FinishReason
+from baton.sampling import FinishReason, SamplingParams
 from router.answer.detokenizer import IncrementalDetokenizer
 from router.answer.stop_strings import StopChecker
 from router.prompt.tokenizer import Tokenizer
@@ -23,6 +23,8 @@ class Piece:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    """See `GenerateChunk.stop_reason`."""
 
 
 class AnswerWriter:
@@ -32,15 +34,20 @@ class AnswerWriter:
     itself, and what an answer's end flushes belongs to its last token.
 
     Args:
+        params: tell what ends the answer, and which of it is text.
         num_delivered: leading tokens that the client has, from a stream that broke: they and their text do not come
             out again.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str], num_delivered: int = 0
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams, num_delivered: int = 0
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
-        self._stops = StopChecker(stops)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        self._stops = StopChecker(params.stop, params.include_stop_str_in_output)
+        self._params = params
+        self._num_taken = 0
         self.num_awaited = num_delivered
         """Delivered tokens that have not been taken yet. If some are left when the answer ends, it is not the one that
         the client has."""
@@ -48,17 +55,24 @@ class AnswerWriter:
         """Whether the client has the last token that was taken."""
 
     def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Piece:
-        """Takes new tokens and the engine's word on the end. Tokens after one that completes a stop string are cut."""
+        """Takes new tokens and the engine's word on the end. Tokens after one that completes a stop string are cut.
+
+        A token that ends the answer has no text, unless the client wants it.
+        """
         text = ""
         begin = min(self.num_awaited, len(token_ids))
         for count, token_id in enumerate(token_ids, 1):
-            new_text, stopped = self._stops.push(self._detokenizer.push([token_id]))
+            self._num_taken += 1
+            is_end = finish_reason is FinishReason.STOP and count == len(token_ids)
+            shown = [] if is_end and not self._params.include_stop_str_in_output else [token_id]
+            may_stop = self._num_taken > self._params.min_tokens
+            new_text, stopped = self._stops.push(self._detokenizer.push(shown), may_stop)
             if count > begin:
                 text += new_text
             else:
                 self.num_awaited -= 1
             if stopped:
-                return Piece(text, tuple(token_ids[begin:count]), FinishReason.STOP)
+                return Piece(text, tuple(token_ids[begin:count]), FinishReason.STOP, self._stops.matched)
         if token_ids:
             self._is_last_delivered = begin == len(token_ids)
         if finish_reason is not None:
@@ -66,7 +80,13 @@ class AnswerWriter:
                 if not self._is_last_delivered:
                     text += new_text
                 finish_reason = FinishReason.STOP if stopped else finish_reason
-        return Piece(text, tuple(token_ids[begin:]), finish_reason)
+        return Piece(text, tuple(token_ids[begin:]), finish_reason, self._stop_reason(token_ids, finish_reason))
+
+    def _stop_reason(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> str | int | None:
+        if self._stops.matched is not None:
+            return self._stops.matched
+        is_stop = finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self._params.stop_token_ids
+        return token_ids[-1] if is_stop else None
 
 
 class AnswerChunks:
@@ -120,4 +140,5 @@ class AnswerChunks:
             text="" if self._skip_text else piece.text,
             token_ids=piece.token_ids,
             finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
         )

@@ -223,7 +223,8 @@ async def _whole(chunks: AsyncGenerator[GenerateChunk], shape: Shape) -> dict[st
         async for chunk in chunks:
             answer = answers.setdefault(chunk.choice_index, ChoiceAnswer())
             answer.text += chunk.text
-            answer.finish_reason = chunk.finish_reason or answer.finish_reason
+            if chunk.finish_reason:
+                answer.finish_reason, answer.stop_reason = chunk.finish_reason, chunk.stop_reason
             usage, timing = chunk.usage or usage, chunk.timing or timing
     return shape.whole(dict(sorted(answers.items())), usage, timing)
 

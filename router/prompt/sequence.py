@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from baton.api import Chat, PromptInput, Text, TokenIds
 from baton.blocks import cache_seed
-from baton.messages import SequenceSpec
+from baton.messages import ROUTERS_SAMPLING, SequenceSpec
 from baton.sampling import SamplingParams
 from router.admission import ModelFacts, check_length, check_prompt, check_vocabulary
 from router.admission.tenants import Tenant
@@ -20,6 +21,7 @@ from router.prompt.tokenizer import Tokenizer
 
 MAX_INLINE_CHARACTERS = 16_384
 """Longest prompt that is tokenized on the event loop, in about 10 ms; longer ones go to a thread."""
+_NO_ROUTERS_SAMPLING: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams) if f.name in ROUTERS_SAMPLING}
 
 
 class PromptEncoder:
@@ -79,7 +81,8 @@ class SequenceBuilder:
     def build(
         self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, tenant: Tenant
     ) -> SequenceSpec:
-        """The sequence of a request's first choice."""
+        """The sequence of a request's first choice, whose sampling has token ids in place of texts (`in_tokens`)."""
+        params = replace(params, **_NO_ROUTERS_SAMPLING)
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
         seed = self._seed(tenant, request_id) if params.seed is None else params.seed
         return SequenceSpec(
@@ -87,7 +90,7 @@ class SequenceBuilder:
             choice_index=0,
             token_ids=prompt_ids,
             num_prompt_tokens=len(prompt_ids),
-            sampling=replace(params, top_k=top_k, seed=seed, stop=(), n=1),
+            sampling=replace(params, top_k=top_k, seed=seed),
             cache_seed=self._cache_seed(tenant),
         )
 

@@ -27,7 +27,17 @@ from router.prompt.segment_cache import SegmentEncoder, encode_batch
 
 logger = logging.getLogger(__name__)
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
-RECOMMENDED_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+RECOMMENDED_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repetition_penalty": "repetition_penalty",
+    "min_new_tokens": "min_tokens",
+    "bad_words_ids": "bad_word_ids",
+}
+"""Names in generation_config.json -> our names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +125,17 @@ class Tokenizer:
         """Returns the text; U+FFFD stands for bytes that make no character, ids outside the vocabulary have none."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def has_text(self, token_id: int) -> bool:
-        """Whether `decode` looks at it: neither special nor outside the vocabulary."""
-        return token_id not in self.special_ids and 0 <= token_id < self.vocab_size
+    def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` looks at it: not outside the vocabulary, nor special where it skips such tokens."""
+        return 0 <= token_id < self.vocab_size and not (skip_special_tokens and token_id in self.special_ids)
+
+    def encode_fragment(self, text: str) -> list[int]:
+        """The tokens of a text that has others around it.
+
+        Raises:
+            InvalidRequest: the text is not valid Unicode.
+        """
+        return encode_batch(self._tokenizer, [text], add_special_tokens=False)[0]
 
     def token(self, token_id: int) -> str:
         """The vocabulary's own spelling of one token, "" outside the vocabulary."""
@@ -125,8 +143,10 @@ class Tokenizer:
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
-    recommended = {name: generation[name] for name in RECOMMENDED_SAMPLING if generation.get(name) is not None}
+    said = {ours: generation[name] for name, ours in RECOMMENDED_SAMPLING.items() if generation.get(name) is not None}
     try:
-        return dataclasses.replace(SamplingParams(), **recommended)
+        if "bad_word_ids" in said:
+            said["bad_word_ids"] = tuple(tuple(word) for word in said["bad_word_ids"])
+        return dataclasses.replace(SamplingParams(), **said)
     except (InvalidRequest, TypeError) as error:
         raise ModelLoadError(f"The model's generation_config.json recommends invalid values: {error}") from error

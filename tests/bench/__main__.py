@@ -23,6 +23,7 @@ BENCHMARKS = (
     "recovery",
     "router",
     "routing",
+    "sampling",
 )
 ON_REQUEST = ("simulator",)
 """Needs a machine that nobody else uses; run with --only."""

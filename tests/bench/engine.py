@@ -7,8 +7,8 @@ prefill from the prompt to its first token. The tokens of both sides are compare
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ TEXT = (
     "The keeper of the lighthouse wrote down the wind, the height of the water and the names of the ships that passed. "
     "On quiet days he repaired the lamp, on loud ones he counted the seconds between lightning and thunder. "
 )
+
+
+GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +74,24 @@ class Baton:
     def prefill(self, prompts: list[list[int]]) -> Measured:
         return self._run(prompts, 0)
 
-    def decode(self, prompts: list[list[int]], num_steps: int) -> Measured:
-        return self._run(prompts, num_steps)
+    def decode(
+        self, prompts: list[list[int]], num_steps: int, samplings: Sequence[SamplingParams] = (GREEDY,)
+    ) -> Measured:
+        """Args:
+        samplings: of the prompts, in turn.
+        """
+        return self._run(prompts, num_steps, samplings)
 
-    def _run(self, prompts: list[list[int]], num_steps: int) -> Measured:
+    def _run(
+        self, prompts: list[list[int]], num_steps: int, samplings: Sequence[SamplingParams] = (GREEDY,)
+    ) -> Measured:
         self._num_runs += 1
-        start = _clocks()
-        sequences = [
-            self._engine.add(self._spec(index, prompt, num_steps), Purpose.GENERATE, time.monotonic())
+        specs = [
+            self._spec(index, prompt, replace(samplings[index % len(samplings)], max_tokens=num_steps + 64))
             for index, prompt in enumerate(prompts)
         ]
+        start = _clocks()
+        sequences = [self._engine.add(spec, Purpose.GENERATE, time.monotonic()) for spec in specs]
         while any(s.num_output_tokens == 0 for s in sequences):
             self._step()
         num_tokens = sum(len(prompt) for prompt in prompts)
@@ -100,13 +111,13 @@ class Baton:
         outputs = self._engine.commit(batch, self._engine.runner.execute(batch), time.monotonic())
         return sum(isinstance(output, Generated) for output in outputs)
 
-    def _spec(self, index: int, prompt: list[int], num_steps: int) -> SequenceSpec:
+    def _spec(self, index: int, prompt: list[int], sampling: SamplingParams) -> SequenceSpec:
         return SequenceSpec(
             request_id=f"{self._num_runs}",
             choice_index=index,
             token_ids=tuple(prompt),
             num_prompt_tokens=len(prompt),
-            sampling=SamplingParams(max_tokens=num_steps + 64, temperature=0.0, seed=0, ignore_eos=True),
+            sampling=sampling,
             cache_seed=f"{self._num_runs}".encode(),
         )
 

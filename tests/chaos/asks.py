@@ -1,20 +1,28 @@
 """What the chaos tests ask, what a client hears, and what it should hear.
 
-Two answers are equal if tokens, text, finish reason and usage of every choice are. How many prompt tokens came from a
+Two answers are equal if tokens, text, end and usage of every choice are. How many prompt tokens came from a
 cache is left out: that depends on who has died before.
 """
 
 from __future__ import annotations
 
+import functools
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from baton import wire
 from baton.api import GenerateChunk, GenerateRequest, Text, TokenIds
-from baton.engine.model.arithmetic import drawn, modulus
+from baton.config import ModelConfig, load
+from baton.engine.model.arithmetic import modulus, sampled
+from baton.engine.sampling.pipeline import Sampler
+from baton.engine.sampling.row import Row
 from baton.sampling import SamplingParams
 from baton.v1 import inference_pb2
+from deploy.models import cache_dir, resolve
+from router.prompt import Tokenizer, in_tokens
 from tests.support.asking import prompt_of
 
 VOCAB_SIZE = 49152
@@ -31,6 +39,7 @@ class Choice:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
+    stop_reason: str | int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,7 @@ class _Hearing:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
+    stop_reason: str | int | None = None
 
 
 def listen(
@@ -69,7 +79,7 @@ def listen(
     hearings: dict[int, _Hearing] = {}
     gap_s, last_s, num_tokens = 0.0, time.monotonic(), 0
     part: Any = None
-    for part in parts:
+    for part in map(_plain, parts):
         now = time.monotonic()
         gap_s, last_s = max(gap_s, now - last_s), now
         hearing = hearings.setdefault(part.choice_index, _Hearing())
@@ -77,13 +87,19 @@ def listen(
         hearing.token_ids += part.token_ids
         hearing.text += part.text
         hearing.finish_reason = hearing.finish_reason or str(part.finish_reason or "")
+        hearing.stop_reason = hearing.stop_reason or part.stop_reason
         num_tokens += len(part.token_ids)
         on_tokens(num_tokens)
     choices = tuple(
-        Choice(tuple(heard.token_ids), heard.text, heard.finish_reason) for _, heard in sorted(hearings.items())
+        Choice(tuple(heard.token_ids), heard.text, heard.finish_reason, heard.stop_reason)
+        for _, heard in sorted(hearings.items())
     )
     answer = Answer(choices, part.usage.prompt_tokens, part.usage.completion_tokens)
     return Listening(answer, part.timing.retries, gap_s)
+
+
+def _plain(part: GenerateChunk | inference_pb2.GenerateResponse) -> GenerateChunk:
+    return part if isinstance(part, GenerateChunk) else wire.generate_chunk(part)
 
 
 def greedy(prompt: Sequence[int], num_tokens: int) -> GenerateRequest:
@@ -98,6 +114,42 @@ def seeded(prompt: Sequence[int], num_tokens: int, seed: int, n: int = 1) -> Gen
     return GenerateRequest(
         prompt=TokenIds(tuple(prompt)), sampling={**sampling, "max_tokens": num_tokens, "ignore_eos": True}
     )
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 1.0, "top_k": 16},
+    {"temperature": 1.25, "top_p": 0.875},
+    {"temperature": 0.75, "min_p": 0.0625},
+    {"temperature": 1.0, "typical_p": 0.75},
+    {"temperature": 1.5, "top_k": 40, "xtc_probability": 0.5, "xtc_threshold": 0.0625},
+    {"repetition_penalty": 1.25},
+    {"presence_penalty": 0.625, "frequency_penalty": 0.375},
+    {"frequency_penalty": -0.25},
+    {"dry_multiplier": 0.75, "dry_allowed_length": 1},
+    {"dry_multiplier": 1.5, "dry_base": 1.25, "dry_range": 40, "dry_sequence_breakers": ("a", "\n")},
+    {"logit_bias": tuple((token_id, 3.0) for token_id in range(500, 49000, 97))},
+    {"bad_words": ("the", "in", "\n"), "bad_word_ids": tuple((token_id,) for token_id in range(0, 49000, 300))},
+    {"allowed_token_ids": tuple(range(40, 49000, 61))},
+    {"min_tokens": 8, "stop_token_ids": tuple(range(3, 49000, 12))},
+    {"stop_token_ids": tuple(range(7, 49000, 24)), "include_stop_str_in_output": True},
+    {"stop": ("in", "er", "o"), "min_tokens": 6},
+    {"stop": ("e", " t"), "include_stop_str_in_output": True, "min_tokens": 3},
+    {"skip_special_tokens": False, "allowed_token_ids": (0, 1, 2, 5, 300, 301, 4000), "ignore_eos": True},
+    {"ignore_eos": False, "allowed_token_ids": (0, 9001, 18001, 27001, 36001, 45001)},
+]
+"""Each way of drawing, constraining and ending an answer. Fractions are those that a float of 32 bits has exactly."""
+
+
+def of_options(number: int) -> GenerateRequest:
+    """A request of one to four options, one after the other or in any combination; the prompt repeats itself."""
+    rng = random.Random(number)
+    chosen = [OPTIONS[number % len(OPTIONS)], *rng.sample(OPTIONS, rng.randrange(4))]
+    begin = prompt_of(number, rng.choice((2, 9, 40, 70)))
+    sampling: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "ignore_eos": True}
+    for option in reversed(chosen):
+        sampling |= option
+    sampling |= {"seed": rng.randrange(2**40), "n": rng.choice((1, 1, 1, 2)), "max_tokens": rng.randrange(10, 30)}
+    return GenerateRequest(prompt=TokenIds((*begin, *begin[-7:], *begin[:3])), sampling=sampling)
 
 
 def of_text(text: str, num_tokens: int, seed: int) -> GenerateRequest:
@@ -121,7 +173,10 @@ def stopped_by(request: GenerateRequest, answer: Answer, share: float) -> Genera
 
 
 def expected(request: GenerateRequest) -> list[tuple[int, ...]]:
-    """The tokens of every choice, worked out without a cache and without a cluster. Stop strings are not known here."""
+    """The tokens of every choice, worked out without a cache and without a cluster.
+
+    Stop strings are not known here: an answer that one of them ends is the beginning of what is returned.
+    """
     assert isinstance(request.prompt, TokenIds)
     return [_expected(request, index) for index in range(request.sampling.get("n", 1))]
 
@@ -129,13 +184,21 @@ def expected(request: GenerateRequest) -> list[tuple[int, ...]]:
 def _expected(request: GenerateRequest, choice_index: int) -> tuple[int, ...]:
     assert isinstance(request.prompt, TokenIds)
     prompt, sampling = request.prompt.ids, request.sampling
-    params = SamplingParams(
-        temperature=sampling["temperature"], top_k=sampling.get("top_k", 0), seed=sampling.get("seed", 0)
-    )
+    params = SamplingParams(seed=0)
+    params = in_tokens(replace(params, **sampling), _tokenizer())
+    sampler = Sampler({0})
     tokens = list(prompt)
     weighted = sum((position + 1) * token for position, token in enumerate(tokens))
     for _ in range(sampling["max_tokens"]):
         position = len(tokens)
-        tokens.append(drawn(weighted % MODULUS, params, choice_index, position, VOCAB_SIZE))
+        row = Row(params, choice_index, position, len(prompt), tuple(tokens) if params.needs_history else ())
+        tokens += sampled([weighted % MODULUS], [row], sampler, VOCAB_SIZE)
+        if tokens[-1] in params.stop_token_ids or (tokens[-1] == 0 and not params.ignore_eos):
+            break
         weighted += (position + 1) * tokens[-1]
     return tuple(tokens[len(prompt) :])
+
+
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer.load(resolve(ModelConfig(), cache_dir(load().cluster)).path)

@@ -43,6 +43,8 @@ FROZEN_S = (0.3, 2.0, 5.0)
 """For how long: the longest is long enough to be taken for dead."""
 NUM_CLIENTS = 8
 STEP_MS = 4
+MIN_TEXT = 20
+"""Characters of an answer from which a stop string is taken."""
 MAX_STOPPED_TOKENS = 80
 """Of the requests that are asked with a stop string as well."""
 WHOLE_S = 90.0
@@ -60,7 +62,7 @@ SETTINGS = {
 
 
 def requests() -> list[GenerateRequest]:
-    """Short and long, greedy and seeded, one choice and several, ids and text."""
+    """Short and long, greedy and seeded, of every option, one choice and several, ids and text."""
     rng = random.Random(4)
     sizes = [(20, 16), (40, 200), (300, 60), (900, 24), (1500, 400), (60, 700)]
     prompts = [(prompt_of(number, size), num_tokens) for number, (size, num_tokens) in enumerate(sizes)]
@@ -69,6 +71,7 @@ def requests() -> list[GenerateRequest]:
         *(asks.greedy(prompt, num_tokens) for prompt, num_tokens in prompts),
         *(asks.seeded(prompt, num_tokens, seed=rng.randrange(2**40)) for prompt, num_tokens in prompts),
         *(asks.seeded(shared + prompt_of(60 + number, 30), 40, seed=number, n=3) for number in range(3)),
+        *(asks.of_options(number) for number in range(len(asks.OPTIONS))),
         *(asks.of_text(f"{number}. {asks.MANY_BYTES}", 80, seed=number) for number in range(3)),
         asks.of_split_character(30),
     ]
@@ -224,6 +227,8 @@ def undisturbed(cluster: Cluster) -> list[tuple[GenerateRequest, Answer]]:
     for request in requests():
         answer = undisturbed_answer(cluster, request)
         answers.append((request, answer))
+        if "stop" in request.sampling or "min_tokens" in request.sampling or len(answer.choices[0].text) < MIN_TEXT:
+            continue
         if request.sampling.get("n", 1) == 1 and request.sampling["max_tokens"] <= MAX_STOPPED_TOKENS:
             stopped = asks.stopped_by(request, answer, share=0.5)
             again = listen(cluster.client.generate(stopped)).answer

@@ -8,14 +8,14 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import grpc
 import pytest
 
 from baton import wire
-from baton.api import GenerateRequest, Text, Timing, TokenIds
+from baton.api import GenerateRequest, Text, TokenIds
 from baton.blocks import content_id
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
@@ -30,6 +30,7 @@ from tests.chaos.asks import MANY_BYTES, expected, greedy, of_split_character, s
 from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
 from tests.support.asking import prompt_of
 from tests.support.builders import sequence_spec
+from tests.support.listener import REQUEST_IDS, Listener
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
@@ -39,60 +40,6 @@ TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
 STEP_MS = 4.0
 LEASE_S = 15.0
 """No worker dies here, and none shall count as gone on a machine that stands still for some seconds."""
-REQUEST_IDS = (f"replicas-{number}" for number in itertools.count())
-
-
-@dataclass
-class Heard:
-    """What a client has of one choice."""
-
-    token_ids: tuple[int, ...] = ()
-    text: str = ""
-    finish_reason: FinishReason | None = None
-
-
-class Listener:
-    """One request, heard in as many streams as it takes. Like any client, it knows no more than what came."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self.request = request if request.request_id else replace(request, request_id=next(REQUEST_IDS))
-        self.choices = [Heard() for _ in range(request.sampling.get("n", 1))]
-        self.num_streams = 0
-        self.num_completion_tokens: int | None = None
-        self.timing: Timing | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(heard.token_ids) for heard in self.choices)
-
-    def listen(
-        self, router: RouterProcess, until: Callable[[], bool] = lambda: False, timeout_s: float = 60
-    ) -> Listener:
-        """Until the end, or until it hangs up. Continues what it has."""
-        request = self.request
-        if self.num_streams:
-            num_tokens = {index: len(heard.token_ids) for index, heard in enumerate(self.choices)}
-            request = replace(request, resume_from=num_tokens)
-        self.num_streams += 1
-        call = router.inference.Generate(wire.generate_request(request), timeout=timeout_s)
-        for chunk in map(wire.generate_chunk, call):
-            heard = self.choices[chunk.choice_index]
-            assert chunk.request_id == self.request.request_id
-            assert chunk.token_ids or chunk.finish_reason, "an empty message"
-            assert not heard.finish_reason or not (chunk.token_ids or chunk.text), "it goes on after its end"
-            heard.token_ids += chunk.token_ids
-            heard.text += chunk.text
-            heard.finish_reason = chunk.finish_reason
-            if chunk.usage:
-                self.num_completion_tokens, self.timing = chunk.usage.completion_tokens, chunk.timing
-            if until():
-                call.cancel()
-                break
-        return self
-
-    def same_as(self, other: Listener) -> None:
-        assert self.choices == other.choices
-        assert self.num_completion_tokens == other.num_completion_tokens == self.num_tokens
 
 
 def unseeded(prompt: list[int], num_tokens: int, n: int = 1) -> GenerateRequest:

@@ -52,18 +52,19 @@ class Engine:
         """Queues a sequence.
 
         Raises:
-            InvalidRequest: it cannot fit, or has a token id that the model has no embedding for.
+            InvalidRequest: it cannot fit, or names a token id outside the model's vocabulary.
         """
         if not 0 < len(spec.token_ids) < self.runner.max_model_len:
             raise InvalidRequest(
                 f"{len(spec.token_ids)} tokens do not fit; this worker takes 1 to {self.runner.max_model_len - 1}"
             )
         # In the step it would be an error of the whole batch, on a GPU of the whole process.
-        if max(spec.token_ids) >= self.runner.vocab_size or min(spec.token_ids) < 0:
-            bad = next(token for token in spec.token_ids if not 0 <= token < self.runner.vocab_size)
-            raise InvalidRequest(
-                f"token id {bad} is outside the model's vocabulary, whose ids are 0 to {self.runner.vocab_size - 1}"
-            )
+        for ids in (spec.token_ids, *spec.sampling.named_token_ids.values()):
+            if ids and not (min(ids) >= 0 and max(ids) < self.runner.vocab_size):
+                bad = next(token for token in ids if not 0 <= token < self.runner.vocab_size)
+                raise InvalidRequest(
+                    f"token id {bad} is outside the model's vocabulary, whose ids are 0 to {self.runner.vocab_size - 1}"
+                )
         sequence = Sequence(spec=spec, purpose=purpose, arrival_s=now)
         self.sequences[sequence.key] = sequence
         self.scheduler.add(sequence)

@@ -58,6 +58,10 @@ class StepPart(NamedTuple):
     sampling: SamplingParams
     choice_index: int
     """Part of the counter of the random number that draws the next token, with `sampling.seed` and the position."""
+    num_prompt_tokens: int
+    """Tokens of the sequence that are not the answer's."""
+    history: tuple[int, ...] = ()
+    """All known tokens, where the step samples by parameters that look at them (`SamplingParams.needs_history`)."""
 
     @property
     def num_scheduled_tokens(self) -> int:

@@ -280,16 +280,19 @@ class Scheduler:
     def _part(self, sequence: Sequence, num_tokens: int) -> StepPart:
         assert num_tokens > 0, f"{sequence.sequence_id} is scheduled with nothing to compute"
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+        samples = end == len(sequence.token_ids)
         return StepPart(
             sequence.key,
             tuple(sequence.token_ids[start:end]),
             start,
             sequence.block_ids,
             (end,) * len(sequence.block_ids),
-            end == len(sequence.token_ids),
+            samples,
             num_tokens == 1 and len(sequence.token_ids) > sequence.spec.num_prompt_tokens,
             sequence.spec.sampling,
             sequence.spec.choice_index,
+            sequence.spec.num_prompt_tokens,
+            tuple(sequence.token_ids) if samples and sequence.needs_history else (),
         )
 
     def _admit(self, sequence: Sequence, now: float) -> bool:

@@ -80,9 +80,12 @@ class Sequence:
     blocked_s: float = 0.0
     """Time before the first admission during which the head of the queue lacked KV blocks."""
     first_token_s: float = 0.0
+    needs_history: bool = field(init=False)
+    """Whether its draws depend on the tokens before them."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.token_ids)
+        self.needs_history = self.spec.sampling.needs_history
 
     @property
     def deadline_s(self) -> float:

@@ -4,4 +4,4 @@
 (`ranks`); `arithmetic` is a model whose answers can be worked out by hand. Both are a `Runner` of `baton.engine.core`.
 """
 
-__all__ = ["arithmetic", "attention", "kv_cache", "ranks", "transformers_model", "transformers_runner"]
+__all__ = ["arithmetic", "attention", "kv_cache", "ranks", "rows", "transformers_model", "transformers_runner"]

@@ -10,8 +10,8 @@ scheduling, hand-over and streaming need no weights.
 A prime, because each answer is a multiple of the one before by its position: mod 49152, which two to the power of 14
 divides, all answers after 16 tokens or so would be 0, and a lost or repeated one would not be seen.
 
-A request with a `top_k` of k draws among that token and the k - 1 after it, the nearer the likelier, with the sampler
-of the real models: by seed, choice and position.
+That token has the highest logit, each one after it a tenth less, around the end of the vocabulary. What is drawn,
+penalized or excluded comes from these logits, with the sampler of the real models.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from baton.blocks import num_blocks_for
 from baton.engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.model.kv_cache import KVCache
-from baton.engine.sampling.pipeline import SAMPLER, sample
-from baton.sampling import SamplingParams
+from baton.engine.model.rows import row_of
+from baton.engine.sampling.pipeline import SAMPLER, Sampler
+from baton.engine.sampling.row import Row
 
 
 class ArithmeticRunner:
@@ -71,6 +72,7 @@ class ArithmeticRunner:
         self.num_blocks = self.cache.table_sizes
         self.name = "arithmetic"
         self.sampler = SAMPLER
+        self._sampler = Sampler(eos_token_ids)
         self.vocab_size = vocab_size
         self.max_model_len = min(max_model_len, num_blocks * block_size)
         self.eos_token_ids = eos_token_ids
@@ -93,13 +95,15 @@ class ArithmeticRunner:
         for part in step.parts:
             for state in self.cache.states.values():
                 state[_state(part)] += sum(part.token_ids)
+        answering = [part for part in step.parts if part.sample]
         return StepOutput.one_each(
             step,
-            [
-                drawn(self._answer(part), part.sampling, part.choice_index, part.end, self.vocab_size)
-                for part in step.parts
-                if part.sample
-            ],
+            sampled(
+                [self._answer(part) for part in answering],
+                [row_of(part) for part in answering],
+                self._sampler,
+                self.vocab_size,
+            ),
         )
 
     def close(self) -> None:
@@ -141,12 +145,23 @@ def modulus(vocab_size: int) -> int:
     return next(n for n in range(vocab_size, 1, -1) if all(n % d for d in range(2, math.isqrt(n) + 1)))
 
 
-def drawn(answer: int, sampling: SamplingParams, choice_index: int, position: int, vocab_size: int) -> int:
-    """Returns what a request gets where a greedy one gets `answer`."""
-    if sampling.top_k < 2:
-        return answer
-    (index,) = sample(-0.1 * torch.arange(sampling.top_k)[None], [sampling], [choice_index], [position])
-    return (answer + index) % modulus(vocab_size)
+def logits_of(answers: SequenceOf[int], vocab_size: int) -> torch.Tensor:
+    """Returns the logits `[answers, vocab_size]` of which each answer is the best."""
+    prime = modulus(vocab_size)
+    logits = -0.1 * ((torch.arange(vocab_size)[None] - torch.tensor(answers)[:, None]) % prime)
+    logits[:, prime:] = float("-inf")  # no answer is one of these
+    return logits
+
+
+def sampled(answers: SequenceOf[int], rows: SequenceOf[Row], sampler: Sampler, vocab_size: int) -> list[int]:
+    """Returns what requests get where greedy ones get `answers`."""
+    tokens = list(answers)
+    asking = [i for i, row in enumerate(rows) if row.sampling.temperature > 0 or row.sampling.adjusts_logits]
+    if asking:
+        drawn = sampler.sample(logits_of([answers[i] for i in asking], vocab_size), [rows[i] for i in asking])
+        for index, token in zip(asking, drawn, strict=True):
+            tokens[index] = token
+    return tokens
 
 
 def expected_tokens(

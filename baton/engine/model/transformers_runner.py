@@ -16,6 +16,7 @@ from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, 
 from baton.engine.model.attention import order_for_packing
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.ranks import OtherRanks
+from baton.engine.model.rows import row_of
 from baton.engine.model.transformers_model import (
     ModelRank,
     RankStep,
@@ -24,7 +25,7 @@ from baton.engine.model.transformers_model import (
     load_config,
     longest_sequence,
 )
-from baton.engine.sampling.pipeline import SAMPLER, sample
+from baton.engine.sampling.pipeline import SAMPLER, Sampler
 from baton.errors import ModelLoadError
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
 from baton.model_files import end_of_sequence_ids
@@ -77,6 +78,7 @@ class TransformersRunner:
         self.max_model_len = min(model_len, num_blocks * engine.block_size)
         self.vocab_size: int = config.vocab_size  # loading refuses an embedding of another size
         self.eos_token_ids = frozenset(end_of_sequence_ids(Path(model.path)))
+        self._sampler = Sampler([token for token in self.eos_token_ids if 0 <= token < self.vocab_size])
         self._others = OtherRanks(model, engine, self.caches) if len(devices) > 1 else None
         try:
             self.rank = ModelRank(model, engine, self.cache)
@@ -92,15 +94,12 @@ class TransformersRunner:
         order = order_for_packing(step.parts)
         packed = [step.parts[index] for index in order]
         sampling = [row for row, part in enumerate(packed) if part.sample]
-        stripped = [part._replace(sampling=NO_SAMPLING) for part in packed] if self._others else packed
+        stripped = [part._replace(sampling=NO_SAMPLING, history=()) for part in packed] if self._others else packed
         logits = self._compute(RankStep(stripped, sampling, step.copies), on_layer_done)
         if not sampling:
             self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
             return StepOutput.one_each(step, ())
-        drawing = [packed[row] for row in sampling]
-        sampled = sample(
-            logits, [p.sampling for p in drawing], [p.choice_index for p in drawing], [p.end for p in drawing]
-        )
+        sampled = self._sampler.sample(logits, [row_of(packed[row]) for row in sampling])
         by_index = {order[row]: token for row, token in zip(sampling, sampled, strict=True)}
         return StepOutput.one_each(step, [by_index[index] for index in sorted(by_index)])
 
@@ -141,6 +140,7 @@ class TransformersRunner:
                     is_decoding=begin > 0,
                     sampling=NO_SAMPLING,
                     choice_index=0,
+                    num_prompt_tokens=num_tokens,
                 )
                 self._compute(RankStep([part], [0]), ignore_layer)
             self._wait_for_stream()

@@ -1,7 +1,21 @@
-"""Draws one token per sequence from a step's logits: the sampling pipeline and its random numbers.
+"""Draws one token per sequence from a step's logits: the sampling pipeline, a file for each of its steps.
 
-The draw for a token depends on its request's seed and its position only, so that a resumed or moved stream draws the
-same tokens.
+A token depends on its request (parameters, seed, choice), its position, the tokens before it and its logits, and on
+nothing else, so that a resumed or moved stream draws the same tokens.
 """
 
-__all__ = ["pipeline", "random"]
+__all__ = [
+    "bias",
+    "dry",
+    "exclusions",
+    "history",
+    "masses",
+    "penalties",
+    "pipeline",
+    "random",
+    "row",
+    "truncation",
+    "typical",
+    "weights",
+    "xtc",
+]

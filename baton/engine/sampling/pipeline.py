@@ -1,76 +1,121 @@
-"""Turns logits into token ids.
+"""Turns logits into token ids, in one order of steps.
 
-Every random decision is one number from `random.uniform(seed, choice, position)` looked up in the cumulative
-distribution, so a token depends on nothing but its request: not on the batch, the worker or what ran before.
+    logits    repetition, presence and frequency penalty -> DRY -> bias -> bad words, allowed tokens, too early ends
+    best      at temperature 0 the likeliest token is taken
+    weights   temperature -> top-k -> top-p -> min-p -> typical -> XTC
+    draw      a random number, looked up in the running sum of the weights
+
+A step costs something for the rows that ask for it, and for them alone. Every random decision is one number from
+`random.uniform(seed, choice, position, purpose)`, and penalties are functions of the tokens before, so a token
+depends on nothing but its request and its logits: not on the batch, the worker or what ran before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from baton.engine.sampling import bias, dry, exclusions, penalties, truncation, xtc
+from baton.engine.sampling.history import Histories
+from baton.engine.sampling.masses import first_beyond
 from baton.engine.sampling.random import uniform
+from baton.engine.sampling.row import Row
+from baton.engine.sampling.typical import typical
+from baton.engine.sampling.weights import EVERYTHING, Buffers, TokenWeights, WeightBounds
 from baton.sampling import SamplingParams
 
-SAMPLER = "inverse-transform-blake2b/1"
+SAMPLER = "inverse-transform-blake2b/2"
 """Name of the contract: the same seed, choice, position and logits give the same token in every release with it."""
-NUCLEUS_CANDIDATES = 256
-"""Tokens in which a nucleus is looked for before all of them are sorted."""
+MIN_TEMPERATURE = 1e-30
+"""Lower ones draw as this one does: float32 has not much below it."""
+_Asks = Callable[[SamplingParams], bool]
+_Truncates = Callable[[torch.Tensor, Sequence[SamplingParams]], WeightBounds]
 
 
-def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], choices: Sequence[int], positions: Sequence[int]
-) -> list[int]:
-    """Returns one token for each row.
+class Sampler:
+    """Samples for one model. It keeps what saves work, and nothing that a token depends on.
 
     Args:
-        logits: `[rows, vocab_size]`, any floating dtype.
-        params: each with the seed set, unless it is greedy.
-        choices: index of each row's choice within its request.
-        positions: of the tokens to sample, counted from the first prompt token.
+        eos_token_ids: tokens that end every answer, of those that the logits have.
     """
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
-    for row, (sampling, choice_index, position) in enumerate(zip(params, choices, positions, strict=True)):
-        if sampling.temperature > 0:
-            assert sampling.seed is not None
-            number = uniform(sampling.seed, choice_index, position)
-            tokens[row] = _sample_row(logits[row].float(), sampling, number)
-    return tokens
+
+    def __init__(self, eos_token_ids: Collection[int] = ()) -> None:
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._histories = Histories()
+        buffers = Buffers()
+        self._weights = TokenWeights(buffers)
+        self._truncations: tuple[tuple[_Asks, _Truncates], ...] = (
+            (lambda params: params.top_k > 0, truncation.top_k),
+            (lambda params: params.top_p < 1, truncation.top_p),
+            (lambda params: params.min_p > 0, truncation.min_p),
+            (lambda params: params.typical_p < 1, functools.partial(typical, buffers=buffers)),
+        )
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+        """Returns one token for each row.
+
+        Args:
+            logits: `[rows, vocab_size]`, any floating dtype; may be changed.
+            rows: each with the seed set, unless it is greedy.
+        """
+        if any(row.sampling.adjusts_logits for row in rows):
+            logits = self._adjusted(logits.float(), rows)
+        drawing = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+        if not drawing:
+            best: list[int] = logits.argmax(dim=-1).tolist()
+            return best
+        drawn = self._drawn(logits[drawing] if len(drawing) < len(rows) else logits, [rows[i] for i in drawing])
+        if len(drawing) == len(rows):
+            return drawn
+        tokens: list[int] = logits.argmax(dim=-1).tolist()
+        for index, token in zip(drawing, drawn, strict=True):
+            tokens[index] = token
+        return tokens
+
+    def _adjusted(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+        asking = _asking(rows, lambda row: row.sampling.adjusts_logits)
+        histories = {i: self._histories.of(row) for i, row in asking.items() if row.sampling.needs_history}
+        if penalized := {i: row for i, row in asking.items() if penalties.is_asked(row)}:
+            penalties.apply(logits, penalized, histories)
+        if repeating := {i: row for i, row in asking.items() if row.sampling.dry_multiplier}:
+            dry.apply(logits, repeating, histories)
+        if biased := {i: row for i, row in asking.items() if row.sampling.logit_bias}:
+            bias.apply(logits, biased)
+        if excluding := {i: row for i, row in asking.items() if exclusions.is_asked(row)}:
+            exclusions.apply(logits, excluding, self._eos_token_ids)
+        return logits
+
+    def _drawn(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+        self._weights.fill(logits, [max(row.sampling.temperature, MIN_TEMPERATURE) for row in rows])
+        if truncating := _asking(rows, self._is_truncated):
+            self._truncate(truncating)
+        if excluding := _asking(rows, xtc.is_asked):
+            most = xtc.xtc(self._weights.all, excluding, self._eos_token_ids)
+            self._weights.truncate(list(excluding), WeightBounds(most=most))
+        numbers = []
+        for row in rows:
+            assert row.sampling.seed is not None
+            numbers.append(uniform(row.sampling.seed, row.choice_index, row.position))
+        shares = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+        tokens: list[int] = first_beyond(self._weights.all, shares).tolist()
+        return tokens
+
+    def _is_truncated(self, row: Row) -> bool:
+        return any(is_asked(row.sampling) for is_asked, _ in self._truncations)
+
+    def _truncate(self, rows: Mapping[int, Row]) -> None:
+        indices, params = list(rows), [row.sampling for row in rows.values()]
+        rising, kept = self._weights.rising(indices), EVERYTHING
+        for is_asked, step in self._truncations:
+            if any(map(is_asked, params)):
+                bounds = step(rising, params)
+                self._weights.narrow(rising, bounds)
+                kept = kept.within(bounds)
+        self._weights.truncate(indices, kept)
 
 
-def _sample_row(logits: torch.Tensor, params: SamplingParams, number: float) -> int:
-    """Temperature, then top-k, top-p and min-p, in transformers' order; then inverse transform sampling."""
-    probabilities = torch.softmax(logits.double() / params.temperature, dim=-1)
-    top_k = params.top_k if params.top_k < probabilities.numel() else 0  # all tokens
-    if top_k == 0 and params.top_p >= 1 and params.min_p == 0:
-        return _draw(probabilities, number)
-    top, token_ids = _descending(probabilities, top_k, params.top_p)
-    if params.top_p < 1:
-        mass = top.cumsum(0)
-        # Keep every token before which less than top_p of the (top-k) mass lies: at least the first.
-        top = top[(mass - top) < params.top_p * (mass[-1] if top_k > 0 else 1.0)]
-    if params.min_p > 0:
-        top = top[top >= params.min_p * top[0]]
-    return int(token_ids[_draw(top, number)])
-
-
-def _descending(probabilities: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely tokens first: as many as the filters can keep. A full sort is the last resort."""
-    if top_k > 0:
-        return _pair(probabilities.topk(top_k))
-    if top_p < 1 and probabilities.numel() > NUCLEUS_CANDIDATES:
-        top = probabilities.topk(NUCLEUS_CANDIDATES)
-        if float(top.values.sum()) >= top_p:
-            return _pair(top)
-    return _pair(probabilities.sort(descending=True))
-
-
-def _pair(result: torch.return_types.topk | torch.return_types.sort) -> tuple[torch.Tensor, torch.Tensor]:
-    return result.values, result.indices
-
-
-def _draw(weights: torch.Tensor, number: float) -> int:
-    mass = weights.cumsum(0)
-    index = int(torch.searchsorted(mass, number * float(mass[-1]), right=True))
-    return min(index, weights.numel() - 1)
+def _asking(rows: Sequence[Row], asks: Callable[[Row], bool]) -> dict[int, Row]:
+    return {index: row for index, row in enumerate(rows) if asks(row)}

@@ -29,6 +29,8 @@ class Shape:
 
     def chunk(self, index: int, chunk: GenerateChunk, is_first: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": chunk.finish_reason, "logprobs": None}
+        if chunk.finish_reason:
+            choice["stop_reason"] = chunk.stop_reason
         if self.is_chat:
             choice["delta"] = {**({"role": "assistant"} if is_first else {}), "content": chunk.text}
         else:
@@ -42,6 +44,7 @@ class Shape:
 
     def _choice(self, index: int, answer: ChoiceAnswer) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason, "logprobs": None}
+        choice["stop_reason"] = answer.stop_reason
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
         else:
@@ -58,6 +61,8 @@ class ChoiceAnswer:
 
     text: str = ""
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """vLLM's field: the stop string or the id of the stop token that ended it."""
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -18,12 +18,11 @@ from baton.sampling import SamplingParams
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (), "audio": (), "best_of": (1,), "detokenize": (True,), "echo": (False,),
-    "frequency_penalty": (0,), "function_call": ("none",), "functions": ([],), "logit_bias": ({},),
-    "length_penalty": (1,), "logprobs": (False,), "max_logprobs": (), "min_tokens": (0,), "modalities": (["text"],),
-    "parallel_tool_calls": (True, False), "prediction": (), "presence_penalty": (0,),
-    "reasoning_effort": (), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
-    "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,), "use_beam_search": (False,),
+    "function_call": ("none",), "functions": ([],), "length_penalty": (1,), "logprobs": (False,), "max_logprobs": (),
+    "modalities": (["text"],), "parallel_tool_calls": (True, False), "prediction": (),
+    "reasoning_effort": (), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,), "suffix": ("",),
+    "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,), "use_beam_search": (False,),
     "verbosity": ("medium",), "web_search_options": (),
 }  # fmt: skip
 """OpenAI's and vLLM's fields that are not built yet -> the values that ask for nothing. null always does."""
@@ -56,6 +55,21 @@ def _listed(value: Any) -> Any:
     return ([value] if value else []) if isinstance(value, str) else value
 
 
+def _plain(name: str, value: Any) -> Any:
+    """A field of `SamplingParams`, of what JSON has for it.
+
+    Raises:
+        InvalidRequest: a key of logit_bias is no token id.
+    """
+    if name == "logit_bias":
+        if bad := next((key for key in value if not (key.isascii() and key.isdigit() and len(key) < 20)), None):
+            raise InvalidRequest(f"logit_bias has a key {bad[:40]!a}; its keys must be token ids", name)
+        return tuple(sorted((int(key), bias) for key, bias in value.items()))
+    if name == "bad_word_ids":
+        return tuple(map(tuple, value))
+    return tuple(value) if isinstance(value, list) else value
+
+
 class Body(BaseModel):
     """What /v1/chat/completions and /v1/completions have in common."""
 
@@ -74,6 +88,26 @@ class Body(BaseModel):
     stop_token_ids: list[int] | None = None
     n: int | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    bad_word_ids: list[list[int]] | None = None
+    allowed_token_ids: list[int] | None = None
+    typical_p: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_range: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    dry_breaker_ids: list[int] | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    xtc_exempt_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     request_id: str | None = None
     priority: int | None = None
     """vLLM's name. Higher runs earlier here."""
@@ -96,11 +130,7 @@ class Body(BaseModel):
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise unsupported_field("stream_options.include_obfuscation")
         asked = {field.name: getattr(self, field.name) for field in fields(SamplingParams)}
-        return {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in asked.items()
-            if value is not None and value != []
-        }
+        return {name: _plain(name, value) for name, value in asked.items() if value not in (None, [], {})}
 
     @property
     def include_usage(self) -> bool:

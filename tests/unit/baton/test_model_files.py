@@ -93,14 +93,14 @@ RECOMMENDED = {
 def test_what_is_recommended_and_not_applied_is_named_in_the_log(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(folder, generation_config=RECOMMENDED | {"repetition_penalty": 1.05, "suppress_tokens": [3, 4]})
-    assert unapplied_recommendations(folder) == {"repetition_penalty": 1.05, "suppress_tokens": [3, 4]}
+    write(folder, generation_config=RECOMMENDED | {"encoder_repetition_penalty": 1.05, "suppress_tokens": [3, 4]})
+    assert unapplied_recommendations(folder) == {"encoder_repetition_penalty": 1.05, "suppress_tokens": [3, 4]}
     assert Tokenizer.load(folder).default_sampling.top_k == 20
     (said,) = caplog.records
     assert said.levelno == logging.WARNING
     assert said.getMessage().startswith(
-        f"{folder}/generation_config.json recommends repetition_penalty 1.05, suppress_tokens [3, 4], which this "
-        "version does not apply"
+        f"{folder}/generation_config.json recommends encoder_repetition_penalty 1.05, suppress_tokens [3, 4], which "
+        "this version does not apply"
     )
 
 
@@ -119,6 +119,22 @@ def test_what_makes_no_difference_is_not_named(
     assert not caplog.records
 
 
+def test_recommendations_for_the_draw_are_defaults(folder: Path) -> None:
+    recommended = {"repetition_penalty": 1.05, "typical_p": 0.9, "min_new_tokens": 5, "bad_words_ids": [[1], [2, 3]]}
+    write(folder, generation_config=RECOMMENDED | recommended)
+    params = Tokenizer.load(folder).default_sampling
+    assert (params.repetition_penalty, params.typical_p, params.min_tokens) == (1.05, 0.9, 5)
+    assert params.bad_word_ids == ((1,), (2, 3))
+    assert unapplied_recommendations(folder) == {}
+
+
+@pytest.mark.parametrize("wrong", [{"bad_words_ids": 3}, {"bad_words_ids": [[]]}, {"repetition_penalty": "big"}])
+def test_a_recommendation_that_cannot_be_is_named_when_the_model_loads(wrong: dict[str, Any], folder: Path) -> None:
+    write(folder, generation_config=RECOMMENDED | wrong)
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json recommends invalid values"):
+        Tokenizer.load(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -126,10 +142,7 @@ def test_what_makes_no_difference_is_not_named(
         ("forced_eos_token_id", 2),
         ("forced_bos_token_id", 0),
         ("begin_suppress_tokens", [1]),
-        ("bad_words_ids", [[1]]),
-        ("min_new_tokens", 5),
         ("num_beams", 4),
-        ("typical_p", 0.9),
         ("stop_strings", ["\n"]),
         ("do_sample", False),
     ],

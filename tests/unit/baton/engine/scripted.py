@@ -327,4 +327,6 @@ class ScriptedSequence:
             is_decoding=False,
             sampling=self._spec.sampling,
             choice_index=self._spec.choice_index,
+            num_prompt_tokens=self._spec.num_prompt_tokens,
+            history=tuple(self._tokens),
         )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,6 +124,35 @@ def test_the_models_defaults_fill_in_what_was_not_asked() -> None:
     params = params_of({"top_p": 0.5, "max_tokens": 10}, FACTS)
     assert params == SamplingParams(temperature=0.2, top_p=0.5, max_tokens=10, stop_token_ids=(7,))
     assert params_of({"temperature": 0.0}, FACTS).temperature == 0
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stop_token_ids": (1, 500)},
+        {"logit_bias": ((1, 1.0), (500, 1.0))},
+        {"bad_word_ids": ((1, 2), (3, 500, 4))},
+        {"allowed_token_ids": (500,)},
+        {"dry_breaker_ids": (500,)},
+        {"xtc_exempt_token_ids": (-1,)},
+    ],
+)
+def test_ids_that_the_sampling_names_are_the_vocabularys(asked: dict[str, Any]) -> None:
+    (name,) = asked
+    sentence = rf"sampling\.{name} holds (500|-1), outside the vocabulary of tiny; ids go from 0 to 499"
+    with pytest.raises(InvalidRequest, match=sentence) as refusal:
+        sampling_params(asked, FACTS)
+    assert refusal.value.param == name
+
+
+def test_a_recommended_least_length_gives_way_to_a_shorter_answer() -> None:
+    facts = replace(FACTS, default_sampling=SamplingParams(min_tokens=5))
+    assert params_of({}, facts).min_tokens == 5
+    assert params_of({"max_tokens": 3}, facts).min_tokens == 3
+    with pytest.raises(InvalidRequest, match="min_tokens must be at most max_tokens, 3; got 4"):
+        params_of({"max_tokens": 3, "min_tokens": 4}, facts)
+    with pytest.raises(InvalidRequest, match="max_tokens must be at least 1"):
+        params_of({"max_tokens": -3}, facts)
 
 
 @pytest.mark.parametrize(("default", "expected"), [(0, 80), (16, 16), (1000, 80)])

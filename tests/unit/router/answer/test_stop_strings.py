@@ -84,3 +84,12 @@ def test_it_is_deaf_once_stopped() -> None:
     assert checker.push("Three.") == ("", True)
     assert checker.flush() == ("", True)
     assert (checker.num_kept, checker.matched) == (3, ".")
+
+
+@pytest.mark.parametrize("includes_match", [False, True])
+def test_what_may_not_stop_is_text(includes_match: bool) -> None:
+    checker = StopChecker(("ab", "c"), includes_match)
+    assert checker.push("xabca", may_stop=False) == ("xabc", False)
+    assert checker.num_kept == 4
+    assert checker.push("b-", may_stop=True) == ("ab" if includes_match else "", True)
+    assert checker.matched == "ab"

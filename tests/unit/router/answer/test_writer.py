@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import tokenizers
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from baton.sampling import FinishReason
+from baton.sampling import FinishReason, SamplingParams
 from router.answer import AnswerWriter, Piece
 from router.prompt import Tokenizer
 
@@ -20,6 +22,14 @@ MERGES = [(CAT[0], CAT[1]), (0x0A, 0x0A), (0x61, 0x62)]
 """Half a cat, two line ends and `ab` are tokens of their own; whatever else is one token a byte."""
 STOPS = ["\n\n", "ab🐈", "🐈🐈", "b\n", "é", "a"]
 
+PARAMS = st.builds(
+    SamplingParams,
+    stop=st.lists(st.sampled_from(STOPS), max_size=3).map(tuple),
+    stop_token_ids=st.sampled_from([(), (0x0A, 0x61), tuple(range(256, 260))]),
+    min_tokens=st.integers(0, 6),
+    include_stop_str_in_output=st.booleans(),
+    skip_special_tokens=st.booleans(),
+)
 texts = st.text(st.sampled_from("ab\né🐈👍🏽"), max_size=24)
 
 
@@ -50,14 +60,22 @@ def grouped(token_ids: list[int], cuts: list[int]) -> list[list[int]]:
     return [token_ids[a:b] for a, b in pairwise(edges)]
 
 
+def stopping(stops: Sequence[str]) -> SamplingParams:
+    return SamplingParams(stop=tuple(stops))
+
+
 def written(writer: AnswerWriter, groups: list[list[int]], finish: FinishReason | None) -> Piece:
-    """All pieces joined, up to the one that ends the answer; the last group has the engine's word on the end."""
+    """All pieces joined, up to the one that ends the answer; the last group has the engine's word on the end, and, as
+    the engine's, the last token.
+    """
+    while len(groups) > 1 and not groups[-1]:
+        groups = groups[:-1]
     text, token_ids = "", tuple[int, ...]()
     for number, group in enumerate(groups):
         piece = writer.push(group, finish if number == len(groups) - 1 else None)
         text, token_ids = text + piece.text, token_ids + piece.token_ids
         if piece.finish_reason is not None:
-            return Piece(text, token_ids, piece.finish_reason)
+            return Piece(text, token_ids, piece.finish_reason, piece.stop_reason)
     return Piece(text, token_ids, None)
 
 
@@ -68,32 +86,33 @@ def test_a_stream_goes_on_byte_for_byte_wherever_it_broke(tokenizer: Tokenizer, 
     junk = st.integers(0, tokenizer.vocab_size - 1)
     token_ids = token_ids[: data.draw(st.integers(0, len(token_ids)))] + data.draw(st.lists(junk, max_size=4))
     token_ids = token_ids or [0]
-    stops = data.draw(st.lists(st.sampled_from(STOPS), max_size=3))
+    params = data.draw(PARAMS)
+    end = data.draw(st.sampled_from(FinishReason))
     cuts = st.lists(st.integers(0, 30), max_size=8)
 
-    whole = written(AnswerWriter(tokenizer, (), stops), [[i] for i in token_ids], FinishReason.LENGTH)
+    whole = written(AnswerWriter(tokenizer, (), params), [[i] for i in token_ids], end)
     num_delivered = data.draw(st.integers(0, len(whole.token_ids)))
     is_ended = num_delivered == len(whole.token_ids)
     before = written(
-        AnswerWriter(tokenizer, (), stops),
+        AnswerWriter(tokenizer, (), params),
         grouped(token_ids[:num_delivered], data.draw(cuts)),
-        FinishReason.LENGTH if num_delivered == len(token_ids) else None,
+        end if num_delivered == len(token_ids) else None,
     )
     assert (before.finish_reason is not None) == is_ended
 
-    writer = AnswerWriter(tokenizer, (), stops, num_delivered)
-    after = written(writer, grouped(token_ids, data.draw(cuts)), FinishReason.LENGTH)
+    writer = AnswerWriter(tokenizer, (), params, num_delivered)
+    after = written(writer, grouped(token_ids, data.draw(cuts)), end)
     assert before.token_ids + after.token_ids == whole.token_ids
     assert before.text + after.text == whole.text
-    assert after.finish_reason == whole.finish_reason
+    assert (after.finish_reason, after.stop_reason) == (whole.finish_reason, whole.stop_reason)
     assert writer.num_awaited == 0
 
 
 def test_an_unfinished_character_at_the_end_is_not_given_out_twice(tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("a🐈")[:2]
-    whole = AnswerWriter(tokenizer, (), ()).push(token_ids, FinishReason.LENGTH)
+    whole = AnswerWriter(tokenizer, (), SamplingParams()).push(token_ids, FinishReason.LENGTH)
     assert whole.text == "a\ufffd"
-    again = AnswerWriter(tokenizer, (), (), num_delivered=2).push(token_ids, FinishReason.LENGTH)
+    again = AnswerWriter(tokenizer, (), SamplingParams(), num_delivered=2).push(token_ids, FinishReason.LENGTH)
     assert again == Piece("", (), FinishReason.LENGTH)
 
 
@@ -101,8 +120,51 @@ def test_an_unfinished_character_at_the_end_is_not_given_out_twice(tokenizer: To
 def test_an_answer_that_ends_before_what_the_client_has_is_noticed(
     tokenizer: Tokenizer, stops: tuple[str, ...], num_missing: int
 ) -> None:
-    writer = AnswerWriter(tokenizer, (), stops, num_delivered=5)
+    writer = AnswerWriter(tokenizer, (), stopping(stops), num_delivered=5)
     piece = writer.push(tokenizer.encode("ba\n"), FinishReason.LENGTH)
     assert piece.finish_reason is not None
     assert piece.token_ids == ()
     assert writer.num_awaited == num_missing
+
+
+def test_a_stop_string_ends_nothing_before_min_tokens(tokenizer: Tokenizer) -> None:
+    """It counts when it is complete, with the token that completes it."""
+    token_ids = tokenizer.encode("xaxa\nxab")  # the last two letters are one token
+    assert len(token_ids) == 7
+
+    def answer(min_tokens: int, *stops: str) -> Piece:
+        params = SamplingParams(stop=stops, min_tokens=min_tokens)
+        return written(AnswerWriter(tokenizer, (), params), [[i] for i in token_ids], FinishReason.LENGTH)
+
+    assert answer(0, "a") == Piece("x", tuple(token_ids[:2]), FinishReason.STOP, "a")
+    assert answer(1, "a").text == "x"
+    assert answer(2, "a") == answer(3, "a") == Piece("xax", tuple(token_ids[:4]), FinishReason.STOP, "a")
+    assert answer(4, "a") == Piece("xaxa\nx", tuple(token_ids), FinishReason.STOP, "a")
+    assert answer(7, "a") == Piece("xaxa\nxab", tuple(token_ids), FinishReason.LENGTH)
+    assert answer(4, "a\n").text == "xax", "begun before, complete after"
+    assert answer(5, "a\n").text == "xaxa\nxab"
+    assert answer(5, "a\n", "xa").text == "xaxa\n", "what was too early hides no later one"
+
+
+def test_what_ends_an_answer_is_text_if_the_client_says_so(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("xaaé")
+
+    def answer(end: FinishReason, **asked: Any) -> Piece:
+        return AnswerWriter(tokenizer, (), SamplingParams(**asked)).push(token_ids, end)
+
+    assert answer(FinishReason.LENGTH, stop=("aa",)).text == "x"
+    assert answer(FinishReason.LENGTH, stop=("aa",), include_stop_str_in_output=True).text == "xaa"
+    last = token_ids[-1]
+    stopped = answer(FinishReason.STOP, stop_token_ids=(last,))
+    assert stopped == Piece("xaa\ufffd", tuple(token_ids), FinishReason.STOP, last)
+    assert answer(FinishReason.STOP, stop_token_ids=(last,), include_stop_str_in_output=True).text == "xaaé"
+    assert answer(FinishReason.STOP).stop_reason is None, "end of sequence"
+    assert answer(FinishReason.LENGTH, stop_token_ids=(last,)).stop_reason is None
+
+
+def test_special_tokens_have_text_if_the_client_wants_it(tokenizer: Tokenizer) -> None:
+    (special,) = tokenizer.special_ids
+    token_ids = [*tokenizer.encode("a"), special, *tokenizer.encode("b")]
+    for skip, text in ((True, "ab"), (False, "a<end>b")):
+        params = SamplingParams(skip_special_tokens=skip)
+        assert AnswerWriter(tokenizer, (), params).push(token_ids, FinishReason.LENGTH).text == text

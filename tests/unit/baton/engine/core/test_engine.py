@@ -543,6 +543,18 @@ def test_a_token_id_without_an_embedding_is_refused(token_id: int, purpose: Purp
     engine.add(make_spec([0, 49151]), purpose, 0.0)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [{"allowed_token_ids": (49152,)}, {"logit_bias": ((49152, 1.0),)}, {"bad_word_ids": ((1, 49152),)}],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_a_token_id_without_a_logit_is_refused(asked: dict[str, Any]) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match="token id 49152 is outside the model's vocabulary"):
+        engine.add(make_spec([1], 5, **asked), Purpose.GENERATE, 0.0)
+    assert is_empty(engine)
+
+
 # -- hand-over ---------------------------------------------------------------------------------------------------------
 
 

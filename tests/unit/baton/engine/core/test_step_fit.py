@@ -269,6 +269,7 @@ def part(num_known: int, num_prompt: int, start: int, num_tokens: int) -> StepPa
         is_decoding=num_tokens == 1 and num_known > num_prompt,
         sampling=SamplingParams(),
         choice_index=0,
+        num_prompt_tokens=num_prompt,
     )
 
 

@@ -1,0 +1,68 @@
+"""What each way of drawing adds to a decode step: 16 streams of the default model, against 16 greedy ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.config import ModelConfig, load
+from baton.sampling import SamplingParams
+from deploy.models import cache_dir, resolve
+from router.prompt import Tokenizer
+from tests.bench.engine import GREEDY, PROMPT_TOKENS, TEXT, Baton, Measured
+from tests.bench.report import Report, Table
+from tests.bench.stats import interleaved, ratio, spread
+
+NUM_STREAMS = 16
+EVERYTHING = replace(
+    GREEDY,
+    temperature=1.0,
+    min_p=0.05,
+    typical_p=0.9,
+    repetition_penalty=1.1,
+    presence_penalty=0.5,
+    frequency_penalty=0.5,
+    logit_bias=tuple((token_id, 1.0) for token_id in range(100, 400)),
+)
+CASES: dict[str, tuple[tuple[SamplingParams, ...], str]] = {
+    "greedy, again": ((GREEDY,), ""),
+    "temperature 1": ((replace(GREEDY, temperature=1.0),), ""),
+    "temperature 1, top-p 0.95": ((replace(GREEDY, temperature=1.0, top_p=0.95),), "<= 1.05"),
+    "temperature 1.3, top-p 0.95": ((replace(GREEDY, temperature=1.3, top_p=0.95),), "<= 1.08"),
+    "temperature 2, top-p 0.95": ((replace(GREEDY, temperature=2.0, top_p=0.95),), "<= 1.08"),
+    "temperature 1, top-k 50": ((replace(GREEDY, temperature=1.0, top_k=50),), ""),
+    "penalties": ((replace(GREEDY, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),), ""),
+    "typical": ((replace(GREEDY, temperature=1.0, typical_p=0.9),), ""),
+    "DRY and XTC": ((replace(GREEDY, temperature=1.0, dry_multiplier=0.8, xtc_probability=0.5),), ""),
+    "penalties, bias, min-p, typical": ((EVERYTHING,), "<= 1.10, with scores and a schema"),
+    "the same, one row of 16": ((EVERYTHING, *[GREEDY] * (NUM_STREAMS - 1)), "<= 1.02"),
+}
+
+
+def run(quick: bool) -> Report:
+    path = resolve(ModelConfig(), cache_dir(load().cluster)).path
+    num_rounds, num_steps = (2, 8) if quick else (7, 32)
+    ids = Tokenizer.load(path).encode(TEXT * 40)
+    prompts = [ids[7 * i : 7 * i + PROMPT_TOKENS] for i in range(NUM_STREAMS)]
+    engine = Baton(path)
+    arms = {"greedy": (GREEDY,), **{name: samplings for name, (samplings, _) in CASES.items()}}
+    engine.decode(prompts, num_steps)  # warm up
+    found: dict[str, list[Measured]] = {name: [] for name in arms}
+    for name in interleaved(tuple(arms), num_rounds):
+        found[name].append(engine.decode(prompts, num_steps, arms[name]))
+    greedy = found["greedy"]
+    table = Table(
+        f"Sampling: SmolLM2-135M, float32, 1 thread, {NUM_STREAMS} streams, {num_steps} steps, {num_rounds} rounds",
+        ("", "ms a step", "to greedy", "CPU to greedy", "gate"),
+    )
+    for name, (_, gate) in CASES.items():
+        runs = found[name]
+        table.rows.append(
+            (
+                name,
+                spread([run.wall_s * 1e3 / num_steps for run in runs]),
+                ratio([run.wall_s for run in runs], [run.wall_s for run in greedy]),
+                ratio([run.cpu_s for run in runs], [run.cpu_s for run in greedy]),
+                gate,
+            )
+        )
+    return Report("sampling", [table])

@@ -1,0 +1,147 @@
+"""Whatever a client asks of sampling, the answer is the same: aggregated, split, moved, with dying workers, resumed."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from baton.api import GenerateRequest
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
+from tests.chaos import asks
+from tests.chaos.asks import Answer, Listening
+from tests.chaos.fleet import Fleet, running_fleet
+from tests.support.asking import metric
+from tests.support.listener import Listener
+
+pytestmark = pytest.mark.first
+
+NUM_REQUESTS = 304
+NUM_CLIENTS = 16
+NUM_EXPECTED = 76
+"""Answers that are worked out without a cluster, too."""
+STEP_MS = 8.0
+LEASE_S = 15.0
+TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
+REQUESTS = [replace(asks.of_options(number), request_id=f"transparent-{number}") for number in range(NUM_REQUESTS)]
+
+
+def fleet_of(mode: str, num_routers: int) -> Iterator[Fleet]:
+    router = RouterConfig(mode=mode, cache_secret="transparent", max_attempts=16)
+    with running_fleet(TRANSFER, router, num_routers=num_routers, step_ms=STEP_MS, lease_s=LEASE_S) as fleet:
+        fleet.wait_for(*(fleet.add(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)))
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def split_fleet() -> Iterator[Fleet]:
+    """Two routers; the first one does not survive the last test."""
+    yield from fleet_of("split", 2)
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Answer]:
+    """To `REQUESTS`, of a fleet that splits nothing and that nothing happens to."""
+    (fleet,) = fleets = list(itertools.islice(aggregated := fleet_of("aggregated", 1), 1))
+    try:
+        return [heard.answer for heard in all_of(REQUESTS, lambda request: heard_from(fleet, request))]
+    finally:
+        assert fleets
+        next(aggregated, None)
+
+
+def heard_from(fleet: Fleet, request: GenerateRequest) -> Listening:
+    return asks.listen(fleet.client.generate(request))
+
+
+def all_of(
+    requests: list[GenerateRequest], ask: Callable[[GenerateRequest], Listening], num_clients: int = NUM_CLIENTS
+) -> list[Listening]:
+    with ThreadPoolExecutor(num_clients) as pool:
+        return list(pool.map(ask, requests))
+
+
+def same(heard: list[Listening], answers: list[Answer]) -> None:
+    wrong = [number for number, (one, answer) in enumerate(zip(heard, answers, strict=True)) if one.answer != answer]
+    if wrong:
+        first = wrong[0]
+        pytest.fail(f"{wrong} differ; {REQUESTS[first].sampling}:\n{heard[first].answer}\nnot\n{answers[first]}")
+
+
+def test_answers_are_what_they_should_be(answers: list[Answer]) -> None:
+    for request, answer in zip(REQUESTS[:NUM_EXPECTED], answers, strict=False):
+        for choice, tokens in zip(answer.choices, asks.expected(request), strict=True):
+            assert choice.token_ids == tokens[: len(choice.token_ids)]
+            assert len(choice.token_ids) == len(tokens) or choice.finish_reason == "stop"
+            assert len(choice.token_ids) > request.sampling.get("min_tokens", 0) or choice.finish_reason == "length"
+
+
+def test_every_end_occurs(answers: list[Answer]) -> None:
+    """Else the comparisons would show little."""
+    choices = [choice for answer in answers for choice in answer.choices]
+    ends = {(choice.finish_reason, type(choice.stop_reason)) for choice in choices}
+    assert ends == {("length", type(None)), ("stop", type(None)), ("stop", str), ("stop", int)}
+    assert sum(choice.finish_reason == "length" for choice in choices) > len(choices) / 4
+    assert len({choice.token_ids for choice in choices}) > 0.75 * len(choices), "greedy choices are alike"
+
+
+def test_split_or_not(split_fleet: Fleet, answers: list[Answer]) -> None:
+    same(all_of(REQUESTS, lambda request: heard_from(split_fleet, request)), answers)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["drained", "killed"])
+def test_decode_workers_leave_in_the_middle(split_fleet: Fleet, answers: list[Answer], number: signal.Signals) -> None:
+    """One after the other, as long as there are requests."""
+    done = threading.Event()
+
+    def leave() -> int:
+        for count in itertools.count():
+            decoding = sorted(name for name in split_fleet.workers if name.startswith(Role.DECODE))
+            split_fleet.wait_for(split_fleet.add(Role.DECODE), decoding[-1])
+            if done.wait(0.2):
+                return count
+            split_fleet.remove(decoding[0], number)
+        raise AssertionError
+
+    migrations_before = metric(split_fleet.routers[0], "baton_migrations_total")
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(leave)
+        try:
+            heard = all_of(REQUESTS, lambda request: heard_from(split_fleet, request))
+        finally:
+            done.set()
+        num_left = leaving.result(60)
+    same(heard, answers)
+    num_retried = sum(one.retries > 0 for one in heard)
+    num_migrated = metric(split_fleet.routers[0], "baton_migrations_total") - migrations_before
+    print(f"{num_left} decode workers left, {num_retried} answers began anew elsewhere, {num_migrated} choices moved")
+    assert num_left > 1
+    assert (num_migrated if number is signal.SIGTERM else num_retried) > 10
+
+
+def test_a_router_dies_in_the_middle(split_fleet: Fleet, answers: list[Answer]) -> None:
+    """Each client has half of its answer, and gets the rest from the other router."""
+    first, second = split_fleet.routers
+    listeners = [Listener(request) for request in REQUESTS]
+    for batch in range(0, NUM_REQUESTS, NUM_REQUESTS // 4):
+        part = listeners[batch : batch + NUM_REQUESTS // 4]
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            list(pool.map(lambda one: one.listen(first, until=lambda: one.num_tokens >= 6), part))
+    first.process.kill()
+    first.process.wait(60)
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        list(pool.map(lambda one: one.listen(second), listeners))
+    print(f"{NUM_REQUESTS} answers resumed in {time.monotonic() - began_s:.1f} s")
+    for request, listener, answer in zip(REQUESTS, listeners, answers, strict=True):
+        heard = [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in listener.choices]
+        expected = [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in answer.choices]
+        assert heard == expected, request.sampling
+        assert listener.num_completion_tokens == answer.num_completion_tokens
