@@ -1,8 +1,8 @@
 """What every process shares: the vocabulary of requests, workers and blocks, and the ways in which processes speak.
 
-The vocabulary is in plain modules (`api`, `messages`, `cluster`, `blocks`, `sampling`, `errors`), settings are in
-`config`, the engine is in `engine`; protobuf stops at `wire`, `rpc` is gRPC, `telemetry` declares every metric, and
-`v1` is generated from `proto/`. No other package of the product is imported here.
+The vocabulary is in plain modules (`api`, `messages`, `cluster`, `blocks`, `sampling`, `scores`, `errors`), settings
+are in `config`, the engine is in `engine`; protobuf stops at `wire`, `rpc` is gRPC, `telemetry` declares every metric,
+and `v1` is generated from `proto/`. No other package of the product is imported here.
 """
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "parent",
     "rpc",
     "sampling",
+    "scores",
     "tasks",
     "telemetry",
     "v1",

@@ -11,6 +11,7 @@ from typing import Any
 
 from baton.chat import ChatMessage
 from baton.sampling import FinishReason
+from baton.scores import NO_SCORES, TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,8 @@ class GenerateChunk:
     """The stop string, or the id of the stop token, that ended the choice; None: neither did."""
     usage: Usage | None = None
     timing: Timing | None = None
+    scores: TokenScores = NO_SCORES
+    """Log probabilities of the tokens, where the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from baton.errors import BatonError
 from baton.kv_layout import KvLayout
 from baton.sampling import FinishReason, SamplingParams
+from baton.scores import NO_SCORES, TokenScores
 
 ROUTERS_SAMPLING = frozenset(
     {"stop", "n", "bad_words", "dry_sequence_breakers", "include_stop_str_in_output", "skip_special_tokens"}
@@ -132,6 +133,7 @@ class FirstToken:
     """None: the worker's engine draws no token with a prompt, and the decode worker draws it."""
     finish_reason: FinishReason | None
     report: PrefillReport
+    scores: TokenScores = NO_SCORES
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,8 @@ class NewTokens:
     finish_reason: FinishReason | None
     report: PrefillReport | None = None
     """Set in the first message of a worker that computed the prompt itself."""
+    scores: TokenScores = NO_SCORES
+    """Log probabilities of the tokens, where the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ MAX_PENALTY = 2.0
 """Bound of OpenAI's for presence and frequency penalty, on either side of 0."""
 MAX_BIAS = 100.0
 """Bound of OpenAI's for a bias, on either side of 0."""
+MAX_LOGPROBS = 20
 MAX_DRY = 100.0
 MAX_DRY_BASE = 4.0
 MAX_DRY_LENGTH = 50
@@ -60,6 +61,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
     ignore_eos: bool = False
+    logprobs: int | None = None
+    """Likeliest tokens whose log probabilities come with each token's own; None: no log probabilities."""
     min_tokens: int = 0
     """Tokens of the answer before which nothing ends it: neither end of sequence nor a stop id or stop string."""
     repetition_penalty: float = 1.0
@@ -147,6 +150,8 @@ class SamplingParams:
     def _check_ends(self) -> None:
         if self.max_tokens is not None:
             _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+        if self.logprobs is not None:
+            _require(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"between 0 and {MAX_LOGPROBS}", self.logprobs)
         _require(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
         if self.max_tokens is not None:
             _require(

@@ -22,6 +22,7 @@ from baton.messages import (
     SequenceSpec,
     Ticket,
 )
+from baton.scores import TokenScores
 from baton.telemetry import tracing
 from kvstore.transfer.connection.reservations import Expected
 from kvstore.worker_context import WorkerContext
@@ -119,6 +120,6 @@ async def _tokens(sequence: ServedSequence) -> AsyncGenerator[NewTokens]:
         finish_reason = generated[-1].finish_reason
         if token_ids or finish_reason is not None:
             report = next((output.report for output in generated if output.report is not None), None)
-            yield NewTokens(token_ids, finish_reason, report)
+            yield NewTokens(token_ids, finish_reason, report, TokenScores.joined(output.scores for output in generated))
         if finish_reason is not None:
             return

@@ -56,7 +56,9 @@ class PrefillService:
             self._record(report, trace)
             # The first token goes out at once; the blocks stay held until the transfer is over.
             first_token = output.token_ids[0] if output.token_ids else None
-            yield FirstToken(token_id=first_token, finish_reason=output.finish_reason, report=report)
+            yield FirstToken(
+                token_id=first_token, finish_reason=output.finish_reason, report=report, scores=output.scores
+            )
             if transfer is not None and output.finish_reason is None:
                 handed_over = await _finished(transfer, first_token)
                 sent: tracing.Attributes = {

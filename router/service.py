@@ -50,7 +50,7 @@ from router.answer import AnswerChunks, AnswerWriter
 from router.dispatch import Choice, ChoiceGroup, Dispatcher
 from router.prompt import PromptEncoder, SequenceBuilder, in_tokens
 from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
-from router.request.resume import Call, CallsInFlight, Journal, digest_of, with_delivered
+from router.request.resume import Call, CallsInFlight, Journal, digest_of, only_delivered, with_delivered
 from router.request.settlement import Settlement
 
 
@@ -132,6 +132,8 @@ class RouterService:
                 spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)
                 digest = digest_of(self.model.content_id, spec)
                 known = await self._noted(key, digest, past) if request.resume_from else {}
+                if params.logprobs is not None:
+                    known = only_delivered(known, request.resume_from)
                 noted = with_delivered(known, request.resume_from)
                 group = ChoiceGroup.begin(spec, claim, settle.trace, params.n, noted)
                 call.begin(digest, group)
@@ -148,7 +150,7 @@ class RouterService:
                     async with contextlib.aclosing(self._dispatcher.run(group.unanswered())) as messages:
                         async for choice, message in messages:
                             writer = writers[choice]
-                            chunk = writer.write(message.token_ids, message.finish_reason)
+                            chunk = writer.write(message.token_ids, message.finish_reason, message.scores)
                             if writer.has_ended:
                                 choice.is_answered = True
                                 self._dispatcher.answered(choice, writer.num_tokens)

@@ -298,6 +298,7 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     n: _builtins.int
     logprobs: _builtins.int
+    """Log probabilities of each token, and of so many of the likeliest in its place, 0 to 20; unset: none."""
     ignore_eos: _builtins.bool
     min_tokens: _builtins.int
     """Tokens of the answer that nothing ends: no end of sequence, stop id or stop string."""

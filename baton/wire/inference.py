@@ -10,6 +10,7 @@ from baton import api
 from baton.chat import ChatMessage, check_no_tools
 from baton.errors import InvalidRequest, Unsupported
 from baton.sampling import FinishReason, SamplingParams
+from baton.scores import NO_SCORES, TokenScores
 from baton.v1 import inference_pb2
 from baton.wire.convert import from_pb, to_pb
 
@@ -101,6 +102,10 @@ def generate_response(chunk: api.GenerateChunk) -> inference_pb2.GenerateRespons
         usage=to_pb(chunk.usage, inference_pb2.Usage) if chunk.usage else None,
         timing=to_pb(chunk.timing, inference_pb2.Timing) if chunk.timing else None,
     )
+    for index, logprob in enumerate(chunk.scores.logprobs):
+        token = message.logprobs.add(token_id=chunk.token_ids[index], logprob=logprob)
+        for token_id, of_top in chunk.scores.top(index):
+            token.top.add(token_id=token_id, logprob=of_top)
     match chunk.stop_reason:
         case str(stop_string):
             message.stop_string = stop_string
@@ -154,6 +159,16 @@ def generate_chunk(message: inference_pb2.GenerateResponse) -> api.GenerateChunk
         stop_reason=getattr(message, which) if (which := message.WhichOneof("stop_reason")) else None,
         usage=from_pb(message.usage, api.Usage) if message.HasField("usage") else None,
         timing=from_pb(message.timing, api.Timing) if message.HasField("timing") else None,
+        scores=_scores(message) if message.logprobs else NO_SCORES,
+    )
+
+
+def _scores(message: inference_pb2.GenerateResponse) -> TokenScores:
+    tops = [top for token in message.logprobs for top in token.top]
+    return TokenScores(
+        tuple(token.logprob for token in message.logprobs),
+        tuple(top.token_id for top in tops),
+        tuple(top.logprob for top in tops),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from baton import messages as m
 from baton.errors import BatonError, InvalidRequest, TransferRefused, Unsupported
 from baton.sampling import FinishReason
+from baton.scores import NO_SCORES, TokenScores
 from baton.v1 import worker_pb2
 from baton.wire.convert import MAX_CONTROL_BYTES, Oneof, from_pb, require_short, to_pb
 from baton.wire.inference import sampling_from_pb, write_sampling
@@ -180,6 +181,8 @@ def serve_response(events: Iterable[tuple[int, m.Event]]) -> worker_pb2.ServeRes
             tokens.finish_reason = event.finish_reason or ""
             if event.report is not None:
                 tokens.report.CopyFrom(to_pb(event.report, worker_pb2.PrefillReport))
+            if event.scores:
+                tokens.scores.CopyFrom(to_pb(event.scores, worker_pb2.TokenScores))
         else:
             response.events.add(call_id=call_id, **_EVENTS.to_field(event))
     return response
@@ -198,6 +201,7 @@ def _event(message: worker_pb2.Event) -> m.Event | None:
             token_ids=tuple(tokens.token_ids),
             finish_reason=FinishReason(finish_reason) if finish_reason else None,
             report=from_pb(tokens.report, m.PrefillReport) if tokens.HasField("report") else None,
+            scores=from_pb(tokens.scores, TokenScores) if tokens.HasField("scores") else NO_SCORES,
         )
     event: m.Event | None = _EVENTS.value_of(message)
     return event

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from baton.api import GenerateChunk
 from baton.errors import InvalidRequest
 from baton.sampling import FinishReason, SamplingParams
+from baton.scores import NO_SCORES, TokenScores
 from router.answer.detokenizer import IncrementalDetokenizer
 from router.answer.stop_strings import StopChecker
 from router.prompt.tokenizer import Tokenizer
@@ -16,7 +17,7 @@ REPLAY_TOKENS = 64
 """Tokens of a continued answer that are written to text before others have their turn on the event loop."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """What new tokens add to an answer."""
 
@@ -25,6 +26,8 @@ class Piece:
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
     """See `GenerateChunk.stop_reason`."""
+    scores: TokenScores = NO_SCORES
+    """Log probabilities of the tokens, where the request asks for them."""
 
 
 class AnswerWriter:
@@ -54,7 +57,9 @@ class AnswerWriter:
         self._is_last_delivered = num_delivered > 0
         """Whether the client has the last token that was taken."""
 
-    def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Piece:
+    def push(
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None, scores: TokenScores = NO_SCORES
+    ) -> Piece:
         """Takes new tokens and the engine's word on the end. Tokens after one that completes a stop string are cut.
 
         A token that ends the answer has no text, unless the client wants it.
@@ -72,7 +77,13 @@ class AnswerWriter:
             else:
                 self.num_awaited -= 1
             if stopped:
-                return Piece(text, tuple(token_ids[begin:count]), FinishReason.STOP, self._stops.matched)
+                return Piece(
+                    text=text,
+                    token_ids=tuple(token_ids[begin:count]),
+                    finish_reason=FinishReason.STOP,
+                    stop_reason=self._stops.matched,
+                    scores=scores.part(begin, count),
+                )
         if token_ids:
             self._is_last_delivered = begin == len(token_ids)
         if finish_reason is not None:
@@ -80,7 +91,13 @@ class AnswerWriter:
                 if not self._is_last_delivered:
                     text += new_text
                 finish_reason = FinishReason.STOP if stopped else finish_reason
-        return Piece(text, tuple(token_ids[begin:]), finish_reason, self._stop_reason(token_ids, finish_reason))
+        return Piece(
+            text=text,
+            token_ids=tuple(token_ids[begin:]),
+            finish_reason=finish_reason,
+            stop_reason=self._stop_reason(token_ids, finish_reason),
+            scores=scores.part(begin, len(token_ids)),
+        )
 
     def _stop_reason(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> str | int | None:
         if self._stops.matched is not None:
@@ -117,14 +134,16 @@ class AnswerChunks:
             if self.has_ended:
                 return
 
-    def write(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> GenerateChunk | None:
+    def write(
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None, scores: TokenScores = NO_SCORES
+    ) -> GenerateChunk | None:
         """What the client gets of new tokens and the engine's word on the end; None: it has all of it.
 
         Raises:
             InvalidRequest: the answer has ended, and the client claims to have more of it.
         """
         self.num_tokens += len(token_ids)
-        piece = self._writer.push(token_ids, finish_reason)
+        piece = self._writer.push(token_ids, finish_reason, scores)
         self.has_ended = piece.finish_reason is not None
         if self.has_ended and self._writer.num_awaited:
             raise InvalidRequest(
@@ -141,4 +160,5 @@ class AnswerChunks:
             token_ids=piece.token_ids,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
+            scores=piece.scores,
         )

@@ -41,6 +41,7 @@ from router.api.openai import (
     chat_of,
     error_body,
 )
+from router.api.openai.logprobs import num_characters
 from router.api.page import HEADERS, PAGE
 from router.request.model import Ingress
 from router.service import RouterService
@@ -192,6 +193,7 @@ async def _answer(
         model=service.facts.id,
         is_chat=is_chat,
         continuous_usage=body.continuous_usage,
+        tokenizer=service.model.tokenizer,
     )
     slo = body.slo or SloBody()
     generate = GenerateRequest(
@@ -223,6 +225,8 @@ async def _whole(chunks: AsyncGenerator[GenerateChunk], shape: Shape) -> dict[st
         async for chunk in chunks:
             answer = answers.setdefault(chunk.choice_index, ChoiceAnswer())
             answer.text += chunk.text
+            answer.token_ids += chunk.token_ids
+            answer.scores.append(chunk.scores)
             if chunk.finish_reason:
                 answer.finish_reason, answer.stop_reason = chunk.finish_reason, chunk.stop_reason
             usage, timing = chunk.usage or usage, chunk.timing or timing
@@ -233,15 +237,17 @@ async def _events(
     first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk], shape: Shape, include_usage: bool
 ) -> AsyncGenerator[str]:
     """Server-sent events, OpenAI's way. An error after the first token becomes an event: the status is long sent."""
-    begun: set[int] = set()
+    offsets: dict[int, int] = {}
     usage, timing = None, Timing()
     async with contextlib.aclosing(chunks):
         try:
             chunk: GenerateChunk | None = first
             while chunk is not None:
-                if chunk.text or chunk.finish_reason or chunk.choice_index not in begun:
-                    yield _event(shape.chunk(chunk.choice_index, chunk, chunk.choice_index not in begun))
-                    begun.add(chunk.choice_index)
+                index, is_first = chunk.choice_index, chunk.choice_index not in offsets
+                if chunk.text or chunk.finish_reason or chunk.scores or is_first:
+                    yield _event(shape.chunk(index, chunk, is_first, offsets.setdefault(index, 0)))
+                    if chunk.scores:
+                        offsets[index] += num_characters(chunk.token_ids, shape.tokenizer)
                 usage, timing = chunk.usage or usage, chunk.timing or timing
                 chunk = await anext(chunks, None)
         except BatonError as error:

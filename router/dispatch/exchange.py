@@ -240,7 +240,9 @@ class Exchange:
         return _Begun(
             stream=decode,
             first=NewTokens(
-                token_ids=() if first.token_id is None else (first.token_id,), finish_reason=first.finish_reason
+                token_ids=() if first.token_id is None else (first.token_id,),
+                finish_reason=first.finish_reason,
+                scores=first.scores,
             ),
             hand_over=_HandOver(prefill=prefill, ticket=ticket, reading=reading),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,10 @@ class Tokenizer:
     """Characters of the longest vocabulary entry: no token stands for more text."""
     default_sampling: SamplingParams
     """What the model's authors recommend; what they leave open is neutral."""
+    _added_ids: frozenset[int]
+    """Tokens that are spelled as their text."""
+    _is_byte_level: bool
+    """Whether other tokens are spelled in GPT-2's stand-ins for bytes."""
     _tokenizer: tokenizers.Tokenizer
     _segments: SegmentEncoder
 
@@ -90,6 +95,8 @@ class Tokenizer:
             eos_ids=end_of_sequence_ids(folder),
             max_model_len=next((int(value) for name in LENGTH_NAMES if (value := of_text(config, name))), 0),
             default_sampling=_default_sampling(read_json(folder / "generation_config.json")),
+            _added_ids=frozenset(tokenizer.get_added_tokens_decoder()),
+            _is_byte_level='"ByteLevel"' in tokenizer.decoder.__getstate__().decode() if tokenizer.decoder else False,
             _tokenizer=tokenizer,
             _segments=SegmentEncoder(tokenizer),
         )
@@ -137,9 +144,30 @@ class Tokenizer:
         """
         return encode_batch(self._tokenizer, [text], add_special_tokens=False)[0]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, a part of a character's too; b"" outside the vocabulary."""
+        spelling = self._tokenizer.id_to_token(token_id) or ""
+        if token_id in self._added_ids:
+            return spelling.encode()
+        if self._is_byte_level:
+            return b"".join(_BYTE_OF.get(letter, letter.encode()) for letter in spelling)
+        if len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
+            return bytes.fromhex(spelling[3:5])
+        return spelling.replace("\u2581", " ").encode()
+
     def token(self, token_id: int) -> str:
         """The vocabulary's own spelling of one token, "" outside the vocabulary."""
         return self._tokenizer.id_to_token(token_id) or ""
+
+
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the bytes: a printable byte is its own, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = itertools.count(0x100)
+    return {chr(byte) if byte in printable else chr(next(others)): byte for byte in range(256)}
+
+
+_BYTE_OF = {letter: bytes([byte]) for letter, byte in _byte_letters().items()}
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:

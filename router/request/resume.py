@@ -242,3 +242,15 @@ def with_delivered(noted: Mapping[int, Noted], resume_from: Mapping[int, int]) -
         resume_from: tokens that the client has, by choice.
     """
     return {index: Noted() for index, num_tokens in resume_from.items() if num_tokens} | dict(noted)
+
+
+def only_delivered(noted: Mapping[int, Noted], resume_from: Mapping[int, int]) -> dict[int, Noted]:
+    """Returns of what is noted the tokens that the client has: the others are generated again, for their scores, which
+    nobody notes.
+    """
+    known = {}
+    for index, one in noted.items():
+        num_tokens = min(resume_from.get(index, 0), len(one.token_ids))
+        is_whole = num_tokens == len(one.token_ids)
+        known[index] = Noted(one.token_ids[:num_tokens], one.finish_reason if is_whole else None, one.sampler)
+    return known

@@ -33,8 +33,10 @@ CASES: dict[str, tuple[tuple[SamplingParams, ...], str]] = {
     "penalties": ((replace(GREEDY, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),), ""),
     "typical": ((replace(GREEDY, temperature=1.0, typical_p=0.9),), ""),
     "DRY and XTC": ((replace(GREEDY, temperature=1.0, dry_multiplier=0.8, xtc_probability=0.5),), ""),
-    "penalties, bias, min-p, typical": ((EVERYTHING,), "<= 1.10, with scores and a schema"),
-    "the same, one row of 16": ((EVERYTHING, *[GREEDY] * (NUM_STREAMS - 1)), "<= 1.02"),
+    "penalties, bias, min-p, typical": ((EVERYTHING,), ""),
+    "5 log probabilities": ((replace(GREEDY, logprobs=5),), ""),
+    "the four, 5 log probabilities": ((replace(EVERYTHING, logprobs=5),), "<= 1.10, with a schema"),
+    "the four, one row of 16": ((replace(EVERYTHING, logprobs=5), *[GREEDY] * (NUM_STREAMS - 1)), "<= 1.02"),
 }
 
 

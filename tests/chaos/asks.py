@@ -20,6 +20,7 @@ from baton.engine.model.arithmetic import modulus, sampled
 from baton.engine.sampling.pipeline import Sampler
 from baton.engine.sampling.row import Row
 from baton.sampling import SamplingParams
+from baton.scores import TokenScores
 from baton.v1 import inference_pb2
 from deploy.models import cache_dir, resolve
 from router.prompt import Tokenizer, in_tokens
@@ -40,6 +41,7 @@ class Choice:
     text: str
     finish_reason: str
     stop_reason: str | int | None
+    scores: TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class _Hearing:
     text: str = ""
     finish_reason: str = ""
     stop_reason: str | int | None = None
+    scores: list[TokenScores] = field(default_factory=list)
 
 
 def listen(
@@ -86,12 +89,15 @@ def listen(
         assert not (hearing.finish_reason and (part.token_ids or part.text)), f"a choice goes on after its end: {part}"
         hearing.token_ids += part.token_ids
         hearing.text += part.text
+        hearing.scores.append(part.scores)
         hearing.finish_reason = hearing.finish_reason or str(part.finish_reason or "")
         hearing.stop_reason = hearing.stop_reason or part.stop_reason
         num_tokens += len(part.token_ids)
         on_tokens(num_tokens)
     choices = tuple(
-        Choice(tuple(heard.token_ids), heard.text, heard.finish_reason, heard.stop_reason)
+        Choice(
+            tuple(heard.token_ids), heard.text, heard.finish_reason, heard.stop_reason, TokenScores.joined(heard.scores)
+        )
         for _, heard in sorted(hearings.items())
     )
     answer = Answer(choices, part.usage.prompt_tokens, part.usage.completion_tokens)
@@ -135,6 +141,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"stop": ("in", "er", "o"), "min_tokens": 6},
     {"stop": ("e", " t"), "include_stop_str_in_output": True, "min_tokens": 3},
     {"skip_special_tokens": False, "allowed_token_ids": (0, 1, 2, 5, 300, 301, 4000), "ignore_eos": True},
+    {"logprobs": 0},
+    {"logprobs": 3, "temperature": 1.0, "top_k": 8},
     {"ignore_eos": False, "allowed_token_ids": (0, 9001, 18001, 27001, 36001, 45001)},
 ]
 """Each way of drawing, constraining and ending an answer. Fractions are those that a float of 32 bits has exactly."""
@@ -192,7 +200,8 @@ def _expected(request: GenerateRequest, choice_index: int) -> tuple[int, ...]:
     for _ in range(sampling["max_tokens"]):
         position = len(tokens)
         row = Row(params, choice_index, position, len(prompt), tuple(tokens) if params.needs_history else ())
-        tokens += sampled([weighted % MODULUS], [row], sampler, VOCAB_SIZE)
+        drawn, _ = sampled([weighted % MODULUS], [row], sampler, VOCAB_SIZE)
+        tokens += drawn
         if tokens[-1] in params.stop_token_ids or (tokens[-1] == 0 and not params.ignore_eos):
             break
         weighted += (position + 1) * tokens[-1]

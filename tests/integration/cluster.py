@@ -159,7 +159,7 @@ class Answer:
 def request(**fields: Any) -> inference_pb2.GenerateRequest:
     if "token_ids" in fields:
         fields["token_ids"] = inference_pb2.TokenIds(ids=fields["token_ids"])
-    if "chat" in fields:
+    if isinstance(fields.get("chat"), list):
         fields["chat"] = inference_pb2.ChatInput(
             messages=[inference_pb2.ChatMessage(role=role, content=content) for role, content in fields["chat"]]
         )

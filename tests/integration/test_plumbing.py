@@ -28,7 +28,7 @@ from baton.cluster import Role
 from baton.config import FaultsConfig, RouterConfig, TransferConfig
 from baton.engine.model.arithmetic import expected_tokens
 from baton.errors import BatonError
-from baton.v1 import inference_pb2_grpc
+from baton.v1 import inference_pb2, inference_pb2_grpc
 from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
 from tests.chaos.fleet import Fleet, running_fleet
@@ -498,7 +498,16 @@ def test_spoiled_blocks_are_detected_and_recomputed(spoiling_fleet: Fleet) -> No
     ("fields", "code", "part_of_sentence"),
     [
         ({"token_ids": [49152]}, grpc.StatusCode.INVALID_ARGUMENT, "vocabulary"),
-        ({"text": "hello", "sampling": {"logprobs": 1}}, grpc.StatusCode.UNIMPLEMENTED, "logprobs"),
+        (
+            {
+                "chat": inference_pb2.ChatInput(
+                    messages=[inference_pb2.ChatMessage(role="user", content="hi")],
+                    tools=[inference_pb2.Tool(name="f")],
+                )
+            },
+            grpc.StatusCode.UNIMPLEMENTED,
+            "tools",
+        ),
     ],
 )
 def test_bad_requests_are_refused_with_a_sentence(

@@ -15,6 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from baton import wire
+from baton.api import GenerateChunk, GenerateRequest, Text
+from baton.scores import TokenScores
+from tests.chaos import asks
 from tests.integration.cluster import Answer, Cluster, request, running_cluster
 from tests.support.asking import metric
 
@@ -55,6 +59,13 @@ class Reference:
         )
         best = [scores[0].topk(2).values for scores in out.scores]
         return out.sequences[0, len(prompt) :].tolist(), [float(top[0] - top[1]) for top in best]
+
+    def log_probabilities(self, prompt: list[int], answer: tuple[int, ...]) -> torch.Tensor:
+        """Of each token of the answer, `[tokens, vocabulary]`."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        found: torch.Tensor = logits.double().log_softmax(-1)
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +222,93 @@ def test_the_same_prompt_again_is_cached(split_cluster: Cluster, reference: Refe
     assert first.usage.cached_tokens == 0
     assert second.usage.cached_tokens == (len(prompt) - 1) // 16 * 16
     assert second.token_ids == first.token_ids
+
+
+def test_log_probabilities_are_those_of_transformers(
+    split_cluster: Cluster, reference: Reference, prompts: list[list[int]]
+) -> None:
+    """Of the first token, which the prefill worker draws, and of those after it; whatever is made of the logits."""
+    asked: dict[str, Any] = {"max_tokens": 4, "logprobs": 5, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    asked |= {"repetition_penalty": 1.3, "top_p": 0.9, "min_p": 0.02}
+
+    def answer(prompt: list[int]) -> GenerateChunk:
+        messages = split_cluster.generate(token_ids=prompt, sampling=asked).messages
+        chunks = [wire.generate_chunk(message) for message in messages]
+        token_ids = tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
+        scores = TokenScores.joined(chunk.scores for chunk in chunks)
+        return GenerateChunk(request_id="", choice_index=0, token_ids=token_ids, scores=scores)
+
+    chosen = prompts[:20]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(answer, chosen))
+    for prompt, found in zip(chosen, answers, strict=True):
+        expected = reference.log_probabilities(prompt, found.token_ids)
+        assert len(found.scores) == 4
+        for index, token_id in enumerate(found.token_ids):
+            assert found.scores.logprobs[index] == pytest.approx(float(expected[index, token_id]), abs=1e-3)
+            best = [logprob for _, logprob in found.scores.top(index)]
+            assert best == pytest.approx(expected[index].topk(5).values.tolist(), abs=1e-3)
+            own = [float(expected[index, top_id]) for top_id, _ in found.scores.top(index)]
+            assert best == pytest.approx(own, abs=1e-3)
+
+
+def test_openai_package_reads_log_probabilities(split_cluster: Cluster) -> None:
+    messages: Any = [{"role": "user", "content": "Say 😀."}]
+    text = "The capital of France is"
+    with openai.OpenAI(base_url=f"http://{split_cluster.http}/v1", api_key="none") as client:
+        asked: Any = {"model": "", "max_tokens": 8, "temperature": 0.0}
+        chat = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=3, **asked)
+        streamed = list(
+            client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=3, stream=True, **asked)
+        )
+        completion = client.completions.create(prompt=text, logprobs=2, **asked)
+        pieces = list(client.completions.create(prompt=text, logprobs=2, stream=True, **asked))
+    (choice,) = chat.choices
+    assert choice.logprobs is not None
+    content = choice.logprobs.content
+    assert content is not None
+    assert chat.usage is not None
+    assert len(content) == chat.usage.completion_tokens
+    written = b"".join(bytes(token.bytes or []) for token in content)
+    assert written.decode(errors="replace").startswith(choice.message.content or "?")
+    for token in content:
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == pytest.approx(token.top_logprobs[0].logprob), "greedy"
+    parts = [part.choices[0].logprobs for part in streamed if part.choices]
+    again = [token for part in parts if part for token in part.content or []]
+    assert [(token.token, token.bytes) for token in again] == [(token.token, token.bytes) for token in content]
+    # The second prompt comes from the cache, with other rounding.
+    assert [token.logprob for token in again] == pytest.approx([token.logprob for token in content], abs=1e-3)
+    scores = completion.choices[0].logprobs
+    assert scores is not None
+    assert "".join(scores.tokens or []).startswith(completion.choices[0].text)
+    assert scores.text_offset == [len("".join((scores.tokens or [])[:i])) for i in range(len(scores.tokens or []))]
+    assert [len(top) for top in scores.top_logprobs or []] == [2] * len(scores.tokens or [])
+    offsets = [offset for piece in pieces if (of := piece.choices[0].logprobs) for offset in of.text_offset or []]
+    assert offsets == scores.text_offset
+
+
+def test_every_option_is_kept_on_the_real_model(split_cluster: Cluster) -> None:
+    prompt, options = "Once upon a time there was a", asks.OPTIONS
+
+    def answer(option: dict[str, Any]) -> Answer:
+        sampling: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 12} | option
+        return Answer(
+            [
+                wire.generate_response(chunk)
+                for chunk in split_cluster.client.generate(GenerateRequest(prompt=Text(prompt), sampling=sampling))
+            ]
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(answer, options))
+    for option, found in zip(options, answers, strict=True):
+        assert found.usage.completion_tokens == len(found.token_ids)
+        assert set(found.token_ids) <= set(option.get("allowed_token_ids", found.token_ids))
+        assert not set(found.token_ids) & {word[0] for word in option.get("bad_word_ids", ()) if len(word) == 1}
+        assert len(found.token_ids) > option.get("min_tokens", 0)
+        assert set(found.token_ids[:-1]).isdisjoint(option.get("stop_token_ids", ()))
+    assert len({tuple(found.token_ids) for found in answers}) > len(answers) / 2
 
 
 def test_openai_package_streams_a_chat(split_cluster: Cluster) -> None:

@@ -83,6 +83,14 @@ def test_answers_are_what_they_should_be(answers: list[Answer]) -> None:
             assert len(choice.token_ids) > request.sampling.get("min_tokens", 0) or choice.finish_reason == "length"
 
 
+def test_every_token_has_its_scores(answers: list[Answer]) -> None:
+    for request, answer in zip(REQUESTS, answers, strict=True):
+        for choice in answer.choices:
+            asked = request.sampling.get("logprobs")
+            assert len(choice.scores) == (0 if asked is None else len(choice.token_ids))
+            assert choice.scores.num_top == (asked or 0)
+
+
 def test_every_end_occurs(answers: list[Answer]) -> None:
     """Else the comparisons would show little."""
     choices = [choice for answer in answers for choice in answer.choices]
@@ -141,7 +149,7 @@ def test_a_router_dies_in_the_middle(split_fleet: Fleet, answers: list[Answer]) 
         list(pool.map(lambda one: one.listen(second), listeners))
     print(f"{NUM_REQUESTS} answers resumed in {time.monotonic() - began_s:.1f} s")
     for request, listener, answer in zip(REQUESTS, listeners, answers, strict=True):
-        heard = [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in listener.choices]
-        expected = [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in answer.choices]
+        heard = [(c.token_ids, c.text, c.finish_reason, c.stop_reason, c.scores) for c in listener.choices]
+        expected = [(c.token_ids, c.text, c.finish_reason, c.stop_reason, c.scores) for c in answer.choices]
         assert heard == expected, request.sampling
         assert listener.num_completion_tokens == answer.num_completion_tokens

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from baton import wire
 from baton.api import GenerateRequest, Timing
 from baton.sampling import FinishReason
+from baton.scores import NO_SCORES, TokenScores
 from tests.integration.cluster import Served
 
 REQUEST_IDS = (f"listener-{number}" for number in itertools.count())
@@ -22,6 +23,7 @@ class Heard:
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    scores: TokenScores = NO_SCORES
 
 
 class Listener:
@@ -53,6 +55,7 @@ class Listener:
             assert not heard.finish_reason or not (chunk.token_ids or chunk.text), "it goes on after its end"
             heard.token_ids += chunk.token_ids
             heard.text += chunk.text
+            heard.scores = TokenScores.joined((heard.scores, chunk.scores))
             heard.finish_reason, heard.stop_reason = chunk.finish_reason, chunk.stop_reason
             if chunk.usage:
                 self.num_completion_tokens, self.timing = chunk.usage.completion_tokens, chunk.timing

@@ -31,6 +31,7 @@ from baton.engine.core.step_fit import StepFit, StepSize
 from baton.errors import InvalidRequest
 from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
+from baton.scores import NO_SCORES
 
 
 class Engine:
@@ -210,8 +211,8 @@ class Engine:
                 self.scheduler.remove(sequence, Status.HELD)
             elif finish_reason is not None:
                 self._finish(sequence)
-            logprobs = output.logprobs[index][: len(token_ids)] if output.logprobs else None
-            outputs.append(Generated(sequence.key, token_ids, finish_reason, logprobs, report))
+            scores = output.scores[index].part(0, len(token_ids)) if output.scores else NO_SCORES
+            outputs.append(Generated(sequence.key, token_ids, finish_reason, scores, report))
         return outputs
 
     def learn(self, size: StepSize, took_s: float) -> None:

@@ -12,6 +12,7 @@ from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.runner import Fence
 from baton.messages import PrefillReport
 from baton.sampling import FinishReason
+from baton.scores import NO_SCORES, TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Generated(NamedTuple):
     sequence_key: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    logprobs: tuple[float, ...] | None = None
+    scores: TokenScores = NO_SCORES
     report: PrefillReport | None = None
     """How the prompt was computed: in the first output of a sequence that was computed here, whose KV is there then."""
 

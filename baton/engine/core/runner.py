@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from baton.engine.core.kv_spec import BlockTables, KVSpec
 from baton.sampling import SamplingParams
+from baton.scores import NO_SCORES, TokenScores
 
 UNKNOWN_TOKEN = -1
 """Stands in `StepPart.token_ids` of a step that is planned while the one before runs, for the token which that one
@@ -106,16 +107,26 @@ class StepOutput:
     """The sequence's next tokens, none to several."""
     num_computed_tokens: tuple[int, ...]
     """Leading tokens of the sequence whose KV is in its blocks now."""
-    logprobs: tuple[tuple[float, ...], ...] | None = None
-    """One per sampled token."""
+    scores: tuple[TokenScores, ...] | None = None
+    """What the model thought of each part's sampled tokens; None: no part asks for that."""
 
     @classmethod
-    def one_each(cls, step: StepInput, sampled: Sequence[int]) -> StepOutput:
-        """Returns the output of a step that has computed every token, with one id for each part that samples."""
+    def one_each(
+        cls, step: StepInput, sampled: Sequence[int], scores: Sequence[TokenScores] | None = None
+    ) -> StepOutput:
+        """Returns the output of a step that has computed every token, with one id for each part that samples.
+
+        Args:
+            step: the step.
+            sampled: the ids.
+            scores: of each of them; None: nobody asks.
+        """
         ids = iter(sampled)
+        each = iter(scores or ())
         return cls(
             tuple([(next(ids),) if part.sample else () for part in step.parts]),
             tuple([part.num_computed_tokens + len(part.token_ids) for part in step.parts]),
+            tuple([next(each) if part.sample else NO_SCORES for part in step.parts]) if scores else None,
         )
 
 

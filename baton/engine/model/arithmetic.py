@@ -30,6 +30,8 @@ from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.rows import row_of
 from baton.engine.sampling.pipeline import SAMPLER, Sampler
 from baton.engine.sampling.row import Row
+from baton.sampling import SamplingParams
+from baton.scores import TokenScores
 
 
 class ArithmeticRunner:
@@ -96,15 +98,8 @@ class ArithmeticRunner:
             for state in self.cache.states.values():
                 state[_state(part)] += sum(part.token_ids)
         answering = [part for part in step.parts if part.sample]
-        return StepOutput.one_each(
-            step,
-            sampled(
-                [self._answer(part) for part in answering],
-                [row_of(part) for part in answering],
-                self._sampler,
-                self.vocab_size,
-            ),
-        )
+        answers, rows = [self._answer(part) for part in answering], [row_of(part) for part in answering]
+        return StepOutput.one_each(step, *sampled(answers, rows, self._sampler, self.vocab_size))
 
     def close(self) -> None:
         """Ends nothing: it has started no process."""
@@ -153,15 +148,17 @@ def logits_of(answers: SequenceOf[int], vocab_size: int) -> torch.Tensor:
     return logits
 
 
-def sampled(answers: SequenceOf[int], rows: SequenceOf[Row], sampler: Sampler, vocab_size: int) -> list[int]:
-    """Returns what requests get where greedy ones get `answers`."""
-    tokens = list(answers)
-    asking = [i for i, row in enumerate(rows) if row.sampling.temperature > 0 or row.sampling.adjusts_logits]
-    if asking:
-        drawn = sampler.sample(logits_of([answers[i] for i in asking], vocab_size), [rows[i] for i in asking])
-        for index, token in zip(asking, drawn, strict=True):
-            tokens[index] = token
-    return tokens
+def sampled(
+    answers: SequenceOf[int], rows: SequenceOf[Row], sampler: Sampler, vocab_size: int
+) -> tuple[list[int], list[TokenScores] | None]:
+    """Returns what requests get where greedy ones get `answers`, and the scores where somebody asks for them."""
+    if all(_is_plain(row.sampling) for row in rows):
+        return list(answers), None
+    return sampler.sample_and_score(logits_of(answers, vocab_size), rows)
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    return params.temperature == 0 and not params.adjusts_logits and params.logprobs is None
 
 
 def expected_tokens(

@@ -99,9 +99,10 @@ class TransformersRunner:
         if not sampling:
             self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
             return StepOutput.one_each(step, ())
-        sampled = self._sampler.sample(logits, [row_of(packed[row]) for row in sampling])
-        by_index = {order[row]: token for row, token in zip(sampling, sampled, strict=True)}
-        return StepOutput.one_each(step, [by_index[index] for index in sorted(by_index)])
+        sampled, scores = self._sampler.sample_and_score(logits, [row_of(packed[row]) for row in sampling])
+        place_of = {order[row]: place for place, row in enumerate(sampling)}
+        places = [place_of[index] for index in sorted(place_of)]
+        return StepOutput.one_each(step, [sampled[i] for i in places], [scores[i] for i in places] if scores else None)
 
     def close(self) -> None:
         """See `Runner.close`."""

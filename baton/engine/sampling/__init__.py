@@ -14,6 +14,7 @@ __all__ = [
     "pipeline",
     "random",
     "row",
+    "scores",
     "truncation",
     "typical",
     "weights",

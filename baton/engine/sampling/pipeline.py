@@ -22,9 +22,11 @@ from baton.engine.sampling.history import Histories
 from baton.engine.sampling.masses import first_beyond
 from baton.engine.sampling.random import uniform
 from baton.engine.sampling.row import Row
+from baton.engine.sampling.scores import RawLogits
 from baton.engine.sampling.typical import typical
 from baton.engine.sampling.weights import EVERYTHING, Buffers, TokenWeights, WeightBounds
 from baton.sampling import SamplingParams
+from baton.scores import TokenScores
 
 SAMPLER = "inverse-transform-blake2b/2"
 """Name of the contract: the same seed, choice, position and logits give the same token in every release with it."""
@@ -44,7 +46,7 @@ class Sampler:
     def __init__(self, eos_token_ids: Collection[int] = ()) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._histories = Histories()
-        buffers = Buffers()
+        self._buffers = buffers = Buffers()
         self._weights = TokenWeights(buffers)
         self._truncations: tuple[tuple[_Asks, _Truncates], ...] = (
             (lambda params: params.top_k > 0, truncation.top_k),
@@ -54,6 +56,14 @@ class Sampler:
         )
 
     @torch.inference_mode()
+    def sample_and_score(self, logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[int], list[TokenScores] | None]:
+        """Returns one token for each row, as `sample` does, and its scores; None: no row asks for them."""
+        if all(row.sampling.logprobs is None for row in rows):
+            return self.sample(logits, rows), None
+        raw = RawLogits(logits, rows, self._buffers)
+        tokens = self.sample(logits, rows)
+        return tokens, raw.scores(tokens)
+
     def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
         """Returns one token for each row.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from baton.api import GenerateChunk, Timing, Usage
+from baton.scores import TokenScores
+from router.api.openai import logprobs
+from router.prompt import Tokenizer
 
-TIMING_NAMES = tuple(field.name for field in fields(Timing))
+TIMING_NAMES = tuple(each.name for each in fields(Timing))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +24,24 @@ class Shape:
     is_chat: bool
     continuous_usage: bool
     """Whether every event of a stream carries the usage so far."""
+    tokenizer: Tokenizer
 
     def whole(self, choices: Mapping[int, ChoiceAnswer], usage: Usage, timing: Timing) -> dict[str, Any]:
         kind = "chat.completion" if self.is_chat else "text_completion"
         written = [self._choice(i, a) for i, a in choices.items()]
         return {**self._head(kind), "choices": written, "usage": _usage(usage), "timing": _timing(timing)}
 
-    def chunk(self, index: int, chunk: GenerateChunk, is_first: bool) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "finish_reason": chunk.finish_reason, "logprobs": None}
+    def chunk(self, index: int, chunk: GenerateChunk, is_first: bool, offset: int) -> dict[str, Any]:
+        """An event of a stream.
+
+        Args:
+            index: the choice's.
+            chunk: what is new of it.
+            is_first: whether this is the choice's first event.
+            offset: characters of its tokens so far (`logprobs.num_characters`).
+        """
+        choice: dict[str, Any] = {"index": index, "finish_reason": chunk.finish_reason}
+        choice["logprobs"] = self._logprobs(chunk.token_ids, chunk.scores, offset)
         if chunk.finish_reason:
             choice["stop_reason"] = chunk.stop_reason
         if self.is_chat:
@@ -43,7 +56,8 @@ class Shape:
         return {**self._head(kind), "choices": [], "usage": _usage(usage), "timing": _timing(timing)}
 
     def _choice(self, index: int, answer: ChoiceAnswer) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason, "logprobs": None}
+        choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason}
+        choice["logprobs"] = self._logprobs(answer.token_ids, TokenScores.joined(answer.scores), 0)
         choice["stop_reason"] = answer.stop_reason
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -51,15 +65,24 @@ class Shape:
             choice["text"] = answer.text
         return choice
 
+    def _logprobs(self, token_ids: Sequence[int], scores: TokenScores, offset: int) -> dict[str, Any] | None:
+        if not scores:
+            return None
+        if self.is_chat:
+            return logprobs.of_chat(token_ids, scores, self.tokenizer)
+        return logprobs.of_completion(token_ids, scores, self.tokenizer, offset)
+
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ChoiceAnswer:
     """The whole answer of one choice."""
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    scores: list[TokenScores] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """vLLM's field: the stop string or the id of the stop token that ended it."""

@@ -18,7 +18,7 @@ from baton.sampling import SamplingParams
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (), "audio": (), "best_of": (1,), "detokenize": (True,), "echo": (False,),
-    "function_call": ("none",), "functions": ([],), "length_penalty": (1,), "logprobs": (False,), "max_logprobs": (),
+    "function_call": ("none",), "functions": ([],), "length_penalty": (1,), "max_logprobs": (),
     "modalities": (["text"],), "parallel_tool_calls": (True, False), "prediction": (),
     "reasoning_effort": (), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,), "suffix": ("",),
@@ -129,7 +129,7 @@ class Body(BaseModel):
             check_asks_for_nothing(name, value, NEUTRAL[name])
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise unsupported_field("stream_options.include_obfuscation")
-        asked = {field.name: getattr(self, field.name) for field in fields(SamplingParams)}
+        asked = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name != "logprobs"}
         return {name: _plain(name, value) for name, value in asked.items() if value not in (None, [], {})}
 
     @property

@@ -6,6 +6,7 @@ from typing import Any
 
 from baton.api import Chat, PromptInput
 from baton.chat import ChatMessage
+from baton.errors import InvalidRequest
 from router.api.openai.body import Body
 
 
@@ -14,6 +15,8 @@ class ChatBody(Body):
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
     def prompt(self) -> PromptInput:
         return chat_of(self.messages)
@@ -22,6 +25,10 @@ class ChatBody(Body):
         asked = super().sampling()
         if self.max_completion_tokens is not None:
             asked["max_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            asked["logprobs"] = self.top_logprobs or 0
+        elif self.top_logprobs:
+            raise InvalidRequest("top_logprobs belongs to logprobs; set logprobs to true as well", "top_logprobs")
         return asked
 
 

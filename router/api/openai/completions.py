@@ -16,6 +16,7 @@ class CompletionBody(Body):
     """A text to be continued."""
 
     prompt: Any
+    logprobs: int | None = None
 
     def prompts(self) -> list[PromptInput]:
         """One text, a list of texts, one list of token ids, or a list of such lists."""
@@ -31,7 +32,8 @@ class CompletionBody(Body):
         raise InvalidRequest("prompt must be a string, a list of strings, or lists of token ids", "prompt")
 
     def sampling(self) -> dict[str, Any]:
-        return {"max_tokens": DEFAULT_COMPLETION_TOKENS, **super().sampling()}
+        scores = {} if self.logprobs is None else {"logprobs": self.logprobs}
+        return {"max_tokens": DEFAULT_COMPLETION_TOKENS, **super().sampling(), **scores}
 
 
 def _is_token_id(item: object) -> bool:

@@ -25,6 +25,8 @@ from baton.sampling import SamplingParams
         ("top_p", math.nan, "sampling.top_p must be greater than 0 and at most 1; got nan. Change or unset it."),
         ("min_p", -0.1, "sampling.min_p must be between 0 and 1; got -0.1. Change or unset it."),
         ("min_p", 1.1, "sampling.min_p must be between 0 and 1; got 1.1. Change or unset it."),
+        ("logprobs", -1, "sampling.logprobs must be between 0 and 20; got -1. Change or unset it."),
+        ("logprobs", 21, "sampling.logprobs must be between 0 and 20; got 21. Change or unset it."),
         ("min_tokens", -1, "sampling.min_tokens must be at least 0; got -1. Change or unset it."),
         ("repetition_penalty", 0.0, "sampling.repetition_penalty must be greater than 0 and at most 2; got 0.0. "
          "Change or unset it."),

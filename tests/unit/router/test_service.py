@@ -182,16 +182,12 @@ async def test_a_bad_request_is_refused_with_a_sentence_and_no_worker_hears_of_i
     assert router.dispatcher.num_asked == 0
 
 
-@pytest.mark.parametrize(
-    ("sampling", "named"),
-    [({"logprobs": 1}, "logprobs")],
-)  # fmt: skip
-async def test_what_is_not_built_yet_is_named_and_no_worker_hears_of_it(
-    router: Router, sampling: dict[str, Any], named: str
-) -> None:
-    code, sentence = await router.refusal(asked(text="hello", sampling=sampling))
+async def test_what_is_not_built_yet_is_named_and_no_worker_hears_of_it(router: Router) -> None:
+    message = asked(chat=chat(("user", "hello")))
+    message.chat.tools.add(name="f")
+    code, sentence = await router.refusal(message)
     assert code is grpc.StatusCode.UNIMPLEMENTED
-    assert named in sentence
+    assert "tools" in sentence
     assert router.dispatcher.num_asked == 0
 
 
@@ -257,7 +253,13 @@ BODIES: list[tuple[str, object, int]] = [
     ("/v1/completions", {**COMPLETION, "slo": {"ttft_ms": 0}}, 400),
     ("/v1/completions", {**COMPLETION, "slo": {"itl_ms": -1}}, 400),
     ("/v1/completions", {**COMPLETION, "slo": {"ttft": 10}}, 400),
-    ("/v1/completions", {**COMPLETION, "logprobs": 0}, 400),
+    ("/v1/completions", {**COMPLETION, "logprobs": 0}, 200),
+    ("/v1/completions", {**COMPLETION, "logprobs": True}, 400),
+    ("/v1/completions", {**COMPLETION, "logprobs": 21}, 400),
+    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 20}, 200),
+    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": -1}, 400),
+    ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, 400),
+    ("/v1/chat/completions", {**CHAT, "logprobs": 1}, 400),
     ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400),
     ("/v1/completions", {**COMPLETION, "n": 2, "request_id": "\ud800"}, 400),
     ("/v1/completions", {**COMPLETION, "request_id": "x" * 1000}, 400),

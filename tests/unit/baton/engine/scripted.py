@@ -38,6 +38,7 @@ from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import BatonError
 from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
+from baton.scores import NO_SCORES
 from baton.tasks import cancel_and_wait
 
 PART_TOKENS = 24
@@ -273,7 +274,7 @@ class ScriptedSequence:
     def _put(self, token_ids: tuple[int, ...], report: PrefillReport | None) -> bool:
         is_over = len(self._tokens) - self._spec.num_prompt_tokens >= self._spec.max_tokens
         reason = FinishReason.LENGTH if is_over else None
-        self._queue.put_nowait(Generated(self._key, token_ids, reason, None, report if token_ids else None))
+        self._queue.put_nowait(Generated(self._key, token_ids, reason, NO_SCORES, report if token_ids else None))
         return is_over
 
     async def _preempt(self) -> None:

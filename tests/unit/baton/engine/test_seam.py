@@ -35,6 +35,7 @@ from baton.messages import (
     SequenceSpec,
     Ticket,
 )
+from baton.scores import TokenScores
 from decode_worker.service import DecodeService
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.protocol.layout import layout_of
@@ -360,7 +361,7 @@ class BurstingRunner(ArithmeticRunner):
 
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         once = super().execute(step, on_layer_done)
-        sampled, computed, logprobs = [], [], []
+        sampled, computed, scores = [], [], []
         for part, (*first,), end in zip(step.parts, once.sampled_token_ids, once.num_computed_tokens, strict=True):
             self._turn += 1
             tokens = tuple(first)
@@ -374,12 +375,12 @@ class BurstingRunner(ArithmeticRunner):
                 tokens, end = (), end - 1
             sampled.append(tokens)
             computed.append(end)
-            logprobs.append(tuple(-float(token) for token in tokens))
-        return StepOutput(tuple(sampled), tuple(computed), tuple(logprobs))
+            scores.append(TokenScores(tuple(-float(token) for token in tokens)))
+        return StepOutput(tuple(sampled), tuple(computed), tuple(scores))
 
 
 @pytest.mark.parametrize("bursts", [(0, 3), (2,), (3, 1, 0, 0, 2)])
-def test_a_step_yields_none_to_several_tokens_a_part_with_logprobs(bursts: tuple[int, ...]) -> None:
+def test_a_step_yields_none_to_several_tokens_a_part_with_scores(bursts: tuple[int, ...]) -> None:
     engine = Engine(
         BurstingRunner(bursts), SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, output_reservation=0)
     )
@@ -390,7 +391,7 @@ def test_a_step_yields_none_to_several_tokens_a_part_with_logprobs(bursts: tuple
         assert generated(outputs, sequence) == expected_tokens(prompt, 21), "what ends it is the last one"
     for output in outputs:
         assert isinstance(output, Generated)
-        assert output.logprobs == tuple(-float(token) for token in output.token_ids)
+        assert output.scores.logprobs == tuple(-float(token) for token in output.token_ids)
     assert max(len(o.token_ids) for o in outputs if isinstance(o, Generated)) == max(bursts)
     assert is_empty(engine)
 

@@ -33,6 +33,7 @@ from baton.cluster import (
 from baton.costs import StepCosts
 from baton.errors import InvalidRequest, Unsupported
 from baton.sampling import FinishReason, SamplingParams
+from baton.scores import TokenScores
 from baton.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -61,6 +62,7 @@ SAMPLING_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "stop_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple),
     "n": st.integers(1, 16),
     "ignore_eos": st.booleans(),
+    "logprobs": st.none() | st.integers(0, 20),
     "min_tokens": st.integers(0, 1),
     "repetition_penalty": st.floats(0, 2, exclude_min=True, width=32),
     "presence_penalty": st.floats(-2, 2, width=32),
@@ -94,6 +96,8 @@ def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         name = field.message_type.name
         if name == "SamplingParams":
             return SAMPLING_PARAMS
+        if name == "TokenScores":
+            return st.integers(0, 3).flatmap(scores)
         owner = next(module for module in (m, api, kv_layout) if hasattr(module, name))
         values = messages_of(getattr(owner, name), field.message_type)
     else:
@@ -111,6 +115,20 @@ def messages_of(cls: type[Any], descriptor: Descriptor) -> st.SearchStrategy[Any
         if field.has_presence and field.message_type is None:
             strategies[field.name] = st.none() | strategies[field.name]
     return st.builds(cls, **strategies)
+
+
+@st.composite
+def scores(draw: st.DrawFn, num_tokens: int) -> TokenScores:
+    """Of so many tokens, or none."""
+    num_top = draw(st.integers(0, 3))
+    if not num_tokens or draw(st.booleans()):
+        return TokenScores()
+    floats = st.floats(max_value=0, width=32, allow_nan=False)
+    return TokenScores(
+        tuple(draw(st.lists(floats, min_size=num_tokens, max_size=num_tokens))),
+        tuple(draw(st.lists(IDS, min_size=num_tokens * num_top, max_size=num_tokens * num_top))),
+        tuple(draw(st.lists(floats, min_size=num_tokens * num_top, max_size=num_tokens * num_top))),
+    )
 
 
 SPECS = messages_of(m.SequenceSpec, worker_pb2.SequenceSpec.DESCRIPTOR)
@@ -259,9 +277,11 @@ def test_generate_request(request: api.GenerateRequest) -> None:
         stop_reason=st.none() | TEXT | IDS,
         usage=st.none() | messages_of(api.Usage, inference_pb2.Usage.DESCRIPTOR),
         timing=st.none() | messages_of(api.Timing, inference_pb2.Timing.DESCRIPTOR),
-    )
+    ),
+    st.data(),
 )
-def test_generate_chunk(chunk: api.GenerateChunk) -> None:
+def test_generate_chunk(chunk: api.GenerateChunk, data: st.DataObject) -> None:
+    chunk = dataclasses.replace(chunk, scores=data.draw(scores(len(chunk.token_ids))))
     assert wire.generate_chunk(through_bytes(wire.generate_response(chunk))) == chunk
 
 
@@ -331,7 +351,7 @@ def test_every_sampling_field_is_taken_or_refused_by_name(name: str) -> None:
 
 def test_sampling_fields_refused_today() -> None:
     assert set(SUPPORTED) == set(SAMPLING_VALUES)
-    assert set(SAMPLING_FIELDS) - set(SUPPORTED) == {"logprobs"}
+    assert set(SAMPLING_FIELDS) - set(SUPPORTED) == set()
 
 
 @pytest.mark.parametrize("name", list(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name))

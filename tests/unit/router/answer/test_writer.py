@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from baton.sampling import FinishReason, SamplingParams
+from baton.scores import TokenScores
 from router.answer import AnswerWriter, Piece
 from router.prompt import Tokenizer
 
@@ -75,8 +76,10 @@ def written(writer: AnswerWriter, groups: list[list[int]], finish: FinishReason 
         piece = writer.push(group, finish if number == len(groups) - 1 else None)
         text, token_ids = text + piece.text, token_ids + piece.token_ids
         if piece.finish_reason is not None:
-            return Piece(text, token_ids, piece.finish_reason, piece.stop_reason)
-    return Piece(text, token_ids, None)
+            return Piece(
+                text=text, token_ids=token_ids, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason
+            )
+    return Piece(text=text, token_ids=token_ids, finish_reason=None)
 
 
 @settings(max_examples=600)
@@ -113,7 +116,7 @@ def test_an_unfinished_character_at_the_end_is_not_given_out_twice(tokenizer: To
     whole = AnswerWriter(tokenizer, (), SamplingParams()).push(token_ids, FinishReason.LENGTH)
     assert whole.text == "a\ufffd"
     again = AnswerWriter(tokenizer, (), SamplingParams(), num_delivered=2).push(token_ids, FinishReason.LENGTH)
-    assert again == Piece("", (), FinishReason.LENGTH)
+    assert again == Piece(text="", token_ids=(), finish_reason=FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize(("stops", "num_missing"), [((), 2), (("b",), 4)])
@@ -136,11 +139,19 @@ def test_a_stop_string_ends_nothing_before_min_tokens(tokenizer: Tokenizer) -> N
         params = SamplingParams(stop=stops, min_tokens=min_tokens)
         return written(AnswerWriter(tokenizer, (), params), [[i] for i in token_ids], FinishReason.LENGTH)
 
-    assert answer(0, "a") == Piece("x", tuple(token_ids[:2]), FinishReason.STOP, "a")
+    assert answer(0, "a") == Piece(
+        text="x", token_ids=tuple(token_ids[:2]), finish_reason=FinishReason.STOP, stop_reason="a"
+    )
     assert answer(1, "a").text == "x"
-    assert answer(2, "a") == answer(3, "a") == Piece("xax", tuple(token_ids[:4]), FinishReason.STOP, "a")
-    assert answer(4, "a") == Piece("xaxa\nx", tuple(token_ids), FinishReason.STOP, "a")
-    assert answer(7, "a") == Piece("xaxa\nxab", tuple(token_ids), FinishReason.LENGTH)
+    assert (
+        answer(2, "a")
+        == answer(3, "a")
+        == Piece(text="xax", token_ids=tuple(token_ids[:4]), finish_reason=FinishReason.STOP, stop_reason="a")
+    )
+    assert answer(4, "a") == Piece(
+        text="xaxa\nx", token_ids=tuple(token_ids), finish_reason=FinishReason.STOP, stop_reason="a"
+    )
+    assert answer(7, "a") == Piece(text="xaxa\nxab", token_ids=tuple(token_ids), finish_reason=FinishReason.LENGTH)
     assert answer(4, "a\n").text == "xax", "begun before, complete after"
     assert answer(5, "a\n").text == "xaxa\nxab"
     assert answer(5, "a\n", "xa").text == "xaxa\n", "what was too early hides no later one"
@@ -156,7 +167,9 @@ def test_what_ends_an_answer_is_text_if_the_client_says_so(tokenizer: Tokenizer)
     assert answer(FinishReason.LENGTH, stop=("aa",), include_stop_str_in_output=True).text == "xaa"
     last = token_ids[-1]
     stopped = answer(FinishReason.STOP, stop_token_ids=(last,))
-    assert stopped == Piece("xaa\ufffd", tuple(token_ids), FinishReason.STOP, last)
+    assert stopped == Piece(
+        text="xaa\ufffd", token_ids=tuple(token_ids), finish_reason=FinishReason.STOP, stop_reason=last
+    )
     assert answer(FinishReason.STOP, stop_token_ids=(last,), include_stop_str_in_output=True).text == "xaaé"
     assert answer(FinishReason.STOP).stop_reason is None, "end of sequence"
     assert answer(FinishReason.LENGTH, stop_token_ids=(last,)).stop_reason is None
@@ -168,3 +181,19 @@ def test_special_tokens_have_text_if_the_client_wants_it(tokenizer: Tokenizer) -
     for skip, text in ((True, "ab"), (False, "a<end>b")):
         params = SamplingParams(skip_special_tokens=skip)
         assert AnswerWriter(tokenizer, (), params).push(token_ids, FinishReason.LENGTH).text == text
+
+
+def test_scores_are_those_of_the_tokens_that_come_out(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("xaxa")
+    scores = TokenScores((-1.0, -2.0, -3.0, -4.0), (1, 2, 3, 4), (-0.1, -0.2, -0.3, -0.4))
+    writer = AnswerWriter(tokenizer, (), SamplingParams(stop=("ax",)), num_delivered=1)
+    piece = writer.push(token_ids, None, scores)
+    assert piece == Piece(
+        text="",
+        token_ids=tuple(token_ids[1:3]),
+        finish_reason=FinishReason.STOP,
+        stop_reason="ax",
+        scores=scores.part(1, 3),
+    )
+    writer = AnswerWriter(tokenizer, (), SamplingParams(), num_delivered=3)
+    assert writer.push(token_ids, None, scores).scores == scores.part(3, 4)

@@ -25,6 +25,7 @@ class Service:
     """A router's service that answers with one word, once it may."""
 
     facts = SimpleNamespace(id="m", vocab_size=100, max_model_len=10)
+    model = SimpleNamespace(tokenizer=None)
 
     def __init__(self) -> None:
         self.asked: list[GenerateRequest] = []
@@ -138,7 +139,6 @@ UNSUPPORTED = [
     (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
     (chat(response_format={"type": "json_object"}), "response_format"),
     (chat(response_format={"type": "text", "strict": False}), "response_format"),
-    (chat(logprobs=0), "logprobs"),
     (chat(parallel_tool_calls=0), "parallel_tool_calls"),
     (chat(stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
     (completion(prompt=["a", "b"]), "prompt"),
@@ -280,8 +280,8 @@ async def test_the_openai_package_asks_once_for_what_is_not_supported() -> None:
         httpx2.AsyncClient(transport=transport, event_hooks={"request": [count]}) as http_client,
         openai.AsyncOpenAI(base_url="http://baton/v1", api_key="none", http_client=http_client) as client,
     ):
-        with pytest.raises(openai.BadRequestError, match="logprobs is not supported yet") as refusal:
-            await client.chat.completions.create(model="m", messages=messages, logprobs=True, top_logprobs=3)
+        with pytest.raises(openai.BadRequestError, match="response_format is not supported yet") as refusal:
+            await client.chat.completions.create(model="m", messages=messages, response_format={"type": "json_object"})
     assert refusal.value.code == "unsupported_parameter"
     assert len(attempts) == 1
 

@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models
 
 from baton.errors import InvalidRequest
 from baton.sampling import DRY_BREAKERS, MAX_BAD_WORD_TOKENS, SamplingParams
@@ -57,3 +59,20 @@ def test_a_line_break_is_saved_from_xtc_unless_the_client_names_others(tokenizer
 def test_a_plain_request_stays_as_it_is(tokenizer: Tokenizer) -> None:
     params = SamplingParams(stop=("x",), stop_token_ids=(4,))
     assert in_tokens(params, tokenizer) is params
+
+
+@pytest.mark.parametrize("text", ["Paris, 日本の首都は 😀 \n\t é", "<|im_end|> a", "\x00\x7f\xad"])
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode_fragment(text))) == text.encode()
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_the_bytes_of_tokens_that_are_spelled_in_another_way(tmp_path: Path) -> None:
+    """Llama 2's: a space is U+2581, and rare bytes are tokens of their own."""
+    vocabulary = {"<unk>": 0, "\u2581Paris": 1, "<0xF0>": 2, "é": 3}
+    inner = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{}")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert [tokenizer.token_bytes(token_id) for token_id in (1, 2, 3)] == [b" Paris", b"\xf0", "é".encode()]

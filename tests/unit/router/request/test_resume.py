@@ -17,7 +17,7 @@ from kvstore.leases import MemoryRecords, Noted, RecordEnd, RecordEntry, RecordK
 from router.admission.tenants import Tenant
 from router.dispatch.choice import Choice, ChoiceGroup
 from router.prompt import SequenceBuilder
-from router.request.resume import READ_S, Call, Journal, digest_of, with_delivered
+from router.request.resume import READ_S, Call, Journal, digest_of, only_delivered, with_delivered
 from tests.support.builders import sequence_spec
 from tests.unit.router.dispatch.scripted_workers import CLAIM, new_choice
 
@@ -184,6 +184,7 @@ OTHER_SAMPLING: dict[str, Any] = {
     "stop_token_ids": (4, 5),
     "n": 2,
     "ignore_eos": True,
+    "logprobs": 2,
     "min_tokens": 3,
     "repetition_penalty": 1.1,
     "presence_penalty": 0.1,
@@ -253,3 +254,13 @@ def test_a_choice_of_which_the_client_has_tokens_is_continued_though_nothing_is_
     noted = {0: Noted((4,), None, "a")}
     assert with_delivered(noted, {0: 1, 1: 3, 2: 0}) == {**noted, 1: Noted()}
     assert with_delivered({}, {}) == {}
+
+
+def test_tokens_whose_scores_a_client_lacks_are_generated_again() -> None:
+    noted = {0: Noted((4, 5, 6), FinishReason.STOP, "a"), 1: Noted((7,), FinishReason.STOP, "b"), 2: Noted((8,))}
+    assert only_delivered(noted, {0: 2, 1: 1}) == {
+        0: Noted((4, 5), None, "a"),
+        1: Noted((7,), FinishReason.STOP, "b"),
+        2: Noted(),
+    }
+    assert only_delivered(noted, {0: 9})[0] == noted[0]

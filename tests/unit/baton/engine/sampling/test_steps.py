@@ -19,6 +19,7 @@ from baton.engine.sampling.pipeline import Sampler
 from baton.engine.sampling.random import DRAW, XTC, uniform
 from baton.engine.sampling.row import Row
 from baton.sampling import SamplingParams
+from baton.scores import NO_SCORES
 from tests.unit.baton.engine.sampling import reference
 
 VOCAB_SIZE = 24
@@ -141,7 +142,8 @@ def test_logits_of_a_model_are_taken_as_they_come(asked: dict[str, Any], dtype: 
     plain = logits_of(3).to(dtype)[None]
     with torch.inference_mode():
         logits = plain.clone()
-    assert Sampler(EOS_IDS).sample(logits, [row_of(asked)]) == Sampler(EOS_IDS).sample(plain, [row_of(asked)])
+    tokens, _ = Sampler(EOS_IDS).sample_and_score(logits, [row_of(asked)])
+    assert tokens == Sampler(EOS_IDS).sample(plain, [row_of(asked)])
 
 
 def test_batches_may_grow_and_shrink() -> None:
@@ -248,3 +250,32 @@ def test_penalties_do_not_touch_a_token_that_is_not_there() -> None:
     logits, row = logits_of(2), row_of({"temperature": 0.0, "repetition_penalty": 2.0, "frequency_penalty": 2.0})
     changed = Sampler(EOS_IDS)._adjusted(logits[None].clone(), [row])[0]
     assert {token for token in range(VOCAB_SIZE) if changed[token] != logits[token]} == set(row.history)
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0.0}, COMBINATIONS[-1], STEPS["xtc"]], ids=["greedy", "all", "xtc"])
+def test_scores_are_of_the_models_own_distribution(asked: dict[str, Any]) -> None:
+    """Whatever the sampling makes of it, and whoever else is in the batch."""
+    tops = (None, 0, 3, 20, None, 5)
+    rows = [row_of(asked | {"logprobs": num_top}, seed) for seed, num_top in enumerate(tops)]
+    logits = torch.stack([logits_of(seed, 130) for seed in range(len(rows))])
+    tokens, scores = Sampler(EOS_IDS).sample_and_score(logits.clone(), rows)
+    assert tokens == Sampler(EOS_IDS).sample(logits.clone(), rows)
+    assert scores is not None
+    expected = logits.double().log_softmax(-1)
+    for index, (num_top, found) in enumerate(zip(tops, scores, strict=True)):
+        if num_top is None:
+            assert found == NO_SCORES
+            continue
+        assert found.logprobs == pytest.approx([float(expected[index, tokens[index]])], abs=1e-5)
+        best = expected[index].topk(num_top)
+        assert list(found.top_ids) == best.indices.tolist()
+        assert list(found.top_logprobs) == pytest.approx(best.values.tolist(), abs=1e-5)
+        alone = Sampler(EOS_IDS).sample_and_score(logits[index : index + 1].clone(), [rows[index]])
+        assert alone == ([tokens[index]], [found])
+
+
+def test_who_asks_for_no_scores_gets_none() -> None:
+    assert Sampler(EOS_IDS).sample_and_score(logits_of(1)[None], [row_of({})])[1] is None

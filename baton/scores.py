@@ -1,0 +1,61 @@
+"""What a model thought of the tokens that were drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Log probabilities of consecutive tokens, by the model's own distribution: before temperature, penalties and the
+    like.
+
+    Raises:
+        ValueError: there are not as many likeliest tokens for each one.
+    """
+
+    logprobs: tuple[float, ...] = ()
+    """The log probability of each token; empty: nobody asked."""
+    top_ids: tuple[int, ...] = ()
+    """The likeliest tokens in each one's place, best first, as many for each."""
+    top_logprobs: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.top_ids) != len(self.top_logprobs) or len(self.top_ids) != self.num_top * len(self.logprobs):
+            raise ValueError(f"{len(self.top_ids)} and {len(self.top_logprobs)} scores of {len(self.logprobs)} tokens")
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def num_top(self) -> int:
+        """The number of likeliest tokens for each one."""
+        return len(self.top_ids) // len(self.logprobs) if self.logprobs else 0
+
+    def part(self, begin: int, end: int) -> TokenScores:
+        """Returns the scores of some of the tokens."""
+        if not self.logprobs or (begin == 0 and end >= len(self.logprobs)):
+            return self
+        tops = slice(begin * self.num_top, end * self.num_top)
+        return TokenScores(self.logprobs[begin:end], self.top_ids[tops], self.top_logprobs[tops])
+
+    def top(self, index: int) -> list[tuple[int, float]]:
+        """Returns the likeliest tokens in the place of one, best first, with their log probabilities."""
+        tops = slice(index * self.num_top, (index + 1) * self.num_top)
+        return list(zip(self.top_ids[tops], self.top_logprobs[tops], strict=True))
+
+    @staticmethod
+    def joined(parts: Iterable[TokenScores]) -> TokenScores:
+        """Returns the scores of all tokens, one part after the other."""
+        kept = [part for part in parts if part.logprobs]
+        if len(kept) <= 1:
+            return kept[0] if kept else NO_SCORES
+        return TokenScores(
+            tuple(logprob for part in kept for logprob in part.logprobs),
+            tuple(token_id for part in kept for token_id in part.top_ids),
+            tuple(logprob for part in kept for logprob in part.top_logprobs),
+        )
+
+
+NO_SCORES = TokenScores()
