@@ -18,7 +18,10 @@ MAX_LISTED_TOKENS = 1024
 """Most tokens with a bias, and most tokens that an answer may be limited to."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 64
+MAX_BAD_TOKENS = 4096
+"""Most tokens of all bad words: the parameters of a request travel with each of its attempts."""
 MAX_DRY_BREAKERS = 64
+MIN_REPETITION_PENALTY = 0.01
 MAX_PENALTY = 2.0
 """Bound of OpenAI's for presence and frequency penalty, on either side of 0."""
 MAX_BIAS = 100.0
@@ -63,6 +66,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     """Likeliest tokens whose log probabilities come with each token's own; None: no log probabilities."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens whose log probabilities come in place of the likeliest ones'."""
     min_tokens: int = 0
     """Tokens of the answer before which nothing ends it: neither end of sequence nor a stop id or stop string."""
     repetition_penalty: float = 1.0
@@ -119,10 +124,16 @@ class SamplingParams:
         return self.min_tokens > 0 or bool(self.logit_bias) or bool(self.allowed_token_ids) or self.needs_history
 
     @property
+    def wants_scores(self) -> bool:
+        """Whether log probabilities come with the tokens."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
+    @property
     def named_token_ids(self) -> dict[str, tuple[int, ...]]:
         """All token ids that the parameters name, by field."""
         return {
             "stop_token_ids": self.stop_token_ids,
+            "logprob_token_ids": self.logprob_token_ids,
             "logit_bias": tuple(token_id for token_id, _ in self.logit_bias),
             "bad_word_ids": tuple(token_id for word in self.bad_word_ids for token_id in word),
             "allowed_token_ids": self.allowed_token_ids,
@@ -152,6 +163,7 @@ class SamplingParams:
             _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
         if self.logprobs is not None:
             _require(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"between 0 and {MAX_LOGPROBS}", self.logprobs)
+        _require_few(self.logprob_token_ids, "logprob_token_ids", MAX_LOGPROBS, "ids")
         _require(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
         if self.max_tokens is not None:
             _require(
@@ -166,8 +178,8 @@ class SamplingParams:
     def _check_adjustments(self) -> None:
         """Checks what changes logits: a few comparisons where nothing does."""
         penalty = self.repetition_penalty
-        _require(math.isfinite(penalty) and 0 < penalty <= MAX_PENALTY, "repetition_penalty",
-                 f"greater than 0 and at most {MAX_PENALTY:g}", penalty)  # fmt: skip
+        _require(MIN_REPETITION_PENALTY <= penalty <= MAX_PENALTY, "repetition_penalty",
+                 f"between {MIN_REPETITION_PENALTY} and {MAX_PENALTY:g}", penalty)  # fmt: skip
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(-MAX_PENALTY <= value <= MAX_PENALTY, name, f"between {-MAX_PENALTY:g} and {MAX_PENALTY:g}", value)
@@ -199,6 +211,8 @@ class SamplingParams:
         for word_ids in self.bad_word_ids:
             _require(1 <= len(word_ids) <= MAX_BAD_WORD_TOKENS, "bad_word_ids",
                      f"sequences of 1 to {MAX_BAD_WORD_TOKENS} ids", f"one of {len(word_ids)} ids")  # fmt: skip
+        num_tokens = sum(map(len, self.bad_word_ids))
+        _require(num_tokens <= MAX_BAD_TOKENS, "bad_word_ids", f"at most {MAX_BAD_TOKENS} ids together", num_tokens)
         if self.allowed_token_ids and self.bad_word_ids:
             banned = {word_ids[0] for word_ids in self.bad_word_ids if len(word_ids) == 1}
             _require(not banned.issuperset(self.allowed_token_ids), "allowed_token_ids",

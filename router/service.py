@@ -132,7 +132,7 @@ class RouterService:
                 spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)
                 digest = digest_of(self.model.content_id, spec)
                 known = await self._noted(key, digest, past) if request.resume_from else {}
-                if params.logprobs is not None:
+                if params.wants_scores:
                     known = only_delivered(known, request.resume_from)
                 noted = with_delivered(known, request.resume_from)
                 group = ChoiceGroup.begin(spec, claim, settle.trace, params.n, noted)

@@ -122,7 +122,10 @@ def with_max_tokens(params: SamplingParams, num_prompt_tokens: int, model: Model
     """
     room = model.max_model_len - num_prompt_tokens
     if params.max_tokens is None:
-        return replace(params, max_tokens=min(room, model.default_max_tokens or room))
+        max_tokens = min(room, model.default_max_tokens or room)
+        recommended = params.min_tokens == model.default_sampling.min_tokens
+        min_tokens = min(params.min_tokens, max_tokens) if recommended else params.min_tokens
+        return replace(params, max_tokens=max_tokens, min_tokens=min_tokens)
     if params.max_tokens > room:
         raise InvalidRequest(
             f"the prompt has {num_prompt_tokens} tokens and sampling.max_tokens asks for {params.max_tokens} more, but "

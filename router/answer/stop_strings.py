@@ -24,6 +24,8 @@ class StopChecker:
         self._stops = tuple(stops)
         self._includes_match = includes_match
         self._held = ""
+        self._num_deaf = 0
+        """Characters that are held, and with which no stop string may end."""
         self.stopped = False
         self.num_kept = 0
         """Characters given out so far: once stopped, tokens whose text begins at or after it are not the answer's."""
@@ -45,16 +47,15 @@ class StopChecker:
             return "", True
         if not self._stops:
             return self._keep(text), False
-        buffer, passed = self._held + text, ""
-        while (match := self._first_match(buffer)) is not None and match[0] <= self._first_beginning(buffer):
-            if may_stop:
-                return passed + self._stop(buffer, match), True
-            end = match[0] + len(match[1])
-            passed, buffer = passed + self._keep(buffer[:end]), buffer[end:]
-        begin = self._first_beginning(buffer)
+        buffer = self._held + text
+        if not may_stop:
+            self._num_deaf = len(buffer)
+        match, begin = self._first_match(buffer), self._first_beginning(buffer)
+        if match is not None and match[0] <= begin:
+            return self._stop(buffer, match), True
         # A match that begins after `begin` waits: what begins there may turn out to be an earlier one.
-        self._held = buffer[begin:]
-        return passed + self._keep(buffer[:begin]), False
+        self._held, self._num_deaf = buffer[begin:], max(0, self._num_deaf - begin)
+        return self._keep(buffer[:begin]), False
 
     def flush(self) -> tuple[str, bool]:
         """The stream has ended -> (what was held back and is no part of a stop string, whether one was found)."""
@@ -74,7 +75,11 @@ class StopChecker:
         return self._keep(buffer[: match[0] + (len(match[1]) if self._includes_match else 0)])
 
     def _first_match(self, buffer: str) -> tuple[int, str] | None:
-        return min(((i, stop) for stop in self._stops if (i := buffer.find(stop)) >= 0), default=None)
+        deaf = self._num_deaf
+        return min(
+            ((i, stop) for stop in self._stops if (i := buffer.find(stop, max(0, deaf - len(stop) + 1))) >= 0),
+            default=None,
+        )
 
     def _first_beginning(self, buffer: str) -> int:
         """Where the longest end of `buffer` starts that is a beginning of a stop string; len(buffer) if none is."""

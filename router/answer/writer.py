@@ -70,8 +70,7 @@ class AnswerWriter:
             self._num_taken += 1
             is_end = finish_reason is FinishReason.STOP and count == len(token_ids)
             shown = [] if is_end and not self._params.include_stop_str_in_output else [token_id]
-            may_stop = self._num_taken > self._params.min_tokens
-            new_text, stopped = self._stops.push(self._detokenizer.push(shown), may_stop)
+            new_text, stopped = self._stops.push(self._detokenizer.push(shown), self._may_stop)
             if count > begin:
                 text += new_text
             else:
@@ -87,7 +86,8 @@ class AnswerWriter:
         if token_ids:
             self._is_last_delivered = begin == len(token_ids)
         if finish_reason is not None:
-            for new_text, stopped in (self._stops.push(self._detokenizer.flush()), self._stops.flush()):
+            rest = self._detokenizer.flush()
+            for new_text, stopped in (self._stops.push(rest, self._may_stop), self._stops.flush()):
                 if not self._is_last_delivered:
                     text += new_text
                 finish_reason = FinishReason.STOP if stopped else finish_reason
@@ -98,6 +98,10 @@ class AnswerWriter:
             stop_reason=self._stop_reason(token_ids, finish_reason),
             scores=scores.part(begin, len(token_ids)),
         )
+
+    @property
+    def _may_stop(self) -> bool:
+        return self._num_taken > self._params.min_tokens
 
     def _stop_reason(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> str | int | None:
         if self._stops.matched is not None:

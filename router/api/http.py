@@ -41,7 +41,7 @@ from router.api.openai import (
     chat_of,
     error_body,
 )
-from router.api.openai.logprobs import num_characters
+from router.api.openai.logprobs import CompletionLogprobs
 from router.api.page import HEADERS, PAGE
 from router.request.model import Ingress
 from router.service import RouterService
@@ -237,17 +237,16 @@ async def _events(
     first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk], shape: Shape, include_usage: bool
 ) -> AsyncGenerator[str]:
     """Server-sent events, OpenAI's way. An error after the first token becomes an event: the status is long sent."""
-    offsets: dict[int, int] = {}
+    begun: dict[int, CompletionLogprobs] = {}
     usage, timing = None, Timing()
     async with contextlib.aclosing(chunks):
         try:
             chunk: GenerateChunk | None = first
             while chunk is not None:
-                index, is_first = chunk.choice_index, chunk.choice_index not in offsets
+                index, is_first = chunk.choice_index, chunk.choice_index not in begun
                 if chunk.text or chunk.finish_reason or chunk.scores or is_first:
-                    yield _event(shape.chunk(index, chunk, is_first, offsets.setdefault(index, 0)))
-                    if chunk.scores:
-                        offsets[index] += num_characters(chunk.token_ids, shape.tokenizer)
+                    logprobs = begun.setdefault(index, CompletionLogprobs(shape.tokenizer))
+                    yield _event(shape.chunk(index, chunk, is_first, logprobs))
                 usage, timing = chunk.usage or usage, chunk.timing or timing
                 chunk = await anext(chunks, None)
         except BatonError as error:

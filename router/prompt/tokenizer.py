@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,9 @@ class Tokenizer:
             special_ids=frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special),
             eos_ids=end_of_sequence_ids(folder),
             max_model_len=next((int(value) for name in LENGTH_NAMES if (value := of_text(config, name))), 0),
-            default_sampling=_default_sampling(read_json(folder / "generation_config.json")),
+            default_sampling=_default_sampling(
+                read_json(folder / "generation_config.json"), frozenset(vocabulary.values())
+            ),
             _added_ids=frozenset(tokenizer.get_added_tokens_decoder()),
             _is_byte_level='"ByteLevel"' in tokenizer.decoder.__getstate__().decode() if tokenizer.decoder else False,
             _tokenizer=tokenizer,
@@ -170,11 +172,12 @@ def _byte_letters() -> dict[str, int]:
 _BYTE_OF = {letter: bytes([byte]) for letter, byte in _byte_letters().items()}
 
 
-def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
+def _default_sampling(generation: Mapping[str, Any], vocabulary: Collection[int]) -> SamplingParams:
     said = {ours: generation[name] for name, ours in RECOMMENDED_SAMPLING.items() if generation.get(name) is not None}
     try:
         if "bad_word_ids" in said:
-            said["bad_word_ids"] = tuple(tuple(word) for word in said["bad_word_ids"])
+            words = tuple(tuple(word) for word in said["bad_word_ids"])
+            said["bad_word_ids"] = tuple(word for word in words if all(token_id in vocabulary for token_id in word))
         return dataclasses.replace(SamplingParams(), **said)
     except (InvalidRequest, TypeError) as error:
         raise ModelLoadError(f"The model's generation_config.json recommends invalid values: {error}") from error

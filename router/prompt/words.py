@@ -29,12 +29,13 @@ def in_tokens(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The tokens of a word at the beginning of a text and, where they are others, behind a space (vLLM's rule)."""
-    spellings = [tuple(tokenizer.encode_fragment(prefix + word.lstrip())) for prefix in ("", " ")]
+    """The tokens of a word at the beginning of a text and behind a space; white space is what it is."""
+    texts = [prefix + word.lstrip() for prefix in ("", " ")] if word.strip() else [word]
+    spellings = [tuple(tokenizer.encode_fragment(text)) for text in texts]
     if any(len(ids) > MAX_BAD_WORD_TOKENS for ids in spellings):
         raise InvalidRequest(
             f"sampling.bad_words must be texts of at most {MAX_BAD_WORD_TOKENS} tokens; shorten the one that begins "
             f"with {word[:20]!a}",
             "bad_words",
         )
-    return [ids for ids in spellings if ids]
+    return spellings

@@ -142,6 +142,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"stop": ("e", " t"), "include_stop_str_in_output": True, "min_tokens": 3},
     {"skip_special_tokens": False, "allowed_token_ids": (0, 1, 2, 5, 300, 301, 4000), "ignore_eos": True},
     {"logprobs": 0},
+    {"logprob_token_ids": (4, 40000)},
     {"logprobs": 3, "temperature": 1.0, "top_k": 8},
     {"ignore_eos": False, "allowed_token_ids": (0, 9001, 18001, 27001, 36001, 45001)},
 ]
@@ -156,7 +157,7 @@ def of_options(number: int) -> GenerateRequest:
     sampling: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "ignore_eos": True}
     for option in reversed(chosen):
         sampling |= option
-    sampling |= {"seed": rng.randrange(2**40), "n": rng.choice((1, 1, 1, 2)), "max_tokens": rng.randrange(10, 30)}
+    sampling |= {"seed": rng.randrange(2**40), "n": rng.choice((1, 1, 1, 2)), "max_tokens": rng.randrange(10, 20)}
     return GenerateRequest(prompt=TokenIds((*begin, *begin[-7:], *begin[:3])), sampling=sampling)
 
 

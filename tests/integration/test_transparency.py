@@ -86,9 +86,9 @@ def test_answers_are_what_they_should_be(answers: list[Answer]) -> None:
 def test_every_token_has_its_scores(answers: list[Answer]) -> None:
     for request, answer in zip(REQUESTS, answers, strict=True):
         for choice in answer.choices:
-            asked = request.sampling.get("logprobs")
-            assert len(choice.scores) == (0 if asked is None else len(choice.token_ids))
-            assert choice.scores.num_top == (asked or 0)
+            num_top, named = request.sampling.get("logprobs"), request.sampling.get("logprob_token_ids", ())
+            assert len(choice.scores) == (0 if num_top is None and not named else len(choice.token_ids))
+            assert choice.scores.num_top == (len(named) or num_top or 0)
 
 
 def test_every_end_occurs(answers: list[Answer]) -> None:

@@ -143,9 +143,17 @@ def modulus(vocab_size: int) -> int:
 def logits_of(answers: SequenceOf[int], vocab_size: int) -> torch.Tensor:
     """Returns the logits `[answers, vocab_size]` of which each answer is the best."""
     prime = modulus(vocab_size)
-    logits = -0.1 * ((torch.arange(vocab_size)[None] - torch.tensor(answers)[:, None]) % prime)
-    logits[:, prime:] = float("-inf")  # no answer is one of these
+    falling = _falling(prime)
+    logits = torch.full((len(answers), vocab_size), float("-inf"))  # nothing from the prime on is an answer
+    for row, answer in zip(logits, answers, strict=True):
+        row[answer:prime] = falling[: prime - answer]
+        row[:answer] = falling[prime - answer :]
     return logits
+
+
+@cache
+def _falling(size: int) -> torch.Tensor:
+    return -0.1 * torch.arange(size)
 
 
 def sampled(
@@ -158,7 +166,7 @@ def sampled(
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    return params.temperature == 0 and not params.adjusts_logits and params.logprobs is None
+    return params.temperature == 0 and not params.adjusts_logits and not params.wants_scores
 
 
 def expected_tokens(

@@ -26,39 +26,45 @@ def apply(logits: torch.Tensor, rows: Mapping[int, Row], histories: Mapping[int,
         histories: of the same rows.
     """
     for index, row in rows.items():
-        ids, lengths = repetitions(histories[index].tokens, row.sampling)
+        ids, lengths = repetitions(histories[index], row.sampling)
         penalties = row.sampling.dry_multiplier * row.sampling.dry_base ** (lengths - row.sampling.dry_allowed_length)
         where = torch.from_numpy(ids).to(logits.device)
         logits[index, where] -= torch.from_numpy(penalties.astype(np.float32)).to(logits.device)
 
 
-def repetitions(
-    tokens: npt.NDArray[np.int64], params: SamplingParams
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+def repetitions(history: History, params: SamplingParams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Returns the tokens that would continue a repetition of `dry_allowed_length` tokens or more, and its length."""
-    nothing = np.empty(0, np.int64), np.empty(0)
-    if params.dry_range:
-        tokens = tokens[-params.dry_range :]
-    breakers = params.dry_breaker_ids
-    if not len(tokens) or tokens[-1] in breakers:
-        return nothing
-    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
-    ends = ends[~np.isin(tokens[ends + 1], breakers)]
-    lengths = np.ones(len(ends))
-    growing = np.arange(len(ends))
-    for length in range(1, min(MAX_DRY_LENGTH, len(tokens))):
-        previous = tokens[-(length + 1)]
-        if previous in breakers:
-            break
-        begins = ends[growing] - length
-        growing = growing[(begins >= 0) & (tokens[begins] == previous)]
-        if not len(growing):
-            break
-        lengths[growing] = length + 1
+    tokens, breakers = history.tokens, params.dry_breaker_ids
+    begin = max(0, len(tokens) - params.dry_range) if params.dry_range else 0
+    lengths = _lengths(history, breakers)[begin:]
     is_long = lengths >= params.dry_allowed_length
-    if not is_long.any():
-        return nothing
-    ids, places = np.unique(tokens[ends[is_long] + 1], return_inverse=True)
+    places = np.flatnonzero(is_long)
+    # What lies before the range is no part of a repetition.
+    lengths = np.minimum(lengths[places], places + 1)
+    following = tokens[begin + places + 1]
+    kept = (lengths >= params.dry_allowed_length) & ~np.isin(following, breakers)
+    ids, of = np.unique(following[kept], return_inverse=True)
     longest = np.zeros(len(ids))
-    np.maximum.at(longest, places, lengths[is_long])
+    np.maximum.at(longest, of, lengths[kept])
     return ids, longest
+
+
+def _lengths(history: History, breakers: tuple[int, ...]) -> npt.NDArray[np.int16]:
+    """Returns, for each token but the last, how many tokens up to it are those up to the last one, without a breaker.
+
+    One pass over the tokens for each new one; what is not known of the last ones is worked out again.
+    """
+    tokens = history.tokens
+    begin, lengths = history.repeated
+    if not len(tokens) - MAX_DRY_LENGTH <= begin <= len(tokens):
+        begin = max(0, len(tokens) - MAX_DRY_LENGTH)
+        lengths = np.zeros(max(0, begin - 1), np.int16)
+    for end in range(begin, len(tokens)):
+        longer = np.zeros(end, np.int16)
+        if tokens[end] not in breakers:
+            longer[1:] = lengths[: max(0, end - 1)]
+            np.minimum(longer + 1, MAX_DRY_LENGTH, out=longer)
+            longer *= tokens[:end] == tokens[end]
+        lengths = longer
+    history.repeated = len(tokens), lengths
+    return lengths

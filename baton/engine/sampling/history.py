@@ -29,6 +29,8 @@ class History:
         self._ids = np.empty(1024, np.int64)
         self._counts = np.empty(1024, np.float32)
         self._places: dict[int, int] = {}
+        self.repeated: tuple[int, npt.NDArray[np.int16]] = 0, np.zeros(0, np.int16)
+        """What `dry` knows of so many tokens."""
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:

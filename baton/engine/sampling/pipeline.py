@@ -5,9 +5,9 @@
     weights   temperature -> top-k -> top-p -> min-p -> typical -> XTC
     draw      a random number, looked up in the running sum of the weights
 
-A step costs something for the rows that ask for it, and for them alone. Every random decision is one number from
-`random.uniform(seed, choice, position, purpose)`, and penalties are functions of the tokens before, so a token
-depends on nothing but its request and its logits: not on the batch, the worker or what ran before.
+A step costs something for the rows that ask for it, and next to nothing for the others. Every random decision is one
+number from `random.uniform(seed, choice, position, purpose)`, and penalties are functions of the tokens before, so a
+token depends on nothing but its request and its logits: not on the batch, the worker or what ran before.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ class Sampler:
     @torch.inference_mode()
     def sample_and_score(self, logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[int], list[TokenScores] | None]:
         """Returns one token for each row, as `sample` does, and its scores; None: no row asks for them."""
-        if all(row.sampling.logprobs is None for row in rows):
+        if not any(row.sampling.wants_scores for row in rows):
             return self.sample(logits, rows), None
         raw = RawLogits(logits, rows, self._buffers)
         tokens = self.sample(logits, rows)
         return tokens, raw.scores(tokens)
 
+    @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
         """Returns one token for each row.
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from baton.engine.sampling.row import Row
 from baton.engine.sampling.weights import Buffers
 from baton.scores import NO_SCORES, TokenScores
+
+LEAST = -9999.0
+"""The log probability of what is impossible: infinity is no JSON."""
 
 
 class RawLogits:
@@ -22,8 +26,8 @@ class RawLogits:
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[Row], buffers: Buffers) -> None:
         self._num_rows = len(rows)
-        self._num_top = {i: row.sampling.logprobs for i, row in enumerate(rows) if row.sampling.logprobs is not None}
-        asking = logits[list(self._num_top)] if len(self._num_top) < len(rows) else logits
+        self._asking = {i: row.sampling for i, row in enumerate(rows) if row.sampling.wants_scores}
+        asking = logits[list(self._asking)] if len(self._asking) < len(rows) else logits
         self._logits = buffers.like("raw", asking)
         self._logits.copy_(asking)
         best = self._logits.amax(-1, keepdim=True)
@@ -32,14 +36,27 @@ class RawLogits:
 
     def scores(self, token_ids: Sequence[int]) -> list[TokenScores]:
         """Returns the scores of one token for each of all rows."""
-        indices = list(self._num_top)
-        chosen = torch.tensor([token_ids[index] for index in indices], device=self._logits.device)
-        logprobs = (self._logits.gather(1, chosen[:, None])[:, 0] - self._log_sums).tolist()
-        best = self._logits.topk(max(self._num_top.values()), dim=-1)
-        top_ids, top_logprobs = best.indices.tolist(), (best.values - self._log_sums[:, None]).tolist()
+        chosen = torch.tensor([token_ids[index] for index in self._asking], device=self._logits.device)
+        logprobs = self._finite(self._logits.gather(1, chosen[:, None])[:, 0] - self._log_sums)
+        tops = self._tops()
         found = [NO_SCORES] * self._num_rows
-        for place, (index, num_top) in enumerate(self._num_top.items()):
-            found[index] = TokenScores(
-                (logprobs[place],), tuple(top_ids[place][:num_top]), tuple(top_logprobs[place][:num_top])
-            )
+        for place, index in enumerate(self._asking):
+            found[index] = TokenScores((logprobs[place],), *tops[place])
         return found
+
+    @staticmethod
+    def _finite(logprobs: torch.Tensor) -> Any:
+        return logprobs.clamp(min=LEAST).tolist()
+
+    def _tops(self) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        """Returns the likeliest tokens of each row that asks, or those that it names, with their log probabilities."""
+        most = max(0 if params.logprob_token_ids else params.logprobs or 0 for params in self._asking.values())
+        best = self._logits.topk(min(most, self._logits.shape[-1]), dim=-1)
+        top_ids, top_logprobs = best.indices.tolist(), self._finite(best.values - self._log_sums[:, None])
+        tops = []
+        for place, params in enumerate(self._asking.values()):
+            if named := params.logprob_token_ids:
+                tops.append((named, tuple(self._finite(self._logits[place, list(named)] - self._log_sums[place]))))
+            else:
+                tops.append((tuple(top_ids[place][: params.logprobs]), tuple(top_logprobs[place][: params.logprobs])))
+        return tops

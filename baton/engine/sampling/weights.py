@@ -48,7 +48,7 @@ class Buffers:
 
 
 class TokenWeights:
-    """TokenWeights of the rows that draw from logits.
+    """The weights of the rows that draw from logits.
 
     Attributes:
         all: `[rows, vocab_size]` in float32.
@@ -62,7 +62,8 @@ class TokenWeights:
         """Takes the logits `[rows, vocab_size]` of other rows."""
         divisors = torch.tensor(temperatures, device=logits.device)[:, None]
         self._scaled = self._buffers.like("scaled", logits)
-        torch.div(logits, divisors, out=self._scaled)
+        best = logits.amax(-1, keepdim=True)
+        torch.sub(logits, best, out=self._scaled).div_(divisors)  # so that the best one stays finite
         self.all = self._buffers.like("all", logits)
         torch.softmax(self._scaled, -1, out=self.all)
 

@@ -34,7 +34,7 @@ def xtc(weights: torch.Tensor, rows: Mapping[int, Row], eos_token_ids: Collectio
     """
     chosen = weights[list(rows)]
     thresholds = torch.tensor([row.sampling.xtc_threshold for row in rows.values()], device=weights.device)
-    is_top = (chosen >= (thresholds * chosen.sum(-1))[:, None]) & (chosen > 0)
+    is_top = (chosen >= (thresholds * chosen.sum(-1, dtype=torch.float64)).float()[:, None]) & (chosen > 0)
     most = torch.where(is_top, chosen, torch.inf).amin(-1)
     for place, row in enumerate(rows.values()):
         exempt = [*eos_token_ids, *row.sampling.stop_token_ids, *row.sampling.xtc_exempt_token_ids]

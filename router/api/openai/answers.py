@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.api import GenerateChunk, Timing, Usage
 from baton.scores import TokenScores
-from router.api.openai import logprobs
+from router.api.openai.logprobs import CompletionLogprobs, of_chat
 from router.prompt import Tokenizer
 
 TIMING_NAMES = tuple(each.name for each in fields(Timing))
@@ -31,17 +31,17 @@ class Shape:
         written = [self._choice(i, a) for i, a in choices.items()]
         return {**self._head(kind), "choices": written, "usage": _usage(usage), "timing": _timing(timing)}
 
-    def chunk(self, index: int, chunk: GenerateChunk, is_first: bool, offset: int) -> dict[str, Any]:
+    def chunk(self, index: int, chunk: GenerateChunk, is_first: bool, logprobs: CompletionLogprobs) -> dict[str, Any]:
         """An event of a stream.
 
         Args:
             index: the choice's.
             chunk: what is new of it.
             is_first: whether this is the choice's first event.
-            offset: characters of its tokens so far (`logprobs.num_characters`).
+            logprobs: the choice's, which knows of its tokens so far.
         """
         choice: dict[str, Any] = {"index": index, "finish_reason": chunk.finish_reason}
-        choice["logprobs"] = self._logprobs(chunk.token_ids, chunk.scores, offset)
+        choice["logprobs"] = self._logprobs(chunk.token_ids, chunk.scores, logprobs)
         if chunk.finish_reason:
             choice["stop_reason"] = chunk.stop_reason
         if self.is_chat:
@@ -57,7 +57,9 @@ class Shape:
 
     def _choice(self, index: int, answer: ChoiceAnswer) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason}
-        choice["logprobs"] = self._logprobs(answer.token_ids, TokenScores.joined(answer.scores), 0)
+        choice["logprobs"] = self._logprobs(
+            answer.token_ids, TokenScores.joined(answer.scores), CompletionLogprobs(self.tokenizer)
+        )
         choice["stop_reason"] = answer.stop_reason
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -65,12 +67,12 @@ class Shape:
             choice["text"] = answer.text
         return choice
 
-    def _logprobs(self, token_ids: Sequence[int], scores: TokenScores, offset: int) -> dict[str, Any] | None:
+    def _logprobs(
+        self, token_ids: Sequence[int], scores: TokenScores, completion: CompletionLogprobs
+    ) -> dict[str, Any] | None:
         if not scores:
             return None
-        if self.is_chat:
-            return logprobs.of_chat(token_ids, scores, self.tokenizer)
-        return logprobs.of_completion(token_ids, scores, self.tokenizer, offset)
+        return of_chat(token_ids, scores, self.tokenizer) if self.is_chat else completion.piece(token_ids, scores)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

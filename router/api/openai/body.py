@@ -64,6 +64,8 @@ def _plain(name: str, value: Any) -> Any:
     if name == "logit_bias":
         if bad := next((key for key in value if not (key.isascii() and key.isdigit() and len(key) < 20)), None):
             raise InvalidRequest(f"logit_bias has a key {bad[:40]!a}; its keys must be token ids", name)
+        if len({int(key) for key in value}) < len(value):
+            raise InvalidRequest("logit_bias names a token id twice; name each once", name)
         return tuple(sorted((int(key), bias) for key, bias in value.items()))
     if name == "bad_word_ids":
         return tuple(map(tuple, value))
@@ -88,6 +90,7 @@ class Body(BaseModel):
     stop_token_ids: list[int] | None = None
     n: int | None = None
     ignore_eos: bool | None = None
+    logprob_token_ids: list[int] | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -130,7 +133,7 @@ class Body(BaseModel):
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise unsupported_field("stream_options.include_obfuscation")
         asked = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name != "logprobs"}
-        return {name: _plain(name, value) for name, value in asked.items() if value not in (None, [], {})}
+        return {name: _plain(name, value) for name, value in asked.items() if value is not None}
 
     @property
     def include_usage(self) -> bool:

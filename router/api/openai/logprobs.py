@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,44 +19,38 @@ def of_chat(token_ids: Sequence[int], scores: TokenScores, tokenizer: Tokenizer)
     return {"content": content, "refusal": None}
 
 
-def of_completion(
-    token_ids: Sequence[int], scores: TokenScores, tokenizer: Tokenizer, offset: int
-) -> dict[str, list[Any]]:
-    """The field `logprobs` of a completion's choice.
+class CompletionLogprobs:
+    """Writes the field `logprobs` of a completion's choice, one piece after the other."""
 
-    Args:
-        token_ids: the tokens.
-        scores: theirs.
-        tokenizer: the model's.
-        offset: characters of the tokens before them.
-    """
-    tokens = [_text(tokenizer.token_bytes(token_id)) for token_id in token_ids]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    tops = [
-        {_text(tokenizer.token_bytes(top_id)): logprob for top_id, logprob in reversed(scores.top(index))}
-        for index in range(len(tokens))
-    ]
-    return {
-        "text_offset": offsets,
-        "token_logprobs": list(scores.logprobs),
-        "tokens": tokens,
-        "top_logprobs": tops,
-    }
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0
 
+    def piece(self, token_ids: Sequence[int], scores: TokenScores) -> dict[str, list[Any]]:
+        """The field for tokens that follow those of the pieces before."""
+        offsets, tops = [], []
+        for index, token_id in enumerate(token_ids):
+            offsets.append(self._num_characters)
+            self._num_characters += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+            best = {self._key(top_id): logprob for top_id, logprob in reversed(scores.top(index))}
+            tops.append({self._key(token_id): scores.logprobs[index], **best} if best else {})
+        return {
+            "text_offset": offsets,
+            "token_logprobs": list(scores.logprobs),
+            "tokens": [self._key(token_id) for token_id in token_ids],
+            "top_logprobs": tops,
+        }
 
-def num_characters(token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Characters of tokens, each written by itself, as offsets count them."""
-    return sum(len(_text(tokenizer.token_bytes(token_id))) for token_id in token_ids)
+    def _key(self, token_id: int) -> str:
+        """A token as OpenAI writes it here: what is no whole characters by its bytes, in hexadecimal."""
+        written = self._tokenizer.token_bytes(token_id)
+        try:
+            return written.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
 
 
 def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
     written = tokenizer.token_bytes(token_id)
-    return {"token": _text(written), "logprob": logprob, "bytes": list(written)}
-
-
-def _text(written: bytes) -> str:
-    """U+FFFD stands for bytes that are no whole character."""
-    return written.decode(errors="replace")
+    return {"token": written.decode(errors="replace"), "logprob": logprob, "bytes": list(written)}

@@ -125,6 +125,8 @@ def test_recommendations_for_the_draw_are_defaults(folder: Path) -> None:
     params = Tokenizer.load(folder).default_sampling
     assert (params.repetition_penalty, params.typical_p, params.min_tokens) == (1.05, 0.9, 5)
     assert params.bad_word_ids == ((1,), (2, 3))
+    write(folder, generation_config=RECOMMENDED | {"bad_words_ids": [[1], [2, 10**6]]})
+    assert Tokenizer.load(folder).default_sampling.bad_word_ids == ((1,),), "what the model has not cannot be said"
     assert unapplied_recommendations(folder) == {}
 
 

@@ -27,10 +27,12 @@ from baton.sampling import SamplingParams
         ("min_p", 1.1, "sampling.min_p must be between 0 and 1; got 1.1. Change or unset it."),
         ("logprobs", -1, "sampling.logprobs must be between 0 and 20; got -1. Change or unset it."),
         ("logprobs", 21, "sampling.logprobs must be between 0 and 20; got 21. Change or unset it."),
-        ("min_tokens", -1, "sampling.min_tokens must be at least 0; got -1. Change or unset it."),
-        ("repetition_penalty", 0.0, "sampling.repetition_penalty must be greater than 0 and at most 2; got 0.0. "
+        ("logprob_token_ids", (4,) * 21, "sampling.logprob_token_ids must be at most 20 ids; got 21 ids. "
          "Change or unset it."),
-        ("repetition_penalty", math.nan, "sampling.repetition_penalty must be greater than 0 and at most 2; got nan. "
+        ("min_tokens", -1, "sampling.min_tokens must be at least 0; got -1. Change or unset it."),
+        ("repetition_penalty", 0.0, "sampling.repetition_penalty must be between 0.01 and 2; got 0.0. "
+         "Change or unset it."),
+        ("repetition_penalty", math.nan, "sampling.repetition_penalty must be between 0.01 and 2; got nan. "
          "Change or unset it."),
         ("presence_penalty", 2.1, "sampling.presence_penalty must be between -2 and 2; got 2.1. Change or unset it."),
         ("presence_penalty", math.nan, "sampling.presence_penalty must be between -2 and 2; got nan. "
@@ -52,6 +54,8 @@ from baton.sampling import SamplingParams
         ("bad_word_ids", ((5,) * 65,), "sampling.bad_word_ids must be sequences of 1 to 64 ids; got one of 65 ids. "
          "Change or unset it."),
         ("bad_word_ids", ((5,),) * 257, "sampling.bad_word_ids must be at most 256 sequences; got 257 sequences. "
+         "Change or unset it."),
+        ("bad_word_ids", ((5,) * 64,) * 65, "sampling.bad_word_ids must be at most 4096 ids together; got 4160. "
          "Change or unset it."),
         ("allowed_token_ids", (5,) * 1025, "sampling.allowed_token_ids must be at most 1024 ids; got 1025 ids. "
          "Change or unset it."),

@@ -236,6 +236,7 @@ BODIES: list[tuple[str, object, int]] = [
     ("/v1/completions", {**COMPLETION, "logit_bias": {"4.0": 1}}, 400),
     ("/v1/completions", {**COMPLETION, "logit_bias": {"9" * 5000: 1}}, 400),
     ("/v1/completions", {**COMPLETION, "logit_bias": {"1000000": 1}}, 400),
+    ("/v1/completions", {**COMPLETION, "logit_bias": {"1": 1, "01": 2}}, 400),
     ("/v1/completions", {**COMPLETION, "logit_bias": [1]}, 400),
     ("/v1/completions", {**COMPLETION, "logit_bias": {"4": "1"}}, 400),
     ("/v1/completions", {**COMPLETION, "allowed_token_ids": [2**32]}, 400),

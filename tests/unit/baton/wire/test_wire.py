@@ -62,9 +62,10 @@ SAMPLING_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "stop_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple),
     "n": st.integers(1, 16),
     "ignore_eos": st.booleans(),
+    "logprob_token_ids": st.lists(IDS, max_size=4).map(tuple),
     "logprobs": st.none() | st.integers(0, 20),
     "min_tokens": st.integers(0, 1),
-    "repetition_penalty": st.floats(0, 2, exclude_min=True, width=32),
+    "repetition_penalty": st.floats(0.015625, 2, width=32),
     "presence_penalty": st.floats(-2, 2, width=32),
     "frequency_penalty": st.floats(-2, 2, width=32),
     "logit_bias": st.dictionaries(IDS, st.floats(-100, 100, width=32), max_size=4).map(

@@ -133,6 +133,7 @@ def test_the_models_defaults_fill_in_what_was_not_asked() -> None:
         {"logit_bias": ((1, 1.0), (500, 1.0))},
         {"bad_word_ids": ((1, 2), (3, 500, 4))},
         {"allowed_token_ids": (500,)},
+        {"logprob_token_ids": (500,)},
         {"dry_breaker_ids": (500,)},
         {"xtc_exempt_token_ids": (-1,)},
     ],
@@ -149,6 +150,10 @@ def test_a_recommended_least_length_gives_way_to_a_shorter_answer() -> None:
     facts = replace(FACTS, default_sampling=SamplingParams(min_tokens=5))
     assert params_of({}, facts).min_tokens == 5
     assert params_of({"max_tokens": 3}, facts).min_tokens == 3
+    short = replace(facts, default_max_tokens=2)
+    assert (params_of({}, short).min_tokens, params_of({}, short).max_tokens) == (2, 2)
+    with pytest.raises(InvalidRequest, match="min_tokens must be at most max_tokens, 2; got 4"):
+        params_of({"min_tokens": 4}, short)
     with pytest.raises(InvalidRequest, match="min_tokens must be at most max_tokens, 3; got 4"):
         params_of({"max_tokens": 3, "min_tokens": 4}, facts)
     with pytest.raises(InvalidRequest, match="max_tokens must be at least 1"):

@@ -93,3 +93,13 @@ def test_what_may_not_stop_is_text(includes_match: bool) -> None:
     assert checker.num_kept == 4
     assert checker.push("b-", may_stop=True) == ("ab" if includes_match else "", True)
     assert checker.matched == "ab"
+
+
+@pytest.mark.parametrize("rest", ["z", ""])
+def test_what_was_complete_too_early_stops_nothing_later(rest: str) -> None:
+    """Also while it was held back for a longer one."""
+    checker = StopChecker(("abcX", "b"))
+    assert checker.push("ab", may_stop=False) == ("", False)
+    text, stopped = checker.push(rest) if rest else checker.flush()
+    assert (text, stopped) == ("ab" + rest, False)
+    assert checker.push("bc") == ("", True) if rest else True

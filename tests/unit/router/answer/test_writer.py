@@ -197,3 +197,10 @@ def test_scores_are_those_of_the_tokens_that_come_out(tokenizer: Tokenizer) -> N
     )
     writer = AnswerWriter(tokenizer, (), SamplingParams(), num_delivered=3)
     assert writer.push(token_ids, None, scores).scores == scores.part(3, 4)
+
+
+def test_what_an_end_flushes_is_no_stop_string_too_early(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("a🐈")[:2]
+    for min_tokens, text in ((1, "a"), (2, "a\ufffd")):
+        params = SamplingParams(stop=("\ufffd",), min_tokens=min_tokens, max_tokens=2)
+        assert AnswerWriter(tokenizer, (), params).push(token_ids, FinishReason.LENGTH).text == text

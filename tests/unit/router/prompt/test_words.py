@@ -29,6 +29,12 @@ def test_a_bad_word_is_one_at_the_beginning_and_behind_a_space(tokenizer: Tokeni
     assert tokenizer.decode(tokenizer.encode("in Paris")[-1:]) == " Paris", "as it stands in an answer"
 
 
+def test_a_bad_word_of_white_space_is_that(tokenizer: Tokenizer) -> None:
+    for word in ("\n", " ", "\n\n"):
+        params = in_tokens(SamplingParams(bad_words=(word,)), tokenizer)
+        assert params.bad_word_ids == (tuple(tokenizer.encode_fragment(word)),)
+
+
 def test_a_bad_word_of_too_many_tokens_is_refused(tokenizer: Tokenizer) -> None:
     cats = "🐈" * 60
     assert len(tokenizer.encode_fragment(cats)) > MAX_BAD_WORD_TOKENS

@@ -185,6 +185,7 @@ OTHER_SAMPLING: dict[str, Any] = {
     "n": 2,
     "ignore_eos": True,
     "logprobs": 2,
+    "logprob_token_ids": (4,),
     "min_tokens": 3,
     "repetition_penalty": 1.1,
     "presence_penalty": 0.1,

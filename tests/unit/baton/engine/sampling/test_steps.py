@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -174,11 +173,14 @@ def test_repetitions_are_those_of_the_authors_code() -> None:
             dry_range=draw.choice((0, 0, 7, 40)),
             dry_breaker_ids=breakers,
         )
-        ids, lengths = dry.repetitions(np.array(tokens), params)
-        penalties = torch.zeros(5, dtype=torch.float64)
-        penalties[torch.from_numpy(ids)] = -torch.from_numpy(2.0 ** (lengths - allowed))
-        expected = reference.without_repetition(torch.zeros(5, dtype=torch.float64), tokens, params)
-        assert penalties.tolist() == expected.tolist(), (tokens, params)
+        history = History()
+        for end in sorted({*draw.choices(range(1, len(tokens) + 1), k=4), len(tokens)}):  # as it grows
+            history.take(Row(params, 0, end, 0, tuple(tokens[:end])))
+            ids, lengths = dry.repetitions(history, params)
+            penalties = torch.zeros(5, dtype=torch.float64)
+            penalties[torch.from_numpy(ids)] = -torch.from_numpy(2.0 ** (lengths - allowed))
+            expected = reference.without_repetition(torch.zeros(5, dtype=torch.float64), tokens[:end], params)
+            assert penalties.tolist() == expected.tolist(), (tokens[:end], params)
 
 
 # -- histories ---------------------------------------------------------------------------------------------------------
@@ -229,6 +231,22 @@ def test_a_row_that_excludes_everything_keeps_something() -> None:
     assert taken_at(logits, row_of({"bad_word_ids": every})) == taken_at(logits, row_of({}))
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"repetition_penalty": 0.01, "temperature": 1e-38},
+        {"dry_multiplier": 100.0, "dry_base": 4.0, "dry_allowed_length": 1, "temperature": 1e-38},
+        {"logit_bias": tuple((token, -100.0) for token in range(VOCAB_SIZE)), "temperature": 1e-38},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_no_value_within_its_range_makes_a_row_of_nothing(asked: dict[str, Any]) -> None:
+    """One row without a finite weight would draw whatever token comes first."""
+    row = row_of(asked | {"allowed_token_ids": (1, 2, 9)})
+    for repeated in ((1, 2) * 60, (9,) * 120):
+        assert set(taken_at(logits_of(1) * 20, row._replace(history=repeated, position=120))) <= {1, 2, 9}
+
+
 def test_the_coin_of_xtc_is_a_number_of_its_own() -> None:
     coins = [uniform(5, 0, position, XTC) for position in range(4000)]
     draws = [uniform(5, 0, position, DRAW) for position in range(4000)]
@@ -275,6 +293,22 @@ def test_scores_are_of_the_models_own_distribution(asked: dict[str, Any]) -> Non
         assert list(found.top_logprobs) == pytest.approx(best.values.tolist(), abs=1e-5)
         alone = Sampler(EOS_IDS).sample_and_score(logits[index : index + 1].clone(), [rows[index]])
         assert alone == ([tokens[index]], [found])
+
+
+def test_scores_of_tokens_that_a_client_names() -> None:
+    asked: list[dict[str, Any]] = [
+        {"logprob_token_ids": (7, 2, 7)},
+        {"logprobs": 2},
+        {"logprob_token_ids": (1,), "logprobs": 5},
+    ]
+    logits = torch.stack([logits_of(seed) for seed in range(3)])
+    tokens, scores = Sampler(EOS_IDS).sample_and_score(logits.clone(), [row_of(each) for each in asked])
+    assert scores is not None
+    expected = logits.double().log_softmax(-1)
+    assert [found.top_ids for found in scores] == [(7, 2, 7), tuple(expected[1].topk(2).indices.tolist()), (1,)]
+    for index, found in enumerate(scores):
+        own = [float(expected[index, token_id]) for token_id in (tokens[index], *found.top_ids)]
+        assert [*found.logprobs, *found.top_logprobs] == pytest.approx(own, abs=1e-5)
 
 
 def test_who_asks_for_no_scores_gets_none() -> None:
