@@ -31,7 +31,10 @@ from baton.engine.model.rows import row_of
 from baton.engine.sampling.pipeline import SAMPLER, Sampler
 from baton.engine.sampling.row import Row
 from baton.sampling import SamplingParams
-from baton.scores import TokenScores
+from baton.scores import NO_SCORES, TokenScores
+
+NUM_NEAR = 4096
+"""Tokens next to an answer beyond which none has a weight, at the highest temperature."""
 
 
 class ArithmeticRunner:
@@ -159,14 +162,30 @@ def _falling(size: int) -> torch.Tensor:
 def sampled(
     answers: SequenceOf[int], rows: SequenceOf[Row], sampler: Sampler, vocab_size: int
 ) -> tuple[list[int], list[TokenScores] | None]:
-    """Returns what requests get where greedy ones get `answers`, and the scores where somebody asks for them."""
-    if all(_is_plain(row.sampling) for row in rows):
-        return list(answers), None
-    return sampler.sample_and_score(logits_of(answers, vocab_size), rows)
+    """Returns what requests get where greedy ones get `answers`, and the scores where somebody asks for them.
+
+    A row that only draws does so among the tokens next to its answer, in their order from there: a twelfth of the work,
+    and all that has any weight.
+    """
+    tokens, scores, prime = list(answers), [NO_SCORES] * len(rows), modulus(vocab_size)
+    near = [i for i, row in enumerate(rows) if row.sampling.temperature > 0 and _only_draws(row.sampling)]
+    far = [i for i, row in enumerate(rows) if not _only_draws(row.sampling)]
+    if near:
+        logits = _falling(prime)[:NUM_NEAR].expand(len(near), -1)
+        for i, place in zip(near, sampler.sample(logits, [rows[i] for i in near]), strict=True):
+            tokens[i] = (answers[i] + place) % prime
+    if not far:
+        return tokens, None
+    drawn, scored = sampler.sample_and_score(logits_of([answers[i] for i in far], vocab_size), [rows[i] for i in far])
+    for place, i in enumerate(far):
+        tokens[i] = drawn[place]
+        scores[i] = scored[place] if scored else NO_SCORES
+    return tokens, scores if scored else None
 
 
-def _is_plain(params: SamplingParams) -> bool:
-    return params.temperature == 0 and not params.adjusts_logits and not params.wants_scores
+def _only_draws(params: SamplingParams) -> bool:
+    """Whether no token matters by its number: what is the best, or likeliest, is all that counts."""
+    return not (params.adjusts_logits or params.wants_scores or params.xtc_probability)
 
 
 def expected_tokens(
