@@ -184,6 +184,7 @@ def test_a_low_temperature_is_nearly_greedy() -> None:
     logits = logits_of(100)
     assert set(draws(logits, spec_of(1e-4), 200)) == {int(logits.argmax())}
     assert set(draws(logits, spec_of(1e-38), 200)) == {int(logits.argmax())}
+    assert set(draws(logits, spec_of(5e-324), 200)) == {int(logits.argmax())}, "a float32 has no such number"
 
 
 def test_the_edges_of_the_distribution() -> None:
