@@ -110,18 +110,18 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether a draw depends on the tokens before it."""
-        return (
-            self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-            or self.dry_multiplier != 0
-            or bool(self.bad_word_ids)
-        )
+        return self.penalizes or self.dry_multiplier != 0 or any(len(word) > 1 for word in self.bad_word_ids)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token loses because the text has it already, by any of the penalties but DRY."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def adjusts_logits(self) -> bool:
         """Whether logits are changed before the best token or a random one is taken."""
-        return self.min_tokens > 0 or bool(self.logit_bias) or bool(self.allowed_token_ids) or self.needs_history
+        lists = self.logit_bias or self.bad_word_ids or self.allowed_token_ids
+        return bool(lists) or self.min_tokens > 0 or self.dry_multiplier != 0 or self.penalizes
 
     @property
     def wants_scores(self) -> bool:

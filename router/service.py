@@ -43,7 +43,7 @@ from router.admission import (
     check_resume,
     claim_of,
     sampling_params,
-    with_max_tokens,
+    with_lengths,
 )
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import AnswerChunks, AnswerWriter
@@ -126,7 +126,7 @@ class RouterService:
             past = await self.calls.take_over(key) if request.resume_from else None
             with self._limiter.slot(key.request_id, params.n, tenant), self.calls.entered(key, call):
                 prompt_ids = await self.tokenize(request.prompt, tenant)
-                params = with_max_tokens(params, len(prompt_ids), facts)
+                params = with_lengths(params, request.sampling, len(prompt_ids), facts)
                 check_resume(request, params)
                 params = in_tokens(params, self.model.tokenizer)
                 spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)

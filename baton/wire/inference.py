@@ -22,17 +22,9 @@ SAMPLING_NAMES = frozenset(name for name, _ in _SAMPLING_DEFAULTS)
 def write_sampling(params: SamplingParams, message: inference_pb2.SamplingParams) -> None:
     """Writes what is not at its default into an empty message: most requests set two or three of the fields."""
     message.SetInParent()
-    for name, default in _SAMPLING_DEFAULTS:
-        value = getattr(params, name)
-        if value != default:
-            if name == "logit_bias":
-                message.logit_bias.update(value)
-            elif name == "bad_word_ids":
-                message.bad_word_ids.extend(inference_pb2.TokenIds(ids=ids) for ids in value)
-            elif isinstance(value, tuple):
-                getattr(message, name).extend(value)
-            else:
-                setattr(message, name, value)
+    asked = {name: value for name, default in _SAMPLING_DEFAULTS if (value := getattr(params, name)) != default}
+    if asked:
+        message.MergeFrom(_asked_sampling(asked))
 
 
 def sampling_from_pb(message: inference_pb2.SamplingParams) -> SamplingParams:
@@ -139,13 +131,12 @@ def generate_request(request: api.GenerateRequest) -> inference_pb2.GenerateRequ
 
 
 def _asked_sampling(asked: Mapping[str, Any]) -> inference_pb2.SamplingParams:
-    words = asked.get("bad_word_ids", ())
-    plain = {name: value for name, value in asked.items() if name not in ("logit_bias", "bad_word_ids")}
-    return inference_pb2.SamplingParams(
-        **plain,
-        logit_bias=dict(asked.get("logit_bias", ())),
-        bad_word_ids=[inference_pb2.TokenIds(ids=ids) for ids in words],
-    )
+    fields = dict(asked)
+    if "logit_bias" in fields:
+        fields["logit_bias"] = dict(fields["logit_bias"])
+    if "bad_word_ids" in fields:
+        fields["bad_word_ids"] = [inference_pb2.TokenIds(ids=ids) for ids in fields["bad_word_ids"]]
+    return inference_pb2.SamplingParams(**fields)
 
 
 def generate_chunk(message: inference_pb2.GenerateResponse) -> api.GenerateChunk:

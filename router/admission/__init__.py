@@ -17,7 +17,7 @@ from router.admission.validate import (
     check_resume,
     check_vocabulary,
     sampling_params,
-    with_max_tokens,
+    with_lengths,
 )
 
 __all__ = [
@@ -37,5 +37,5 @@ __all__ = [
     "check_vocabulary",
     "claim_of",
     "sampling_params",
-    "with_max_tokens",
+    "with_lengths",
 ]

@@ -94,15 +94,12 @@ def check_resume(request: GenerateRequest, params: SamplingParams) -> None:
 
 
 def sampling_params(asked: Mapping[str, Any], model: ModelFacts) -> SamplingParams:
-    """The request's sampling, with the model's defaults where the client set nothing.
+    """The request's sampling, with the model's defaults where the client set nothing; `with_lengths` adds lengths.
 
     Raises:
         InvalidRequest: a value is out of range.
     """
-    default = model.default_sampling
-    if "min_tokens" not in asked and (max_tokens := asked.get("max_tokens")) is not None:
-        default = replace(default, min_tokens=min(default.min_tokens, max(0, max_tokens)))
-    params = replace(default, **asked)
+    params = replace(model.default_sampling, **{"min_tokens": 0, **asked})
     for name, ids in params.named_token_ids.items():
         for token_id in ids:
             if not 0 <= token_id < model.vocab_size:
@@ -114,22 +111,26 @@ def sampling_params(asked: Mapping[str, Any], model: ModelFacts) -> SamplingPara
     return params
 
 
-def with_max_tokens(params: SamplingParams, num_prompt_tokens: int, model: ModelFacts) -> SamplingParams:
-    """Returns the request with `max_tokens` set: what the client asked, else what the context window leaves.
+def with_lengths(
+    params: SamplingParams, asked: Mapping[str, Any], num_prompt_tokens: int, model: ModelFacts
+) -> SamplingParams:
+    """Returns the request with `max_tokens` set: what the client asked, else what the context window leaves. The least
+    length that the model recommends gives way to that.
 
     Raises:
         InvalidRequest: prompt and answer together exceed the context window.
     """
     room = model.max_model_len - num_prompt_tokens
-    if params.max_tokens is None:
+    max_tokens = params.max_tokens
+    if max_tokens is None:
         max_tokens = min(room, model.default_max_tokens or room)
-        recommended = params.min_tokens == model.default_sampling.min_tokens
-        min_tokens = min(params.min_tokens, max_tokens) if recommended else params.min_tokens
-        return replace(params, max_tokens=max_tokens, min_tokens=min_tokens)
-    if params.max_tokens > room:
+    if max_tokens > room:
         raise InvalidRequest(
-            f"the prompt has {num_prompt_tokens} tokens and sampling.max_tokens asks for {params.max_tokens} more, but "
+            f"the prompt has {num_prompt_tokens} tokens and sampling.max_tokens asks for {max_tokens} more, but "
             f"the context window of {model.id} is {model.max_model_len}; lower max_tokens to at most {room}",
             "max_tokens",
         )
-    return params
+    recommended = 0 if "min_tokens" in asked else min(model.default_sampling.min_tokens, max_tokens)
+    if max_tokens == params.max_tokens and not recommended:
+        return params
+    return replace(params, max_tokens=max_tokens, min_tokens=recommended or params.min_tokens)

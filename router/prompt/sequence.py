@@ -82,7 +82,6 @@ class SequenceBuilder:
         self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, tenant: Tenant
     ) -> SequenceSpec:
         """The sequence of a request's first choice, whose sampling has token ids in place of texts (`in_tokens`)."""
-        params = replace(params, **_NO_ROUTERS_SAMPLING)
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
         seed = self._seed(tenant, request_id) if params.seed is None else params.seed
         return SequenceSpec(
@@ -90,7 +89,7 @@ class SequenceBuilder:
             choice_index=0,
             token_ids=prompt_ids,
             num_prompt_tokens=len(prompt_ids),
-            sampling=replace(params, top_k=top_k, seed=seed),
+            sampling=replace(params, **_NO_ROUTERS_SAMPLING, top_k=top_k, seed=seed),
             cache_seed=self._cache_seed(tenant),
         )
 

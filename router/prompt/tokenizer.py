@@ -148,7 +148,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, a part of a character's too; b"" outside the vocabulary."""
-        spelling = self._tokenizer.id_to_token(token_id) or ""
+        spelling = self.token(token_id)
         if token_id in self._added_ids:
             return spelling.encode()
         if self._is_byte_level:

@@ -61,7 +61,7 @@ class Reference:
         return out.sequences[0, len(prompt) :].tolist(), [float(top[0] - top[1]) for top in best]
 
     def log_probabilities(self, prompt: list[int], answer: tuple[int, ...]) -> torch.Tensor:
-        """Of each token of the answer, `[tokens, vocabulary]`."""
+        """Returns those of every token in the place of each token of the answer, `[tokens, vocabulary]`."""
         with torch.inference_mode():
             logits = self._model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
         found: torch.Tensor = logits.double().log_softmax(-1)
@@ -227,7 +227,7 @@ def test_the_same_prompt_again_is_cached(split_cluster: Cluster, reference: Refe
 def test_log_probabilities_are_those_of_transformers(
     split_cluster: Cluster, reference: Reference, prompts: list[list[int]]
 ) -> None:
-    """Of the first token, which the prefill worker draws, and of those after it; whatever is made of the logits."""
+    """The first token, which the prefill worker draws, has them as those after it; whatever is made of the logits."""
     asked: dict[str, Any] = {"max_tokens": 4, "logprobs": 5, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     asked |= {"repetition_penalty": 1.3, "top_p": 0.9, "min_p": 0.02}
 

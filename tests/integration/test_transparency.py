@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import threading
@@ -33,6 +34,7 @@ TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
 REQUESTS = [replace(asks.of_options(number), request_id=f"transparent-{number}") for number in range(NUM_REQUESTS)]
 
 
+@contextlib.contextmanager
 def fleet_of(mode: str, num_routers: int) -> Iterator[Fleet]:
     router = RouterConfig(mode=mode, cache_secret="transparent", max_attempts=16)
     with running_fleet(TRANSFER, router, num_routers=num_routers, step_ms=STEP_MS, lease_s=LEASE_S) as fleet:
@@ -43,18 +45,15 @@ def fleet_of(mode: str, num_routers: int) -> Iterator[Fleet]:
 @pytest.fixture(scope="module")
 def split_fleet() -> Iterator[Fleet]:
     """Two routers; the first one does not survive the last test."""
-    yield from fleet_of("split", 2)
+    with fleet_of("split", 2) as fleet:
+        yield fleet
 
 
 @pytest.fixture(scope="module")
 def answers() -> list[Answer]:
     """To `REQUESTS`, of a fleet that splits nothing and that nothing happens to."""
-    (fleet,) = fleets = list(itertools.islice(aggregated := fleet_of("aggregated", 1), 1))
-    try:
+    with fleet_of("aggregated", 1) as fleet:
         return [heard.answer for heard in all_of(REQUESTS, lambda request: heard_from(fleet, request))]
-    finally:
-        assert fleets
-        next(aggregated, None)
 
 
 def heard_from(fleet: Fleet, request: GenerateRequest) -> Listening:

@@ -37,8 +37,7 @@ def repetitions(history: History, params: SamplingParams) -> tuple[npt.NDArray[n
     tokens, breakers = history.tokens, params.dry_breaker_ids
     begin = max(0, len(tokens) - params.dry_range) if params.dry_range else 0
     lengths = _lengths(history, breakers)[begin:]
-    is_long = lengths >= params.dry_allowed_length
-    places = np.flatnonzero(is_long)
+    places = np.flatnonzero(lengths >= params.dry_allowed_length)
     # What lies before the range is no part of a repetition.
     lengths = np.minimum(lengths[places], places + 1)
     following = tokens[begin + places + 1]
@@ -56,9 +55,9 @@ def _lengths(history: History, breakers: tuple[int, ...]) -> npt.NDArray[np.int1
     """
     tokens = history.tokens
     begin, lengths = history.repeated
-    if not len(tokens) - MAX_DRY_LENGTH <= begin <= len(tokens):
-        begin = max(0, len(tokens) - MAX_DRY_LENGTH)
-        lengths = np.zeros(max(0, begin - 1), np.int16)
+    if begin < len(tokens) - MAX_DRY_LENGTH:
+        begin = len(tokens) - MAX_DRY_LENGTH
+        lengths = np.zeros(begin - 1, np.int16)
     for end in range(begin, len(tokens)):
         longer = np.zeros(end, np.int16)
         if tokens[end] not in breakers:

@@ -15,12 +15,6 @@ from baton.engine.sampling.history import History
 from baton.engine.sampling.row import Row
 
 
-def is_asked(row: Row) -> bool:
-    """Returns whether a row asks for a penalty."""
-    params = row.sampling
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
 def apply(logits: torch.Tensor, rows: Mapping[int, Row], histories: Mapping[int, History]) -> None:
     """Changes float32 logits `[rows, vocab_size]` in place.
 

@@ -88,10 +88,12 @@ class Sampler:
 
     def _adjusted(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         asking = _asking(rows, lambda row: row.sampling.adjusts_logits)
-        histories = {i: self._histories.of(row) for i, row in asking.items() if row.sampling.needs_history}
-        if penalized := {i: row for i, row in asking.items() if penalties.is_asked(row)}:
+        penalized = {i: row for i, row in asking.items() if row.sampling.penalizes}
+        repeating = {i: row for i, row in asking.items() if row.sampling.dry_multiplier}
+        histories = {i: self._histories.of(row) for i, row in (penalized | repeating).items()}
+        if penalized:
             penalties.apply(logits, penalized, histories)
-        if repeating := {i: row for i, row in asking.items() if row.sampling.dry_multiplier}:
+        if repeating:
             dry.apply(logits, repeating, histories)
         if biased := {i: row for i, row in asking.items() if row.sampling.logit_bias}:
             bias.apply(logits, biased)

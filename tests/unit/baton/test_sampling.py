@@ -130,7 +130,12 @@ def test_a_plain_request_adjusts_nothing() -> None:
     for asked in with_history:
         assert SamplingParams(**asked).needs_history
         assert SamplingParams(**asked).adjusts_logits
-    without: list[dict[str, Any]] = [{"min_tokens": 1}, {"logit_bias": ((4, 1.0),)}, {"allowed_token_ids": (4,)}]
+    without: list[dict[str, Any]] = [
+        {"bad_word_ids": ((4,),)},
+        {"min_tokens": 1},
+        {"logit_bias": ((4, 1.0),)},
+        {"allowed_token_ids": (4,)},
+    ]
     for asked in without:
         assert not SamplingParams(**asked).needs_history
         assert SamplingParams(**asked).adjusts_logits

@@ -120,7 +120,7 @@ def messages_of(cls: type[Any], descriptor: Descriptor) -> st.SearchStrategy[Any
 
 @st.composite
 def scores(draw: st.DrawFn, num_tokens: int) -> TokenScores:
-    """Of so many tokens, or none."""
+    """Draws the scores of so many tokens, or none."""
     num_top = draw(st.integers(0, 3))
     if not num_tokens or draw(st.booleans()):
         return TokenScores()
