@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import signal
 import time
@@ -152,12 +153,15 @@ REQUESTS: dict[str, Callable[[], GenerateRequest]] = {
     "seeded": lambda: asks.seeded(prompt_of(2, 50), NUM_TOKENS, seed=11),
     "stop string": lambda: asks.seeded(prompt_of(3, 50), 3 * NUM_TOKENS // 2, seed=12),
 }
+STRIDES = dict.fromkeys(REQUESTS, 1) if IS_LONG else {"greedy": 1, "seeded": 3, "stop string": 3}
+"""Tokens of the answer from one death to the next: in `make chaos` a worker dies at every single one."""
 
 
 @pytest.mark.parametrize("mode", ["split", "aggregated"])
-def test_the_decode_worker_dies_at_every_token(fleets: Fleets, mode: str) -> None:
+def test_the_decode_worker_dies_at_any_token(fleets: Fleets, mode: str) -> None:
     with killing(fleets(mode), Role.DECODE) as killer:
         for kind, make in REQUESTS.items():
+            stride = STRIDES[kind]
             if mode == "aggregated" and kind == "greedy" and not IS_LONG:
                 continue
             request = make()
@@ -172,20 +176,20 @@ def test_the_decode_worker_dies_at_every_token(fleets: Fleets, mode: str) -> Non
                 assert unstopped.text.startswith(stopped.text), "cut where the string begins"
                 assert len(stopped.token_ids) < len(unstopped.token_ids)
             num_tokens = answer.num_completion_tokens
-            killed = [killer.ask_and_kill(request, index) for index in range(num_tokens)]
-            wrong = [index for index, one in enumerate(killed) if one.heard.answer != answer]
+            killed = {index: killer.ask_and_kill(request, index) for index in range(0, num_tokens, stride)}
+            wrong = [index for index, one in killed.items() if one.heard.answer != answer]
             assert not wrong, (kind, wrong, killed[wrong[0]].heard.answer, answer)
             # A worker that dies when it has drawn the last token may have sent it, and done its work.
             num_to_draw = num_tokens - 1 if mode == "split" else num_tokens
-            unfinished = [index for index, one in enumerate(killed) if one.num_drawn < num_to_draw]
-            num_retried = sum(one.is_retried for one in killed)
+            unfinished = [index for index, one in killed.items() if one.num_drawn < num_to_draw]
+            num_retried = sum(one.is_retried for one in killed.values())
             print(
-                f"{mode}, {kind}: killed at each of {num_tokens} tokens, {len(unfinished)} times while decoding, "
-                f"placed again {num_retried} times; "
-                f"longest gap {max(one.heard.longest_gap_s for one in killed) * 1e3:.0f} ms"
+                f"{mode}, {kind}: killed at {len(killed)} of {num_tokens} tokens, {len(unfinished)} times while "
+                f"decoding, placed again {num_retried} times; "
+                f"longest gap {max(one.heard.longest_gap_s for one in killed.values()) * 1e3:.0f} ms"
             )
             assert [index for index in unfinished if not killed[index].is_retried] == []
-            assert num_retried >= num_tokens - 5
+            assert num_retried >= len(killed) - math.ceil(5 / stride)
 
 
 @pytest.mark.parametrize(("after_tokens", "link_delay_ms"), [(0, 0), (1, 100)])

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -223,9 +224,10 @@ def _thaw(victim: psutil.Process, after_s: float) -> None:
 
 def undisturbed(cluster: Cluster) -> list[tuple[GenerateRequest, Answer]]:
     """Every request with its answer, and some once more, with a stop string from within it."""
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        heard = list(pool.map(partial(undisturbed_answer, cluster), requests()))
     answers = []
-    for request in requests():
-        answer = undisturbed_answer(cluster, request)
+    for request, answer in zip(requests(), heard, strict=True):
         answers.append((request, answer))
         if "stop" in request.sampling or "min_tokens" in request.sampling or len(answer.choices[0].text) < MIN_TEXT:
             continue

@@ -75,7 +75,7 @@ def reference(model_dir: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def prompts(reference: Reference) -> list[list[int]]:
-    """At least 30: almost empty, one token, exact blocks, several chunks, 2,000 tokens, unicode, chats."""
+    """30: almost empty, one token, exact blocks, two chunks, unicode, chats."""
     tokenizer = reference.tokenizer
     long_ids: list[int] = tokenizer.encode(LONG_TEXT * 120)
     texts = [
@@ -98,11 +98,18 @@ def prompts(reference: Reference) -> list[list[int]]:
         tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
         for chat in chats
     ]
-    # One token; one block less one, exactly one, one more; two blocks; the chunk of 512, one more; several chunks.
-    lengths = (1, 15, 16, 17, 32, 33, 512, 513, 2000)
+    # One token; one block less one, exactly one, one more; two blocks; one chunk of 512, and one more.
+    lengths = (1, 15, 16, 17, 32, 33, 512, 513)
     result += [long_ids[i : i + length] for i, length in enumerate(lengths)]
     assert len(result) >= 30
     return result
+
+
+@pytest.fixture(scope="module")
+def several_chunks(reference: Reference) -> list[int]:
+    """A prompt of four chunks, which costs as much as all the others together."""
+    token_ids: list[int] = reference.tokenizer.encode(LONG_TEXT * 120)
+    return token_ids[8:2008]
 
 
 def greedy(cluster: Cluster, prompt: list[int], num_tokens: int = NUM_NEW_TOKENS) -> Answer:
@@ -121,8 +128,10 @@ def num_excepted(got: list[int], want: list[int], margins: list[float]) -> int:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_tokens", [NUM_NEW_TOKENS, pytest.param(3 * NUM_NEW_TOKENS, marks=pytest.mark.chaos)])
 def test_tokens_equal_generate(
-    num_tokens: int, split_cluster: Cluster, reference: Reference, prompts: list[list[int]]
+    num_tokens: int, split_cluster: Cluster, reference: Reference, prompts: list[list[int]], several_chunks: list[int]
 ) -> None:
+    if num_tokens > NUM_NEW_TOKENS:
+        prompts = [*prompts, several_chunks]
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         answers = list(pool.map(lambda prompt: greedy(split_cluster, prompt, num_tokens), prompts))
     excepted = 0
@@ -187,33 +196,6 @@ def test_spoiled_blocks_are_detected_and_recomputed(
 
 def num_corrupted(cluster: Cluster) -> int:
     return int(metric(cluster, "baton_retries_total", 'error="TransferCorrupted"'))
-
-
-def test_aggregated_answers_are_the_same(
-    split_cluster: Cluster, spoiling_cluster: Cluster, prompts: list[list[int]]
-) -> None:
-    """Tokens, text, usage and finish reason do not tell whether a request was split."""
-    aggregated = spoiling_cluster  # once it has nobody left that a prompt could be split with
-    aggregated.client.scale("prefill", 0)
-    aggregated.wait_for(lambda status: [worker["role"] for worker in status["workers"]] == ["decode"])
-    chosen = [prompts[4], prompts[10], prompts[-4]]
-    settings: list[dict[str, Any]] = [
-        {"temperature": 0.0, "max_tokens": 10},
-        {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "seed": 7, "max_tokens": 10},
-        {"temperature": 0.7, "seed": 8, "max_tokens": 10, "stop": ["\n", " the"]},
-    ]
-    for prompt, sampling in [
-        *((chosen[0], each) for each in settings),
-        (chosen[1], settings[1]),
-        (chosen[2], settings[2]),
-    ]:
-        split = split_cluster.generate(token_ids=prompt, sampling=sampling)
-        whole = aggregated.generate(token_ids=prompt, sampling=sampling)
-        assert (split.timing.mode, whole.timing.mode) == ("split", "aggregated")
-        assert split.token_ids == whole.token_ids
-        assert split.text == whole.text
-        assert split.finish_reason == whole.finish_reason
-        assert split.usage.completion_tokens == whole.usage.completion_tokens
 
 
 def test_the_same_prompt_again_is_cached(split_cluster: Cluster, reference: Reference) -> None:
@@ -376,3 +358,22 @@ def test_the_command_line(split_cluster: Cluster) -> None:
     assert "decode-0" in baton("status")
     report = json.loads(baton("doctor", "--json"))
     assert {check["name"]: check["state"] for check in report}["worker decode-0"] == "ok"
+
+
+def test_aggregated_answers_are_the_same(split_cluster: Cluster, prompts: list[list[int]]) -> None:
+    """Tokens, text, usage and finish reason do not tell whether a request was split."""
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0.0, "max_tokens": 10},
+        {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "seed": 7, "max_tokens": 10},
+        {"temperature": 0.7, "seed": 8, "max_tokens": 10, "stop": ["\n", " the"]},
+    ]
+    asked = [(prompts[4], each) for each in settings] + [(prompts[10], settings[1]), (prompts[-3], settings[2])]
+    with running_cluster("--prefill", "0", "--decode", "1", router_mode="aggregated") as cluster:
+        aggregated = [cluster.generate(token_ids=prompt, sampling=sampling) for prompt, sampling in asked]
+    for (prompt, sampling), whole in zip(asked, aggregated, strict=True):
+        split = split_cluster.generate(token_ids=prompt, sampling=sampling)
+        assert (split.timing.mode, whole.timing.mode) == ("split", "aggregated")
+        assert split.token_ids == whole.token_ids
+        assert split.text == whole.text
+        assert split.finish_reason == whole.finish_reason
+        assert split.usage.completion_tokens == whole.usage.completion_tokens
