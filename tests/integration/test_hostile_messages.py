@@ -84,6 +84,8 @@ ANSWER_S = 20.0
 MAX_HELD_S = 0.5
 """Of the processor, that the event loop may spend between two looks at what is ready."""
 MAX_GROWTH = 128 * 2**20
+MAX_SPOILED = 5 * 2**20
+"""Bytes of a field that is a list of messages: more than any worker takes. The sender's own memory is measured, too."""
 
 
 def small_spec(name: str, prompt: tuple[int, ...] = PROMPT) -> SequenceSpec:
@@ -579,6 +581,7 @@ def spoiled(message: Message, dice: random.Random) -> None:
                 kept = [type(value).FromString(value.SerializeToString()) for value in values]
                 del values[:]
                 empty = message_factory.GetMessageClass(changing.message_type)()
+                length = min(length, MAX_SPOILED // max((each.ByteSize() + 2 for each in kept), default=1))
                 values.extend([dice.choice([empty, *kept]) for _ in range(length)])
             else:
                 values[:] = [dice.choice([*EXTREMES[changing.type], *values[:3]]) for _ in range(min(length, 2_000))]
