@@ -1,8 +1,9 @@
 """What every process shares: the vocabulary of requests, workers and blocks, and the ways in which processes speak.
 
-The vocabulary is in plain modules (`api`, `messages`, `cluster`, `blocks`, `sampling`, `scores`, `errors`), settings
-are in `config`, the engine is in `engine`; protobuf stops at `wire`, `rpc` is gRPC, `telemetry` declares every metric,
-and `v1` is generated from `proto/`. No other package of the product is imported here.
+The vocabulary is in plain modules (`api`, `messages`, `cluster`, `blocks`, `sampling`, `structure`, `scores`,
+`errors`), settings are in `config`, the engine is in `engine`; `grammar` compiles structures for router and engine;
+protobuf stops at `wire`, `rpc` is gRPC, `telemetry` declares every metric, and `v1` is generated from `proto/`. No
+other package of the product is imported here.
 """
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "engine",
     "errors",
     "fit",
+    "grammar",
     "kv_layout",
     "memory",
     "messages",
@@ -23,6 +25,7 @@ __all__ = [
     "rpc",
     "sampling",
     "scores",
+    "structure",
     "tasks",
     "telemetry",
     "v1",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from baton.errors import InvalidRequest
+from baton.structure import StructuredOutputs
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
@@ -31,6 +32,8 @@ MAX_DRY = 100.0
 MAX_DRY_BASE = 4.0
 MAX_DRY_LENGTH = 50
 """Tokens of a repetition that are counted; longer ones count as this long."""
+MAX_REASONING_END = 16
+"""Most tokens that end a reasoning."""
 MAX_INT32 = 2**31 - 1
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """Texts that end a repetition, as DRY's author proposes them."""
@@ -106,11 +109,18 @@ class SamplingParams:
     """Whether special tokens have no text."""
     xtc_exempt_token_ids: tuple[int, ...] = ()
     """Tokens besides those that end an answer which XTC never excludes: where it would, it excludes none."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the answer must be, once its reasoning is over; None: any text."""
+    reasoning_end_ids: tuple[int, ...] = ()
+    """Tokens that end the reasoning with which the answer begins; empty: it begins with none."""
+    thinking_budget: int | None = None
+    """Tokens of the reasoning after which those that end it are forced; None: it takes as many as it takes."""
 
     @property
     def needs_history(self) -> bool:
         """Whether a draw depends on the tokens before it."""
-        return self.penalizes or self.dry_multiplier != 0 or any(len(word) > 1 for word in self.bad_word_ids)
+        repeats = self.penalizes or self.dry_multiplier != 0
+        return repeats or self.is_structured or any(len(word) > 1 for word in self.bad_word_ids)
 
     @property
     def penalizes(self) -> bool:
@@ -121,7 +131,12 @@ class SamplingParams:
     def adjusts_logits(self) -> bool:
         """Whether logits are changed before the best token or a random one is taken."""
         lists = self.logit_bias or self.bad_word_ids or self.allowed_token_ids
-        return bool(lists) or self.min_tokens > 0 or self.dry_multiplier != 0 or self.penalizes
+        return bool(lists) or self.min_tokens > 0 or self.dry_multiplier != 0 or self.penalizes or self.is_structured
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether the tokens so far decide which ones may come next."""
+        return self.structured_outputs is not None or self.thinking_budget is not None
 
     @property
     def wants_scores(self) -> bool:
@@ -139,12 +154,14 @@ class SamplingParams:
             "allowed_token_ids": self.allowed_token_ids,
             "dry_breaker_ids": self.dry_breaker_ids,
             "xtc_exempt_token_ids": self.xtc_exempt_token_ids,
+            "reasoning_end_ids": self.reasoning_end_ids,
         }
 
     def __post_init__(self) -> None:
         self._check_draw()
         self._check_ends()
         self._check_adjustments()
+        self._check_structure()
 
     def _check_draw(self) -> None:
         t, p, least, typical = self.temperature, self.top_p, self.min_p, self.typical_p
@@ -217,6 +234,14 @@ class SamplingParams:
             banned = {word_ids[0] for word_ids in self.bad_word_ids if len(word_ids) == 1}
             _require(not banned.issuperset(self.allowed_token_ids), "allowed_token_ids",
                      "ids of which not all are bad words", "ids that all are")  # fmt: skip
+
+    def _check_structure(self) -> None:
+        _require_few(self.reasoning_end_ids, "reasoning_end_ids", MAX_REASONING_END, "ids")
+        if (budget := self.thinking_budget) is not None:
+            _require(0 <= budget <= MAX_INT32, "thinking_budget", f"between 0 and {MAX_INT32}", budget)
+            _require(bool(self.reasoning_end_ids), "thinking_budget", "set together with reasoning_end_ids", budget)
+        if self.structured_outputs is not None:
+            _require(not self.ignore_eos, "ignore_eos", "false with structured_outputs, which say where it ends", True)
 
 
 def _require(ok: bool, param: str, rule: str, value: object) -> None:

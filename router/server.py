@@ -117,6 +117,7 @@ class Router:
     rpc: RpcServer
     http: _HttpServer
     http_sockets: list[socket.socket]
+    service: RouterService
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then lets requests in flight end, for `router.drain_timeout_s` at most."""
@@ -141,6 +142,7 @@ class Router:
             await self.rpc.stop(0)
             await self.client.close()
             await self.store.close()
+            self.service.close()
             if self.tracer is not None:
                 self.tracer.shutdown()
 
@@ -167,7 +169,6 @@ def build(config: Config) -> Router:
     store = _Store.connect(config.index, model.content_id)
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len)
     client, slo_counts, decisions = WorkerClient(), SloCounts(), DecisionLog()
-
     rpc, grpc_port, http_sockets = _bind(config, tenants)
     registry = Registry(
         leases=store.leases,
@@ -187,8 +188,8 @@ def build(config: Config) -> Router:
     service = _service(
         config, model, store, pools, client=client, decisions=decisions, instruments=instruments, slo_counts=slo_counts
     )
-    ingress = Ingress(config.cluster.host, grpc_port)
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service, ingress), rpc.server)
+    inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port))
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference, rpc.server)
     admin = AdminServicer(registry.status, decisions.explain, ControllerClient(registry.controller))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     http = _HttpServer(
@@ -209,6 +210,7 @@ def build(config: Config) -> Router:
         rpc=rpc,
         http=http,
         http_sockets=http_sockets,
+        service=service,
     )
 
 

@@ -48,7 +48,7 @@ from router.admission import (
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import AnswerChunks, AnswerWriter
 from router.dispatch import Choice, ChoiceGroup, Dispatcher
-from router.prompt import PromptEncoder, SequenceBuilder, in_tokens
+from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_tokens
 from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
 from router.request.resume import Call, CallsInFlight, Journal, digest_of, only_delivered, with_delivered
 from router.request.settlement import Settlement
@@ -84,7 +84,14 @@ class RouterService:
         self._config = config
         self._slo_counts = slo_counts
         self._encoder = PromptEncoder(model.tokenizer)
+        self._structures = StructureChecker(
+            model.tokenizer.folder / "tokenizer.json", model.facts.vocab_size, model.tokenizer.eos_ids
+        )
         self._sequences = SequenceBuilder(model.content_id, model.facts.vocab_size, config.cache_secret)
+
+    def close(self) -> None:
+        """Ends the process that it has started. Nothing is served any more."""
+        self._structures.close()
 
     @property
     def facts(self) -> ModelFacts:
@@ -129,6 +136,7 @@ class RouterService:
                 params = with_lengths(params, request.sampling, len(prompt_ids), facts)
                 check_resume(request, params)
                 params = in_tokens(params, self.model.tokenizer)
+                await self._structures.check(params.structured_outputs)
                 spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)
                 digest = digest_of(self.model.content_id, spec)
                 known = await self._noted(key, digest, past) if request.resume_from else {}

@@ -11,6 +11,7 @@ from baton.chat import ChatMessage, check_no_tools
 from baton.errors import InvalidRequest, Unsupported
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import NO_SCORES, TokenScores
+from baton.structure import StructuredOutputs
 from baton.v1 import inference_pb2
 from baton.wire.convert import from_pb, to_pb
 
@@ -47,9 +48,16 @@ def _sampling_set_in(message: inference_pb2.SamplingParams) -> dict[str, Any]:
             found[field.name] = tuple(sorted(value.items()))
         elif field.name == "bad_word_ids":
             found[field.name] = tuple(tuple(word.ids) for word in value)
+        elif field.name == "structured_outputs":
+            found[field.name] = _structure_from_pb(value)
         else:
             found[field.name] = tuple(value) if field.is_repeated else value
     return found
+
+
+def _structure_from_pb(message: inference_pb2.StructuredOutputs) -> StructuredOutputs:
+    """Raises InvalidRequest unless it asks for one structure, of a size that is served."""
+    return from_pb(message, StructuredOutputs)
 
 
 def generate_request_from_pb(message: inference_pb2.GenerateRequest) -> api.GenerateRequest:
@@ -136,6 +144,8 @@ def _asked_sampling(asked: Mapping[str, Any]) -> inference_pb2.SamplingParams:
         fields["logit_bias"] = dict(fields["logit_bias"])
     if "bad_word_ids" in fields:
         fields["bad_word_ids"] = [inference_pb2.TokenIds(ids=ids) for ids in fields["bad_word_ids"]]
+    if "structured_outputs" in fields:
+        fields["structured_outputs"] = to_pb(fields["structured_outputs"], inference_pb2.StructuredOutputs)
     return inference_pb2.SamplingParams(**fields)
 
 

@@ -9,6 +9,7 @@ from baton import messages as m
 from baton.errors import BatonError, InvalidRequest, TransferRefused, Unsupported
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
+from baton.structure import MAX_GRAMMAR_BYTES, MAX_STRUCTURE_CHOICES
 from baton.v1 import worker_pb2
 from baton.wire.convert import MAX_CONTROL_BYTES, Oneof, from_pb, require_short, to_pb
 from baton.wire.inference import sampling_from_pb, write_sampling
@@ -17,6 +18,8 @@ from baton.wire.known_fields import fields_in, unknown_field
 MAX_COMMANDS = 1024
 """Most commands in one frame; a router writes a few (`baton.rpc.outbox`)."""
 MAX_TOKEN_BYTES = 5
+MAX_STRUCTURE_BYTES = MAX_GRAMMAR_BYTES + 8 * MAX_STRUCTURE_CHOICES
+"""Longest structure of an answer, in bytes, with what is written around each choice."""
 
 
 def write_sequence(spec: m.SequenceSpec, message: worker_pb2.SequenceSpec) -> None:
@@ -121,21 +124,33 @@ def commands(message: worker_pb2.ServeRequest, max_model_len: float = math.inf) 
     return [_command(command, max_model_len) for command in message.commands]
 
 
-def max_start_bytes(max_model_len: float) -> float:
-    """Longest start of a call that a worker reads, in bytes."""
-    return MAX_CONTROL_BYTES + MAX_TOKEN_BYTES * max_model_len
+def max_start_bytes(max_model_len: float, structure_bytes: int = MAX_STRUCTURE_BYTES) -> float:
+    """Returns the longest start of a call that a worker reads, in bytes.
+
+    Args:
+        structure_bytes: what the structure of its answer takes.
+    """
+    return MAX_CONTROL_BYTES + MAX_TOKEN_BYTES * max_model_len + min(structure_bytes, MAX_STRUCTURE_BYTES)
 
 
 def _command(message: worker_pb2.Command, max_model_len: float) -> m.StartCall | m.CancelCall:
     if message.WhichOneof("command") == "cancel":
         return m.CancelCall(message.call_id)
     try:
-        require_short(message, max_start_bytes(max_model_len), InvalidRequest)
+        require_short(message, max_start_bytes(max_model_len, _structure_bytes(message)), InvalidRequest)
         if path := unknown_field(message):
             raise Unsupported(f"this worker does not know the field {path} of a router's command")
         return m.StartCall(message.call_id, _call_request(message), dict(message.trace))
     except (InvalidRequest, TransferRefused, Unsupported) as refusal:
         return m.StartCall(message.call_id, refusal, {})
+
+
+def _structure_bytes(message: worker_pb2.Command) -> int:
+    which = message.WhichOneof("command")
+    if which not in ("prefill", "decode"):
+        return 0
+    sampling = getattr(message, which).sequence.sampling
+    return int(sampling.structured_outputs.ByteSize()) if sampling.HasField("structured_outputs") else 0
 
 
 def _call_request(message: worker_pb2.Command) -> m.PrefillRequest | m.DecodeRequest | m.FetchRequest | None:

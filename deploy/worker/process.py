@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -86,6 +87,7 @@ def build_runner(config: Config) -> Runner:
             num_layers=ARITHMETIC_LAYERS,
             layer_s=config.engine.arithmetic_step_ms / 1e3 / ARITHMETIC_LAYERS,
             token_s=config.engine.arithmetic_token_ms / 1e3,
+            tokenizer=Path(config.model.path) / "tokenizer.json" if config.model.path else None,
         )
     if config.engine.runner == "transformers":
         from baton.engine.model.transformers_runner import TransformersRunner

@@ -6,7 +6,8 @@ Plain state without I/O. A `Tokenizer` may be used by several threads.
 
 from router.prompt.chat import ChatTemplate
 from router.prompt.sequence import PromptEncoder, SequenceBuilder
+from router.prompt.structure import StructureChecker
 from router.prompt.tokenizer import Tokenizer
 from router.prompt.words import in_tokens
 
-__all__ = ["ChatTemplate", "PromptEncoder", "SequenceBuilder", "Tokenizer", "in_tokens"]
+__all__ = ["ChatTemplate", "PromptEncoder", "SequenceBuilder", "StructureChecker", "Tokenizer", "in_tokens"]

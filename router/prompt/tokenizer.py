@@ -45,6 +45,8 @@ RECOMMENDED_SAMPLING = {
 class Tokenizer:
     """The tokenizer of one model, with the limits and defaults that its folder states."""
 
+    folder: Path
+    """The model's folder."""
     chat_template: ChatTemplate
     vocab_size: int
     """One more than the highest token id."""
@@ -88,6 +90,7 @@ class Tokenizer:
                 ", ".join(f"{name} {value}" for name, value in unapplied.items()),
             )
         return Tokenizer(
+            folder=folder,
             chat_template=ChatTemplate.load(folder, tokenizer_config, special_tokens(folder)),
             vocab_size=max(vocabulary.values(), default=-1) + 1,
             longest_token=max(map(len, vocabulary), default=1),

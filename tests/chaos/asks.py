@@ -7,20 +7,24 @@ cache is left out: that depends on who has died before.
 from __future__ import annotations
 
 import functools
+import json
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from baton import wire
 from baton.api import GenerateChunk, GenerateRequest, Text, TokenIds
 from baton.config import ModelConfig, load
-from baton.engine.model.arithmetic import modulus, sampled
+from baton.engine.model.arithmetic import modulus, sampled_of
 from baton.engine.sampling.pipeline import Sampler
 from baton.engine.sampling.row import Row
+from baton.engine.sampling.structure import Structures
 from baton.sampling import SamplingParams
 from baton.scores import TokenScores
+from baton.structure import StructuredOutputs
 from baton.v1 import inference_pb2
 from deploy.models import cache_dir, resolve
 from router.prompt import Tokenizer, in_tokens
@@ -122,6 +126,11 @@ def seeded(prompt: Sequence[int], num_tokens: int, seed: int, n: int = 1) -> Gen
     )
 
 
+_CATS = json.dumps({
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "lives": {"type": "integer", "minimum": 1}},
+    "required": ["name", "lives"],
+})  # fmt: skip
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 16},
     {"temperature": 1.25, "top_p": 0.875},
@@ -145,6 +154,14 @@ OPTIONS: list[dict[str, Any]] = [
     {"logprob_token_ids": (4, 40000)},
     {"logprobs": 3, "temperature": 1.0, "top_k": 8},
     {"ignore_eos": False, "allowed_token_ids": (0, 9001, 18001, 27001, 36001, 45001)},
+    {"structured_outputs": StructuredOutputs(json=_CATS), "temperature": 1.0},
+    {"structured_outputs": StructuredOutputs(regex="[a-z]{2,4}( [0-9]{1,3}){2,6}")},
+    {"structured_outputs": StructuredOutputs(grammar='start: "(" start ")" | start "," start | /[a-f]+/')},
+    {
+        "structured_outputs": StructuredOutputs(choice=("no", "yes, please", "größer als 😀")),
+        "reasoning_end_ids": (44, 45),
+    },
+    {"reasoning_end_ids": (9, 10, 11), "thinking_budget": 5, "temperature": 1.0},
 ]
 """Each way of drawing, constraining and ending an answer. Fractions are those that a float of 32 bits has exactly."""
 
@@ -157,6 +174,8 @@ def of_options(number: int) -> GenerateRequest:
     sampling: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "ignore_eos": True}
     for option in reversed(chosen):
         sampling |= option
+    if "structured_outputs" in sampling:
+        sampling["ignore_eos"] = False
     sampling |= {"seed": rng.randrange(2**40), "n": rng.choice((1, 1, 1, 2)), "max_tokens": rng.randrange(10, 20)}
     return GenerateRequest(prompt=TokenIds((*begin, *begin[-7:], *begin[:3])), sampling=sampling)
 
@@ -195,14 +214,13 @@ def _expected(request: GenerateRequest, choice_index: int) -> tuple[int, ...]:
     prompt, sampling = request.prompt.ids, request.sampling
     params = SamplingParams(seed=0)
     params = in_tokens(replace(params, **sampling), _tokenizer())
-    sampler = Sampler({0})
+    sampler = Sampler({0}, _structures())
     tokens = list(prompt)
     weighted = sum((position + 1) * token for position, token in enumerate(tokens))
     for _ in range(sampling["max_tokens"]):
         position = len(tokens)
         row = Row(params, choice_index, position, len(prompt), tuple(tokens) if params.needs_history else ())
-        drawn, _ = sampled([weighted % MODULUS], [row], sampler, VOCAB_SIZE)
-        tokens += drawn
+        tokens += sampled_of([weighted % MODULUS], [row], sampler, VOCAB_SIZE).token_ids
         if tokens[-1] in params.stop_token_ids or (tokens[-1] == 0 and not params.ignore_eos):
             break
         weighted += (position + 1) * tokens[-1]
@@ -211,4 +229,13 @@ def _expected(request: GenerateRequest, choice_index: int) -> tuple[int, ...]:
 
 @functools.cache
 def _tokenizer() -> Tokenizer:
-    return Tokenizer.load(resolve(ModelConfig(), cache_dir(load().cluster)).path)
+    return Tokenizer.load(_folder())
+
+
+@functools.cache
+def _structures() -> Structures:
+    return Structures(_folder() / "tokenizer.json", VOCAB_SIZE, {0})
+
+
+def _folder() -> Path:
+    return resolve(ModelConfig(), cache_dir(load().cluster)).path

@@ -22,6 +22,7 @@ from ctypes import c_double
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -361,6 +362,7 @@ async def _serve(role: Role, worker_id: str, config: Config, progress: Progress)
             num_layers=NUM_LAYERS,
             layer_s=config.engine.arithmetic_step_ms / 1e3 / NUM_LAYERS,
             token_s=config.engine.arithmetic_token_ms / 1e3,
+            tokenizer=Path(config.model.path) / "tokenizer.json",
         )
         runner.progress = progress
         return runner

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 import torch
+from pydantic import BaseModel, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from baton import wire
@@ -268,6 +270,41 @@ def test_openai_package_reads_log_probabilities(split_cluster: Cluster) -> None:
     assert [len(top) for top in scores.top_logprobs or []] == [2] * len(scores.tokens or [])
     offsets = [offset for piece in pieces if (of := piece.choices[0].logprobs) for offset in of.text_offset or []]
     assert offsets == scores.text_offset
+
+
+class Cat(BaseModel):
+    name: str = Field(max_length=12)
+    lives: int = Field(ge=1, le=9)
+    colours: list[Literal["black", "white", "red"]] = Field(min_length=1, max_length=2)
+
+
+def test_openai_package_asks_for_structures(split_cluster: Cluster) -> None:
+    messages: Any = [{"role": "user", "content": "Describe a cat as JSON."}]
+    asked: Any = {"model": "", "messages": messages, "max_tokens": 90}
+    with openai.OpenAI(base_url=f"http://{split_cluster.http}/v1", api_key="none") as client:
+        chats = client.chat.completions
+        for temperature, seed in ((0.0, 0), (1.0, 1), (1.0, 2)):
+            parsed = chats.parse(response_format=Cat, temperature=temperature, seed=seed, **asked)
+            (choice,) = parsed.choices
+            assert choice.finish_reason == "stop"
+            assert isinstance(choice.message.parsed, Cat)
+        streamed = chats.create(response_format={"type": "json_object"}, temperature=0, stream=True, **asked)
+        text = "".join(part.choices[0].delta.content or "" for part in streamed if part.choices)
+        assert text.lstrip().startswith("{")
+        for structure, expected in (
+            ({"choice": ["a tabby", "a siamese"]}, "a (tabby|siamese)"),
+            ({"regex": "[A-Z][a-z]{2,5}, [0-9] years"}, "[A-Z][a-z]{2,5}, [0-9] years"),
+            ({"grammar": 'start: "cat" ("!" | "?")'}, "cat[!?]"),
+        ):
+            answer = chats.create(extra_body={"structured_outputs": structure}, temperature=1, seed=3, **asked)
+            assert re.fullmatch(expected, answer.choices[0].message.content or "")
+            completion = client.completions.create(
+                model="", prompt="A cat:", extra_body={"structured_outputs": structure}, temperature=1, max_tokens=30
+            )
+            assert re.fullmatch(expected, completion.choices[0].text)
+        unknown: Any = {"name": "x", "schema": {"type": "array", "uniqueItems": True}}
+        with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+            chats.create(response_format={"type": "json_schema", "json_schema": unknown}, **asked)
 
 
 def test_every_option_is_kept_on_the_real_model(split_cluster: Cluster) -> None:

@@ -23,7 +23,7 @@ from baton.costs import StepCosts
 from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.group_pool import GroupPool
 from baton.engine.core.kv_spec import BlockTables
-from baton.engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Reserved
+from baton.engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Refused, Reserved
 from baton.engine.core.runner import Runner, StepInput, StepOutput
 from baton.engine.core.scheduler import Scheduler, SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
@@ -185,6 +185,10 @@ class Engine:
                 self.scheduler.copied(sequence)
             if sequence.aborted:
                 self._finish(sequence)
+                continue
+            if output.failures and index in output.failures:
+                self._finish(sequence)
+                outputs.append(Refused(sequence.key, InvalidRequest(output.failures[index])))
                 continue
             token_ids, finish_reason = output.sampled_token_ids[index], None
             for count, token_id in enumerate(token_ids, start=1):

@@ -16,7 +16,7 @@ from typing import Any
 from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import KVSpec
-from baton.engine.core.outputs import EngineLoad, Generated, KvProgress, OnProgress, Output, Pin
+from baton.engine.core.outputs import EngineLoad, Generated, KvProgress, OnProgress, Output, Pin, Refused
 from baton.engine.core.runner import Fence, OnLayerDone, StepInput
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
@@ -107,6 +107,8 @@ class EngineLoop:
         """See `ServingEngine.sequence`."""
         if self.engine.num_waiting >= self.max_waiting(spec):
             raise Overloaded("the worker's queue is full; try again later")
+        if spec.sampling.is_structured:
+            await asyncio.to_thread(self.engine.runner.prepare, spec.sampling)
         sequence = self.engine.add(spec, purpose, time.monotonic() if arrived_s is None else arrived_s)
         self._was_idle = False
         queue = self._outputs[sequence.key] = asyncio.Queue()
@@ -189,7 +191,7 @@ class EngineLoop:
         for output in outputs:
             queue = self._outputs.get(output.sequence_key)
             if queue is not None:  # else its owner has just left, and `end` frees it
-                queue.put_nowait(output)
+                queue.put_nowait(output.error if isinstance(output, Refused) else output)
 
     def _publish_block_events(self) -> None:
         for change in self.engine.take_block_events():

@@ -10,6 +10,7 @@ from baton.cluster import BlockCounts
 from baton.costs import StepCosts
 from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.runner import Fence
+from baton.errors import BatonError
 from baton.messages import PrefillReport
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
@@ -55,7 +56,14 @@ class Preempted:
     sequence_key: int
 
 
-Output = Reserved | Admitted | Generated | Preempted
+class Refused(NamedTuple):
+    """A sequence has ended without an answer."""
+
+    sequence_key: int
+    error: BatonError
+
+
+Output = Reserved | Admitted | Generated | Preempted | Refused
 
 
 class KvProgress(NamedTuple):

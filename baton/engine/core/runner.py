@@ -6,7 +6,7 @@ event loop goes on, in another thread or process. `StepOutput` says what was sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -109,10 +109,17 @@ class StepOutput:
     """Leading tokens of the sequence whose KV is in its blocks now."""
     scores: tuple[TokenScores, ...] | None = None
     """What the model thought of each part's sampled tokens; None: no part asks for that."""
+    failures: Mapping[int, str] | None = None
+    """Why parts have no token and cannot go on, by their index: what their clients asked cannot be served. None: all
+    go on."""
 
     @classmethod
     def one_each(
-        cls, step: StepInput, sampled: Sequence[int], scores: Sequence[TokenScores] | None = None
+        cls,
+        step: StepInput,
+        sampled: Sequence[int],
+        scores: Sequence[TokenScores] | None = None,
+        failures: Mapping[int, str] | None = None,
     ) -> StepOutput:
         """Returns the output of a step that has computed every token, with one id for each part that samples.
 
@@ -120,6 +127,7 @@ class StepOutput:
             step: the step.
             sampled: the ids.
             scores: of each of them; None: nobody asks.
+            failures: by place in `sampled`, why there is none; None: there are all.
         """
         ids = iter(sampled)
         each = iter(scores or ())
@@ -127,7 +135,13 @@ class StepOutput:
             tuple([(next(ids),) if part.sample else () for part in step.parts]),
             tuple([part.num_computed_tokens + len(part.token_ids) for part in step.parts]),
             tuple([next(each) if part.sample else NO_SCORES for part in step.parts]) if scores else None,
+            _by_part(step, failures) if failures else None,
         )
+
+
+def _by_part(step: StepInput, failures: Mapping[int, str]) -> dict[int, str]:
+    sampling = [index for index, part in enumerate(step.parts) if part.sample]
+    return {sampling[place]: reason for place, reason in failures.items()}
 
 
 class Runner(Protocol):
@@ -152,6 +166,15 @@ class Runner(Protocol):
     def caches(self) -> Sequence[Any]:
         """Every rank's cache, each with its part of the heads, in a type of the runner's that the hand-over knows.
         Block ids mean the same in all of them.
+        """
+        ...
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Does what sequences with structured answers need before their first step, in up to a second. It is called in
+        any thread.
+
+        Raises:
+            InvalidRequest: such answers cannot be served.
         """
         ...
 

@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Sequence as SequenceOf
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -28,10 +29,11 @@ from baton.engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.rows import row_of
-from baton.engine.sampling.pipeline import SAMPLER, Sampler
+from baton.engine.sampling.pipeline import SAMPLER, Sampled, Sampler
 from baton.engine.sampling.row import Row
+from baton.engine.sampling.structure import Structures
 from baton.sampling import SamplingParams
-from baton.scores import NO_SCORES, TokenScores
+from baton.scores import NO_SCORES
 
 NUM_NEAR = 4096
 """Tokens next to an answer beyond which none has a weight, at the highest temperature."""
@@ -42,6 +44,8 @@ class ArithmeticRunner:
 
     Each layer of a step takes at least `layer_s`, and the whole step `token_s` for each token that it computes, slept
     before a layer is written: it stands for the computing.
+
+    `tokenizer`, a tokenizer.json, gives its tokens the texts that structured answers are made of.
     """
 
     unknown_settings = frozenset({"kv_cache_gib", "rank_timeout_s"})
@@ -60,6 +64,7 @@ class ArithmeticRunner:
         num_layers: int = 2,
         layer_s: float = 0.0,
         token_s: float = 0.0,
+        tokenizer: Path | None = None,
     ) -> None:
         states = (StateSpec("token_sum", (1,), "int64"),) if with_state else ()
         group = LayerGroup(
@@ -77,12 +82,17 @@ class ArithmeticRunner:
         self.num_blocks = self.cache.table_sizes
         self.name = "arithmetic"
         self.sampler = SAMPLER
-        self._sampler = Sampler(eos_token_ids)
+        self._structures = Structures(tokenizer, vocab_size, eos_token_ids)
+        self._sampler = Sampler(eos_token_ids, self._structures)
         self.vocab_size = vocab_size
         self.max_model_len = min(max_model_len, num_blocks * block_size)
         self.eos_token_ids = eos_token_ids
         self.layer_s = layer_s
         self.token_s = token_s
+
+    def prepare(self, params: SamplingParams) -> None:
+        """See `Runner.prepare`."""
+        self._structures.prepare(params)
 
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
@@ -102,7 +112,7 @@ class ArithmeticRunner:
                 state[_state(part)] += sum(part.token_ids)
         answering = [part for part in step.parts if part.sample]
         answers, rows = [self._answer(part) for part in answering], [row_of(part) for part in answering]
-        return StepOutput.one_each(step, *sampled(answers, rows, self._sampler, self.vocab_size))
+        return StepOutput.one_each(step, *sampled_of(answers, rows, self._sampler, self.vocab_size))
 
     def close(self) -> None:
         """Ends nothing: it has started no process."""
@@ -159,9 +169,7 @@ def _falling(size: int) -> torch.Tensor:
     return -0.1 * torch.arange(size)
 
 
-def sampled(
-    answers: SequenceOf[int], rows: SequenceOf[Row], sampler: Sampler, vocab_size: int
-) -> tuple[list[int], list[TokenScores] | None]:
+def sampled_of(answers: SequenceOf[int], rows: SequenceOf[Row], sampler: Sampler, vocab_size: int) -> Sampled:
     """Returns what requests get where greedy ones get `answers`, and the scores where somebody asks for them.
 
     A row that only draws does so among the tokens next to its answer, in their order from there: a twelfth of the work,
@@ -175,12 +183,13 @@ def sampled(
         for i, place in zip(near, sampler.sample(logits, [rows[i] for i in near]), strict=True):
             tokens[i] = (answers[i] + place) % prime
     if not far:
-        return tokens, None
-    drawn, scored = sampler.sample_and_score(logits_of([answers[i] for i in far], vocab_size), [rows[i] for i in far])
+        return Sampled(tokens, None, {})
+    drawn = sampler.sample_and_score(logits_of([answers[i] for i in far], vocab_size), [rows[i] for i in far])
     for place, i in enumerate(far):
-        tokens[i] = drawn[place]
-        scores[i] = scored[place] if scored else NO_SCORES
-    return tokens, scores if scored else None
+        tokens[i] = drawn.token_ids[place]
+        scores[i] = drawn.scores[place] if drawn.scores else NO_SCORES
+    failures = {far[place]: reason for place, reason in drawn.failures.items()}
+    return Sampled(tokens, scores if drawn.scores else None, failures)
 
 
 def _only_draws(params: SamplingParams) -> bool:

@@ -26,6 +26,7 @@ from baton.engine.model.transformers_model import (
     longest_sequence,
 )
 from baton.engine.sampling.pipeline import SAMPLER, Sampler
+from baton.engine.sampling.structure import Structures
 from baton.errors import ModelLoadError
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
 from baton.model_files import end_of_sequence_ids
@@ -78,16 +79,23 @@ class TransformersRunner:
         self.max_model_len = min(model_len, num_blocks * engine.block_size)
         self.vocab_size: int = config.vocab_size  # loading refuses an embedding of another size
         self.eos_token_ids = frozenset(end_of_sequence_ids(Path(model.path)))
-        self._sampler = Sampler([token for token in self.eos_token_ids if 0 <= token < self.vocab_size])
+        eos_token_ids = [token for token in self.eos_token_ids if 0 <= token < self.vocab_size]
+        self._structures = Structures(Path(model.path) / "tokenizer.json", self.vocab_size, eos_token_ids)
+        self._sampler = Sampler(eos_token_ids, self._structures)
         self._others = OtherRanks(model, engine, self.caches) if len(devices) > 1 else None
         try:
             self.rank = ModelRank(model, engine, self.cache)
             if self._others is not None:
                 self._others.wait_ready()
             self._warm_up()
+            self._structures.load()
         except ModelLoadError:
             self.close()
             raise
+
+    def prepare(self, params: SamplingParams) -> None:
+        """See `Runner.prepare`."""
+        self._structures.prepare(params)
 
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
@@ -95,14 +103,21 @@ class TransformersRunner:
         packed = [step.parts[index] for index in order]
         sampling = [row for row, part in enumerate(packed) if part.sample]
         stripped = [part._replace(sampling=NO_SAMPLING, history=()) for part in packed] if self._others else packed
+        rows = [row_of(packed[row]) for row in sampling]
+        self._sampler.begin(rows)
         logits = self._compute(RankStep(stripped, sampling, step.copies), on_layer_done)
         if not sampling:
             self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
             return StepOutput.one_each(step, ())
-        sampled, scores = self._sampler.sample_and_score(logits, [row_of(packed[row]) for row in sampling])
+        found = self._sampler.sample_and_score(logits, rows)
         place_of = {order[row]: place for place, row in enumerate(sampling)}
         places = [place_of[index] for index in sorted(place_of)]
-        return StepOutput.one_each(step, [sampled[i] for i in places], [scores[i] for i in places] if scores else None)
+        return StepOutput.one_each(
+            step,
+            [found.token_ids[i] for i in places],
+            [found.scores[i] for i in places] if found.scores else None,
+            {place: found.failures[i] for place, i in enumerate(places) if i in found.failures},
+        )
 
     def close(self) -> None:
         """See `Runner.close`."""

@@ -15,6 +15,7 @@ __all__ = [
     "random",
     "row",
     "scores",
+    "structure",
     "truncation",
     "typical",
     "weights",

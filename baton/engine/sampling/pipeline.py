@@ -1,6 +1,7 @@
 """Turns logits into token ids, in one order of steps.
 
     logits    repetition, presence and frequency penalty -> DRY -> bias -> bad words, allowed tokens, too early ends
+              -> structure, and the end of a reasoning
     best      at temperature 0 the likeliest token is taken
     weights   temperature -> top-k -> top-p -> min-p -> typical -> XTC
     draw      a random number, looked up in the running sum of the weights
@@ -14,15 +15,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from baton.engine.sampling import bias, dry, exclusions, penalties, truncation, xtc
+from baton.engine.sampling import bias, dry, exclusions, penalties, structure, truncation, xtc
 from baton.engine.sampling.history import Histories
 from baton.engine.sampling.masses import first_beyond
 from baton.engine.sampling.random import uniform
 from baton.engine.sampling.row import Row
 from baton.engine.sampling.scores import RawLogits
+from baton.engine.sampling.structure import Masks, Structures
 from baton.engine.sampling.typical import typical
 from baton.engine.sampling.weights import EVERYTHING, Buffers, TokenWeights, WeightBounds
 from baton.sampling import SamplingParams
@@ -32,8 +35,20 @@ SAMPLER = "inverse-transform-blake2b/2"
 """Name of the contract: the same seed, choice, position and logits give the same token in every release with it."""
 MIN_TEMPERATURE = 1e-30
 """Lower ones draw as this one does: float32 has not much below it."""
+_NO_MASKS = Masks({}, {})
 _Asks = Callable[[SamplingParams], bool]
 _Truncates = Callable[[torch.Tensor, Sequence[SamplingParams]], WeightBounds]
+
+
+class Sampled(NamedTuple):
+    """What came of a step's rows."""
+
+    token_ids: list[int]
+    """One for each row; of a row that failed, any."""
+    scores: list[TokenScores] | None
+    """Scores of each token; None: no row asks for them."""
+    failures: Mapping[int, str]
+    """Why rows have no token, by row."""
 
 
 class Sampler:
@@ -41,10 +56,12 @@ class Sampler:
 
     Args:
         eos_token_ids: tokens that end every answer, of those that the logits have.
+        structures: of answers that have one; None: no answer has one.
     """
 
-    def __init__(self, eos_token_ids: Collection[int] = ()) -> None:
+    def __init__(self, eos_token_ids: Collection[int] = (), structures: Structures | None = None) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._structures = structures or Structures(None, 0, ())
         self._histories = Histories()
         self._buffers = buffers = Buffers()
         self._weights = TokenWeights(buffers)
@@ -55,25 +72,33 @@ class Sampler:
             (lambda params: params.typical_p < 1, functools.partial(typical, buffers=buffers)),
         )
 
-    @torch.inference_mode()
-    def sample_and_score(self, logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[int], list[TokenScores] | None]:
-        """Returns one token for each row, as `sample` does, and its scores; None: no row asks for them."""
-        if not any(row.sampling.wants_scores for row in rows):
-            return self.sample(logits, rows), None
-        raw = RawLogits(logits, rows, self._buffers)
-        tokens = self.sample(logits, rows)
-        return tokens, raw.scores(tokens)
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Begins what can be done for a step's rows while their logits are computed; `sample` follows with the same."""
+        if structured := _asking(rows, structure.is_asked):
+            self._structures.begin(structured)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+        """Returns one token for each row, as `sample_and_score` does."""
+        return self.sample_and_score(logits, rows).token_ids
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-        """Returns one token for each row.
+    def sample_and_score(self, logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
+        """Returns one token for each row, and its scores.
 
         Args:
             logits: `[rows, vocab_size]`, any floating dtype; may be changed.
             rows: each with the seed set, unless it is greedy.
         """
+        structured = _asking(rows, structure.is_asked)
+        masks = self._structures.masks(structured) if structured else _NO_MASKS
+        raw = RawLogits(logits, rows, self._buffers) if any(row.sampling.wants_scores for row in rows) else None
+        tokens = self._sampled(logits, rows, masks)
+        return Sampled(tokens, raw.scores(tokens) if raw else None, masks.failures)
+
+    def _sampled(self, logits: torch.Tensor, rows: Sequence[Row], masks: Masks) -> list[int]:
         if any(row.sampling.adjusts_logits for row in rows):
             logits = self._adjusted(logits.float(), rows)
+            structure.apply(logits, masks)
         drawing = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
         if not drawing:
             best: list[int] = logits.argmax(dim=-1).tolist()

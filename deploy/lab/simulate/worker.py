@@ -19,6 +19,7 @@ from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
 from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
 from deploy.lab.simulate.policy import WorkerView
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ class CostlyRunner:
         self.max_model_len = shape.num_blocks * shape.block_tokens
         self.vocab_size = sys.maxsize
         self.eos_token_ids: frozenset[int] = frozenset()
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Prepares nothing: nobody reads its answers."""
 
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""

@@ -15,12 +15,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from baton.chat import check_asks_for_nothing, unsupported_field
 from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
+from router.api.openai.strict import StrictBody
+from router.api.openai.structure import ResponseFormatBody, StructuredOutputsBody, structure_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (), "audio": (), "best_of": (1,), "detokenize": (True,), "echo": (False,),
     "function_call": ("none",), "functions": ([],), "length_penalty": (1,), "max_logprobs": (),
     "modalities": (["text"],), "parallel_tool_calls": (True, False), "prediction": (),
-    "reasoning_effort": (), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
+    "reasoning_effort": (), "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,), "suffix": ("",),
     "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,), "use_beam_search": (False,),
     "verbosity": ("medium",), "web_search_options": (),
@@ -28,10 +30,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """OpenAI's and vLLM's fields that are not built yet -> the values that ask for nothing. null always does."""
 
 
-class StrictBody(BaseModel):
-    """A body or field in which every name and type is checked."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+_SAME_NAME = [field.name for field in fields(SamplingParams) if field.name not in ("logprobs", "structured_outputs")]
 
 
 class SloBody(StrictBody):
@@ -111,6 +110,10 @@ class Body(BaseModel):
     xtc_exempt_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: ResponseFormatBody | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    reasoning_end_ids: list[int] | None = None
+    thinking_budget: int | None = None
     request_id: str | None = None
     priority: int | None = None
     """vLLM's name. Higher runs earlier here."""
@@ -132,8 +135,10 @@ class Body(BaseModel):
             check_asks_for_nothing(name, value, NEUTRAL[name])
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise unsupported_field("stream_options.include_obfuscation")
-        asked = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name != "logprobs"}
-        return {name: _plain(name, value) for name, value in asked.items() if value is not None}
+        asked = {name: _plain(name, value) for name in _SAME_NAME if (value := getattr(self, name)) is not None}
+        if structure := structure_of(self.response_format, self.structured_outputs):
+            asked["structured_outputs"] = structure
+        return asked
 
     @property
     def include_usage(self) -> bool:

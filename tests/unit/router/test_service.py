@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,9 @@ class Router:
         )
         self._tenants = TenantBook.configured("")
 
+    def close(self) -> None:
+        self._service.close()
+
     @contextlib.asynccontextmanager
     async def inference(self) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
         rpc = RpcServer(SERVICE_NAMES, [Authentication(self._tenants)])
@@ -122,8 +125,10 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def router(tokenizer: Tokenizer) -> Router:
-    return Router(tokenizer)
+def router(tokenizer: Tokenizer) -> Iterator[Router]:
+    found = Router(tokenizer)
+    yield found
+    found.close()
 
 
 def asked(**fields: Any) -> inference_pb2.GenerateRequest:
@@ -254,6 +259,15 @@ BODIES: list[tuple[str, object, int]] = [
     ("/v1/completions", {**COMPLETION, "slo": {"ttft_ms": 0}}, 400),
     ("/v1/completions", {**COMPLETION, "slo": {"itl_ms": -1}}, 400),
     ("/v1/completions", {**COMPLETION, "slo": {"ttft": 10}}, 400),
+    ("/v1/completions", {**COMPLETION, "structured_outputs": {"regex": "a+"}, "thinking_budget": None}, 200),
+    ("/v1/completions", {**COMPLETION, "structured_outputs": {"regex": "("}}, 400),
+    ("/v1/completions", {**COMPLETION, "structured_outputs": {"json": "{"}}, 400),
+    ("/v1/completions", {**COMPLETION, "structured_outputs": {"regex": "a"}, "ignore_eos": True}, 400),
+    ("/v1/completions", {**COMPLETION, "structured_outputs": {"choice": ["\ud800"]}}, 400),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 200),
+    ("/v1/chat/completions", {**CHAT, "thinking_budget": 4, "reasoning_end_ids": [4, 5]}, 200),
+    ("/v1/chat/completions", {**CHAT, "thinking_budget": 4}, 400),
+    ("/v1/chat/completions", {**CHAT, "reasoning_end_ids": [10**7]}, 400),
     ("/v1/completions", {**COMPLETION, "logprobs": 0}, 200),
     ("/v1/completions", {**COMPLETION, "logprobs": True}, 400),
     ("/v1/completions", {**COMPLETION, "logprobs": 21}, 400),

@@ -34,6 +34,7 @@ from baton.costs import StepCosts
 from baton.errors import InvalidRequest, Unsupported
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import TokenScores
+from baton.structure import StructuredOutputs
 from baton.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -86,8 +87,18 @@ SAMPLING_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "include_stop_str_in_output": st.booleans(),
     "skip_special_tokens": st.booleans(),
     "xtc_exempt_token_ids": st.lists(IDS, max_size=4).map(tuple),
+    "structured_outputs": st.none()
+    | st.builds(StructuredOutputs, json=TEXT.filter(bool))
+    | st.builds(StructuredOutputs, regex=TEXT.filter(bool))
+    | st.builds(StructuredOutputs, grammar=TEXT.filter(bool))
+    | st.builds(StructuredOutputs, choice=st.lists(TEXT.filter(bool), min_size=1, max_size=4).map(tuple))
+    | st.just(StructuredOutputs(json_object=True)),
+    "reasoning_end_ids": st.lists(IDS, min_size=1, max_size=4).map(tuple),
+    "thinking_budget": st.none() | st.integers(0, 2**31 - 1),
 }
-SAMPLING_PARAMS = st.builds(SamplingParams, **SAMPLING_VALUES)
+SAMPLING_PARAMS = st.fixed_dictionaries(SAMPLING_VALUES).map(
+    lambda values: SamplingParams(**values | ({"ignore_eos": False} if values["structured_outputs"] else {}))
+)
 
 
 def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
@@ -332,6 +343,8 @@ def set_field(message: Any, field: FieldDescriptor) -> None:
         target.add()
     elif field.is_repeated:
         target.append(EXAMPLES.get(field.type, 1))
+    elif field.name == "structured_outputs":
+        target.json_object = True
     elif field.message_type is not None:
         target.SetInParent()
     else:

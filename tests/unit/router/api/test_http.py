@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from baton.api import Chat, GenerateChunk, GenerateRequest, Usage
 from baton.sampling import FinishReason
+from baton.structure import StructuredOutputs
 from router.admission.tenants import DEFAULT_TENANT
 from router.api.http import create_app
 from router.request.model import Ingress
@@ -137,8 +138,6 @@ def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
 TEXT = {"type": "text", "text": "hi"}
 UNSUPPORTED = [
     (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
-    (chat(response_format={"type": "json_object"}), "response_format"),
-    (chat(response_format={"type": "text", "strict": False}), "response_format"),
     (chat(parallel_tool_calls=0), "parallel_tool_calls"),
     (chat(stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
     (completion(prompt=["a", "b"]), "prompt"),
@@ -160,6 +159,15 @@ UNKNOWN: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(temprature={}), "temprature"),
     (chat(stream_options={"include_usage": True, "include_cost": False}), "stream_options.include_cost"),
     (chat(slo={"ttft": None}), "slo.ttft"),
+    (chat(response_format={"type": "text", "strict": False}), "response_format.strict"),
+    (chat(response_format={"type": "grammar"}), "response_format.type"),
+    (chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}), "response_format.json_schema.schema"),
+    (chat(response_format={"type": "json_schema"}), "response_format"),
+    (chat(response_format={"type": "json_object", "json_schema": {"schema": {}}}), "response_format"),
+    (chat(structured_outputs={"structural_tag": "{}"}), "structured_outputs.structural_tag"),
+    (chat(structured_outputs={}), "structured_outputs"),
+    (chat(structured_outputs={"json": {}, "regex": "a"}), "structured_outputs"),
+    (chat(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}), "structured_outputs"),
     (("/tokenize", {"prompt": "a", "add_special_tokens": None}), "add_special_tokens"),
 ]
 OF_ANOTHER_TYPE = [
@@ -180,6 +188,10 @@ OF_ANOTHER_TYPE = [
     (chat(user=5), "user"),
     (chat(metadata="x"), "metadata"),
     (chat(store=1), "store"),
+    (chat(structured_outputs={"regex": 1}), "structured_outputs.regex"),
+    (chat(structured_outputs={"choice": "a"}), "structured_outputs.choice"),
+    (chat(reasoning_end_ids=["</think>"]), "reasoning_end_ids[0]"),
+    (chat(thinking_budget="5"), "thinking_budget"),
     (chat(priority="1"), "priority"),
     (chat(slo={"ttft_ms": "5"}), "slo.ttft_ms"),
     (chat(stream_options={"include_usage": 1}), "stream_options.include_usage"),
@@ -268,6 +280,61 @@ async def test_what_asks_for_nothing_else_is_served(asked: tuple[str, dict[str, 
     assert len(service.asked) == 1
 
 
+SCHEMA = {"type": "object", "properties": {"größe": {"type": "number"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": None, "structured_outputs": None}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": SCHEMA, "strict": True},
+                }
+            },
+            StructuredOutputs(json=json.dumps(SCHEMA, ensure_ascii=False)),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputs(json=json.dumps(SCHEMA, ensure_ascii=False))),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, StructuredOutputs(json=json.dumps(SCHEMA))),
+        ({"structured_outputs": {"json": True}}, StructuredOutputs(json="true")),
+        ({"structured_outputs": {"json_object": True}}, StructuredOutputs(json_object=True)),
+        ({"structured_outputs": {"regex": "a+"}}, StructuredOutputs(regex="a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputs(choice=("a", "b"))),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, StructuredOutputs(grammar='start: "a"')),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
+            StructuredOutputs(regex="a"),
+        ),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("of", [chat, completion])
+async def test_a_structure_is_asked_for_in_openais_words_and_in_vllms(
+    of: Callable[..., tuple[str, dict[str, Any]]], fields: dict[str, Any], expected: StructuredOutputs | None
+) -> None:
+    service = Service()
+    service.may_answer.set()
+    path, body = of(**fields)
+    response = await post(service, json.dumps(body).encode(), path=path)
+    assert response.status_code == 200, response.text
+    (asked,) = service.asked
+    assert asked.sampling.get("structured_outputs") == expected
+
+
+async def test_half_a_character_in_a_schema_is_refused() -> None:
+    service = Service()
+    path, _ = chat()
+    body = (
+        b'{"messages": [], "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "\\ud800"}}}}'
+    )
+    response = await post(service, body, path=path)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "structured_outputs")
+
+
 async def test_the_openai_package_asks_once_for_what_is_not_supported() -> None:
     attempts: list[httpx2.Request] = []
 
@@ -280,8 +347,9 @@ async def test_the_openai_package_asks_once_for_what_is_not_supported() -> None:
         httpx2.AsyncClient(transport=transport, event_hooks={"request": [count]}) as http_client,
         openai.AsyncOpenAI(base_url="http://baton/v1", api_key="none", http_client=http_client) as client,
     ):
-        with pytest.raises(openai.BadRequestError, match="response_format is not supported yet") as refusal:
-            await client.chat.completions.create(model="m", messages=messages, response_format={"type": "json_object"})
+        tool: Any = {"type": "function", "function": {"name": "f"}}
+        with pytest.raises(openai.BadRequestError, match="tools is not supported yet") as refusal:
+            await client.chat.completions.create(model="m", messages=messages, tools=[tool])
     assert refusal.value.code == "unsupported_parameter"
     assert len(attempts) == 1
 

@@ -11,6 +11,7 @@ from opentelemetry.context import Context
 
 from baton.errors import StoreUnavailable, WorkerFailed
 from baton.sampling import FinishReason, SamplingParams
+from baton.structure import StructuredOutputs
 from baton.tasks import cancel_and_wait
 from kvstore.index import MemoryStore
 from kvstore.leases import MemoryRecords, Noted, RecordEnd, RecordEntry, RecordKey
@@ -206,14 +207,21 @@ OTHER_SAMPLING: dict[str, Any] = {
     "xtc_exempt_token_ids": (4,),
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,
+    "structured_outputs": StructuredOutputs(json_object=True),
+    "reasoning_end_ids": (4,),
+    "thinking_budget": 5,
 }
+
+
+ALONG_WITH: dict[str, dict[str, Any]] = {"thinking_budget": {"reasoning_end_ids": (5,)}}
 
 
 def test_whatever_determines_the_tokens_is_in_the_digest() -> None:
     assert OTHER_SAMPLING.keys() == {field.name for field in fields(SamplingParams)}
     changed = [replace(SPEC, token_ids=(1, 2, 4)), replace(SPEC, token_ids=(1, 2, 3, 3), num_prompt_tokens=4)]
     changed += [
-        replace(SPEC, sampling=replace(SPEC.sampling, **{name: value})) for name, value in OTHER_SAMPLING.items()
+        replace(SPEC, sampling=replace(SPEC.sampling, **{name: value} | ALONG_WITH.get(name, {})))
+        for name, value in OTHER_SAMPLING.items()
     ]
     digests = {digest_of("content", spec) for spec in (SPEC, *changed)}
     assert len(digests) == 1 + len(changed)

@@ -1295,6 +1295,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert len(output.block_ids[0]) * BLOCK >= sequence.num_tokens
                 self.admitted.add(sequence)
                 continue
+            assert isinstance(output, Generated)
             tokens = self.alive[sequence]
             assert sequence.purpose is not Purpose.PREFILL or sequence in self.admitted
             assert (output.report is not None) == (not tokens and sequence.purpose is not Purpose.RECEIVE)

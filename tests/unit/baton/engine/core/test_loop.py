@@ -20,7 +20,8 @@ from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import InvalidRequest, Overloaded, WorkerFailed
-from baton.sampling import FinishReason
+from baton.sampling import FinishReason, SamplingParams
+from baton.structure import StructuredOutputs
 from baton.tasks import cancel_and_wait
 from tests.support.event_log import EventLog
 from tests.unit.baton.engine.core.test_engine import (
@@ -35,6 +36,8 @@ from tests.unit.baton.engine.core.test_engine import (
 )
 
 pytestmark = pytest.mark.timeout(30)
+
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @contextlib.asynccontextmanager
@@ -396,6 +399,64 @@ async def test_a_failed_step_ends_its_batch_and_nothing_else(caplog: pytest.LogC
         assert is_empty(loop.engine)
         assert loop.self_check == "ok"
     assert "a step failed" in caplog.text
+
+
+class RefusingRunner(ArithmeticRunner):
+    """Has no third token for the first sequence of a step, and prepares what it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.prepared: list[SamplingParams] = []
+
+    def prepare(self, params: SamplingParams) -> None:
+        assert threading.current_thread() is not threading.main_thread(), "the event loop goes on"
+        self.prepared.append(params)
+        if params.structured_outputs == StructuredOutputs(regex="refused"):
+            raise InvalidRequest("of no use")
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        output = super().execute(replace(step, parts=tuple(part._replace(sampling=GREEDY) for part in step.parts)))
+        is_third = step.parts[0].end == 42
+        return replace(output, failures={0: "too complex from here on"}) if is_third else output
+
+
+async def test_what_a_runner_cannot_go_on_with_ends_alone() -> None:
+    runner = RefusingRunner()
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        other = make_spec(numbers(2, 23), 12, name="other")
+        async with (
+            loop.sequence(make_spec(numbers(1, 40), 10), Purpose.GENERATE) as refused,
+            loop.sequence(other, Purpose.GENERATE) as handle,
+        ):
+            got = [output for _ in range(2) if isinstance(output := await refused.next(), Generated)]
+            assert [t for output in got for t in output.token_ids] == expected_tokens(numbers(1, 40), 2)
+            with pytest.raises(InvalidRequest, match="too complex from here on"):
+                await refused.next()
+            assert await read_all(handle) == expected_tokens(numbers(2, 23), 12)
+        await rest(loop)
+        assert is_empty(loop.engine)
+        assert loop.self_check == "ok"
+
+
+async def test_a_structured_sequence_is_prepared_before_it_waits() -> None:
+    runner = RefusingRunner()
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        spec = make_spec(numbers(1, 20), 2)
+        for regex in ("served", "refused"):
+            params = replace(spec.sampling, structured_outputs=StructuredOutputs(regex=regex), ignore_eos=False)
+            served = loop.sequence(replace(spec, sampling=params), Purpose.GENERATE)
+            if regex == "served":
+                async with served as handle:
+                    assert await read_all(handle) == expected_tokens(numbers(1, 20), 2)
+            else:
+                with pytest.raises(InvalidRequest, match="of no use"):
+                    await served.__aenter__()
+            assert runner.prepared[-1] == params
+        async with loop.sequence(spec, Purpose.GENERATE) as handle:
+            await read_all(handle)
+        assert len(runner.prepared) == 2, "a plain one needs nothing"
+        await rest(loop)
+        assert is_empty(loop.engine)
 
 
 class Clock:

@@ -1,0 +1,77 @@
+"""The structure of an answer in OpenAI's words (`response_format`) and in vLLM's (`structured_outputs`)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import Field
+
+from baton.errors import InvalidRequest
+from baton.structure import StructuredOutputs
+from router.api.openai.strict import StrictBody
+
+
+class JsonSchemaBody(StrictBody):
+    """The field `response_format.json_schema`."""
+
+    name: str | None = None
+    description: str | None = None
+    of_json: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    """Every schema is enforced."""
+
+
+class ResponseFormatBody(StrictBody):
+    """The field `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaBody | None = None
+
+
+class StructuredOutputsBody(StrictBody):
+    """The field `structured_outputs`."""
+
+    of_json: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+def structure_of(
+    response_format: ResponseFormatBody | None, structured_outputs: StructuredOutputsBody | None
+) -> StructuredOutputs | None:
+    """The structure that a body asks for.
+
+    Raises:
+        InvalidRequest: both fields ask for one, or one asks for several, or for too large a one.
+    """
+    asked = response_format is not None and response_format.type != "text"
+    if response_format and (response_format.type == "json_schema") != (response_format.json_schema is not None):
+        raise InvalidRequest(
+            "response_format.json_schema belongs to the type json_schema; set both or none", "response_format"
+        )
+    if asked and structured_outputs is not None:
+        raise InvalidRequest(
+            "response_format and structured_outputs both ask for a structure; set one of them", "structured_outputs"
+        )
+    if structured_outputs is not None:
+        return StructuredOutputs(
+            json=_text(structured_outputs.of_json),
+            json_object=bool(structured_outputs.json_object),
+            regex=structured_outputs.regex or "",
+            choice=tuple(structured_outputs.choice or ()),
+            grammar=structured_outputs.grammar or "",
+        )
+    if response_format is None or not asked:
+        return None
+    if response_format.json_schema is None:
+        return StructuredOutputs(json_object=True)
+    return StructuredOutputs(json=_text(response_format.json_schema.of_json))
+
+
+def _text(schema: dict[str, Any] | bool | str | None) -> str:
+    if schema is None:
+        return ""
+    return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
