@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from baton.config import ModelConfig, load
 from baton.sampling import SamplingParams
+from baton.structure import StructuredOutputs
 from deploy.models import cache_dir, resolve
 from router.prompt import Tokenizer
 from tests.bench.engine import GREEDY, PROMPT_TOKENS, TEXT, Baton, Measured
@@ -23,6 +25,18 @@ EVERYTHING = replace(
     frequency_penalty=0.5,
     logit_bias=tuple((token_id, 1.0) for token_id in range(100, 400)),
 )
+LIST = json.dumps({
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "kind": {"enum": ["a", "b"]}, "size": {"type": "integer"}},
+        "required": ["name", "kind"],
+    },
+    "minItems": 1000,
+})  # fmt: skip
+"""A schema of which no answer ends during the measurement."""
+SCHEMA = StructuredOutputs(json=LIST)
+ALL = replace(EVERYTHING, logprobs=5, structured_outputs=SCHEMA, ignore_eos=False)
 CASES: dict[str, tuple[tuple[SamplingParams, ...], str]] = {
     "greedy, again": ((GREEDY,), ""),
     "temperature 1": ((replace(GREEDY, temperature=1.0),), ""),
@@ -35,8 +49,9 @@ CASES: dict[str, tuple[tuple[SamplingParams, ...], str]] = {
     "DRY and XTC": ((replace(GREEDY, temperature=1.0, dry_multiplier=0.8, xtc_probability=0.5),), ""),
     "penalties, bias, min-p, typical": ((EVERYTHING,), ""),
     "5 log probabilities": ((replace(GREEDY, logprobs=5),), ""),
-    "the four, 5 log probabilities": ((replace(EVERYTHING, logprobs=5),), "<= 1.10, with a schema"),
-    "the four, one row of 16": ((replace(EVERYTHING, logprobs=5), *[GREEDY] * (NUM_STREAMS - 1)), "<= 1.02"),
+    "a JSON schema": ((replace(GREEDY, structured_outputs=SCHEMA, ignore_eos=False),), ""),
+    "the four, 5 log probabilities, a schema": ((ALL,), "<= 1.10"),
+    "all that, one row of 16": ((ALL, *[GREEDY] * (NUM_STREAMS - 1)), "<= 1.02"),
 }
 
 
