@@ -283,12 +283,14 @@ def test_openai_package_asks_for_structures(split_cluster: Cluster) -> None:
     asked: Any = {"model": "", "messages": messages, "max_tokens": 90}
     with openai.OpenAI(base_url=f"http://{split_cluster.http}/v1", api_key="none") as client:
         chats = client.chat.completions
-        for temperature, seed in ((0.0, 0), (1.0, 1), (1.0, 2)):
+        for temperature, seed in ((0.0, 0), (1.0, 1)):
             parsed = chats.parse(response_format=Cat, temperature=temperature, seed=seed, **asked)
             (choice,) = parsed.choices
             assert choice.finish_reason == "stop"
             assert isinstance(choice.message.parsed, Cat)
-        streamed = chats.create(response_format={"type": "json_object"}, temperature=0, stream=True, **asked)
+        streamed = chats.create(
+            response_format={"type": "json_object"}, temperature=0, stream=True, **asked | {"max_tokens": 8}
+        )
         text = "".join(part.choices[0].delta.content or "" for part in streamed if part.choices)
         assert text.lstrip().startswith("{")
         for structure, expected in (
@@ -296,8 +298,6 @@ def test_openai_package_asks_for_structures(split_cluster: Cluster) -> None:
             ({"regex": "[A-Z][a-z]{2,5}, [0-9] years"}, "[A-Z][a-z]{2,5}, [0-9] years"),
             ({"grammar": 'start: "cat" ("!" | "?")'}, "cat[!?]"),
         ):
-            answer = chats.create(extra_body={"structured_outputs": structure}, temperature=1, seed=3, **asked)
-            assert re.fullmatch(expected, answer.choices[0].message.content or "")
             completion = client.completions.create(
                 model="", prompt="A cat:", extra_body={"structured_outputs": structure}, temperature=1, max_tokens=30
             )

@@ -80,7 +80,8 @@ class TransformersRunner:
         self.vocab_size: int = config.vocab_size  # loading refuses an embedding of another size
         self.eos_token_ids = frozenset(end_of_sequence_ids(Path(model.path)))
         eos_token_ids = [token for token in self.eos_token_ids if 0 <= token < self.vocab_size]
-        self._structures = Structures(Path(model.path) / "tokenizer.json", self.vocab_size, eos_token_ids)
+        tokenizer = Path(model.path) / "tokenizer.json"
+        self._structures = Structures(tokenizer if tokenizer.exists() else None, self.vocab_size, eos_token_ids)
         self._sampler = Sampler(eos_token_ids, self._structures)
         self._others = OtherRanks(model, engine, self.caches) if len(devices) > 1 else None
         try:

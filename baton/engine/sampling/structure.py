@@ -77,6 +77,8 @@ class Structures:
         """Reads the tokenizer now, which holds the interpreter's lock for a tenth of a second to two, and not when the
         first structure comes. A tokenizer that cannot be read is a warning: the first structure is refused for it.
         """
+        if self._tokenizer is None:
+            return
         try:
             with self._lock:
                 self._compiler = self._compiler or self._load()
