@@ -17,7 +17,7 @@ from baton.sampling import FinishReason, SamplingParams
 from baton.scores import NO_SCORES, TokenScores
 
 ROUTERS_SAMPLING = frozenset(
-    {"stop", "n", "bad_words", "dry_sequence_breakers", "include_stop_str_in_output", "skip_special_tokens"}
+    {"stop", "n", "best_of", "bad_words", "dry_sequence_breakers", "include_stop_str_in_output", "skip_special_tokens"}
 )
 """Fields of `SamplingParams` that stay with the router: a worker knows neither text nor the other choices."""
 

@@ -66,6 +66,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
+    best_of: int | None = None
+    """Answers of which the `n` with the best mean log probability come, once all have ended; None: `n`."""
     ignore_eos: bool = False
     logprobs: int | None = None
     """Likeliest tokens whose log probabilities come with each token's own; None: no log probabilities."""
@@ -139,6 +141,16 @@ class SamplingParams:
         return self.structured_outputs is not None or self.thinking_budget is not None
 
     @property
+    def num_answers(self) -> int:
+        """How many answers are drawn."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_selected(self) -> bool:
+        """Whether the client gets some of the answers that are drawn."""
+        return self.num_answers > self.n
+
+    @property
     def wants_scores(self) -> bool:
         """Whether log probabilities come with the tokens."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
@@ -173,6 +185,10 @@ class SamplingParams:
         _require(0 <= self.xtc_probability <= 1, "xtc_probability", "between 0 and 1", self.xtc_probability)
         _require(0 <= self.xtc_threshold <= 1, "xtc_threshold", "between 0 and 1", self.xtc_threshold)
         _require(1 <= self.n <= MAX_CHOICES, "n", f"between 1 and {MAX_CHOICES}", self.n)
+        most = self.best_of
+        _require(
+            most is None or self.n <= most <= MAX_CHOICES, "best_of", f"between n, {self.n}, and {MAX_CHOICES}", most
+        )
         _require(self.seed is None or abs(self.seed) < 2**63, "seed", "a signed 64-bit integer", self.seed)
 
     def _check_ends(self) -> None:

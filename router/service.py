@@ -24,7 +24,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 
 from opentelemetry.context import Context
@@ -46,7 +46,7 @@ from router.admission import (
     with_lengths,
 )
 from router.admission.tenants import DEFAULT_TENANT, Tenant
-from router.answer import AnswerChunks, AnswerWriter
+from router.answer import AnswerChunks, AnswerSelection, AnswerWriter
 from router.dispatch import Choice, ChoiceGroup, Dispatcher
 from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_tokens
 from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
@@ -131,7 +131,7 @@ class RouterService:
             check_resume(request, params)
             call = Call.of_current_task()
             past = await self.calls.take_over(key) if request.resume_from else None
-            with self._limiter.slot(key.request_id, params.n, tenant), self.calls.entered(key, call):
+            with self._limiter.slot(key.request_id, params.num_answers, tenant), self.calls.entered(key, call):
                 prompt_ids = await self.tokenize(request.prompt, tenant)
                 params = with_lengths(params, request.sampling, len(prompt_ids), facts)
                 check_resume(request, params)
@@ -139,19 +139,17 @@ class RouterService:
                 await self._structures.check(params.structured_outputs)
                 spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)
                 digest = digest_of(self.model.content_id, spec)
-                known = await self._noted(key, digest, past) if request.resume_from else {}
-                if params.wants_scores:
-                    known = only_delivered(known, request.resume_from)
-                noted = with_delivered(known, request.resume_from)
-                group = ChoiceGroup.begin(spec, claim, settle.trace, params.n, noted)
+                noted = await self._begun(key, digest, params, request.resume_from, past)
+                group = ChoiceGroup.begin(spec, claim, settle.trace, params.num_answers, noted)
                 call.begin(digest, group)
-                settle.begin(group.choices, params, request.resume_from)
+                settle.begin(group.choices[: params.n], params, request.resume_from)
+                selection = AnswerSelection(params, request.resume_from)
                 writers = self._writers(request, group, params)
                 with self._journal.noting(key, digest, group.choices):
                     for choice, writer in writers.items():
                         for chunk in writer.replay(choice.emitted, choice.finish_reason):
-                            if chunk is not None:
-                                yield settle.book(chunk)
+                            for ready in selection.take(chunk):
+                                yield settle.book(ready)
                                 call.driver = asyncio.current_task() or call.driver
                             await asyncio.sleep(0)
                         choice.is_answered = writer.has_ended
@@ -162,8 +160,8 @@ class RouterService:
                             if writer.has_ended:
                                 choice.is_answered = True
                                 self._dispatcher.answered(choice, writer.num_tokens)
-                            if chunk is not None:
-                                yield settle.book(chunk)
+                            for ready in selection.take(chunk):
+                                yield settle.book(ready)
                                 call.driver = asyncio.current_task() or call.driver
             self._limiter.record(time.monotonic() - settle.arrived_s)
 
@@ -184,6 +182,20 @@ class RouterService:
             slo_counts=self._slo_counts,
         )
 
+    async def _begun(
+        self, key: RecordKey, digest: bytes, params: SamplingParams, delivered: Mapping[int, int], past: Call | None
+    ) -> dict[int, Noted]:
+        """What there is already of a request's choices. Those of which only some come are all drawn again: nothing was
+        sent before the last one ended, and the records have no scores.
+
+        Args:
+            delivered: tokens that the client has, by choice.
+        """
+        if not delivered or params.is_selected:
+            return {}
+        known = await self._noted(key, digest, past)
+        return with_delivered(only_delivered(known, delivered) if params.wants_scores else known, delivered)
+
     async def _noted(self, key: RecordKey, digest: bytes, past: Call | None) -> dict[int, Noted]:
         """What has been generated of this request, by choice, as far as it is known here or to Redis."""
         if past is not None and past.digest == digest:
@@ -194,7 +206,7 @@ class RouterService:
         self, request: GenerateRequest, group: ChoiceGroup, params: SamplingParams
     ) -> dict[Choice, AnswerChunks]:
         """The writers of a request's answers."""
-        tokenizer, num_delivered = self.model.tokenizer, request.resume_from
+        tokenizer, num_delivered = self.model.tokenizer, {} if params.is_selected else request.resume_from
         return {
             choice: AnswerChunks(
                 AnswerWriter(tokenizer, choice.spec.token_ids, params, num_delivered.get(choice.index, 0)),

@@ -4,8 +4,9 @@ Plain state without I/O, rebuilt by replaying the tokens of a choice: fed the sa
 out the same text.
 """
 
+from router.answer.best_of import AnswerSelection
 from router.answer.detokenizer import IncrementalDetokenizer
 from router.answer.stop_strings import StopChecker
 from router.answer.writer import AnswerChunks, AnswerWriter, Piece
 
-__all__ = ["AnswerChunks", "AnswerWriter", "IncrementalDetokenizer", "Piece", "StopChecker"]
+__all__ = ["AnswerChunks", "AnswerSelection", "AnswerWriter", "IncrementalDetokenizer", "Piece", "StopChecker"]

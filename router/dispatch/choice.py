@@ -7,6 +7,7 @@ Outcome    how an attempt ended, the last thing that an exchange yields
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -53,6 +54,15 @@ class Choice:
     """What the next placement avoids because of them."""
     retries: int = 0
     """All failed attempts that were followed by another one."""
+    leader: Choice | None = None
+    """The choice of the request that computes the prompt for this one, too: it goes to its decode worker. None: it goes
+    its own way."""
+    num_followers: int = 0
+    """Choices of which this one is the leader."""
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a worker decodes it, or it has come to its end without."""
+    kv_is_on: str = ""
+    """The decode worker that has the prompt's KV; empty: none yet."""
     superseded: list[WorkerStream[Decoding]] = field(default_factory=list)
     """Calls that the choice has moved from. They outlive their attempt and are left when the choice ends."""
 
@@ -111,6 +121,11 @@ class Choice:
             ttft_s=max(0.0, claim.arrived_s + claim.objective.ttft_s - now_s),
         )
 
+    def has_kv(self) -> None:
+        """Notes that its decode worker has the prompt's KV now: its followers may go there."""
+        self.kv_is_on = self.decode_worker
+        self.has_begun.set()
+
     def leave_superseded(self) -> None:
         """Leaves the calls that the choice has moved from; idempotent."""
         for stream in self.superseded:
@@ -133,21 +148,25 @@ class ChoiceGroup:
             spec: the first choice's.
             noted: what has been generated of the choices that the client continues.
         """
-        return ChoiceGroup(
-            choices=tuple(
-                Choice(
-                    spec=replace(spec, choice_index=index) if index else spec,
-                    claim=claim,
-                    trace=trace,
-                    emitted=list(known.token_ids),
-                    finish_reason=known.finish_reason,
-                    sampler=known.sampler,
-                    is_continued=index in noted,
-                )
-                for index in range(num_choices)
-                for known in (noted.get(index, Noted()),)
+        choices = tuple(
+            Choice(
+                spec=replace(spec, choice_index=index) if index else spec,
+                claim=claim,
+                trace=trace,
+                emitted=list(known.token_ids),
+                finish_reason=known.finish_reason,
+                sampler=known.sampler,
+                is_continued=index in noted,
             )
+            for index in range(num_choices)
+            for known in (noted.get(index, Noted()),)
         )
+        if new := [choice for choice in choices if not choice.is_continued]:
+            leader, *followers = new
+            leader.num_followers = len(followers)
+            for follower in followers:
+                follower.leader = leader
+        return ChoiceGroup(choices=choices)
 
     def unanswered(self) -> ChoiceGroup:
         """The choices of which the client still needs something."""

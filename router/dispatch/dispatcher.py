@@ -110,6 +110,8 @@ class Dispatcher:
             self._instruments.prefixes.see((*known, *new))
 
     async def _serve(self, choice: Choice) -> AsyncGenerator[tuple[Choice, NewTokens]]:
+        if choice.leader is not None:
+            await choice.leader.has_begun.wait()
         claim, spec = choice.claim, choice.spec
         expected = self._history.expect(claim.tenant.id, spec.max_tokens, spec.sampling.ignore_eos)
         prepared: Assignment | None = None
@@ -137,6 +139,7 @@ class Dispatcher:
                     case AttemptFailed(failure):
                         self._learn(choice, failure, attempt)
         finally:
+            choice.has_begun.set()
             choice.leave_superseded()
 
     async def _serve_all(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, NewTokens]]:
@@ -184,10 +187,15 @@ class Dispatcher:
         choice.block_keys = choice.block_keys or prompt.block_keys
         if spec.attempt == 0 and spec.choice_index == 0:
             self._see_prompt(choice, prompt)
-        assignment = prepared
+        assignment, is_let_in = prepared, bool(choice.emitted)  # else another router has admitted it
         if assignment is None:
             choice.stages.attempt(choice.began_s)
-            assignment = await self._selector.place(choice, spec, prompt)
+            if choice.leader is not None and spec.attempt == 0:
+                assignment = self._selector.beside(choice, spec, prompt, choice.leader)
+                is_let_in = is_let_in or assignment is not None  # its leader was admitted for both
+        if assignment is None:
+            group = replace(prompt, num_expected_tokens=prompt.num_expected_tokens * (1 + choice.num_followers))
+            assignment = await self._selector.place(choice, spec, group)
         placement = assignment.placement
         choice.sampler = assignment.decode.info.sampler
         entry = QueueEntry(tenant=choice.claim.tenant, priority=choice.claim.priority, ttft_s=spec.ttft_s)
@@ -195,7 +203,7 @@ class Dispatcher:
         if spec.attempt == 0:
             prediction = self._predicted(entry, placement)
             choice.decision = self._decisions.note(spec, choice.claim, placement, prediction)
-            if not choice.emitted:  # else another router has admitted it
+            if not is_let_in:
                 self._patience.admit(entry, choice.decision)
         choice.decode_worker = placement.decode_worker
         if prepared is None:

@@ -205,6 +205,7 @@ class Exchange:
         if isinstance(message, Migrate):
             return WorkerLeaving(worker)
         assert isinstance(message, NewTokens)
+        attempt.choice.has_kv()
         self._pools.computed(attempt.job)
         self._reports.prefill(attempt, message.report or PrefillReport())
         return _Begun(stream=stream, first=message)
@@ -281,6 +282,7 @@ class _Rest:
             if isinstance(message, Migrate):
                 return WorkerLeaving(self._stream.worker)
             self._attempt.choice.stages.decodes(time.monotonic())
+            self._attempt.choice.has_kv()
         else:
             message = await (self._stream.read() if self._preparing is None else self._read_or_move(self._preparing))
         while isinstance(message, Migrate):

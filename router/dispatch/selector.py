@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from baton import wire
@@ -62,6 +63,22 @@ class WorkerSelector:
                 raise avoid.unsupported or Overloaded("every worker's queue is full; try again later")
             self._give_up(choice, spec, unfit, is_late=time.monotonic() >= deadline)
             await self.pools.wait_for_change(deadline - time.monotonic())
+
+    def beside(self, choice: Choice, spec: SequenceSpec, prompt: Prompt, leader: Choice) -> Assignment | None:
+        """Returns an assignment to the decode worker that has the prompt's KV from another choice of the request.
+
+        None: none has, or it is gone, leaves its role, or cannot serve the sequence.
+        """
+        excluded = choice.avoid.refused | self.pools.unfit(spec).keys() | self.pools.too_short(spec)
+        candidates = self.pools.candidates(prompt, (-choice.claim.priority, False), excluded)
+        num_there = (prompt.num_tokens - 1) // self.pools.block_size * self.pools.block_size
+        there = [
+            replace(candidate, num_cached_tokens=num_there)
+            for candidate in candidates
+            if candidate.worker_id == leader.kv_is_on
+        ]
+        placement = self._decider(choice)(prompt, there, Mode.AGGREGATED) if there else None
+        return None if placement is None else self._assigned(spec, prompt, placement, num_there)
 
     def destination(
         self, choice: Choice, spec: SequenceSpec, excluded: Collection[str]

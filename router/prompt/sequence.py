@@ -83,13 +83,14 @@ class SequenceBuilder:
     ) -> SequenceSpec:
         """The sequence of a request's first choice, whose sampling has token ids in place of texts (`in_tokens`)."""
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        logprobs = 0 if params.is_selected and params.logprobs is None else params.logprobs
         seed = self._seed(tenant, request_id) if params.seed is None else params.seed
         return SequenceSpec(
             request_id=request_id,
             choice_index=0,
             token_ids=prompt_ids,
             num_prompt_tokens=len(prompt_ids),
-            sampling=replace(params, **_NO_ROUTERS_SAMPLING, top_k=top_k, seed=seed),
+            sampling=replace(params, **_NO_ROUTERS_SAMPLING, top_k=top_k, seed=seed, logprobs=logprobs),
             cache_seed=self._cache_seed(tenant),
         )
 

@@ -19,8 +19,9 @@ from baton.config import RouterConfig, TransferConfig
 from tests.chaos import asks
 from tests.chaos.asks import Answer, Listening
 from tests.chaos.fleet import Fleet, running_fleet
-from tests.support.asking import metric
+from tests.support.asking import metric, prompt_of
 from tests.support.listener import Listener
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
 
@@ -102,6 +103,52 @@ def test_every_end_occurs(answers: list[Answer]) -> None:
 
 def test_split_or_not(split_fleet: Fleet, answers: list[Answer]) -> None:
     same(all_of(REQUESTS, lambda request: heard_from(split_fleet, request)), answers)
+
+
+def test_a_prompt_is_computed_and_handed_over_once_for_all_its_answers(split_fleet: Fleet) -> None:
+    """Each of the others computes one token of it at most, and has its own answer."""
+    num_prompt, num_answer, num_choices = 400, 6, 8
+
+    def served(prompt_number: int, n: int) -> tuple[int, float]:
+        """The tokens that were computed for a request, and the bytes that were handed over."""
+        before = num_computed(split_fleet), metric(split_fleet.routers[0], "baton_transfer_bytes_total")
+        request = asks.seeded(prompt_of(prompt_number, num_prompt), num_answer, seed=5, n=n)
+        answer = heard_from(split_fleet, request).answer
+        assert [choice.token_ids for choice in answer.choices] == asks.expected(request)
+        wait_until(lambda: num_computed(split_fleet) - before[0] >= num_prompt + n * (num_answer - 1))
+        sent = metric(split_fleet.routers[0], "baton_transfer_bytes_total") - before[1]
+        return num_computed(split_fleet) - before[0], sent
+
+    _, bytes_of_one = served(9001, 1)
+    computed, sent = served(9002, num_choices)
+    print(f"{num_choices} answers to {num_prompt} tokens: {computed} computed, {sent / bytes_of_one:.2f} x the bytes")
+    assert computed <= num_prompt + num_choices * (1 + num_answer)
+    assert 0 < sent <= 1.05 * bytes_of_one
+
+
+def test_the_best_of_several_are_what_they_should_be(split_fleet: Fleet) -> None:
+    """Whole, by their mean score; also of a client that has one of them from a router that has died."""
+    request = asks.seeded(prompt_of(77, 60), 12, seed=3, n=6)
+    all_answers = heard_from(split_fleet, with_sampling(request, logprobs=0)).answer.choices
+    means = [sum(choice.scores.logprobs) / len(choice.scores) for choice in all_answers]
+    best = sorted(range(6), key=lambda index: -means[index])[:2]
+    asked = with_sampling(request, n=2, best_of=6)
+    answer = heard_from(split_fleet, asked).answer
+    assert [choice.token_ids for choice in answer.choices] == [all_answers[index].token_ids for index in best]
+    assert [choice.text for choice in answer.choices] == [all_answers[index].text for index in best]
+    assert not any(choice.scores for choice in answer.choices)
+    assert answer.num_completion_tokens == 24
+    resumed = heard_from(split_fleet, replace(asked, request_id="best-of", resume_from={0: 12})).answer
+    assert [choice.token_ids for choice in resumed.choices] == [(), answer.choices[1].token_ids]
+    assert resumed.num_completion_tokens == 24
+
+
+def with_sampling(request: GenerateRequest, **asked: object) -> GenerateRequest:
+    return replace(request, sampling={**request.sampling, **asked})
+
+
+def num_computed(fleet: Fleet) -> int:
+    return sum(worker["computed_tokens"] for worker in fleet.client.status()["workers"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["drained", "killed"])

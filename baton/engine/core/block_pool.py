@@ -122,18 +122,19 @@ class BlockPool:
         self._cached.allocated(num_blocks)
         return blocks
 
-    def fork(self, shared: Sequence[int], copied: Sequence[int]) -> list[int] | None:
+    def fork(self, shared: Sequence[int], copied: Sequence[int], num_more: int = 0) -> list[int] | None:
         """Takes blocks for a second sequence that goes on from what a first one has computed (copy on write).
 
         Args:
             shared: full blocks, which nobody writes any more: both sequences read them.
             copied: blocks that the first sequence still writes. Each gets a fresh counterpart, into which its content
                 must be copied; one reference on it is taken until the caller has seen to that.
+            num_more: fresh blocks that the second sequence needs beyond these.
 
         Returns:
-            The fresh blocks, one for each of `copied`; None, and nothing is taken, when too few are available.
+            The fresh blocks, first one for each of `copied`; None, and nothing is taken, when too few are available.
         """
-        fresh = self.allocate(len(copied))
+        fresh = self.allocate(len(copied) + num_more)
         if fresh is not None:
             self.acquire(shared)
             self.acquire(copied)

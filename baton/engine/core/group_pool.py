@@ -45,6 +45,7 @@ class GroupPool:
         """Tokens of the longest sequence that the blocks of every group hold."""
         self._groups = self.pools[: len(self.block_sizes)]
         self._state_pools = self.pools[len(self.block_sizes) :]
+        self.has_states = bool(self._state_pools)
         self._num_holders: Counter[bytes] = Counter()
         """Groups that hold a key, where there are several."""
         self._events: list[BlockChange] = []
@@ -140,10 +141,15 @@ class GroupPool:
         taken = [pool.reuse(blocks, num_fresh) for pool, blocks, num_fresh in wanted]
         return tuple(tuple(blocks) for blocks in taken if blocks is not None)
 
-    def fork(self, tables: BlockTables, num_tokens: int) -> tuple[BlockTables, tuple[BlockCopy, ...]] | None:
+    def fork(
+        self, tables: BlockTables, num_tokens: int, num_blocks: Sequence[int] = ()
+    ) -> tuple[BlockTables, tuple[BlockCopy, ...]] | None:
         """Takes the blocks of a second sequence that shares the first `num_tokens` computed tokens of a first one.
 
         Full blocks are shared. The last one, where it is full in part, and the state are copied: see `BlockPool.fork`.
+
+        Args:
+            num_blocks: least length of each of its tables; empty: what the shared tokens need.
 
         Returns:
             The tables, and the copies to perform, whose sources are held until `release_sources`. None when there are
@@ -154,14 +160,17 @@ class GroupPool:
             num_full, num_used = num_tokens // size, num_blocks_for(num_tokens, size)
             parts.append((table[:num_full], table[num_full:num_used]))
         parts += [((), table) for table in tables[len(self.block_sizes) :]]
-        if any(len(copied) > pool.num_available for pool, (_, copied) in zip(self.pools, parts, strict=True)):
+        lengths = num_blocks or [0] * len(parts)
+        more = [max(0, n - len(shared) - len(copied)) for n, (shared, copied) in zip(lengths, parts, strict=True)]
+        wanted = list(zip(self.pools, parts, more, strict=True))
+        if any(len(copied) + num_more > pool.num_available for pool, (_, copied), num_more in wanted):
             return None
         forked, copies = [], []
-        for group, (pool, (shared, copied)) in enumerate(zip(self.pools, parts, strict=True)):
-            fresh = pool.fork(shared, copied)
+        for group, (pool, (shared, copied), num_more) in enumerate(wanted):
+            fresh = pool.fork(shared, copied, num_more)
             assert fresh is not None
             forked.append((*shared, *fresh))
-            copies += [BlockCopy(group, source, target) for source, target in zip(copied, fresh, strict=True)]
+            copies += [BlockCopy(group, source, target) for source, target in zip(copied, fresh, strict=False)]
         return tuple(forked), tuple(copies)
 
     def acquire(self, tables: Iterable[Sequence[int]]) -> None:

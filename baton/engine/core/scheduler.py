@@ -216,11 +216,14 @@ class Scheduler:
         sequence.block_ids = tuple(tables)
         sequence.num_registered_keys = num_full
 
-    def fork(self, parent: Sequence, child: Sequence, now: float) -> bool:
+    def fork(self, parent: Sequence, child: Sequence, now: float, num_blocks: tuple[int, ...] = ()) -> bool:
         """Lets a new sequence run that goes on from what a running one has computed of the tokens they share.
 
         Its last known token is computed for itself, so that it draws its own next one. Full blocks are shared, the last
         one is copied by the child's first step.
+
+        Args:
+            num_blocks: least length of each of its block tables; empty: what the shared tokens need.
 
         Returns:
             False, and nothing has changed, when there is no room for it.
@@ -228,7 +231,7 @@ class Scheduler:
         if len(self.running) + len(self.reserved) >= self.limits.max_num_seqs:
             return False
         num_shared = min(parent.num_computed_tokens, child.num_tokens - 1)
-        forked = self.pool.fork(parent.block_ids, num_shared)
+        forked = self.pool.fork(parent.block_ids, num_shared, num_blocks)
         if forked is None:
             return False
         tables, child.copies = forked
@@ -299,6 +302,11 @@ class Scheduler:
         """Gives a waiting sequence its cached prefix and all blocks it is expected to need; all or nothing."""
         if len(self.running) + len(self.reserved) >= self.limits.max_num_seqs:
             return False
+        siblings = self.running if sequence.spec.choice_index else ()
+        sibling = next((each for each in siblings if sequence.may_fork(each, has_state=self.pool.has_states)), None)
+        if sibling is not None and self.fork(sibling, sequence, now, self._expected_blocks(sequence)):
+            self.waiting.remove(sequence)
+            return True
         found = self.pool.match(self._reusable_keys(sequence))
         tables = self.pool.reuse(found, self._expected_blocks(sequence))
         if tables is None:

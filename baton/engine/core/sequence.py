@@ -114,6 +114,23 @@ class Sequence:
         """Answer tokens that were generated since it came here."""
         return len(self.token_ids) - len(self.spec.token_ids)
 
+    def may_fork(self, sibling: Sequence, *, has_state: bool) -> bool:
+        """Returns whether another choice of the same request has computed all that this one needs but its last token.
+
+        Args:
+            has_state: whether a state comes with the KV, which cannot be cropped.
+        """
+        num_shared = self.num_tokens - 1
+        return (
+            self.purpose is Purpose.GENERATE
+            and not self.num_output_tokens
+            and sibling.spec.request_id == self.spec.request_id
+            and sibling.spec.cache_seed == self.spec.cache_seed
+            and sibling.num_computed_tokens >= num_shared
+            and not (has_state and sibling.num_computed_tokens > num_shared)
+            and sibling.token_ids[:num_shared] == self.token_ids[:num_shared]
+        )
+
     def append(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
         """Adds a sampled token and returns why the sequence ends with it; None: it goes on."""
         self.token_ids.append(token_id)

@@ -19,7 +19,7 @@ from router.api.openai.strict import StrictBody
 from router.api.openai.structure import ResponseFormatBody, StructuredOutputsBody, structure_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (), "audio": (), "best_of": (1,), "detokenize": (True,), "echo": (False,),
+    "add_special_tokens": (), "audio": (), "detokenize": (True,), "echo": (False,),
     "function_call": ("none",), "functions": ([],), "length_penalty": (1,), "max_logprobs": (),
     "modalities": (["text"],), "parallel_tool_calls": (True, False), "prediction": (),
     "reasoning_effort": (), "service_tier": ("auto", "default"),
@@ -88,6 +88,7 @@ class Body(BaseModel):
     stop: Annotated[list[str] | None, BeforeValidator(_listed)] = None
     stop_token_ids: list[int] | None = None
     n: int | None = None
+    best_of: int | None = None
     ignore_eos: bool | None = None
     logprob_token_ids: list[int] | None = None
     min_tokens: int | None = None
@@ -136,6 +137,8 @@ class Body(BaseModel):
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise unsupported_field("stream_options.include_obfuscation")
         asked = {name: _plain(name, value) for name in _SAME_NAME if (value := getattr(self, name)) is not None}
+        if self.stream and (self.best_of or 0) > (self.n or 1):
+            raise InvalidRequest("an answer that is the best of several cannot be streamed; unset stream", "best_of")
         if structure := structure_of(self.response_format, self.structured_outputs):
             asked["structured_outputs"] = structure
         return asked

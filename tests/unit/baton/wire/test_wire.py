@@ -94,6 +94,7 @@ SAMPLING_VALUES: dict[str, st.SearchStrategy[Any]] = {
     | st.builds(StructuredOutputs, choice=st.lists(TEXT.filter(bool), min_size=1, max_size=4).map(tuple))
     | st.just(StructuredOutputs(json_object=True)),
     "reasoning_end_ids": st.lists(IDS, min_size=1, max_size=4).map(tuple),
+    "best_of": st.none(),  # it depends on n
     "thinking_budget": st.none() | st.integers(0, 2**31 - 1),
 }
 SAMPLING_PARAMS = st.fixed_dictionaries(SAMPLING_VALUES).map(

@@ -511,6 +511,79 @@ async def test_choices_are_served_side_by_side_each_to_its_end() -> None:
     assert sorted(request.sequence.choice_index for request in workers.requests) == [0, 1]
 
 
+TRIO = {"p": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
+
+
+def computes(finish_reason: FinishReason | None = None) -> Script:
+    first = FirstToken(token_id=4, finish_reason=finish_reason, report=PrefillReport())
+    return [first] if finish_reason else [first, HandedOver(10, 1, 0.0, 0.0)]
+
+
+async def test_the_prompt_of_several_choices_is_computed_and_handed_over_once() -> None:
+    """The others follow once it is there, to the worker that has it."""
+    arrives = asyncio.Event()
+    workers = ScriptedWorkers(
+        decode=[[ticket, arrives, *answers(1), LAST], [*answers(2), LAST], [*answers(3), LAST]], prefill=[computes()]
+    )
+    async with bench_of(workers, TRIO, "split") as bench:
+        group, came = group_of(3), list[int]()
+        async for choice, message in bench.dispatcher.run(group):
+            if not came:
+                assert (choice.index, message.token_ids) == (0, (4,))
+                await asyncio.sleep(0.05)
+                assert workers.kinds == [DecodeRequest, PrefillRequest], "nobody else has begun"
+                arrives.set()
+            came += message.token_ids
+        await workers.servicer.wait_until_idle()
+    assert workers.kinds == [DecodeRequest, PrefillRequest, DecodeRequest, DecodeRequest]
+    assert [r.await_kv for r in workers.requests if isinstance(r, DecodeRequest)] == [True, False, False]
+    leader, *followers = group.choices
+    assert {choice.decode_worker for choice in followers} == {leader.decode_worker}
+    assert [choice.mode for choice in group.choices] == ["split", "aggregated", "aggregated"]
+    assert sorted(came) == [1, 2, 3, 4, 5, 5, 5]
+
+
+async def test_choices_go_their_own_way_where_the_first_one_needs_no_hand_over() -> None:
+    """Its first token was the last: nobody decodes it, and nobody has the KV."""
+    workers = ScriptedWorkers(
+        decode=[[ticket], [ticket, *answers(1), LAST], [ticket, *answers(2), LAST]],
+        prefill=[computes(FinishReason.LENGTH), computes(), computes()],
+    )
+    async with bench_of(workers, TRIO, "split") as bench:
+        group = group_of(3)
+        async for _ in bench.dispatcher.run(group):
+            pass
+        await workers.servicer.wait_until_idle()
+    assert [choice.mode for choice in group.choices] == ["split"] * 3
+    assert sorted(len(choice.emitted) for choice in group.choices) == [1, 3, 3]
+
+
+async def test_choices_go_their_own_way_where_the_first_ones_worker_leaves() -> None:
+    workers = ScriptedWorkers(decode=[[*answers(1), Migrate()], [*answers(2), LAST]])
+    async with bench_of(workers, {"d0": Role.DECODE}, "aggregated") as bench:
+        group = group_of(2)
+        leader, follower = group.choices
+        leader.kv_is_on = "d7"
+        follower.decode_worker = ""
+        assert (
+            bench.dispatcher._selector.beside(follower, SPEC, bench.dispatcher._selector.prompt(SPEC), leader) is None
+        )
+        leader.kv_is_on = "d0"
+        found = bench.dispatcher._selector.beside(follower, SPEC, bench.dispatcher._selector.prompt(SPEC), leader)
+        assert found is not None
+        assert found.placement.decode_worker == "d0"
+        bench.pools.leaves(bench.pools.get("d0"))
+        assert (
+            bench.dispatcher._selector.beside(follower, SPEC, bench.dispatcher._selector.prompt(SPEC), leader) is None
+        )
+
+
+def test_choices_that_the_client_continues_follow_nobody() -> None:
+    group = ChoiceGroup.begin(SPEC, CLAIM, Context(), 4, {0: Noted(), 2: Noted()})
+    assert [choice.leader for choice in group.choices] == [None, None, None, group.choices[1]]
+    assert [choice.num_followers for choice in group.choices] == [0, 1, 0, 0]
+
+
 async def test_a_choice_that_is_answered_is_left_by_itself() -> None:
     """A stop string ends it; its worker must not go on, and the other choice must."""
     ends = asyncio.Event()

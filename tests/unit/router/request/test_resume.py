@@ -210,6 +210,7 @@ OTHER_SAMPLING: dict[str, Any] = {
     "structured_outputs": StructuredOutputs(json_object=True),
     "reasoning_end_ids": (4,),
     "thinking_budget": 5,
+    "best_of": 2,
 }
 
 

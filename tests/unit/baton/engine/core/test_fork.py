@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.engine import Engine
 from baton.engine.core.runner import BlockCopy
-from baton.engine.core.sequence import Purpose, Sequence
+from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.model.arithmetic import expected_tokens
 from baton.messages import SequenceSpec
 from tests.unit.baton.engine.core.test_engine import (
@@ -83,6 +84,68 @@ def test_choices_fork_once_the_prompt_is_computed_and_draw_as_if_alone(num_token
     answers = [generated(outputs, sequence) for sequence in (parent, *children)]
     assert answers == [alone(spec) for spec in specs]
     assert len({tuple(answer) for answer in answers}) > 1
+    assert is_empty(engine)
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("num_tokens", [16, 17, 40, 48, 63])
+def test_a_choice_is_admitted_beside_the_one_that_has_computed_the_prompt(num_tokens: int, with_state: bool) -> None:
+    """It computes one token, shares the full blocks, and has room for its answer."""
+    engine = make_engine(max_num_seqs=8, with_state=with_state)
+    prompt = numbers(num_tokens, num_tokens)
+    specs = [sampled(prompt, choice) for choice in range(4)]
+    parent = engine.add(specs[0], Purpose.GENERATE, 0.0)
+    outputs = step(engine)
+    children = [engine.add(spec, Purpose.GENERATE, 0.0) for spec in specs[1:]]
+    batch, _ = engine.schedule(0.0)
+    outputs += engine.commit(batch, engine.runner.execute(batch), 0.0)
+    engine.check()
+    if with_state:  # that of the first one is ahead
+        assert not batch.copies
+    else:
+        assert [part.num_scheduled_tokens for part in batch.parts] == [1] * 4
+        assert [child.num_cached_tokens for child in children] == [num_tokens - 1] * 3
+        assert len(batch.copies) == 3 * bool((num_tokens - 1) % 16)
+        num_full = (num_tokens - 1) // 16
+        for child in children:
+            assert len(child.block_ids[0]) == -(-(num_tokens + 12) // 16), "for all of the answer"
+            assert child.block_ids[0][:num_full] == parent.block_ids[0][:num_full]
+    outputs += drain(engine)
+    answers = [generated(outputs, sequence) for sequence in (parent, *children)]
+    assert answers == [alone(spec, with_state=with_state) for spec in specs]
+    assert is_empty(engine)
+
+
+def test_only_choices_of_one_request_and_tenant_are_admitted_beside_each_other() -> None:
+    prompt = numbers(3, 40)
+    for other in (
+        dataclasses.replace(sampled(prompt, 1), request_id="another"),
+        dataclasses.replace(sampled(prompt, 1), cache_seed=b"another tenant"),
+        sampled([*prompt[:-2], 7, 8], 1),
+        dataclasses.replace(sampled(prompt, 1), token_ids=(*prompt, 9)),
+    ):
+        engine = make_engine(max_num_seqs=8)
+        parent = engine.add(sampled(prompt, 0), Purpose.GENERATE, 0.0)
+        step(engine)
+        child = engine.add(other, Purpose.GENERATE, 0.0)
+        batch, _ = engine.schedule(0.0)
+        assert not batch.copies
+        assert child.num_cached_tokens in (0, 32)
+        engine.commit(batch, engine.runner.execute(batch), 0.0)
+        for sequence in (parent, child):
+            engine.end(sequence)
+        assert is_empty(engine)
+
+
+def test_a_choice_without_room_waits_and_forks_later() -> None:
+    engine = make_engine(num_blocks=8, max_num_seqs=8)
+    prompt = numbers(5, 40)
+    parent = engine.add(sampled(prompt, 0), Purpose.GENERATE, 0.0)
+    outputs = step(engine)
+    children = [engine.add(sampled(prompt, choice), Purpose.GENERATE, 0.0) for choice in range(1, 5)]
+    outputs += drain(engine)
+    answers = [generated(outputs, sequence) for sequence in (parent, *children)]
+    assert answers == [alone(sampled(prompt, choice)) for choice in range(5)]
     assert is_empty(engine)
 
 
@@ -192,3 +255,36 @@ def test_copies_are_made_before_anything_is_written() -> None:
     pages = engine.runner.caches[0].layer(0).view(-1, 2, 16)
     assert pages[copy.target, 0, :5].tolist() == [*prompt[16:], 123]
     assert pages[copy.source, 0, :5].tolist() == [*prompt[16:], *expected_tokens(prompt, 1)]
+
+
+@pytest.mark.parametrize("num_cancels", [1_000, pytest.param(10_000, marks=pytest.mark.chaos)])
+def test_random_cancels_of_choices_leave_every_block_with_its_references(num_cancels: int) -> None:
+    """In a pool that is too small for all of them, so that some are preempted."""
+    engine, dice = make_engine(num_blocks=24, max_num_seqs=8), random.Random(num_cancels)
+    alive: list[Sequence] = []
+    later: list[SequenceSpec] = []
+    num_cancelled = num_forked = number = 0
+    while num_cancelled < num_cancels:
+        if len(alive) + len(later) < 10:
+            number += 1
+            prompt = numbers(number, dice.randrange(1, 60))
+            specs = [sampled(prompt, choice, dice.randrange(1, 30)) for choice in range(dice.randrange(1, 6))]
+            alive.append(engine.add(dataclasses.replace(specs[0], request_id=str(number)), Purpose.GENERATE, 0.0))
+            later += [dataclasses.replace(spec, request_id=str(number)) for spec in specs[1:]]
+        if later and dice.random() < 0.7:
+            alive.append(engine.add(later.pop(0), Purpose.GENERATE, 0.0))
+        batch, _ = engine.schedule(0.0)
+        num_forked += len({copy.target for copy in batch.copies})
+        for sequence in [sequence for sequence in alive if dice.random() < 0.15]:
+            engine.end(sequence)  # some while the step that computes them runs
+            alive.remove(sequence)
+            num_cancelled += 1
+        if batch:
+            engine.commit(batch, engine.runner.execute(batch), 0.0)
+        engine.check()
+        alive = [sequence for sequence in alive if sequence.status is not Status.FINISHED]
+    for sequence in alive:
+        engine.end(sequence)
+    drain(engine)
+    assert is_empty(engine)
+    assert num_forked > num_cancels / 20

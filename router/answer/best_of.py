@@ -1,0 +1,65 @@
+"""Which of a request's answers its client gets, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from baton.api import GenerateChunk
+from baton.sampling import SamplingParams
+from baton.scores import NO_SCORES, TokenScores
+
+
+class AnswerSelection:
+    """Passes on what comes of answers, or, where there are more answers than the client wants, keeps all of it until
+    they have ended: then come the best, whole, under the first indices.
+
+    The best have the highest mean log probability of their tokens, by the model's own distribution; of equal ones, the
+    first.
+
+    Args:
+        params: as the client asked.
+        resume_from: tokens that the client has, by index, from a stream that broke.
+    """
+
+    def __init__(self, params: SamplingParams, resume_from: Mapping[int, int]) -> None:
+        self._params = params
+        self._resume_from = resume_from
+        self._kept: dict[int, list[GenerateChunk]] = {}
+        self._num_ended = 0
+
+    def take(self, chunk: GenerateChunk | None) -> list[GenerateChunk]:
+        """Takes what is new of an answer, and returns what the client gets now."""
+        if chunk is None:
+            return []
+        if not self._params.is_selected:
+            return [chunk]
+        self._kept.setdefault(chunk.choice_index, []).append(chunk)
+        self._num_ended += chunk.finish_reason is not None
+        return self._best() if self._num_ended == self._params.num_answers else []
+
+    def _best(self) -> list[GenerateChunk]:
+        answers = [_joined(chunks) for _, chunks in sorted(self._kept.items())]
+        best = sorted(answers, key=lambda answer: -_mean(answer.scores))[: self._params.n]
+        return [self._told(replace(answer, choice_index=index)) for index, answer in enumerate(best)]
+
+    def _told(self, answer: GenerateChunk) -> GenerateChunk:
+        """Returns what the client lacks of an answer: what it has of one is all of it."""
+        if not self._params.wants_scores:
+            answer = replace(answer, scores=NO_SCORES)
+        if self._resume_from.get(answer.choice_index):
+            return replace(answer, text="", token_ids=(), scores=NO_SCORES)
+        return answer
+
+
+def _joined(chunks: list[GenerateChunk]) -> GenerateChunk:
+    return replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        scores=TokenScores.joined(chunk.scores for chunk in chunks),
+    )
+
+
+def _mean(scores: TokenScores) -> float:
+    return sum(scores.logprobs) / len(scores) if scores else 0.0
