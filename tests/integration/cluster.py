@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import random
 import re
-import secrets
 import signal
 import socket
 import subprocess
@@ -29,6 +30,8 @@ from tests.support.waiting import wait_until
 READY = re.compile(r"BATON READY grpc=(\S+) http=(\S+)")
 FIXED_PORTS = range(10_000, 30_000)
 """Below those that Linux and macOS give to outgoing connections."""
+MOST_WORKERS = 8
+"""Most processes that pytest-xdist starts here."""
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 120.0
 
@@ -175,10 +178,23 @@ def is_idle(worker: dict[str, Any]) -> bool:
     return bool(worker["running"] == worker["waiting"] == blocks["in_use"] == 0)
 
 
+def _own_ports() -> Iterator[int]:
+    """Fixed ports that no other of pytest's processes takes, in an order of this one's, again and again."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports = list(FIXED_PORTS)[number % MOST_WORKERS :: MOST_WORKERS]
+    random.Random(os.getpid()).shuffle(ports)
+    return itertools.cycle(ports)
+
+
+_PORTS = _own_ports()
+
+
 def free_port() -> int:
-    """Not an ephemeral one, which somebody's outgoing connection might have by the time it is wanted."""
+    """Not an ephemeral one, which somebody's outgoing connection might have by the time it is wanted; nor one that has
+    been given out a while ago, and may be bound later.
+    """
     while True:
-        port = secrets.choice(FIXED_PORTS)
+        port = next(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
