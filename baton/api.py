@@ -98,6 +98,16 @@ class Timing:
     retries: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log probabilities of a prompt's tokens."""
+
+    token_ids: tuple[int, ...]
+    """The whole prompt."""
+    scores: TokenScores
+    """Scores of all tokens but the first, which follows nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateChunk:
     """What is new of one choice. The last chunk of the whole stream carries `usage` and `timing`; all carry `usage`
@@ -115,6 +125,8 @@ class GenerateChunk:
     timing: Timing | None = None
     scores: TokenScores = NO_SCORES
     """Log probabilities of the tokens, where the request asks for them."""
+    prompt_scores: PromptScores | None = None
+    """The prompt's log probabilities, where the request asks for them: once, in the first chunk of its first choice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,8 @@ class PrefillReport:
     """Time that pulling them took; a part of `queue_s`."""
     room_s: float = 0.0
     """The part of `queue_s` in which the worker had no room to begin the next sequence."""
+    prompt_scores: TokenScores = NO_SCORES
+    """Log probabilities of each prompt token but the first, where the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)

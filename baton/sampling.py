@@ -73,6 +73,8 @@ class SamplingParams:
     """Likeliest tokens whose log probabilities come with each token's own; None: no log probabilities."""
     logprob_token_ids: tuple[int, ...] = ()
     """Tokens whose log probabilities come in place of the likeliest ones'."""
+    prompt_logprobs: int | None = None
+    """Likeliest tokens whose log probabilities come with those of each prompt token but the first; None: none."""
     min_tokens: int = 0
     """Tokens of the answer before which nothing ends it: neither end of sequence nor a stop id or stop string."""
     repetition_penalty: float = 1.0
@@ -196,6 +198,8 @@ class SamplingParams:
             _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
         if self.logprobs is not None:
             _require(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"between 0 and {MAX_LOGPROBS}", self.logprobs)
+        if (most := self.prompt_logprobs) is not None:
+            _require(0 <= most <= MAX_LOGPROBS, "prompt_logprobs", f"between 0 and {MAX_LOGPROBS}", most)
         _require_few(self.logprob_token_ids, "logprob_token_ids", MAX_LOGPROBS, "ids")
         _require(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
         if self.max_tokens is not None:

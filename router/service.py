@@ -29,7 +29,7 @@ from dataclasses import replace
 
 from opentelemetry.context import Context
 
-from baton.api import GenerateChunk, GenerateRequest, ModelCard, PromptInput
+from baton.api import GenerateChunk, GenerateRequest, ModelCard, PromptInput, PromptScores
 from baton.config import RouterConfig
 from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
@@ -160,7 +160,7 @@ class RouterService:
                             if writer.has_ended:
                                 choice.is_answered = True
                                 self._dispatcher.answered(choice, writer.num_tokens)
-                            for ready in selection.take(chunk):
+                            for ready in selection.take(_with_prompt_scores(chunk, choice)):
                                 yield settle.book(ready)
                                 call.driver = asyncio.current_task() or call.driver
             self._limiter.record(time.monotonic() - settle.arrived_s)
@@ -194,7 +194,8 @@ class RouterService:
         if not delivered or params.is_selected:
             return {}
         known = await self._noted(key, digest, past)
-        return with_delivered(only_delivered(known, delivered) if params.wants_scores else known, delivered)
+        has_scores = params.wants_scores or params.prompt_logprobs is not None
+        return with_delivered(only_delivered(known, delivered) if has_scores else known, delivered)
 
     async def _noted(self, key: RecordKey, digest: bytes, past: Call | None) -> dict[int, Noted]:
         """What has been generated of this request, by choice, as far as it is known here or to Redis."""
@@ -216,3 +217,12 @@ class RouterService:
             )
             for choice in group.choices
         }
+
+
+def _with_prompt_scores(chunk: GenerateChunk | None, choice: Choice) -> GenerateChunk | None:
+    """Returns a choice's chunk with the scores of the prompt, if those are still to be passed on."""
+    if chunk is None or choice.prompt_scores is None:
+        return chunk
+    prompt_ids = choice.spec.token_ids[: choice.spec.num_prompt_tokens]
+    scores, choice.prompt_scores = PromptScores(prompt_ids, choice.prompt_scores), None
+    return replace(chunk, prompt_scores=scores)

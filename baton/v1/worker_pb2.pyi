@@ -692,6 +692,7 @@ class PrefillReport(_message.Message):
     NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     PULL_S_FIELD_NUMBER: _builtins.int
     ROOM_S_FIELD_NUMBER: _builtins.int
+    PROMPT_SCORES_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens found in this worker's cache, pulled ones included."""
     queue_s: _builtins.float
@@ -704,6 +705,10 @@ class PrefillReport(_message.Message):
     """Time that the pull took; a part of queue_s."""
     room_s: _builtins.float
     """The part of queue_s in which this worker had no room to begin the next sequence."""
+    @_builtins.property
+    def prompt_scores(self) -> Global___TokenScores:
+        """The scores of each prompt token but the first, where the sampling asks for them."""
+
     def __init__(
         self,
         *,
@@ -713,10 +718,11 @@ class PrefillReport(_message.Message):
         num_pulled_tokens: _builtins.int = ...,
         pull_s: _builtins.float = ...,
         room_s: _builtins.float = ...,
+        prompt_scores: Global___TokenScores | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_scores", b"prompt_scores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "prefill_s", b"prefill_s", "pull_s", b"pull_s", "queue_s", b"queue_s", "room_s", b"room_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "prefill_s", b"prefill_s", "prompt_scores", b"prompt_scores", "pull_s", b"pull_s", "queue_s", b"queue_s", "room_s", b"room_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

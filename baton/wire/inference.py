@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton import api
@@ -106,6 +106,13 @@ def generate_response(chunk: api.GenerateChunk) -> inference_pb2.GenerateRespons
         token = message.logprobs.add(token_id=chunk.token_ids[index], logprob=logprob)
         for token_id, of_top in chunk.scores.top(index):
             token.top.add(token_id=token_id, logprob=of_top)
+    if chunk.prompt_scores is not None:
+        token_ids, scores = chunk.prompt_scores.token_ids, chunk.prompt_scores.scores
+        message.prompt_logprobs.add(token_id=token_ids[0])
+        for index, logprob in enumerate(scores.logprobs):
+            token = message.prompt_logprobs.add(token_id=token_ids[index + 1], logprob=logprob)
+            for token_id, of_top in scores.top(index):
+                token.top.add(token_id=token_id, logprob=of_top)
     match chunk.stop_reason:
         case str(stop_string):
             message.stop_string = stop_string
@@ -160,14 +167,19 @@ def generate_chunk(message: inference_pb2.GenerateResponse) -> api.GenerateChunk
         stop_reason=getattr(message, which) if (which := message.WhichOneof("stop_reason")) else None,
         usage=from_pb(message.usage, api.Usage) if message.HasField("usage") else None,
         timing=from_pb(message.timing, api.Timing) if message.HasField("timing") else None,
-        scores=_scores(message) if message.logprobs else NO_SCORES,
+        scores=_scores(message.logprobs) if message.logprobs else NO_SCORES,
+        prompt_scores=_prompt_scores(message.prompt_logprobs) if message.prompt_logprobs else None,
     )
 
 
-def _scores(message: inference_pb2.GenerateResponse) -> TokenScores:
-    tops = [top for token in message.logprobs for top in token.top]
+def _prompt_scores(tokens: Sequence[inference_pb2.TokenLogprobs]) -> api.PromptScores:
+    return api.PromptScores(tuple(token.token_id for token in tokens), _scores(tokens[1:]))
+
+
+def _scores(tokens: Sequence[inference_pb2.TokenLogprobs]) -> TokenScores:
+    tops = [top for token in tokens for top in token.top]
     return TokenScores(
-        tuple(token.logprob for token in message.logprobs),
+        tuple(token.logprob for token in tokens),
         tuple(top.token_id for top in tops),
         tuple(top.logprob for top in tops),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from baton.api import GenerateChunk
+from baton.api import GenerateChunk, PromptScores
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, TokenScores
 
@@ -26,6 +26,7 @@ class AnswerSelection:
         self._params = params
         self._resume_from = resume_from
         self._kept: dict[int, list[GenerateChunk]] = {}
+        self._prompt_scores: PromptScores | None = None
         self._num_ended = 0
 
     def take(self, chunk: GenerateChunk | None) -> list[GenerateChunk]:
@@ -34,6 +35,7 @@ class AnswerSelection:
             return []
         if not self._params.is_selected:
             return [chunk]
+        self._prompt_scores = self._prompt_scores or chunk.prompt_scores
         self._kept.setdefault(chunk.choice_index, []).append(chunk)
         self._num_ended += chunk.finish_reason is not None
         return self._best() if self._num_ended == self._params.num_answers else []
@@ -41,7 +43,8 @@ class AnswerSelection:
     def _best(self) -> list[GenerateChunk]:
         answers = [_joined(chunks) for _, chunks in sorted(self._kept.items())]
         best = sorted(answers, key=lambda answer: -_mean(answer.scores))[: self._params.n]
-        return [self._told(replace(answer, choice_index=index)) for index, answer in enumerate(best)]
+        told = [self._told(replace(answer, choice_index=index)) for index, answer in enumerate(best)]
+        return [replace(told[0], prompt_scores=self._prompt_scores), *told[1:]]
 
     def _told(self, answer: GenerateChunk) -> GenerateChunk:
         """Returns what the client lacks of an answer: what it has of one is all of it."""
@@ -55,6 +58,7 @@ class AnswerSelection:
 def _joined(chunks: list[GenerateChunk]) -> GenerateChunk:
     return replace(
         chunks[-1],
+        prompt_scores=None,
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         scores=TokenScores.joined(chunk.scores for chunk in chunks),

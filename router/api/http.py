@@ -185,8 +185,7 @@ async def _answer(
 ) -> Response:
     if len(prompts) != 1:
         raise Unsupported("several prompts in one request are not supported yet; send them one by one", "prompt")
-    kind = "chatcmpl" if is_chat else "cmpl"
-    request_id = body.request_id or f"{kind}-{uuid.uuid4().hex}"
+    request_id = body.request_id or f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
     shape = Shape(
         id=request_id,
         created=int(time.time()),
@@ -194,6 +193,8 @@ async def _answer(
         is_chat=is_chat,
         continuous_usage=body.continuous_usage,
         tokenizer=service.model.tokenizer,
+        echo=body.echoed(prompts[0], service.model.tokenizer) if isinstance(body, CompletionBody) else None,
+        has_prompt_logprobs=body.prompt_logprobs is not None,
     )
     slo = body.slo or SloBody()
     generate = GenerateRequest(
@@ -220,7 +221,7 @@ async def _answer(
 
 async def _whole(chunks: AsyncGenerator[GenerateChunk], shape: Shape) -> dict[str, Any]:
     answers: dict[int, ChoiceAnswer] = {}
-    usage, timing = Usage(0, 0, 0), Timing()
+    usage, timing, prompt = Usage(0, 0, 0), Timing(), None
     async with contextlib.aclosing(chunks):
         async for chunk in chunks:
             answer = answers.setdefault(chunk.choice_index, ChoiceAnswer())
@@ -230,7 +231,8 @@ async def _whole(chunks: AsyncGenerator[GenerateChunk], shape: Shape) -> dict[st
             if chunk.finish_reason:
                 answer.finish_reason, answer.stop_reason = chunk.finish_reason, chunk.stop_reason
             usage, timing = chunk.usage or usage, chunk.timing or timing
-    return shape.whole(dict(sorted(answers.items())), usage, timing)
+            prompt = prompt or chunk.prompt_scores
+    return shape.whole(dict(sorted(answers.items())), usage, timing, prompt)
 
 
 async def _events(
@@ -238,15 +240,16 @@ async def _events(
 ) -> AsyncGenerator[str]:
     """Server-sent events, OpenAI's way. An error after the first token becomes an event: the status is long sent."""
     begun: dict[int, CompletionLogprobs] = {}
-    usage, timing = None, Timing()
+    usage, timing, prompt = None, Timing(), None
     async with contextlib.aclosing(chunks):
         try:
             chunk: GenerateChunk | None = first
             while chunk is not None:
+                prompt = prompt or chunk.prompt_scores
                 index, is_first = chunk.choice_index, chunk.choice_index not in begun
                 if chunk.text or chunk.finish_reason or chunk.scores or is_first:
                     logprobs = begun.setdefault(index, CompletionLogprobs(shape.tokenizer))
-                    yield _event(shape.chunk(index, chunk, is_first, logprobs))
+                    yield _event(shape.chunk(index, chunk, is_first, logprobs, prompt))
                 usage, timing = chunk.usage or usage, chunk.timing or timing
                 chunk = await anext(chunks, None)
         except BatonError as error:

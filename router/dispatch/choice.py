@@ -16,6 +16,7 @@ from opentelemetry.context import Context
 from baton.cluster import Worker
 from baton.messages import Decoding, PrefixSource, SequenceSpec
 from baton.sampling import FinishReason
+from baton.scores import TokenScores
 from kvstore.leases import Noted
 from router.admission import Claim, QueueEntry
 from router.dispatch.decisions import PlacementDecision
@@ -79,6 +80,8 @@ class Choice:
     """The first placement, explained."""
     num_cached_tokens: int | None = None
     """Prompt tokens found in caches by the first attempt; later attempts find what it left behind."""
+    prompt_scores: TokenScores | None = None
+    """Scores of the prompt that have come and have not been passed on; None: there are none."""
     num_seen_tokens: int = 0
     """Leading prompt tokens that came before: what a cache that forgets nothing would have had."""
     block_keys: tuple[bytes, ...] = ()
@@ -110,9 +113,12 @@ class Choice:
 
     def next_spec(self, now_s: float, num_expected_tokens: int) -> SequenceSpec:
         """The sequence as the next attempt sends it: with the tokens emitted so far, and what is left of its time."""
-        claim = self.claim
+        claim, sampling = self.claim, self.spec.sampling
+        if self.emitted and sampling.prompt_logprobs is not None:  # the scores came with the first token
+            sampling = replace(sampling, prompt_logprobs=None)
         return replace(
             self.spec,
+            sampling=sampling,
             token_ids=self.spec.token_ids + tuple(self.emitted),
             attempt=self.num_attempts,
             priority=claim.priority,
@@ -148,9 +154,10 @@ class ChoiceGroup:
             spec: the first choice's.
             noted: what has been generated of the choices that the client continues.
         """
+        others = replace(spec, sampling=replace(spec.sampling, prompt_logprobs=None))
         choices = tuple(
             Choice(
-                spec=replace(spec, choice_index=index) if index else spec,
+                spec=replace(others, choice_index=index) if index or index in noted else spec,
                 claim=claim,
                 trace=trace,
                 emitted=list(known.token_ids),

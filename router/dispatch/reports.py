@@ -23,6 +23,8 @@ class Reports:
     def prefill(self, attempt: Attempt, report: PrefillReport) -> None:
         """Books that the prompt is computed and the first token here."""
         hint, choice = attempt.assignment.hint, attempt.choice
+        if attempt.spec.sampling.prompt_logprobs is not None:
+            choice.prompt_scores = report.prompt_scores
         if hint is None:
             return  # it is a move: neither a prompt's queue nor a first token
         # What was pulled may be gone again before the worker looked.

@@ -30,7 +30,9 @@ class WorkerSelector:
 
     def prompt(self, spec: SequenceSpec) -> Prompt:
         """What placement needs to know of a sequence."""
-        keys = tuple(block_keys(spec.cache_seed, spec.token_ids, self.pools.block_size))
+        keys: tuple[bytes, ...] = ()
+        if spec.sampling.prompt_logprobs is None:  # else it takes nothing from a cache
+            keys = tuple(block_keys(spec.cache_seed, spec.token_ids, self.pools.block_size))
         num_emitted = len(spec.token_ids) - spec.num_prompt_tokens
         return Prompt(len(spec.token_ids), keys, max(1, spec.num_expected_tokens - num_emitted))
 

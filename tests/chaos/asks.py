@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from baton import wire
-from baton.api import GenerateChunk, GenerateRequest, Text, TokenIds
+from baton.api import GenerateChunk, GenerateRequest, PromptScores, Text, TokenIds
 from baton.config import ModelConfig, load
 from baton.engine.model.arithmetic import modulus, sampled_of
 from baton.engine.sampling.pipeline import Sampler
@@ -55,6 +55,7 @@ class Answer:
     choices: tuple[Choice, ...]
     num_prompt_tokens: int
     num_completion_tokens: int
+    prompt_scores: PromptScores | None = None
 
 
 @dataclass(slots=True)
@@ -86,6 +87,7 @@ def listen(
     hearings: dict[int, _Hearing] = {}
     gap_s, last_s, num_tokens = 0.0, time.monotonic(), 0
     part: Any = None
+    prompt_scores: list[PromptScores] = []
     for part in map(_plain, parts):
         now = time.monotonic()
         gap_s, last_s = max(gap_s, now - last_s), now
@@ -96,6 +98,8 @@ def listen(
         hearing.scores.append(part.scores)
         hearing.finish_reason = hearing.finish_reason or str(part.finish_reason or "")
         hearing.stop_reason = hearing.stop_reason or part.stop_reason
+        if part.prompt_scores is not None:
+            prompt_scores.append(part.prompt_scores)
         num_tokens += len(part.token_ids)
         on_tokens(num_tokens)
     choices = tuple(
@@ -104,7 +108,9 @@ def listen(
         )
         for _, heard in sorted(hearings.items())
     )
-    answer = Answer(choices, part.usage.prompt_tokens, part.usage.completion_tokens)
+    assert len(prompt_scores) < 2, "they come once"
+    usage = part.usage
+    answer = Answer(choices, usage.prompt_tokens, usage.completion_tokens, *prompt_scores)
     return Listening(answer, part.timing.retries, gap_s)
 
 
@@ -153,6 +159,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"logprobs": 0},
     {"logprob_token_ids": (4, 40000)},
     {"logprobs": 3, "temperature": 1.0, "top_k": 8},
+    {"prompt_logprobs": 2, "temperature": 1.0},
     {"ignore_eos": False, "allowed_token_ids": (0, 9001, 18001, 27001, 36001, 45001)},
     {"structured_outputs": StructuredOutputs(json=_CATS), "temperature": 1.0},
     {"structured_outputs": StructuredOutputs(regex="[a-z]{2,4}( [0-9]{1,3}){2,6}")},

@@ -97,5 +97,5 @@ def test_a_step_without_a_token_to_sample_is_over_when_execute_returns(model_dir
     )
     engine.add(make_spec("chunked", [7] * 3000), Purpose.PREFILL, now=0.0)
     batch, _ = engine.schedule(0.0)
-    assert runner.execute(batch) == StepOutput(((),), (2048,))
+    assert runner.execute(batch) == StepOutput(sampled_token_ids=((),), num_computed_tokens=(2048,))
     assert torch.cuda.current_stream().query()

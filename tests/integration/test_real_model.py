@@ -236,6 +236,69 @@ def test_log_probabilities_are_those_of_transformers(
             assert best == pytest.approx(own, abs=1e-3)
 
 
+def test_log_probabilities_of_prompts_are_those_of_transformers(
+    split_cluster: Cluster, reference: Reference, prompts: list[list[int]]
+) -> None:
+    """From a cold cache and from one that has the prompt, of which nothing is taken; also of several chunks."""
+    chosen = [*prompts[2:10], prompts[-3], prompts[-1]]
+    for prompt in chosen:
+        expected = reference.log_probabilities(prompt[:1], tuple(prompt[1:]))
+        for _ in range(2):
+            sampling = {"max_tokens": 2, "temperature": 0, "prompt_logprobs": 3}
+            answer = split_cluster.generate(token_ids=prompt, sampling=sampling)
+            assert answer.usage.cached_tokens == 0
+            (found,) = [each for m in answer.messages if (each := wire.generate_chunk(m).prompt_scores) is not None]
+            assert found.token_ids == tuple(prompt)
+            own = expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+            assert found.scores.logprobs == pytest.approx(own.tolist(), abs=1e-3)
+            assert found.scores.top_logprobs == pytest.approx(expected.topk(3).values.flatten().tolist(), abs=1e-3)
+
+
+def test_a_client_that_evaluates_gets_the_prompts_log_probabilities(
+    split_cluster: Cluster, reference: Reference
+) -> None:
+    """As lm-eval asks: token ids, echoed, with one likeliest token each."""
+    text = "The capital of France is Paris 😀."
+    ids = reference.tokenizer.encode(text)
+    expected = reference.log_probabilities(ids[:1], tuple(ids[1:]))
+    own = expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    asked: Any = {"model": "", "max_tokens": 1, "temperature": 0, "seed": 1, "echo": True, "logprobs": 1}
+    with openai.OpenAI(base_url=f"http://{split_cluster.http}/v1", api_key="none") as client:
+        wholes = [client.completions.create(prompt=prompt, **asked) for prompt in ([ids], text)]
+        streamed = list(client.completions.create(prompt=text, stream=True, **asked))
+        echoed = client.completions.create(prompt=text, model="", max_tokens=1, temperature=0, echo=True)
+        both: Any = client.completions.create(prompt=text, n=2, **asked | {"temperature": 1})
+        chat: Any = client.chat.completions.create(
+            model="", messages=[{"role": "user", "content": "Hi"}], max_tokens=1, extra_body={"prompt_logprobs": 1}
+        )
+    for whole in wholes:
+        (choice,) = whole.choices
+        scores = choice.logprobs
+        assert scores is not None
+        assert scores.token_logprobs is not None
+        assert scores.top_logprobs is not None
+        assert choice.text.startswith(text)
+        assert scores.token_logprobs[0] is None
+        assert scores.token_logprobs[1:-1] == pytest.approx(own, abs=1e-3)
+        is_greedy = [
+            max(top.values()) == top[token]
+            for top, token in zip(scores.top_logprobs[1:-1], scores.tokens[1:-1], strict=True)
+        ]
+        assert is_greedy == [int(row.argmax()) == token for row, token in zip(expected, ids[1:], strict=True)]
+        assert len(scores.text_offset or []) == len(scores.tokens or []) == len(ids) + 1
+    parts = [part.choices[0] for part in streamed if part.choices]
+    assert "".join(part.text for part in parts) == wholes[0].choices[0].text
+    assert [value for part in parts if part.logprobs for value in part.logprobs.token_logprobs or []][1:-1] == (
+        pytest.approx(own, abs=1e-3)
+    )
+    assert echoed.choices[0].text == wholes[0].choices[0].text
+    assert echoed.choices[0].logprobs is None
+    assert [choice.logprobs.token_logprobs[1:-1] for choice in both.choices] == [pytest.approx(own, abs=1e-3)] * 2
+    first, *rest = chat.prompt_logprobs
+    assert first is None
+    assert all(min(1, *(entry["rank"] or 1 for entry in each.values())) == 1 for each in rest)
+
+
 def test_openai_package_reads_log_probabilities(split_cluster: Cluster) -> None:
     messages: Any = [{"role": "user", "content": "Say 😀."}]
     text = "The capital of France is"

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.api import GenerateRequest
+from baton.api import GenerateRequest, TokenIds
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from tests.chaos import asks
@@ -90,6 +90,20 @@ def test_every_token_has_its_scores(answers: list[Answer]) -> None:
             num_top, named = request.sampling.get("logprobs"), request.sampling.get("logprob_token_ids", ())
             assert len(choice.scores) == (0 if num_top is None and not named else len(choice.token_ids))
             assert choice.scores.num_top == (len(named) or num_top or 0)
+
+
+def test_prompts_have_their_scores(answers: list[Answer]) -> None:
+    asked = [request.sampling.get("prompt_logprobs") for request in REQUESTS]
+    assert sum(num_top is not None for num_top in asked) > 10
+    for request, num_top, answer in zip(REQUESTS, asked, answers, strict=True):
+        assert isinstance(request.prompt, TokenIds)
+        if num_top is None:
+            assert answer.prompt_scores is None
+        else:
+            assert answer.prompt_scores is not None
+            assert answer.prompt_scores.token_ids == request.prompt.ids
+            assert len(answer.prompt_scores.scores) == len(request.prompt.ids) - 1
+            assert answer.prompt_scores.scores.num_top == num_top
 
 
 def test_every_end_occurs(answers: list[Answer]) -> None:

@@ -31,7 +31,7 @@ from baton.engine.core.step_fit import StepFit, StepSize
 from baton.errors import InvalidRequest
 from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
-from baton.scores import NO_SCORES
+from baton.scores import NO_SCORES, TokenScores
 
 
 class Engine:
@@ -196,6 +196,10 @@ class Engine:
                 if finish_reason is not None or sequence.purpose is Purpose.PREFILL:
                     token_ids = token_ids[:count]  # of a prompt that is handed over, the others are drawn elsewhere
                     break
+            if output.prompt_scores is not None and output.prompt_scores[index]:
+                if part.num_computed_tokens == 0:
+                    sequence.prompt_scores.clear()  # of a time before it was preempted
+                sequence.prompt_scores.append(output.prompt_scores[index])
             num_computed_tokens = output.num_computed_tokens[index]
             if num_computed_tokens == part.num_kv_tokens[0]:
                 sequence.num_kv_tokens = part.num_kv_tokens
@@ -327,4 +331,5 @@ def _report(sequence: Sequence) -> PrefillReport:
         queue_s=sequence.scheduled_s - sequence.arrival_s,
         prefill_s=sequence.first_token_s - sequence.scheduled_s,
         room_s=sequence.blocked_s,
+        prompt_scores=TokenScores.joined(sequence.prompt_scores) if sequence.prompt_scores else NO_SCORES,
     )

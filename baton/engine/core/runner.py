@@ -62,11 +62,21 @@ class StepPart(NamedTuple):
     num_prompt_tokens: int
     """Tokens of the sequence that are not the answer's."""
     history: tuple[int, ...] = ()
-    """All known tokens, where the step samples by parameters that look at them (`SamplingParams.needs_history`)."""
+    """All known tokens, where the step samples by parameters that look at them (`SamplingParams.needs_history`), or
+    scores the prompt."""
+    scores_prompt: bool = False
+    """Whether the log probabilities of its prompt tokens are asked for."""
 
     @property
     def num_scheduled_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def scored_token_ids(self) -> tuple[int, ...]:
+        """The prompt tokens that follow the step's first tokens, one each: those whose scores the step gives."""
+        if not self.scores_prompt:
+            return ()
+        return self.history[self.num_computed_tokens + 1 : min(self.end + 1, self.num_prompt_tokens)]
 
     @property
     def end(self) -> int:
@@ -99,7 +109,7 @@ class StepInput:
         return sum(len(part.token_ids) for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
     """What came of a step: one entry per part, in the order of `StepInput.parts`."""
 
@@ -109,6 +119,8 @@ class StepOutput:
     """Leading tokens of the sequence whose KV is in its blocks now."""
     scores: tuple[TokenScores, ...] | None = None
     """What the model thought of each part's sampled tokens; None: no part asks for that."""
+    prompt_scores: tuple[TokenScores, ...] | None = None
+    """Scores of each part's `scored_token_ids`; None: there are none."""
     failures: Mapping[int, str] | None = None
     """Why parts have no token and cannot go on, by their index: what their clients asked cannot be served. None: all
     go on."""
@@ -119,7 +131,9 @@ class StepOutput:
         step: StepInput,
         sampled: Sequence[int],
         scores: Sequence[TokenScores] | None = None,
+        *,
         failures: Mapping[int, str] | None = None,
+        prompt_scores: Sequence[TokenScores] | None = None,
     ) -> StepOutput:
         """Returns the output of a step that has computed every token, with one id for each part that samples.
 
@@ -128,14 +142,16 @@ class StepOutput:
             sampled: the ids.
             scores: of each of them; None: nobody asks.
             failures: by place in `sampled`, why there is none; None: there are all.
+            prompt_scores: of each part; None: none scores its prompt.
         """
         ids = iter(sampled)
         each = iter(scores or ())
         return cls(
-            tuple([(next(ids),) if part.sample else () for part in step.parts]),
-            tuple([part.num_computed_tokens + len(part.token_ids) for part in step.parts]),
-            tuple([next(each) if part.sample else NO_SCORES for part in step.parts]) if scores else None,
-            _by_part(step, failures) if failures else None,
+            sampled_token_ids=tuple([(next(ids),) if part.sample else () for part in step.parts]),
+            num_computed_tokens=tuple([part.num_computed_tokens + len(part.token_ids) for part in step.parts]),
+            scores=tuple([next(each) if part.sample else NO_SCORES for part in step.parts]) if scores else None,
+            prompt_scores=tuple(prompt_scores) if prompt_scores else None,
+            failures=_by_part(step, failures) if failures else None,
         )
 
 

@@ -26,6 +26,9 @@ from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.runner import StepInput, StepPart
 from baton.engine.core.sequence import Purpose, Sequence, Status
 
+MAX_SCORED = 128
+"""Most tokens of a prompt with scores that a step computes: each has a row of logits."""
+
 LEAST_STEP = 0.5
 """A step may always take this share of the ITL objective, even if sequences are late: shorter steps could not catch up.
 """
@@ -133,6 +136,8 @@ class Scheduler:
             if sequence.status is not Status.RUNNING or plan.budget <= 0:
                 continue
             num_missing, context = sequence.num_tokens - sequence.num_computed_tokens, sequence.num_computed_tokens
+            if sequence.scores_prompt:
+                num_missing = min(num_missing, MAX_SCORED)
             num_tokens = min(plan.budget, num_missing)
             within = self.costs.tokens_within(room_s, context, num_tokens) if room_s < math.inf else num_tokens
             num_tokens = min(num_tokens, max(within, least))
@@ -295,7 +300,8 @@ class Scheduler:
             sequence.spec.sampling,
             sequence.spec.choice_index,
             sequence.spec.num_prompt_tokens,
-            tuple(sequence.token_ids) if samples and sequence.needs_history else (),
+            tuple(sequence.token_ids) if (samples and sequence.needs_history) or sequence.scores_prompt else (),
+            sequence.scores_prompt,
         )
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
@@ -336,7 +342,7 @@ class Scheduler:
 
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
         """Returns the keys of the leading blocks that a sequence may have from the cache."""
-        if not self.pool.caches_prefixes:
+        if not self.pool.caches_prefixes or sequence.scores_prompt:
             return []
         # The last known token is computed here, so its block cannot come from the cache; unless the KV arrives anyway.
         num_keys = (sequence.num_tokens - (not sequence.awaits_kv)) // self.pool.key_tokens

@@ -10,6 +10,7 @@ from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.runner import BlockCopy
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
+from baton.scores import TokenScores
 
 
 class Purpose(Enum):
@@ -80,12 +81,20 @@ class Sequence:
     blocked_s: float = 0.0
     """Time before the first admission during which the head of the queue lacked KV blocks."""
     first_token_s: float = 0.0
+    prompt_scores: list[TokenScores] = field(default_factory=list)
+    """Scores of its prompt's tokens, a step's at a time, until they are reported."""
     needs_history: bool = field(init=False)
     """Whether its draws depend on the tokens before them."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.token_ids)
         self.needs_history = self.spec.sampling.needs_history
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether its prompt is computed here with log probabilities: whole, nothing of it comes from the cache."""
+        is_asked = self.spec.sampling.prompt_logprobs is not None
+        return is_asked and not self.first_token_s and self.purpose is not Purpose.RECEIVE
 
     @property
     def deadline_s(self) -> float:

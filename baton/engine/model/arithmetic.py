@@ -31,9 +31,10 @@ from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.rows import row_of
 from baton.engine.sampling.pipeline import SAMPLER, Sampled, Sampler
 from baton.engine.sampling.row import Row
+from baton.engine.sampling.scores import scores_of
 from baton.engine.sampling.structure import Structures
 from baton.sampling import SamplingParams
-from baton.scores import NO_SCORES
+from baton.scores import NO_SCORES, TokenScores
 
 NUM_NEAR = 4096
 """Tokens next to an answer beyond which none has a weight, at the highest temperature."""
@@ -111,8 +112,12 @@ class ArithmeticRunner:
             for state in self.cache.states.values():
                 state[_state(part)] += sum(part.token_ids)
         answering = [part for part in step.parts if part.sample]
-        answers, rows = [self._answer(part) for part in answering], [row_of(part) for part in answering]
-        return StepOutput.one_each(step, *sampled_of(answers, rows, self._sampler, self.vocab_size))
+        answers, rows = [self._answer(part, part.end) for part in answering], [row_of(part) for part in answering]
+        prompts = (
+            [self._prompt_scores(part) for part in step.parts] if any(p.scores_prompt for p in step.parts) else None
+        )
+        found = sampled_of(answers, rows, self._sampler, self.vocab_size)
+        return StepOutput.one_each(step, found.token_ids, found.scores, failures=found.failures, prompt_scores=prompts)
 
     def close(self) -> None:
         """Ends nothing: it has started no process."""
@@ -128,13 +133,22 @@ class ArithmeticRunner:
             page[0, position % block_size] = token_id
             page[1, position % block_size] = (position + 1) * token_id
 
-    def _answer(self, part: StepPart) -> int:
-        num_tokens = part.num_kv_tokens[0]
+    def _prompt_scores(self, part: StepPart) -> TokenScores:
+        if not (token_ids := part.scored_token_ids):
+            return NO_SCORES
+        ends = range(part.num_computed_tokens + 1, part.num_computed_tokens + 1 + len(token_ids))
+        logits = logits_of([self._answer(part, end) for end in ends], self.vocab_size)
+        return scores_of(logits, token_ids, part.sampling.prompt_logprobs or 0)
+
+    def _answer(self, part: StepPart, num_tokens: int) -> int:
+        """Returns the answer to the sequence's first tokens."""
         blocks = torch.tensor(part.block_ids[0][: num_blocks_for(num_tokens, self.spec.block_size)])
         layers = [self._pages(layer)[blocks].unbind(1) for layer in range(self.spec.num_layers)]
         tokens = layers[0][0].flatten()[:num_tokens]
         weighted = tokens * torch.arange(1, num_tokens + 1)
         state = sum(int(state[_state(part)]) for state in self.cache.states.values())
+        if num_tokens < part.end:
+            state = int(tokens.sum()) if self.cache.states else 0
         num_wrong = 0
         for keys, values in layers:
             num_wrong += int((keys.flatten()[:num_tokens] != tokens).sum())

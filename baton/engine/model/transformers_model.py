@@ -44,11 +44,15 @@ NUM_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """What every rank computes. `parts` are in packed order; those in `sampling` want their last token's logits."""
+    """What every rank computes. `parts` are in packed order; those in `sampling` want their last token's logits, and of
+    each as many first tokens' as `num_scored` says.
+    """
 
     parts: Sequence[StepPart]
     sampling: Sequence[int]
     copies: Sequence[BlockCopy] = ()
+    num_scored: Sequence[int] = ()
+    """The number of scored tokens of each part; empty: none are."""
 
 
 class ModelRank:
@@ -91,7 +95,7 @@ class ModelRank:
         On a GPU all are there when its current stream has come so far.
 
         Returns:
-            `[len(step.sampling) or 1, vocabulary]`.
+            `[rows or 1, vocabulary]`: first those of `sampling`, then the scored ones.
         """
         device, parts = self.cache.device, step.parts
         self.cache.copy_blocks(step.copies)
@@ -101,7 +105,11 @@ class ModelRank:
         self.cache.clear_blocks(begun_blocks(self.cache, parts))
         set_step(step_context(self.cache, parts, on_layer_done))
         # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
-        rows = ends[list(step.sampling)].to(device) if step.sampling else 1
+        rows: torch.Tensor | int = 1
+        if step.sampling or any(step.num_scored):
+            begins = [int(end) + 1 - len(part.token_ids) for end, part in zip(ends, parts, strict=True)]
+            scored = [begins[i] + k for i, number in enumerate(step.num_scored) for k in range(number)]
+            rows = torch.cat([ends[list(step.sampling)], torch.tensor(scored, dtype=ends.dtype)]).to(device)
         logits: torch.Tensor = self.model(
             input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows
         ).logits[0]  # fmt: skip

@@ -26,11 +26,13 @@ from baton.engine.model.transformers_model import (
     longest_sequence,
 )
 from baton.engine.sampling.pipeline import SAMPLER, Sampler
+from baton.engine.sampling.scores import scores_of
 from baton.engine.sampling.structure import Structures
 from baton.errors import ModelLoadError
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
 from baton.model_files import end_of_sequence_ids
 from baton.sampling import SamplingParams
+from baton.scores import NO_SCORES, TokenScores
 
 FULL_LENGTH_SEQUENCES = 64
 """The pool is not made larger than this many sequences of full length."""
@@ -106,24 +108,41 @@ class TransformersRunner:
         stripped = [part._replace(sampling=NO_SAMPLING, history=()) for part in packed] if self._others else packed
         rows = [row_of(packed[row]) for row in sampling]
         self._sampler.begin(rows)
-        logits = self._compute(RankStep(stripped, sampling, step.copies), on_layer_done)
+        scored = [part.scored_token_ids for part in packed]
+        num_scored = [len(token_ids) for token_ids in scored] if any(scored) else []
+        logits = self._compute(RankStep(stripped, sampling, step.copies, num_scored), on_layer_done)
+        prompts = self._prompt_scores(logits[len(sampling) :], packed, order) if num_scored else None
         if not sampling:
             self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
-            return StepOutput.one_each(step, ())
-        found = self._sampler.sample_and_score(logits, rows)
+            return StepOutput.one_each(step, (), prompt_scores=prompts)
+        found = self._sampler.sample_and_score(logits[: len(sampling)], rows)
         place_of = {order[row]: place for place, row in enumerate(sampling)}
         places = [place_of[index] for index in sorted(place_of)]
         return StepOutput.one_each(
             step,
             [found.token_ids[i] for i in places],
             [found.scores[i] for i in places] if found.scores else None,
-            {place: found.failures[i] for place, i in enumerate(places) if i in found.failures},
+            failures={place: found.failures[i] for place, i in enumerate(places) if i in found.failures},
+            prompt_scores=prompts,
         )
 
     def close(self) -> None:
         """See `Runner.close`."""
         if self._others is not None:
             self._others.close()
+
+    def _prompt_scores(
+        self, logits: torch.Tensor, packed: Sequence[StepPart], order: Sequence[int]
+    ) -> list[TokenScores]:
+        """Returns the scores of each part, in the order of the step, of the logits of all scored tokens."""
+        found = [NO_SCORES] * len(packed)
+        begin = 0
+        for row, part in enumerate(packed):
+            if token_ids := part.scored_token_ids:
+                end = begin + len(token_ids)
+                found[order[row]] = scores_of(logits[begin:end], token_ids, part.sampling.prompt_logprobs or 0)
+                begin = end
+        return found
 
     def _compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
         if self._others is None:

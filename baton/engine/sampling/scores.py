@@ -15,6 +15,26 @@ LEAST = -9999.0
 """The log probability of what is impossible: infinity is no JSON."""
 
 
+def scores_of(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> TokenScores:
+    """Returns the scores of known tokens.
+
+    Args:
+        logits: `[tokens, vocab_size]`, any floating dtype: those in the place of each token.
+        token_ids: the tokens.
+        num_top: likeliest tokens with scores of their own.
+    """
+    logits = logits.float()
+    log_sums = logits.logsumexp(-1, keepdim=True)
+    chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None]) - log_sums
+    best = logits.topk(min(num_top, logits.shape[-1]), dim=-1)
+    tops = (best.values - log_sums).clamp(min=LEAST)
+    return TokenScores(
+        tuple(chosen[:, 0].clamp(min=LEAST).tolist()),
+        tuple(best.indices.flatten().tolist()),
+        tuple(tops.flatten().tolist()),
+    )
+
+
 class RawLogits:
     """The logits of the rows that ask for scores, before anything changes them.
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from baton.grammar import GrammarCompiler, GrammarMatcher
 
 logger = logging.getLogger(__name__)
-MAX_KEPT = 512
+MAX_KEPT = 256
 """Answers whose grammar is kept between steps; of others the tokens are replayed."""
 MAX_COMPILED = 128
 """Structures that are kept compiled."""

@@ -259,8 +259,8 @@ class SimulatedWorker:
         if not num_more:
             return one
         return StepOutput(
-            tuple([tuple(range(first, first + step.num_steps)) for (first,) in one.sampled_token_ids]),
-            tuple([num_tokens + num_more for num_tokens in one.num_computed_tokens]),
+            sampled_token_ids=tuple([tuple(range(n, n + step.num_steps)) for (n,) in one.sampled_token_ids]),
+            num_computed_tokens=tuple([num_tokens + num_more for num_tokens in one.num_computed_tokens]),
         )
 
     def cut_short(self, now: float) -> None:

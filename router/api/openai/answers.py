@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from baton.api import GenerateChunk, Timing, Usage
+from baton.api import GenerateChunk, PromptScores, Timing, Usage
 from baton.scores import TokenScores
-from router.api.openai.logprobs import CompletionLogprobs, of_chat
+from router.api.openai.logprobs import CompletionLogprobs, joined, of_chat, of_prompt
 from router.prompt import Tokenizer
 
 TIMING_NAMES = tuple(each.name for each in fields(Timing))
@@ -25,13 +25,30 @@ class Shape:
     continuous_usage: bool
     """Whether every event of a stream carries the usage so far."""
     tokenizer: Tokenizer
+    echo: str | None = None
+    """The prompt's text, with which every choice's begins; None: it does not."""
+    has_prompt_logprobs: bool = False
+    """Whether whole answers have vLLM's field `prompt_logprobs`."""
 
-    def whole(self, choices: Mapping[int, ChoiceAnswer], usage: Usage, timing: Timing) -> dict[str, Any]:
+    def whole(
+        self, choices: Mapping[int, ChoiceAnswer], usage: Usage, timing: Timing, prompt: PromptScores | None = None
+    ) -> dict[str, Any]:
         kind = "chat.completion" if self.is_chat else "text_completion"
-        written = [self._choice(i, a) for i, a in choices.items()]
-        return {**self._head(kind), "choices": written, "usage": _usage(usage), "timing": _timing(timing)}
+        written = [self._choice(i, a, prompt) for i, a in choices.items()]
+        body = {**self._head(kind), "choices": written, "usage": _usage(usage), "timing": _timing(timing)}
+        if prompt is not None and self.has_prompt_logprobs:
+            for holder in (body,) if self.is_chat else written:
+                holder["prompt_logprobs"] = of_prompt(prompt, self.tokenizer)
+        return body
 
-    def chunk(self, index: int, chunk: GenerateChunk, is_first: bool, logprobs: CompletionLogprobs) -> dict[str, Any]:
+    def chunk(
+        self,
+        index: int,
+        chunk: GenerateChunk,
+        is_first: bool,
+        logprobs: CompletionLogprobs,
+        prompt: PromptScores | None,
+    ) -> dict[str, Any]:
         """An event of a stream.
 
         Args:
@@ -39,15 +56,17 @@ class Shape:
             chunk: what is new of it.
             is_first: whether this is the choice's first event.
             logprobs: the choice's, which knows of its tokens so far.
+            prompt: scores of the prompt, where the request asks for them.
         """
         choice: dict[str, Any] = {"index": index, "finish_reason": chunk.finish_reason}
-        choice["logprobs"] = self._logprobs(chunk.token_ids, chunk.scores, logprobs)
+        echoed = prompt if is_first else None
+        choice["logprobs"] = self._logprobs(chunk.token_ids, chunk.scores, logprobs, echoed)
         if chunk.finish_reason:
             choice["stop_reason"] = chunk.stop_reason
         if self.is_chat:
             choice["delta"] = {**({"role": "assistant"} if is_first else {}), "content": chunk.text}
         else:
-            choice["text"] = chunk.text
+            choice["text"] = (self.echo or "") + chunk.text if is_first else chunk.text
         body = {**self._head("chat.completion.chunk" if self.is_chat else "text_completion"), "choices": [choice]}
         return {**body, "usage": _usage(chunk.usage)} if self.continuous_usage and chunk.usage else body
 
@@ -55,24 +74,27 @@ class Shape:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return {**self._head(kind), "choices": [], "usage": _usage(usage), "timing": _timing(timing)}
 
-    def _choice(self, index: int, answer: ChoiceAnswer) -> dict[str, Any]:
+    def _choice(self, index: int, answer: ChoiceAnswer, prompt: PromptScores | None) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason}
         choice["logprobs"] = self._logprobs(
-            answer.token_ids, TokenScores.joined(answer.scores), CompletionLogprobs(self.tokenizer)
+            answer.token_ids, TokenScores.joined(answer.scores), CompletionLogprobs(self.tokenizer), prompt
         )
         choice["stop_reason"] = answer.stop_reason
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
         else:
-            choice["text"] = answer.text
+            choice["text"] = (self.echo or "") + answer.text
         return choice
 
     def _logprobs(
-        self, token_ids: Sequence[int], scores: TokenScores, completion: CompletionLogprobs
+        self, token_ids: Sequence[int], scores: TokenScores, completion: CompletionLogprobs, prompt: PromptScores | None
     ) -> dict[str, Any] | None:
         if not scores:
             return None
-        return of_chat(token_ids, scores, self.tokenizer) if self.is_chat else completion.piece(token_ids, scores)
+        if self.is_chat:
+            return of_chat(token_ids, scores, self.tokenizer)
+        echoed = [completion.prompt(prompt)] if prompt is not None and self.echo is not None else []
+        return joined(*echoed, completion.piece(token_ids, scores))
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

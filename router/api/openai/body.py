@@ -19,7 +19,7 @@ from router.api.openai.strict import StrictBody
 from router.api.openai.structure import ResponseFormatBody, StructuredOutputsBody, structure_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (), "audio": (), "detokenize": (True,), "echo": (False,),
+    "add_special_tokens": (), "audio": (), "detokenize": (True,),
     "function_call": ("none",), "functions": ([],), "length_penalty": (1,), "max_logprobs": (),
     "modalities": (["text"],), "parallel_tool_calls": (True, False), "prediction": (),
     "reasoning_effort": (), "service_tier": ("auto", "default"),
@@ -91,6 +91,7 @@ class Body(BaseModel):
     best_of: int | None = None
     ignore_eos: bool | None = None
     logprob_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -139,6 +140,10 @@ class Body(BaseModel):
         asked = {name: _plain(name, value) for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         if self.stream and (self.best_of or 0) > (self.n or 1):
             raise InvalidRequest("an answer that is the best of several cannot be streamed; unset stream", "best_of")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs come with whole answers; unset stream, or ask for echo", "prompt_logprobs"
+            )
         if structure := structure_of(self.response_format, self.structured_outputs):
             asked["structured_outputs"] = structure
         return asked

@@ -7,6 +7,7 @@ from typing import Any
 from baton.api import PromptInput, Text, TokenIds
 from baton.errors import InvalidRequest
 from router.api.openai.body import Body
+from router.prompt import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions."""
@@ -17,6 +18,8 @@ class CompletionBody(Body):
 
     prompt: Any
     logprobs: int | None = None
+    echo: bool | None = None
+    """Whether the text begins with the prompt, and its log probabilities with those of the prompt."""
 
     def prompts(self) -> list[PromptInput]:
         """One text, a list of texts, one list of token ids, or a list of such lists."""
@@ -31,8 +34,19 @@ class CompletionBody(Body):
                 return [TokenIds(tuple(ids)) for ids in lists]
         raise InvalidRequest("prompt must be a string, a list of strings, or lists of token ids", "prompt")
 
+    def echoed(self, prompt: PromptInput, tokenizer: Tokenizer) -> str | None:
+        """The text with which every answer begins; None: the client does not ask for it."""
+        match prompt:
+            case Text(text) if self.echo:
+                return text
+            case TokenIds(ids) if self.echo:
+                return tokenizer.decode(ids, skip_special_tokens=False)
+        return None
+
     def sampling(self) -> dict[str, Any]:
         scores = {} if self.logprobs is None else {"logprobs": self.logprobs}
+        if self.echo and self.logprobs is not None:
+            scores["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return {"max_tokens": DEFAULT_COMPLETION_TOKENS, **super().sampling(), **scores}
 
 

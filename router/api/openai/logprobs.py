@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from baton.api import PromptScores
 from baton.scores import TokenScores
 from router.prompt import Tokenizer
 
@@ -26,6 +27,12 @@ class CompletionLogprobs:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_characters = 0
+
+    def prompt(self, prompt: PromptScores) -> dict[str, list[Any]]:
+        """The field for the tokens of an echoed prompt, before every piece. The first token follows nothing."""
+        first = self.piece(prompt.token_ids[:1], TokenScores((0.0,)))
+        rest = self.piece(prompt.token_ids[1:], prompt.scores)
+        return joined({**first, "token_logprobs": [None], "top_logprobs": [None]}, rest)
 
     def piece(self, token_ids: Sequence[int], scores: TokenScores) -> dict[str, list[Any]]:
         """The field for tokens that follow those of the pieces before."""
@@ -49,6 +56,26 @@ class CompletionLogprobs:
             return written.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
+
+
+def joined(*pieces: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The field for tokens of several pieces."""
+    return {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]}
+
+
+def of_prompt(prompt: PromptScores, tokenizer: Tokenizer) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's field `prompt_logprobs`: for each token but the first its log probability and those of the likeliest."""
+    found: list[dict[str, dict[str, Any]] | None] = [None]
+    for index, token_id in enumerate(prompt.token_ids[1:]):
+        tops = {top_id: (logprob, rank) for rank, (top_id, logprob) in enumerate(prompt.scores.top(index), 1)}
+        every = {token_id: (prompt.scores.logprobs[index], None)} | tops
+        found.append(
+            {
+                str(each): {"logprob": logprob, "rank": rank, "decoded_token": tokenizer.decode([each])}
+                for each, (logprob, rank) in every.items()
+            }
+        )
+    return found
 
 
 def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:

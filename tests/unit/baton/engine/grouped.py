@@ -75,7 +75,8 @@ class GroupedRunner(ArithmeticRunner):
                 row = self.own_cache.groups[1][0, part.block_ids[1][position // OPAQUE_TOKENS]]
                 row.view(-1, 2)[position % OPAQUE_TOKENS] = values ^ MASK
 
-    def _answer(self, part: StepPart) -> int:
+    def _answer(self, part: StepPart, num_tokens: int) -> int:
+        assert num_tokens == part.end, "no prompt is scored here"
         found: list[torch.Tensor] = []
         for group, cells, num_tokens in zip(self.spec.groups, self.own_cache.groups, part.num_kv_tokens, strict=True):
             table = part.block_ids[len(found)][: num_blocks_for(num_tokens, group.block_size)]

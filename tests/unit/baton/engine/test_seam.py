@@ -376,7 +376,7 @@ class BurstingRunner(ArithmeticRunner):
             sampled.append(tokens)
             computed.append(end)
             scores.append(TokenScores(tuple(-float(token) for token in tokens)))
-        return StepOutput(tuple(sampled), tuple(computed), tuple(scores))
+        return StepOutput(sampled_token_ids=tuple(sampled), num_computed_tokens=tuple(computed), scores=tuple(scores))
 
 
 @pytest.mark.parametrize("bursts", [(0, 3), (2,), (3, 1, 0, 0, 2)])

@@ -95,6 +95,7 @@ SAMPLING_VALUES: dict[str, st.SearchStrategy[Any]] = {
     | st.just(StructuredOutputs(json_object=True)),
     "reasoning_end_ids": st.lists(IDS, min_size=1, max_size=4).map(tuple),
     "best_of": st.none(),  # it depends on n
+    "prompt_logprobs": st.none() | st.integers(0, 20),
     "thinking_budget": st.none() | st.integers(0, 2**31 - 1),
 }
 SAMPLING_PARAMS = st.fixed_dictionaries(SAMPLING_VALUES).map(

@@ -141,7 +141,6 @@ UNSUPPORTED = [
     (chat(parallel_tool_calls=0), "parallel_tool_calls"),
     (chat(stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
     (completion(prompt=["a", "b"]), "prompt"),
-    (completion(echo=True), "echo"),
     (said(tool_calls=[{"id": "1"}]), "messages[0].tool_calls"),
     (said(weight=0), "messages[0].weight"),
     (said(weight=None), "messages[0].weight"),

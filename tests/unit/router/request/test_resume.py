@@ -211,6 +211,7 @@ OTHER_SAMPLING: dict[str, Any] = {
     "reasoning_end_ids": (4,),
     "thinking_budget": 5,
     "best_of": 2,
+    "prompt_logprobs": 3,
 }
 
 

@@ -179,7 +179,7 @@ def test_layers_are_told_in_order_once_the_whole_batch_is_in_them() -> None:
     assert [layer for layer, _ in seen] == [0, 1, 2, 3, 4]
     assert all(at - start >= 0.01 * (layer + 1) for layer, at in seen)
     tokens = tuple(tuple(expected_tokens(prompt, 1)) for prompt in prompts)
-    assert sampled == StepOutput(tokens, (20, 40))
+    assert sampled == StepOutput(sampled_token_ids=tokens, num_computed_tokens=(20, 40))
 
 
 def test_of_more_layers_every_page_that_disagrees_adds_one() -> None:

@@ -279,5 +279,5 @@ def test_a_failure_is_that_of_its_part() -> None:
         )
         for key in range(3)
     )
-    assert StepOutput.one_each(StepInput(parts), [7, 8], None, {1: "why"}).failures == {2: "why"}
+    assert StepOutput.one_each(StepInput(parts), [7, 8], failures={1: "why"}).failures == {2: "why"}
     assert StepOutput.one_each(StepInput(parts), [7, 8]).failures is None
