@@ -147,7 +147,7 @@ def _command(message: worker_pb2.Command, max_model_len: float) -> m.StartCall |
 
 def _structure_bytes(message: worker_pb2.Command) -> int:
     which = message.WhichOneof("command")
-    if which not in ("prefill", "decode"):
+    if which not in ("prefill", "decode", "fetch"):
         return 0
     sampling = getattr(message, which).sequence.sampling
     return int(sampling.structured_outputs.ByteSize()) if sampling.HasField("structured_outputs") else 0

@@ -237,10 +237,10 @@ def test_log_probabilities_are_those_of_transformers(
 
 
 def test_log_probabilities_of_prompts_are_those_of_transformers(
-    split_cluster: Cluster, reference: Reference, prompts: list[list[int]]
+    split_cluster: Cluster, reference: Reference, prompts: list[list[int]], several_chunks: list[int]
 ) -> None:
-    """From a cold cache and from one that has the prompt, of which nothing is taken; also of several chunks."""
-    chosen = [*prompts[2:10], prompts[-3], prompts[-1]]
+    """From a cold cache and from one that has the prompt, of which nothing is taken; also in two steps."""
+    chosen = [*prompts[2:10], prompts[-3], several_chunks[:140]]
     for prompt in chosen:
         expected = reference.log_probabilities(prompt[:1], tuple(prompt[1:]))
         for _ in range(2):

@@ -34,8 +34,9 @@ from baton.costs import StepCosts
 from baton.errors import InvalidRequest, Unsupported
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import TokenScores
-from baton.structure import StructuredOutputs
+from baton.structure import MAX_GRAMMAR_BYTES, MAX_STRUCTURE_CHOICES, StructuredOutputs
 from baton.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2
+from tests.support import builders
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 SCALARS: dict[int, st.SearchStrategy[Any]] = {
@@ -240,6 +241,36 @@ def test_a_session_message_of_a_later_version_is_none() -> None:
     unknown = b"\xfa\x06\x00"  # field 111, empty
     assert wire.session_request_from_pb(kv_pb2.SessionRequest.FromString(unknown)) is None
     assert wire.session_response_from_pb(kv_pb2.SessionResponse.FromString(unknown)) is None
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "fetch"])
+@pytest.mark.parametrize(
+    "structure",
+    [
+        StructuredOutputs(json="x" * MAX_GRAMMAR_BYTES),
+        StructuredOutputs(choice=("x" * (MAX_GRAMMAR_BYTES // MAX_STRUCTURE_CHOICES),) * MAX_STRUCTURE_CHOICES),
+    ],
+    ids=["json", "choice"],
+)
+def test_the_largest_structures_are_read_and_nothing_else_as_long(kind: str, structure: StructuredOutputs) -> None:
+    plain = builders.sequence_spec((1, 2, 3), "r")
+    sampling = dataclasses.replace(plain.sampling, structured_outputs=structure, ignore_eos=False)
+    spec = dataclasses.replace(plain, sampling=sampling)
+
+    def request(spec: m.SequenceSpec) -> m.PrefillRequest | m.DecodeRequest | m.FetchRequest:
+        if kind == "fetch":
+            return m.FetchRequest(spec, m.PrefixSource("w", "h:1", 2))
+        return m.PrefillRequest(spec, None) if kind == "prefill" else m.DecodeRequest(spec, await_kv=True)
+
+    def read(spec: m.SequenceSpec) -> Any:
+        frame = wire.serve_request([wire.start_command(m.StartCall(1, request(spec), {}))])
+        (start,) = wire.commands(through_bytes(frame), 64)
+        assert isinstance(start, m.StartCall)
+        return start.request
+
+    assert read(spec) == request(spec)
+    assert isinstance(read(dataclasses.replace(spec, request_id="x" * 2 * wire.MAX_CONTROL_BYTES)), InvalidRequest)
+    assert isinstance(read(dataclasses.replace(plain, request_id="x" * MAX_GRAMMAR_BYTES)), InvalidRequest)
 
 
 # -- the public API ----------------------------------------------------------------------------------------------------
