@@ -154,10 +154,12 @@ class ChoiceGroup:
             spec: the first choice's.
             noted: what has been generated of the choices that the client continues.
         """
-        others = replace(spec, sampling=replace(spec.sampling, prompt_logprobs=None))
+        others = spec
+        if spec.sampling.prompt_logprobs is not None:
+            others = replace(spec, sampling=replace(spec.sampling, prompt_logprobs=None))
         choices = tuple(
             Choice(
-                spec=replace(others, choice_index=index) if index or index in noted else spec,
+                spec=replace(others, choice_index=index) if index else others if index in noted else spec,
                 claim=claim,
                 trace=trace,
                 emitted=list(known.token_ids),

@@ -187,14 +187,16 @@ class Dispatcher:
         choice.block_keys = choice.block_keys or prompt.block_keys
         if spec.attempt == 0 and spec.choice_index == 0:
             self._see_prompt(choice, prompt)
-        assignment, is_let_in = prepared, bool(choice.emitted)  # else another router has admitted it
+        assignment, is_let_in = prepared, bool(choice.emitted)  # what has tokens was admitted by another router
         if assignment is None:
             choice.stages.attempt(choice.began_s)
             if choice.leader is not None and spec.attempt == 0:
                 assignment = self._selector.beside(choice, spec, prompt, choice.leader)
                 is_let_in = is_let_in or assignment is not None  # its leader was admitted for both
         if assignment is None:
-            group = replace(prompt, num_expected_tokens=prompt.num_expected_tokens * (1 + choice.num_followers))
+            group = prompt
+            if choice.num_followers:
+                group = replace(prompt, num_expected_tokens=prompt.num_expected_tokens * (1 + choice.num_followers))
             assignment = await self._selector.place(choice, spec, group)
         placement = assignment.placement
         choice.sampler = assignment.decode.info.sampler

@@ -105,11 +105,11 @@ class ModelRank:
         self.cache.clear_blocks(begun_blocks(self.cache, parts))
         set_step(step_context(self.cache, parts, on_layer_done))
         # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
-        rows: torch.Tensor | int = 1
-        if step.sampling or any(step.num_scored):
+        rows = ends[list(step.sampling)].to(device) if step.sampling else 1
+        if step.num_scored:
             begins = [int(end) + 1 - len(part.token_ids) for end, part in zip(ends, parts, strict=True)]
             scored = [begins[i] + k for i, number in enumerate(step.num_scored) for k in range(number)]
-            rows = torch.cat([ends[list(step.sampling)], torch.tensor(scored, dtype=ends.dtype)]).to(device)
+            rows = torch.cat([ends[list(step.sampling)], torch.tensor(scored)]).to(device)
         logits: torch.Tensor = self.model(
             input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows
         ).logits[0]  # fmt: skip

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.engine.sampling.exclusions import EXCLUDED
 from baton.engine.sampling.row import Row
 from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
@@ -31,7 +32,6 @@ MAX_KEPT = 256
 """Answers whose grammar is kept between steps; of others the tokens are replayed."""
 MAX_COMPILED = 128
 """Structures that are kept compiled."""
-EXCLUDED = float("-inf")
 _Allowed = npt.NDArray[np.bool_]
 """An array that says of each token of the vocabulary whether it may come next."""
 

@@ -1,4 +1,4 @@
-"""Of more answers than a client wants the best come, whole, once all have ended."""
+"""The best of more answers than a client wants come whole, once all have ended."""
 
 from __future__ import annotations
 

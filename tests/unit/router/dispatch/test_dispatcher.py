@@ -530,8 +530,8 @@ async def test_the_prompt_of_several_choices_is_computed_and_handed_over_once() 
         async for choice, message in bench.dispatcher.run(group):
             if not came:
                 assert (choice.index, message.token_ids) == (0, (4,))
-                await asyncio.sleep(0.05)
-                assert workers.kinds == [DecodeRequest, PrefillRequest], "nobody else has begun"
+                assert not choice.has_begun.is_set(), "the others wait for that"
+                assert workers.kinds == [DecodeRequest, PrefillRequest]
                 arrives.set()
             came += message.token_ids
         await workers.servicer.wait_until_idle()

@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -62,12 +64,21 @@ async def test_compiling_without_an_end_is_ended(checker: StructureChecker) -> N
     assert len(compilers()) == 1
 
 
-async def test_a_compiler_that_dies_takes_nobody_along(checker: StructureChecker) -> None:
+async def test_a_compiler_that_dies_takes_nobody_along(
+    checker: StructureChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await checker.check(GOOD)
+    waits, is_readable = threading.Event(), structure_module._is_readable
+
+    def tell(stream: IO[str], within_s: float) -> bool:
+        waits.set()
+        return is_readable(stream, within_s)
+
+    monkeypatch.setattr(structure_module, "_is_readable", tell)
     (compiler,) = compilers()
     compiler.suspend()
     checking = asyncio.create_task(checker.check(StructuredOutputs(regex="c")))
-    await asyncio.sleep(0.1)
+    await asyncio.to_thread(waits.wait, 10)  # it has been asked
     os.kill(compiler.pid, signal.SIGKILL)
     with pytest.raises(InvalidRequest, match="it ends the compiler"):
         await checking
@@ -101,7 +112,7 @@ async def test_who_waits_too_long_is_told_to_come_back(
     (compiler,) = compilers()
     compiler.suspend()
     busy = asyncio.create_task(checker.check(StructuredOutputs(regex="g")))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)  # it is the first to be asked
     with pytest.raises(Overloaded, match="many structures wait"):
         await checker.check(StructuredOutputs(regex="h"))
     with pytest.raises(Overloaded):
