@@ -167,7 +167,7 @@ def build(config: Config) -> Router:
     tracer = tracing.configure("baton-router", config.router.id, config.telemetry)
     model = _load_model(config)
     store = _Store.connect(config.index, model.content_id)
-    pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len)
+    pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
     client, slo_counts, decisions = WorkerClient(), SloCounts(), DecisionLog()
     rpc, grpc_port, http_sockets = _bind(config, tenants)
     registry = Registry(

@@ -17,7 +17,7 @@ from router.placement import Candidate, Job, LoadTracker, Prompt, Residence, Tur
 UNKNOWN_LENGTH = 2**31 - 1
 """Context of a model that does not say its own: then the workers' limit is what counts."""
 SUSPICION_S = 10.0
-"""Time for which a worker whose stream broke is passed over, unless it comes back as a new incarnation."""
+"""Least time for which a worker whose stream broke is passed over, unless it comes back as a new incarnation."""
 SHORT = 8
 """A worker that holds less than one such part of the sequence that most of its role hold is broken, or its lease is: it
 takes only what fits it, and what the others hold stays the limit of all requests. A prefill worker is also judged by
@@ -34,6 +34,7 @@ class PoolView:
         lookup: prompt keys -> leading blocks that each worker is believed to hold.
         clock: monotonic seconds.
         longest: sequence that the model takes; a worker that holds more is believed to hold this.
+        lease_s: time for which a dead worker may be listed; it is passed over until then.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class PoolView:
         lookup: Callable[[tuple[bytes, ...]], dict[str, int]],
         clock: Callable[[], float],
         longest: int = UNKNOWN_LENGTH,
+        lease_s: float = 0.0,
     ) -> None:
+        self._suspicion_s = max(SUSPICION_S, lease_s)
         self._lookup = lookup
         self._clock = clock
         self._longest = longest
@@ -128,7 +131,7 @@ class PoolView:
 
     def suspect(self, worker: Worker) -> None:
         """Passes this incarnation over for a while: its stream broke, though its lease may still live."""
-        self._suspects[worker.info.id, worker.info.epoch] = self._clock() + SUSPICION_S
+        self._suspects[worker.info.id, worker.info.epoch] = self._clock() + self._suspicion_s
 
     def leaves(self, worker: Worker) -> None:
         """Notes that a worker takes no new work in its role; its lease may not say so yet."""

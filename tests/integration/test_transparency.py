@@ -29,6 +29,8 @@ NUM_REQUESTS = 304
 NUM_CLIENTS = 16
 NUM_EXPECTED = 76
 """Answers that are worked out without a cluster, too."""
+NUM_BETWEEN_LEAVES = 12
+"""Answers heard before the next worker leaves."""
 STEP_MS = 8.0
 LEASE_S = 15.0
 TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
@@ -167,14 +169,22 @@ def num_computed(fleet: Fleet) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["drained", "killed"])
 def test_decode_workers_leave_in_the_middle(split_fleet: Fleet, answers: list[Answer], number: signal.Signals) -> None:
-    """One after the other, as long as there are requests."""
+    """One after the other, as long as there are requests; by the answers heard, so that each of them gets on."""
     done = threading.Event()
+    answered = threading.Semaphore(0)
+
+    def ask(request: GenerateRequest) -> Listening:
+        heard = heard_from(split_fleet, request)
+        answered.release()
+        return heard
 
     def leave() -> int:
         for count in itertools.count():
             decoding = sorted(name for name in split_fleet.workers if name.startswith(Role.DECODE))
             split_fleet.wait_for(split_fleet.add(Role.DECODE), decoding[-1])
-            if done.wait(0.2):
+            for _ in range(NUM_BETWEEN_LEAVES):
+                answered.acquire()
+            if done.is_set():
                 return count
             split_fleet.remove(decoding[0], number)
         raise AssertionError
@@ -183,9 +193,10 @@ def test_decode_workers_leave_in_the_middle(split_fleet: Fleet, answers: list[An
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(leave)
         try:
-            heard = all_of(REQUESTS, lambda request: heard_from(split_fleet, request))
+            heard = all_of(REQUESTS, ask)
         finally:
             done.set()
+            answered.release(NUM_BETWEEN_LEAVES)
         num_left = leaving.result(60)
     same(heard, answers)
     num_retried = sum(one.retries > 0 for one in heard)

@@ -137,6 +137,17 @@ async def test_a_suspect_is_passed_over_for_a_while() -> None:
     assert ids(pools) == ["a", "b"]
 
 
+async def test_a_suspect_is_passed_over_for_as_long_as_a_dead_worker_is_listed() -> None:
+    clock = Clock()
+    pools = PoolView(lambda keys: {}, clock, lease_s=3 * SUSPICION_S)
+    await pools.update([worker("a"), worker("b")])
+    pools.suspect(pools.get("a"))
+    clock.now += 3 * SUSPICION_S - 0.01
+    assert ids(pools) == ["b"]
+    clock.now += 0.01
+    assert ids(pools) == ["a", "b"]
+
+
 async def test_a_new_incarnation_of_a_suspect_is_trusted() -> None:
     pools, _ = view()
     await pools.update([worker("a")])
