@@ -157,7 +157,7 @@ STRIDES = dict.fromkeys(REQUESTS, 1) if IS_LONG else {"greedy": 1, "seeded": 3, 
 """Tokens of the answer from one death to the next: in `make chaos` a worker dies at every single one."""
 
 
-@pytest.mark.parametrize("mode", ["split", "aggregated"])
+@pytest.mark.parametrize("mode", ["split", pytest.param("aggregated", marks=pytest.mark.chaos)])
 def test_the_decode_worker_dies_at_any_token(fleets: Fleets, mode: str) -> None:
     with killing(fleets(mode), Role.DECODE) as killer:
         for kind, make in REQUESTS.items():

@@ -124,6 +124,7 @@ def asking(fleet: Fleet) -> Iterator[Streams]:
     wait_until(lambda: all(is_idle(w) for w in fleet.client.status()["workers"]), seen=lambda: fleet.client.status())
 
 
+@pytest.mark.chaos
 def test_a_router_is_cut_from_decode_workers_that_their_prefill_peer_still_hears(fleet: Fleet) -> None:
     """In both directions, in either one, and half-open; one more worker is left."""
     router = fleet.routers[0].process.pid

@@ -138,7 +138,7 @@ def wait_until_counted(fleet: Fleet, num_tokens: int) -> None:
     )
 
 
-@pytest.mark.parametrize("mode", ["split", "aggregated"])
+@pytest.mark.parametrize("mode", ["split", pytest.param("aggregated", marks=pytest.mark.chaos)])
 def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, request: pytest.FixtureRequest) -> None:
     max_tokens = 1000
     fleet: Fleet = request.getfixturevalue(f"{mode}_fleet")

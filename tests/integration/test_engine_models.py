@@ -794,6 +794,7 @@ def real_prompts(tokenizer: Tokenizer) -> list[list[int]]:
     ]
 
 
+@pytest.mark.chaos
 def test_the_real_model_answers_as_generate(model_dir: Path) -> None:
     prompts = real_prompts(Tokenizer.load(model_dir))
     reference = load_reference(model_dir)

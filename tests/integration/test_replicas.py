@@ -230,7 +230,7 @@ def num_noted(fleet: Fleet, request: GenerateRequest) -> int:
     return sum(len(choice.token_ids) for choice in noted.values())
 
 
-@pytest.mark.parametrize("num_heard", [0, 100])
+@pytest.mark.parametrize("num_heard", [0, pytest.param(100, marks=pytest.mark.chaos)])
 def test_the_same_router_goes_on_with_what_it_has(fleet: Fleet, num_heard: int) -> None:
     """The client has lost its connection, and the router has not noticed. The new stream brings at once all that the
     old one has generated, also what no record in Redis can have yet.

@@ -104,7 +104,7 @@ def until_taken(order: Callable[[], None]) -> None:
     wait_until(is_taken, 150.0, every_s=0.2, not_yet=(NoController,))
 
 
-@pytest.mark.parametrize("pool", ["prefill", "decode"])
+@pytest.mark.parametrize("pool", [pytest.param("prefill", marks=pytest.mark.chaos), "decode"])
 def test_a_pool_grows_and_shrinks_under_load_and_nobody_notices(cluster: Cluster, pool: str) -> None:
     status = cluster.client.status()
     before, roles = pids(status), {worker["role"]: worker["id"] for worker in status["workers"]}

@@ -225,7 +225,7 @@ def run_real_worker(role: Role, worker_id: str, config_json: str, parent: int) -
 @pytest.mark.parametrize(
     ("number", "rank_timeout_s"),
     [
-        pytest.param(signal.SIGKILL, 60.0, id="killed"),
+        pytest.param(signal.SIGKILL, 60.0, id="killed", marks=pytest.mark.chaos),
         pytest.param(signal.SIGSTOP, 5.0, id="hanging", marks=pytest.mark.chaos),
     ],
 )
