@@ -150,7 +150,20 @@ class HandedOver:
     """The part of it that came after the first token: what no computing hid."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beam:
+    """An answer of a beam search, or the begin of one."""
+
+    token_ids: tuple[int, ...] = ()
+    logprob: float = 0.0
+    """The sum of its tokens' log probabilities."""
+    finish_reason: FinishReason | None = None
+    """None: it has not ended."""
+    scores: TokenScores = NO_SCORES
+    """Log probabilities of the tokens, where the request asks for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NewTokens:
     """Tokens that a decode worker has drawn since its last message."""
 
@@ -160,6 +173,8 @@ class NewTokens:
     """Set in the first message of a worker that computed the prompt itself."""
     scores: TokenScores = NO_SCORES
     """Log probabilities of the tokens, where the request asks for them."""
+    beams: tuple[Beam, ...] = ()
+    """All answers of a beam search, best first: in its last message, which has no tokens of its own."""
 
 
 @dataclass(frozen=True, slots=True)

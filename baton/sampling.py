@@ -34,6 +34,7 @@ MAX_DRY_LENGTH = 50
 """Tokens of a repetition that are counted; longer ones count as this long."""
 MAX_REASONING_END = 16
 """Most tokens that end a reasoning."""
+MAX_LENGTH_PENALTY = 10.0
 MAX_INT32 = 2**31 - 1
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """Texts that end a repetition, as DRY's author proposes them."""
@@ -44,6 +45,17 @@ class FinishReason(StrEnum):
     """End of sequence, a stop id or a stop string."""
     LENGTH = "length"
     """`max_tokens` or the context window is used up."""
+
+
+class EarlyStopping(StrEnum):
+    """When a beam search that has found as many answers as it has beams comes to its end (transformers' rules)."""
+
+    TRUE = "true"
+    """At once."""
+    FALSE = "false"
+    """When the best beam, as long as it is, is worse than the worst answer."""
+    NEVER = "never"
+    """When no beam, however long it gets, can be better than the worst answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +131,14 @@ class SamplingParams:
     """Tokens that end the reasoning with which the answer begins; empty: it begins with none."""
     thinking_budget: int | None = None
     """Tokens of the reasoning after which those that end it are forced; None: it takes as many as it takes."""
+    use_beam_search: bool = False
+    """Whether the answers are the `n` best that a beam search finds; nothing is drawn then."""
+    beam_width: int | None = None
+    """Beams of the search; None: `n`."""
+    length_penalty: float = 1.0
+    """An answer's score is its log probability, divided by its number of tokens to the power of this."""
+    early_stopping: str = EarlyStopping.FALSE
+    """One of `EarlyStopping`."""
 
     @property
     def needs_history(self) -> bool:
@@ -146,6 +166,16 @@ class SamplingParams:
     def num_answers(self) -> int:
         """How many answers are drawn."""
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_beams(self) -> int:
+        """How many sequences an engine computes side by side for one answer."""
+        return (self.beam_width or self.n) if self.use_beam_search else 1
+
+    @property
+    def comes_at_once(self) -> bool:
+        """Whether nothing is known of the answers before all of them are there."""
+        return self.use_beam_search or self.is_selected
 
     @property
     def is_selected(self) -> bool:
@@ -176,6 +206,7 @@ class SamplingParams:
         self._check_ends()
         self._check_adjustments()
         self._check_structure()
+        self._check_beams()
 
     def _check_draw(self) -> None:
         t, p, least, typical = self.temperature, self.top_p, self.min_p, self.typical_p
@@ -262,6 +293,31 @@ class SamplingParams:
             _require(bool(self.reasoning_end_ids), "thinking_budget", "set together with reasoning_end_ids", budget)
         if self.structured_outputs is not None:
             _require(not self.ignore_eos, "ignore_eos", "false with structured_outputs, which say where it ends", True)
+
+    def _check_beams(self) -> None:
+        width, penalty, early, most = self.beam_width, self.length_penalty, self.early_stopping, MAX_LENGTH_PENALTY
+        if not self.use_beam_search:
+            together = "set together with use_beam_search"
+            _require(width is None, "beam_width", together, width)
+            _require(penalty == 1, "length_penalty", together, penalty)
+            _require(early == EarlyStopping.FALSE, "early_stopping", together, early)
+            return
+        rule = f"between n, {self.n}, and {MAX_CHOICES}"
+        _require(width is None or self.n <= width <= MAX_CHOICES, "beam_width", rule, width)
+        _require(-most <= penalty <= most, "length_penalty", f"between {-most:g} and {most:g}", penalty)
+        _require(early in tuple(EarlyStopping), "early_stopping", "true, false or never", early)
+        _require(self.temperature in (0, 1), "temperature", "0 or 1 with use_beam_search", self.temperature)
+        for name, neutral in UNDRAWN.items():
+            value = getattr(self, name)
+            _require(value in neutral, name, "unset with use_beam_search, which draws nothing", value)
+        _require(not self.stop, "stop", "unset with use_beam_search: name stop_token_ids", list(self.stop))
+        _require(self.best_of is None, "best_of", "unset with use_beam_search: set beam_width", self.best_of)
+
+
+UNDRAWN: dict[str, tuple[float, ...]] = {
+    "top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,), "typical_p": (1.0,), "xtc_probability": (0.0,),
+}  # fmt: skip
+"""Parameters of a draw -> the values that change nothing: the only ones beside a beam search."""
 
 
 def _require(ok: bool, param: str, rule: str, value: object) -> None:

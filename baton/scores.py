@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +60,35 @@ class TokenScores:
 
 
 NO_SCORES = TokenScores()
+
+
+class Candidates(NamedTuple):
+    """The likeliest next tokens of a sequence, in falling order, where more than one is of interest."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """The log probability of each, among those that penalties, biases and structure leave."""
+    scores: tuple[TokenScores, ...] = ()
+    """What the model thought of each one; empty: nobody asked."""
+
+
+class Sampled(NamedTuple):
+    """What came of the rows of a step, each of which is to give a sequence's next token."""
+
+    token_ids: list[int]
+    """One for each row; of a row that failed, or that a beam search looks at, any."""
+    scores: list[TokenScores] | None = None
+    """Scores of each token; None: no row asks for them."""
+    failures: Mapping[int, str] = {}
+    """Why rows have no token, by row."""
+    candidates: Mapping[int, Candidates] = {}
+    """Next tokens of the rows of beam searches, by row."""
+
+    def in_order(self, rows: Sequence[int]) -> Sampled:
+        """Returns the same with the rows in another order: the first one is that of the first index, and so on."""
+        return Sampled(
+            [self.token_ids[row] for row in rows],
+            [self.scores[row] for row in rows] if self.scores else None,
+            {place: self.failures[row] for place, row in enumerate(rows) if row in self.failures},
+            {place: self.candidates[row] for place, row in enumerate(rows) if row in self.candidates},
+        )

@@ -118,8 +118,15 @@ async def _tokens(sequence: ServedSequence) -> AsyncGenerator[NewTokens]:
             continue
         token_ids = tuple(token_id for output in generated for token_id in output.token_ids)
         finish_reason = generated[-1].finish_reason
-        if token_ids or finish_reason is not None:
-            report = next((output.report for output in generated if output.report is not None), None)
-            yield NewTokens(token_ids, finish_reason, report, TokenScores.joined(output.scores for output in generated))
+        report = next((output.report for output in generated if output.report is not None), None)
+        if token_ids or finish_reason is not None or report is not None:
+            scores = TokenScores.joined(output.scores for output in generated)
+            yield NewTokens(
+                token_ids=token_ids,
+                finish_reason=finish_reason,
+                report=report,
+                scores=scores,
+                beams=generated[-1].beams,
+            )
         if finish_reason is not None:
             return

@@ -185,13 +185,13 @@ class RouterService:
     async def _begun(
         self, key: RecordKey, digest: bytes, params: SamplingParams, delivered: Mapping[int, int], past: Call | None
     ) -> dict[int, Noted]:
-        """What there is already of a request's choices. Those of which only some come are all drawn again: nothing was
-        sent before the last one ended, and the records have no scores.
+        """What there is already of a request's choices. Those that come at once are all found again: nothing was sent
+        before the last one ended, and the records have no scores.
 
         Args:
             delivered: tokens that the client has, by choice.
         """
-        if not delivered or params.is_selected:
+        if not delivered or params.comes_at_once:
             return {}
         known = await self._noted(key, digest, past)
         has_scores = params.wants_scores or params.prompt_logprobs is not None

@@ -863,6 +863,7 @@ class NewTokens(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -872,6 +873,10 @@ class NewTokens(_message.Message):
 
     @_builtins.property
     def scores(self) -> Global___TokenScores: ...
+    @_builtins.property
+    def beams(self) -> _containers.RepeatedCompositeFieldContainer[Global___Beam]:
+        """All answers of a beam search, best first: in its last message."""
+
     def __init__(
         self,
         *,
@@ -879,11 +884,43 @@ class NewTokens(_message.Message):
         finish_reason: _builtins.str = ...,
         report: Global___PrefillReport | None = ...,
         scores: Global___TokenScores | None = ...,
+        beams: _abc.Iterable[Global___Beam] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report", "scores", b"scores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "report", b"report", "scores", b"scores", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "finish_reason", b"finish_reason", "report", b"report", "scores", b"scores", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NewTokens: _TypeAlias = NewTokens  # noqa: Y015
+
+@_typing.final
+class Beam(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """The sum of its tokens' log probabilities."""
+    finish_reason: _builtins.str
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def scores(self) -> Global___TokenScores: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprob: _builtins.float = ...,
+        finish_reason: _builtins.str = ...,
+        scores: Global___TokenScores | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprob", b"logprob", "scores", b"scores", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Beam: _TypeAlias = Beam  # noqa: Y015

@@ -198,6 +198,8 @@ def serve_response(events: Iterable[tuple[int, m.Event]]) -> worker_pb2.ServeRes
                 tokens.report.CopyFrom(to_pb(event.report, worker_pb2.PrefillReport))
             if event.scores:
                 tokens.scores.CopyFrom(to_pb(event.scores, worker_pb2.TokenScores))
+            if event.beams:
+                tokens.beams.extend(to_pb(beam, worker_pb2.Beam) for beam in event.beams)
         else:
             response.events.add(call_id=call_id, **_EVENTS.to_field(event))
     return response
@@ -217,6 +219,7 @@ def _event(message: worker_pb2.Event) -> m.Event | None:
             finish_reason=FinishReason(finish_reason) if finish_reason else None,
             report=from_pb(tokens.report, m.PrefillReport) if tokens.HasField("report") else None,
             scores=from_pb(tokens.scores, TokenScores) if tokens.HasField("scores") else NO_SCORES,
+            beams=tuple(from_pb(beam, m.Beam) for beam in tokens.beams) if tokens.beams else (),
         )
     event: m.Event | None = _EVENTS.value_of(message)
     return event

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.api import GenerateRequest
 from baton.errors import InvalidRequest, ModelNotFound
-from baton.sampling import SamplingParams
+from baton.sampling import UNDRAWN, SamplingParams
 
 MAX_REQUEST_ID = 128
 
@@ -99,7 +99,13 @@ def sampling_params(asked: Mapping[str, Any], model: ModelFacts) -> SamplingPara
     Raises:
         InvalidRequest: a value is out of range.
     """
-    params = replace(model.default_sampling, **{"min_tokens": 0, **asked})
+    defaults = model.default_sampling
+    if asked.get("use_beam_search"):
+        undrawn: dict[str, Any] = {name: neutral[0] for name, neutral in UNDRAWN.items()}
+        defaults = replace(defaults, **undrawn, temperature=0.0)
+    params = replace(defaults, **{"min_tokens": 0, **asked})
+    if params.use_beam_search:
+        params = replace(params, temperature=0.0)
     for name, ids in params.named_token_ids.items():
         for token_id in ids:
             if not 0 <= token_id < model.vocab_size:

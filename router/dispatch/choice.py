@@ -59,7 +59,7 @@ class Choice:
     """The choice of the request that computes the prompt for this one, too: it goes to its decode worker. None: it goes
     its own way."""
     num_followers: int = 0
-    """Choices of which this one is the leader."""
+    """Sequences that decode beside this one where it does: choices of which it is the leader, or other beams."""
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once a worker decodes it, or it has come to its end without."""
     kv_is_on: str = ""
@@ -170,12 +170,19 @@ class ChoiceGroup:
             for index in range(num_choices)
             for known in (noted.get(index, Noted()),)
         )
-        if new := [choice for choice in choices if not choice.is_continued]:
+        if spec.sampling.use_beam_search:
+            choices[0].num_followers = spec.sampling.num_beams - 1  # one search finds all of them
+        elif new := [choice for choice in choices if not choice.is_continued]:
             leader, *followers = new
             leader.num_followers = len(followers)
             for follower in followers:
                 follower.leader = leader
         return ChoiceGroup(choices=choices)
+
+    @property
+    def is_search(self) -> bool:
+        """Whether one beam search finds all of the answers."""
+        return bool(self.choices) and self.choices[0].spec.sampling.use_beam_search
 
     def unanswered(self) -> ChoiceGroup:
         """The choices of which the client still needs something."""

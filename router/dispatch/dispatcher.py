@@ -91,6 +91,8 @@ class Dispatcher:
             Unsupported: no worker knows all that is asked for.
             NoWorker, WorkerFailed, TransferError: `max_attempts` placements failed one after the other, and how.
         """
+        if group.is_search:
+            return self._serve_search(group.choices)
         return self._serve(group.choices[0]) if len(group.choices) == 1 else self._serve_all(group.choices)
 
     def answered(self, choice: Choice, num_tokens: int) -> None:
@@ -141,6 +143,30 @@ class Dispatcher:
         finally:
             choice.has_begun.set()
             choice.leave_superseded()
+
+    async def _serve_search(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, NewTokens]]:
+        """Several choices that one beam search finds: the first of the request is served, and gets all of them.
+
+        Raises:
+            InvalidRequest: it has found fewer.
+        """
+        async with contextlib.aclosing(self._serve(choices[0])) as messages:
+            async for _, message in messages:
+                if message.finish_reason is None:
+                    continue
+                beams = {choice: message.beams[choice.index] for choice in choices if choice.index < len(message.beams)}
+                if len(beams) < len(choices):
+                    raise InvalidRequest(
+                        f"the search has found {len(message.beams)} answers: what the request allows leaves no more; "
+                        "lower n",
+                        "n",
+                    )
+                for choice, beam in beams.items():
+                    choice.emitted, choice.finish_reason = list(beam.token_ids), beam.finish_reason
+                    yield (
+                        choice,
+                        NewTokens(token_ids=beam.token_ids, finish_reason=beam.finish_reason, scores=beam.scores),
+                    )
 
     async def _serve_all(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, NewTokens]]:
         """Several choices side by side, each in a task of its own."""

@@ -85,6 +85,8 @@ class SequenceBuilder:
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
         logprobs = 0 if params.is_selected and params.logprobs is None else params.logprobs
         seed = self._seed(tenant, request_id) if params.seed is None else params.seed
+        if params.use_beam_search:
+            params = replace(params, beam_width=params.num_beams)
         return SequenceSpec(
             request_id=request_id,
             choice_index=0,

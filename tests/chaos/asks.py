@@ -18,11 +18,13 @@ from typing import Any
 from baton import wire
 from baton.api import GenerateChunk, GenerateRequest, PromptScores, Text, TokenIds
 from baton.config import ModelConfig, load
+from baton.engine.core.beams import BeamSearch
 from baton.engine.model.arithmetic import modulus, sampled_of
 from baton.engine.sampling.pipeline import Sampler
 from baton.engine.sampling.row import Row
 from baton.engine.sampling.structure import Structures
-from baton.sampling import SamplingParams
+from baton.messages import SequenceSpec
+from baton.sampling import UNDRAWN, SamplingParams
 from baton.scores import TokenScores
 from baton.structure import StructuredOutputs
 from baton.v1 import inference_pb2
@@ -169,6 +171,8 @@ OPTIONS: list[dict[str, Any]] = [
         "reasoning_end_ids": (44, 45),
     },
     {"reasoning_end_ids": (9, 10, 11), "thinking_budget": 5, "temperature": 1.0},
+    {"use_beam_search": True, "beam_width": 4, "length_penalty": 0.5},
+    {"use_beam_search": True, "beam_width": 2, "length_penalty": 2.0, "early_stopping": "never", "logprobs": 1},
 ]
 """Each way of drawing, constraining and ending an answer. Fractions are those that a float of 32 bits has exactly."""
 
@@ -183,6 +187,9 @@ def of_options(number: int) -> GenerateRequest:
         sampling |= option
     if "structured_outputs" in sampling:
         sampling["ignore_eos"] = False
+    if "use_beam_search" in sampling:
+        sampling = {name: value for name, value in sampling.items() if name not in (*UNDRAWN, "stop")}
+        sampling["temperature"] = 0.0
     sampling |= {"seed": rng.randrange(2**40), "n": rng.choice((1, 1, 1, 2)), "max_tokens": rng.randrange(10, 20)}
     return GenerateRequest(prompt=TokenIds((*begin, *begin[-7:], *begin[:3])), sampling=sampling)
 
@@ -213,7 +220,27 @@ def expected(request: GenerateRequest) -> list[tuple[int, ...]]:
     Stop strings are not known here: an answer that one of them ends is the beginning of what is returned.
     """
     assert isinstance(request.prompt, TokenIds)
+    if request.sampling.get("use_beam_search"):
+        return _searched(request)
     return [_expected(request, index) for index in range(request.sampling.get("n", 1))]
+
+
+def _searched(request: GenerateRequest) -> list[tuple[int, ...]]:
+    """The best answers of a beam search."""
+    assert isinstance(request.prompt, TokenIds)
+    params = in_tokens(replace(SamplingParams(seed=0), **request.sampling), _tokenizer())
+    prompt, sampler = request.prompt.ids, Sampler({0}, _structures())
+    spec = SequenceSpec(
+        request_id="", choice_index=0, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=params, cache_seed=b""
+    )
+    search = BeamSearch.of(spec, frozenset({0}), len(prompt) + spec.max_tokens)
+    while not search.is_over:
+        texts = [(*prompt, *beam.token_ids) for beam in search.running]
+        answers = [sum((position + 1) * token for position, token in enumerate(text)) % MODULUS for text in texts]
+        rows = [Row(params, 0, len(text), len(prompt), text if params.needs_history else ()) for text in texts]
+        found = sampled_of(answers, rows, sampler, VOCAB_SIZE).candidates
+        search, _ = search.advance([found[row] for row in range(len(rows))])
+    return [beam.token_ids for beam in search.finished[: params.n]]
 
 
 def _expected(request: GenerateRequest, choice_index: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ no more. A runner (`runner.Runner`) computes the steps.
 """
 
 __all__ = [
+    "beams",
     "block_pool",
     "engine",
     "eviction",
@@ -15,6 +16,8 @@ __all__ = [
     "runner",
     "scheduler",
     "sequence",
+    "sequence_blocks",
     "serving",
     "step_fit",
+    "urgency",
 ]

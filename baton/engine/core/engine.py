@@ -15,11 +15,13 @@ the known one of the same content), and its sequence may end first. Pinned block
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 from baton.blocks import GRANULE
 from baton.cluster import BlockCounts
 from baton.costs import StepCosts
+from baton.engine.core.beams import BeamSearch
 from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.group_pool import GroupPool
 from baton.engine.core.kv_spec import BlockTables
@@ -28,10 +30,10 @@ from baton.engine.core.runner import Runner, StepInput, StepOutput
 from baton.engine.core.scheduler import Scheduler, SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.step_fit import StepFit, StepSize
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, Unsupported
 from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
-from baton.scores import NO_SCORES, TokenScores
+from baton.scores import NO_SCORES, Candidates, TokenScores
 
 
 class Engine:
@@ -54,6 +56,7 @@ class Engine:
 
         Raises:
             InvalidRequest: it cannot fit, or names a token id outside the model's vocabulary.
+            Unsupported: its beams cannot go on from KV that comes from elsewhere.
         """
         if not 0 < len(spec.token_ids) < self.runner.max_model_len:
             raise InvalidRequest(
@@ -67,9 +70,21 @@ class Engine:
                     f"token id {bad} is outside the model's vocabulary, whose ids are 0 to {self.runner.vocab_size - 1}"
                 )
         sequence = Sequence(spec=spec, purpose=purpose, arrival_s=now)
+        if spec.sampling.use_beam_search and purpose is not Purpose.PREFILL and spec.max_tokens:
+            self._require_beams(spec, purpose)
+            sequence.search = BeamSearch.of(spec, self.runner.eos_token_ids, self.runner.max_model_len)
         self.sequences[sequence.key] = sequence
         self.scheduler.add(sequence)
         return sequence
+
+    def _require_beams(self, spec: SequenceSpec, purpose: Purpose) -> None:
+        limits, width = self.scheduler.limits, spec.sampling.num_beams
+        if (most := min(limits.max_num_seqs, limits.max_num_batched_tokens)) < width:
+            raise InvalidRequest(f"a search with {width} beams does not fit; this worker computes {most} at a time")
+        if purpose is Purpose.RECEIVE and self.runner.spec.states:
+            raise Unsupported(
+                "beams of a model with a state are not handed over: the state is ahead of their first token"
+            )
 
     def fork(self, parent: Sequence, spec: SequenceSpec, now: float) -> Sequence | None:
         """Adds a sequence that goes on from what another one has computed, between two steps.
@@ -112,6 +127,8 @@ class Engine:
         Returns:
             Set if the first token already ends the sequence; then nothing more comes.
         """
+        if sequence.search is not None:
+            first_token = None  # a search takes several
         known = sequence.num_tokens
         num_tokens = known if num_tokens is None else num_tokens
         if first_token is None:
@@ -163,8 +180,11 @@ class Engine:
         """Returns the next step to execute (empty: nothing can run now), and which sequences got or lost blocks."""
         schedule = self.scheduler.schedule(now)
         for part in schedule.step.parts:
-            self.sequences[part.sequence_key].in_flight = True
+            self._known(part.sequence_key).in_flight = True
         outputs: list[Output] = [Preempted(sequence.key) for sequence in schedule.preempted]
+        for trunk in schedule.too_large:
+            width, held = trunk.num_seats, self.blocks.total
+            outputs.append(self._refuse(trunk, f"{width} beams do not fit into the {held} KV blocks of this worker"))
         for sequence in schedule.admitted:
             num_cached_tokens = sequence.num_computed_tokens
             if sequence.status is Status.RESERVED:
@@ -179,16 +199,17 @@ class Engine:
         eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
         key_tokens = self.pool.key_tokens
         for index, part in enumerate(step.parts):
-            sequence = self.sequences[part.sequence_key]
+            sequence = self.sequences.get(part.sequence_key) or self.scheduler.beams.get(part.sequence_key)
+            if sequence is None:
+                continue  # a beam whose search has just ended
             sequence.in_flight = False
             if sequence.copies:
-                self.scheduler.copied(sequence)
-            if sequence.aborted:
-                self._finish(sequence)
+                self.scheduler.blocks.copied(sequence)
+            if sequence.owner.aborted:
+                self._finish(sequence.owner)
                 continue
             if output.failures and index in output.failures:
-                self._finish(sequence)
-                outputs.append(Refused(sequence.key, InvalidRequest(output.failures[index])))
+                outputs.append(self._refuse(sequence.owner, output.failures[index]))
                 continue
             token_ids, finish_reason = output.sampled_token_ids[index], None
             for count, token_id in enumerate(token_ids, start=1):
@@ -208,7 +229,7 @@ class Engine:
                 sequence.num_kv_tokens = (num_computed_tokens,) * len(part.block_ids)
             sequence.num_computed_tokens = num_computed_tokens
             if num_computed_tokens // key_tokens > sequence.num_registered_keys:
-                self.scheduler.register_computed_blocks(sequence)
+                self.scheduler.blocks.register_computed(sequence)
             if not token_ids:
                 continue
             report = None
@@ -221,7 +242,38 @@ class Engine:
                 self._finish(sequence)
             scores = output.scores[index].part(0, len(token_ids)) if output.scores else NO_SCORES
             outputs.append(Generated(sequence.key, token_ids, finish_reason, scores, report))
+        return outputs + self._search(step, output.candidates, now) if output.candidates else outputs
+
+    def _search(self, step: StepInput, candidates: Mapping[int, Candidates], now: float) -> list[Output]:
+        """Books the next tokens that beams may go on with."""
+        outputs: list[Output] = []
+        found: dict[Sequence, list[Candidates]] = {}
+        for index, of_beam in sorted(candidates.items()):
+            key = step.parts[index].sequence_key
+            if (sequence := self.sequences.get(key) or self.scheduler.beams.get(key)) is not None:
+                found.setdefault(sequence.owner, []).append(of_beam)
+        for owner, of_beams in found.items():
+            if not owner.first_token_s:
+                owner.first_token_s = now
+                outputs.append(Generated(owner.key, (), report=_report(owner)))
+            if owner.search is None:  # its prompt alone is computed here
+                self.scheduler.remove(owner, Status.HELD)
+                continue
+            search, parents = owner.search.advance(of_beams)
+            if not search.is_over:
+                self.scheduler.advance(owner, search, parents)
+                continue
+            self._finish(owner)
+            reason = search.finished[0].finish_reason if search.finished else FinishReason.STOP
+            outputs.append(Generated(owner.key, (), reason, beams=search.finished))
         return outputs
+
+    def _known(self, key: int) -> Sequence:
+        return self.sequences.get(key) or self.scheduler.beams[key]
+
+    def _refuse(self, sequence: Sequence, reason: str) -> Refused:
+        self._finish(sequence)
+        return Refused(sequence.key, InvalidRequest(reason))
 
     def learn(self, size: StepSize, took_s: float) -> None:
         """Learns from what a step of this size took."""
@@ -232,7 +284,7 @@ class Engine:
 
     def abandon(self, step: StepInput) -> list[Sequence]:
         """Takes the sequences of a step out that could not be executed. Returns those that were not aborted already."""
-        sequences = [self.sequences[part.sequence_key] for part in step.parts]
+        sequences = list(dict.fromkeys(self._known(part.sequence_key).owner for part in step.parts))
         for sequence in sequences:
             sequence.in_flight = False
             self._finish(sequence)
@@ -244,7 +296,7 @@ class Engine:
         The blocks of a sequence in the executing step are freed at its commit. The caller must make sure that no
         transfer still writes the blocks of a RESERVED one; a transfer that reads has pinned them.
         """
-        if sequence.in_flight:
+        if sequence.in_flight or any(beam.in_flight for beam in sequence.beams):
             sequence.aborted = True
         elif sequence.status is not Status.FINISHED:
             self._finish(sequence)
@@ -284,7 +336,7 @@ class Engine:
             running=self.num_running,
             waiting=self.num_waiting + len(self.scheduler.reserved),
             queued_tokens=sum(
-                s.num_tokens - self.scheduler.num_present_tokens(s)
+                s.num_tokens - self.scheduler.blocks.num_present_tokens(s)
                 for s in self.sequences.values()
                 if s.status in (Status.WAITING, Status.RUNNING)
             ),
@@ -310,7 +362,7 @@ class Engine:
         assert num_tokens <= sequence.num_tokens, f"{num_tokens} of {sequence.num_tokens} known tokens are computed"
         sequence.num_computed_tokens = num_tokens
         sequence.num_kv_tokens = (num_tokens,) * len(sequence.block_ids)
-        self.scheduler.register_computed_blocks(sequence)
+        self.scheduler.blocks.register_computed(sequence)
 
     def _pin(self, tables: BlockTables) -> Pin:
         pin = Pin(next(self._pin_ids), tables)
@@ -320,6 +372,8 @@ class Engine:
         return pin
 
     def _finish(self, sequence: Sequence) -> None:
+        self.scheduler.drop(sequence.beams)
+        sequence.beams = []
         self.scheduler.remove(sequence, Status.FINISHED)
         self.sequences.pop(sequence.key, None)
 

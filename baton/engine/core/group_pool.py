@@ -114,9 +114,18 @@ class GroupPool:
         """Returns how many tokens the blocks of every group hold."""
         return min(len(table) * size for table, size in zip(tables, self.block_sizes, strict=False))
 
+    def has_room(self, num_blocks: Sequence[int]) -> bool:
+        """Returns whether so many blocks could be taken, of each table's."""
+        return all(number <= pool.num_available for pool, number in zip(self.pools, num_blocks, strict=True))
+
+    def num_copied(self, num_tokens: int) -> tuple[int, ...]:
+        """Returns how many blocks of each table a fork copies that shares so many tokens."""
+        partial = [num_blocks_for(num_tokens, size) - num_tokens // size for size in self.block_sizes]
+        return (*partial, *(1 for _ in self._state_pools))
+
     def allocate(self, num_blocks: Sequence[int]) -> BlockTables | None:
         """Takes fresh blocks in every table, all or nothing. Returns None when there are too few."""
-        if any(number > pool.num_available for pool, number in zip(self.pools, num_blocks, strict=True)):
+        if not self.has_room(num_blocks):
             return None
         fresh = [pool.allocate(number) for pool, number in zip(self.pools, num_blocks, strict=True)]
         return tuple(tuple(blocks) for blocks in fresh if blocks is not None)

@@ -11,7 +11,7 @@ from baton.costs import StepCosts
 from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.runner import Fence
 from baton.errors import BatonError
-from baton.messages import PrefillReport
+from baton.messages import Beam, PrefillReport
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
 
@@ -47,6 +47,8 @@ class Generated(NamedTuple):
     scores: TokenScores = NO_SCORES
     report: PrefillReport | None = None
     """How the prompt was computed: in the first output of a sequence that was computed here, whose KV is there then."""
+    beams: tuple[Beam, ...] = ()
+    """All answers of a beam search, best first: in its last output, which has no tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,15 @@ event loop goes on, in another thread or process. `StepOutput` says what was sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from baton.engine.core.kv_spec import BlockTables, KVSpec
 from baton.sampling import SamplingParams
-from baton.scores import NO_SCORES, TokenScores
+from baton.scores import NO_SCORES, Candidates, Sampled, TokenScores
 
+T = TypeVar("T")
 UNKNOWN_TOKEN = -1
 """Stands in `StepPart.token_ids` of a step that is planned while the one before runs, for the token which that one
 samples for the sequence. A runner that allows it keeps the tokens it has sampled, by `sequence_key`, and fills them in.
@@ -125,39 +126,40 @@ class StepOutput:
     """Why parts have no token and cannot go on, by their index: what their clients asked cannot be served. None: all
     go on."""
 
+    candidates: Mapping[int, Candidates] | None = None
+    """The likeliest next tokens of the parts that a beam search computes, by their index; they sample none. None: no
+    search is in the step."""
+
     @classmethod
     def one_each(
-        cls,
-        step: StepInput,
-        sampled: Sequence[int],
-        scores: Sequence[TokenScores] | None = None,
-        *,
-        failures: Mapping[int, str] | None = None,
-        prompt_scores: Sequence[TokenScores] | None = None,
+        cls, step: StepInput, sampled: Sampled, prompt_scores: Sequence[TokenScores] | None = None
     ) -> StepOutput:
-        """Returns the output of a step that has computed every token, with one id for each part that samples.
+        """Returns the output of a step that has computed every token.
 
         Args:
             step: the step.
-            sampled: the ids.
-            scores: of each of them; None: nobody asks.
-            failures: by place in `sampled`, why there is none; None: there are all.
+            sampled: a row for each part that samples. What a search looks at takes none of the tokens.
             prompt_scores: of each part; None: none scores its prompt.
         """
-        ids = iter(sampled)
-        each = iter(scores or ())
+        token_ids: Iterator[tuple[int, ...]] = iter([(token_id,) for token_id in sampled.token_ids])
+        if found := sampled.candidates:
+            token_ids = iter([() if row in found else (each,) for row, each in enumerate(sampled.token_ids)])
+        scores = iter(sampled.scores or ())
         return cls(
-            sampled_token_ids=tuple([(next(ids),) if part.sample else () for part in step.parts]),
+            sampled_token_ids=tuple([next(token_ids) if part.sample else () for part in step.parts]),
             num_computed_tokens=tuple([part.num_computed_tokens + len(part.token_ids) for part in step.parts]),
-            scores=tuple([next(each) if part.sample else NO_SCORES for part in step.parts]) if scores else None,
+            scores=tuple([next(scores) if part.sample else NO_SCORES for part in step.parts])
+            if sampled.scores
+            else None,
             prompt_scores=tuple(prompt_scores) if prompt_scores else None,
-            failures=_by_part(step, failures) if failures else None,
+            failures=_by_part(step, sampled.failures) if sampled.failures else None,
+            candidates=_by_part(step, found) if found else None,
         )
 
 
-def _by_part(step: StepInput, failures: Mapping[int, str]) -> dict[int, str]:
+def _by_part(step: StepInput, found: Mapping[int, T]) -> dict[int, T]:
     sampling = [index for index, part in enumerate(step.parts) if part.sample]
-    return {sampling[place]: reason for place, reason in failures.items()}
+    return {sampling[place]: value for place, value in found.items()}
 
 
 class Runner(Protocol):

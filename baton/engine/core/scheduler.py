@@ -19,19 +19,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from baton.blocks import extend_block_keys
-from baton.costs import ITL_TARGET, LEAST_SHARE, PRIOR, StepCosts
+from baton.costs import LEAST_SHARE, PRIOR, StepCosts
+from baton.engine.core.beams import BeamSearch
 from baton.engine.core.group_pool import GroupPool
 from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.runner import StepInput, StepPart
 from baton.engine.core.sequence import Purpose, Sequence, Status
+from baton.engine.core.sequence_blocks import SequenceBlocks
+from baton.engine.core.urgency import computing_room_s, urgency
 
 MAX_SCORED = 128
 """Most tokens of a prompt with scores that a step computes: each has a row of logits."""
-
-LEAST_STEP = 0.5
-"""A step may always take this share of the ITL objective, even if sequences are late: shorter steps could not catch up.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +51,11 @@ class Schedule:
     """Sequences that have their blocks now."""
     preempted: tuple[Sequence, ...] = ()
     """Sequences that gave their blocks up, and wait again."""
+    too_large: tuple[Sequence, ...] = ()
+    """Trunks whose beams do not fit, although nobody else holds a block."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Plan:
     """A step while it is put together."""
 
@@ -64,6 +64,7 @@ class _Plan:
     sequences: list[Sequence] = field(default_factory=list)
     parts: list[StepPart] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    too_large: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence, part: StepPart) -> None:
         self.sequences.append(sequence)
@@ -76,12 +77,17 @@ class Scheduler:
 
     def __init__(self, pool: GroupPool, limits: SchedulerLimits) -> None:
         self.pool = pool
+        self.blocks = SequenceBlocks(pool, limits.output_reservation)
         self.limits = limits
         self.costs: StepCosts = PRIOR
         """What steps take here, as far as is known."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.reserved: list[Sequence] = []
+        self.branched: list[Sequence] = []
+        """Trunks whose beams run."""
+        self.beams: dict[int, Sequence] = {}
+        """The beams of all of them, by key."""
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
         self._full_since_s: float | None = None
@@ -101,27 +107,39 @@ class Scheduler:
     def schedule(self, now: float) -> Schedule:
         """Returns the next step.
 
-        Sequences that decode come first. Prompts, computed in part or waiting, follow in order of `_urgency`, as far as
+        Sequences that decode come first. Prompts, computed in part or waiting, follow in order of `urgency`, as far as
         blocks, batch size, the token budget and the objectives of the decoding sequences allow.
         """
-        plan = _Plan(self.limits.max_num_batched_tokens)
+        plan = _Plan(budget=self.limits.max_num_batched_tokens)
         self._preempted = []
+        for trunk in [s for s in (*self.branched, *self.running) if s.search is not None and s.is_due]:
+            if trunk.is_due:  # not preempted by one before it
+                self._branch(trunk, plan, now)
         for sequence in [s for s in self.running if len(s.token_ids) - s.num_computed_tokens == 1]:
-            is_running = sequence.status is Status.RUNNING  # not preempted by one before it
-            if plan.budget > 0 and is_running and self._grow(sequence, len(sequence.token_ids), plan):
-                plan.add(sequence, self._part(sequence, 1))
+            if plan.budget <= 0 or sequence.status is not Status.RUNNING:  # preempted by one before it
+                continue
+            group = [sequence] if sequence.search is None and sequence.trunk is None else self._ready_group(sequence)
+            if group and len(group) <= plan.budget and self._grow(group, len(sequence.token_ids), plan):
+                for each in group:
+                    plan.add(each, self._part(each, 1))
         self._note_full(now)
         prompts = [s for s in self.running if len(s.token_ids) - s.num_computed_tokens > 1] + self.waiting
         if prompts:
             if len(prompts) > 1:
-                prompts.sort(key=lambda sequence: self._urgency(sequence, now))
+                chunk = self.limits.max_num_batched_tokens
+                prompts.sort(key=lambda sequence: urgency(sequence, now, self.costs, self.blocks, chunk))
             self._schedule_prompts(plan, prompts, now)
         copies = [copy for sequence in plan.sequences if sequence.copies for copy in sequence.copies]
-        return Schedule(StepInput(tuple(plan.parts), tuple(copies)), tuple(plan.admitted), tuple(self._preempted))
+        return Schedule(
+            step=StepInput(tuple(plan.parts), tuple(copies)),
+            admitted=tuple(plan.admitted),
+            preempted=tuple(self._preempted),
+            too_large=tuple(plan.too_large),
+        )
 
     def _schedule_prompts(self, plan: _Plan, prompts: list[Sequence], now: float) -> None:
         """Adds what the step computes of prompts, the most urgent first."""
-        room_s = self._computing_room_s(plan.sequences, now)
+        room_s = computing_room_s(plan.sequences, now, self.costs)
         least = plan.budget // LEAST_SHARE
         may_admit = True
         for sequence in prompts:
@@ -136,12 +154,13 @@ class Scheduler:
             if sequence.status is not Status.RUNNING or plan.budget <= 0:
                 continue
             num_missing, context = sequence.num_tokens - sequence.num_computed_tokens, sequence.num_computed_tokens
+            num_missing -= sequence.waits_for_others
             if sequence.scores_prompt:
                 num_missing = min(num_missing, MAX_SCORED)
             num_tokens = min(plan.budget, num_missing)
             within = self.costs.tokens_within(room_s, context, num_tokens) if room_s < math.inf else num_tokens
             num_tokens = min(num_tokens, max(within, least))
-            if num_tokens < 1 or not self._grow(sequence, context + num_tokens, plan):
+            if num_tokens < 1 or not self._grow([sequence], context + num_tokens, plan):
                 plan.budget = 0 if num_tokens < 1 else plan.budget
                 continue
             plan.add(sequence, self._part(sequence, num_tokens))
@@ -150,76 +169,12 @@ class Scheduler:
             plan.budget = plan.budget if within >= num_missing else min(plan.budget, least)
             room_s -= num_tokens * (self.costs.s_per_token + self.costs.s_per_pair * (context + num_tokens / 2))
 
-    def num_present_tokens(self, sequence: Sequence) -> int:
-        """Returns how many leading tokens of a waiting or running sequence need not be computed here any more: they are
-        computed, cached while it waits, or received.
-        """
-        if sequence.status is not Status.WAITING:
-            return sequence.num_computed_tokens
-        if sequence.awaits_kv:
-            return sequence.num_tokens
-        return self.pool.num_matching_tokens(self._reusable_keys(sequence))
-
     def _note_full(self, now: float) -> None:
         if self._full_since_s is not None:
             for sequence in self.waiting:
                 if not sequence.was_admitted:
                     sequence.blocked_s += now - max(self._full_since_s, sequence.arrival_s)
             self._full_since_s = None
-
-    def _urgency(self, sequence: Sequence, now: float) -> tuple[int, bool, float, float]:
-        """Returns the sort key, least first: priority, whether it must miss its deadline, deadline, arrival.
-
-        A sequence that has begun to answer and must be computed again comes before all others of its priority.
-        """
-        spec = sequence.spec
-        if sequence.num_output_tokens:
-            return -spec.priority, False, -math.inf, sequence.arrival_s
-        return -spec.priority, self._must_be_late(sequence, now), sequence.deadline_s, sequence.arrival_s
-
-    def _must_be_late(self, sequence: Sequence, now: float) -> bool:
-        """Returns whether its first token would be late even if it were computed alone from now on."""
-        spare_s = sequence.deadline_s - now
-        if spare_s == math.inf:
-            return False
-        if spare_s < 0 or sequence.purpose is Purpose.RECEIVE:
-            return spare_s < 0
-        num_tokens, chunk = sequence.num_tokens, self.limits.max_num_batched_tokens
-        if self.costs.prefill_s(num_tokens, sequence.num_computed_tokens, chunk) <= spare_s:
-            return False
-        return self.costs.prefill_s(num_tokens, self.num_present_tokens(sequence), chunk) > spare_s
-
-    def _computing_room_s(self, decoding: list[Sequence], now: float) -> float:
-        """Returns how long prompts may compute beside these sequences in the step that begins now.
-
-        The next token of each is due when its mean interval so far would reach the objective, so an answer that went
-        quickly has time to spare.
-        """
-        step_s, num_kv_tokens = math.inf, 0
-        for sequence in decoding:
-            num_kv_tokens += len(sequence.token_ids)
-            if (itl_s := sequence.spec.itl_s) < math.inf and sequence.num_generated_tokens:
-                due_s = sequence.first_token_s + ITL_TARGET * itl_s * sequence.num_generated_tokens
-                step_s = min(step_s, max(due_s - now, LEAST_STEP * itl_s))
-        if step_s == math.inf:
-            return math.inf
-        return self.costs.computing_room_s(step_s, len(decoding), num_kv_tokens)
-
-    def register_computed_blocks(self, sequence: Sequence) -> None:
-        """Names the blocks that have become full, so that other sequences can share them."""
-        pool = self.pool
-        num_full = sequence.num_computed_tokens // pool.key_tokens
-        if num_full <= sequence.num_registered_keys or not pool.caches_prefixes:
-            return
-        keys = self._keys(sequence, num_full)[:num_full]
-        tables = list(sequence.block_ids)
-        for group, size in enumerate(pool.block_sizes):
-            first = sequence.num_registered_keys * pool.key_tokens // size
-            group_keys = pool.keys_of(keys, group)
-            if first < len(group_keys):
-                tables[group] = tuple(pool.register(tables[group], group, first, group_keys))
-        sequence.block_ids = tuple(tables)
-        sequence.num_registered_keys = num_full
 
     def fork(self, parent: Sequence, child: Sequence, now: float, num_blocks: tuple[int, ...] = ()) -> bool:
         """Lets a new sequence run that goes on from what a running one has computed of the tokens they share.
@@ -233,8 +188,9 @@ class Scheduler:
         Returns:
             False, and nothing has changed, when there is no room for it.
         """
-        if len(self.running) + len(self.reserved) >= self.limits.max_num_seqs:
-            return False
+        return self._num_seats_left() > 0 and self._fork(parent, child, now, num_blocks)
+
+    def _fork(self, parent: Sequence, child: Sequence, now: float, num_blocks: tuple[int, ...] = ()) -> bool:
         num_shared = min(parent.num_computed_tokens, child.num_tokens - 1)
         forked = self.pool.fork(parent.block_ids, num_shared, num_blocks)
         if forked is None:
@@ -248,27 +204,29 @@ class Scheduler:
 
     def remove(self, sequence: Sequence, status: Status) -> None:
         """Takes a sequence out; its blocks go back unless it is HELD."""
-        for queue in (self.waiting, self.running, self.reserved):
+        for queue in (self.waiting, self.running, self.reserved, self.branched):
             if sequence in queue:
                 queue.remove(sequence)
         sequence.status = status
         if status is not Status.HELD:
-            self.give_back(sequence)
+            self.blocks.give_back(sequence)
 
-    def give_back(self, sequence: Sequence) -> None:
-        """Returns a sequence's blocks."""
-        self.pool.release(sequence.block_ids)
-        self.copied(sequence)
-        sequence.block_ids = ()
-        sequence.num_block_tokens = 0
-        sequence.num_kv_tokens = ()
-        sequence.num_registered_keys = 0
+    def drop(self, beams: Iterable[Sequence]) -> None:
+        """Takes beams out for good."""
+        for beam in beams:
+            self.remove(beam, Status.FINISHED)
+            self.beams.pop(beam.key, None)
 
-    def copied(self, sequence: Sequence) -> None:
-        """Notes that a forked sequence's copies are performed, or not wanted any more."""
-        if sequence.copies:
-            self.pool.release_sources(sequence.copies)
-            sequence.copies = ()
+    def advance(self, trunk: Sequence, search: BeamSearch, parents: tuple[int, ...]) -> None:
+        """Books what a step has done to a search. Beams that none continues are dropped; the next step needs the others
+        forked.
+        """
+        trunk.search, kept = search, sorted(set(parents))
+        if trunk.beams:
+            self.drop([beam for place, beam in enumerate(trunk.beams) if place not in kept])
+            trunk.beams = [trunk.beams[place] for place in kept]
+            parents = tuple(kept.index(parent) for parent in parents)
+        trunk.parents = parents
 
     def check(self, others: Iterable[Sequence] = (), pinned: Iterable[BlockTables] = ()) -> None:
         """Asserts that the books are right.
@@ -306,15 +264,15 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Gives a waiting sequence its cached prefix and all blocks it is expected to need; all or nothing."""
-        if len(self.running) + len(self.reserved) >= self.limits.max_num_seqs:
+        if self._num_seats_left() < sequence.num_seats:
             return False
         siblings = self.running if sequence.spec.choice_index else ()
         sibling = next((each for each in siblings if sequence.may_fork(each, has_state=self.pool.has_states)), None)
-        if sibling is not None and self.fork(sibling, sequence, now, self._expected_blocks(sequence)):
+        if sibling is not None and self.fork(sibling, sequence, now, self.blocks.num_expected(sequence)):
             self.waiting.remove(sequence)
             return True
-        found = self.pool.match(self._reusable_keys(sequence))
-        tables = self.pool.reuse(found, self._expected_blocks(sequence))
+        found = self.pool.match(self.blocks.reusable_keys(sequence))
+        tables = self.pool.reuse(found, self.blocks.num_expected(sequence))
         if tables is None:
             return False
         num_found = len(found[0]) * self.pool.block_sizes[0]
@@ -326,7 +284,7 @@ class Scheduler:
     def _let_run(self, sequence: Sequence, tables: BlockTables, num_computed_tokens: int, now: float) -> None:
         """Books the blocks of a sequence that is admitted."""
         receives = sequence.awaits_kv
-        self._take(sequence, tables)
+        self.blocks.take(sequence, tables)
         sequence.num_computed_tokens = num_computed_tokens
         sequence.num_kv_tokens = (num_computed_tokens,) * len(tables)
         if not sequence.was_admitted:
@@ -336,64 +294,107 @@ class Scheduler:
         sequence.status = Status.RESERVED if receives else Status.RUNNING
         (self.reserved if receives else self.running).append(sequence)
 
-    def _take(self, sequence: Sequence, tables: BlockTables) -> None:
-        sequence.block_ids = tables
-        sequence.num_block_tokens = self.pool.num_tokens_in(tables)
+    def _num_seats_left(self) -> int:
+        """Returns how many sequences may still run. A trunk takes the seats of all its beams."""
+        num_taken = len(self.running) + len(self.reserved)
+        if self.branched or any(s.search is not None for s in (*self.running, *self.reserved)):
+            num_taken = sum(s.num_seats for s in (*self.running, *self.reserved, *self.branched) if s.trunk is None)
+        return self.limits.max_num_seqs - num_taken
 
-    def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Returns the keys of the leading blocks that a sequence may have from the cache."""
-        if not self.pool.caches_prefixes or sequence.scores_prompt:
+    def _ready_group(self, sequence: Sequence) -> list[Sequence]:
+        """Returns the sequences that decode together with this one, once: for the first of them, when all can."""
+        if sequence.is_due:
             return []
-        # The last known token is computed here, so its block cannot come from the cache; unless the KV arrives anyway.
-        num_keys = (sequence.num_tokens - (not sequence.awaits_kv)) // self.pool.key_tokens
-        return self._keys(sequence, num_keys)[:num_keys]
+        group = sequence.group
+        is_ready = group[0] is sequence and not sequence.owner.is_due
+        return group if is_ready and all(each.num_missing_tokens == 1 for each in group) else []
 
-    def _keys(self, sequence: Sequence, num_keys: int) -> list[bytes]:
-        """Works out at least the first `num_keys` block keys of a sequence."""
-        if len(sequence.block_keys) < num_keys:
-            unit = self.pool.key_tokens
-            known = sequence.token_ids[: num_keys * unit]
-            sequence.block_keys += extend_block_keys(sequence.spec.cache_seed, sequence.block_keys, known, unit)
-        return sequence.block_keys
+    def _branch(self, trunk: Sequence, plan: _Plan, now: float) -> None:
+        """Forks a trunk, or its beams, so that there is a sequence for each beam of the search; all or none.
 
-    def _expected_blocks(self, sequence: Sequence) -> tuple[int, ...]:
-        """Returns the blocks for the known tokens and the expected rest of the answer, never more than the pool has."""
-        num_tokens = sequence.num_tokens
-        if sequence.purpose is not Purpose.PREFILL:
-            num_left = sequence.spec.max_tokens - sequence.num_output_tokens
-            expected = sequence.spec.num_expected_tokens or self.limits.output_reservation
-            num_tokens += min(num_left, max(0, expected - sequence.num_output_tokens))
-        return self.pool.num_blocks_for(min(num_tokens, self.pool.capacity))
-
-    def _grow(self, sequence: Sequence, num_tokens: int, plan: _Plan) -> bool:
-        """Takes blocks for the first `num_tokens` tokens; preempts the youngest of least priority when none are left.
-
-        A preempted sequence is the most urgent one that waits, and is computed again from what the cache still holds.
-        PREFILL sequences are spared: a transfer may be reading their blocks. They got all they need when they were
-        admitted, so it is never one of them that grows. Returns False when the sequence itself had to give way or must
-        sit this step out.
+        Of the beams that go on from the same one, the first is its continuation.
         """
-        if num_tokens <= sequence.num_block_tokens:
+        assert trunk.search is not None
+        begun = trunk.beams or [trunk]
+        parents = trunk.parents or (0,) * len(trunk.search.running)
+        kept = set(parents) if trunk.beams else set()
+        num_forks = len(parents) - len(kept)
+        missing = [num_forks * number for number in self.pool.num_copied(begun[0].num_computed_tokens)]
+        while not self.pool.has_room(missing):
+            if not self._make_room(begun, plan):
+                return
+        beams = []
+        for beam, parent in zip(trunk.search.running, parents, strict=True):
+            if parent in kept:
+                kept.remove(parent)
+                sequence = begun[parent]
+                sequence.token_ids.append(beam.token_ids[-1])
+            else:
+                sequence = trunk.beam(beam.token_ids)
+                is_forked = self._fork(begun[parent], sequence, now)
+                assert is_forked, "there was room for all beams"
+                self.beams[sequence.key] = sequence
+            beams.append(sequence)
+        trunk.beams, trunk.parents = beams, None
+        if trunk.status is Status.RUNNING:
+            self.remove(trunk, Status.BRANCHED)
+            self.branched.append(trunk)
+
+    def _grow(self, group: list[Sequence], num_tokens: int, plan: _Plan) -> bool:
+        """Takes blocks for the first `num_tokens` tokens of sequences that decode together, of all or of none.
+
+        The youngest of least priority is preempted when there are none left. It is then the most urgent one that waits,
+        and is computed again from what the cache still holds. PREFILL sequences are spared: a transfer may be reading
+        their blocks. They got all they need when they were admitted, so it is never one of them that grows.
+        """
+        if all(num_tokens <= sequence.num_block_tokens for sequence in group):
             return True
         wanted = self.pool.num_blocks_for(num_tokens)
-        missing = [max(0, number - len(table)) for number, table in zip(wanted, sequence.block_ids, strict=True)]
-        while (blocks := self.pool.allocate(missing)) is None:
-            preemptible = [s for s in self.running if s.purpose is not Purpose.PREFILL]
-            if preemptible == [sequence]:
-                return False  # nobody else may give way: the other blocks are for transfers, which end
-            taken = set(plan.sequences)
-            victim = max((s for s in preemptible if s not in taken), key=lambda s: (-s.spec.priority, s.arrival_s))
-            self._preempt(victim)
-            if victim is sequence:
+        missing = [
+            [max(0, number - len(table)) for number, table in zip(wanted, sequence.block_ids, strict=True)]
+            for sequence in group
+        ]
+        while not self.pool.has_room([sum(numbers) for numbers in zip(*missing, strict=True)]):
+            if not self._make_room(group, plan):
                 return False
-        self._take(sequence, tuple(table + new for table, new in zip(sequence.block_ids, blocks, strict=True)))
+        for sequence, numbers in zip(group, missing, strict=True):
+            blocks = self.pool.allocate(numbers)
+            assert blocks is not None, "there was room for all of them"
+            tables = tuple(table + new for table, new in zip(sequence.block_ids, blocks, strict=True))
+            self.blocks.take(sequence, tables)
         return True
+
+    def _make_room(self, group: list[Sequence], plan: _Plan) -> bool:
+        """Preempts somebody for sequences that need blocks. Returns whether they can try again: False when they had to
+        give way themselves, or must sit this step out.
+        """
+        owner, taken = group[0].owner, {sequence.owner for sequence in plan.sequences}
+        preemptible = [s for s in self.running if s.purpose is not Purpose.PREFILL]
+        if all(sequence.owner is owner for sequence in preemptible):
+            # Nobody else may give way: the other blocks are for transfers, which end.
+            if owner.search is not None and self._holds_all(preemptible):
+                plan.too_large.append(owner)
+            return False
+        candidates = (s for s in preemptible if s.owner not in taken)
+        victim = max(candidates, key=lambda s: (-s.spec.priority, s.arrival_s), default=None)
+        if victim is None:
+            return False
+        self._preempt(victim.owner)
+        return victim.owner is not owner
+
+    def _holds_all(self, sequences: list[Sequence]) -> bool:
+        """Returns whether every block that is in use is one of these sequences'."""
+        return all(
+            pool.counts().in_use == len({block for sequence in sequences for block in sequence.block_ids[place]})
+            for place, pool in enumerate(self.pool.pools)
+        )
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         self._preempted.append(sequence)
-        self.running.remove(sequence)
-        self.give_back(sequence)
+        self.drop(sequence.beams)
+        self.remove(sequence, Status.WAITING)
         sequence.num_computed_tokens = 0
-        sequence.status = Status.WAITING
+        if sequence.search is not None:
+            sequence.fold()
         self.waiting.insert(0, sequence)

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.engine.core.beams import BeamSearch
 from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.runner import BlockCopy
 from baton.messages import SequenceSpec
@@ -38,6 +39,8 @@ class Status(Enum):
     """Holds blocks that the engine reads and writes."""
     HELD = "held"
     """Finished here, blocks kept for the sender until the sequence is ended."""
+    BRANCHED = "branched"
+    """Holds nothing: its beams do, and run."""
     FINISHED = "finished"
     """Holds nothing, for good."""
 
@@ -83,6 +86,16 @@ class Sequence:
     first_token_s: float = 0.0
     prompt_scores: list[TokenScores] = field(default_factory=list)
     """Scores of its prompt's tokens, a step's at a time, until they are reported."""
+    search: BeamSearch | None = None
+    """The search that finds its answers. Such a sequence is a trunk: it computes what all beams begin with, and then
+    each of them is a sequence of its own. None: its tokens are drawn one by one, or it is a beam."""
+    beams: list[Sequence] = field(default_factory=list)
+    """A branched trunk's beams, in the order of the search."""
+    parents: tuple[int, ...] | None = None
+    """The places in `beams` that the beams of the next step continue, one each, or of the trunk where it has none;
+    None: it has the beams of the next step."""
+    trunk: Sequence | None = None
+    """The trunk, where this is one of its beams."""
     needs_history: bool = field(init=False)
     """Whether its draws depend on the tokens before them."""
 
@@ -113,6 +126,60 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Known tokens that are not computed."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def owner(self) -> Sequence:
+        """The sequence that is known outside: of a beam its trunk, else itself."""
+        return self if self.trunk is None else self.trunk
+
+    @property
+    def group(self) -> list[Sequence]:
+        """The sequences that decode together with it, or not at all: of a beam all beams, else itself."""
+        return [self] if self.trunk is None else self.trunk.beams
+
+    @property
+    def num_seats(self) -> int:
+        """How many sequences run for it at the most."""
+        return 1 if self.search is None else self.search.width
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a trunk has to branch before the next step."""
+        if self.parents is not None or self.search is None:
+            return self.parents is not None
+        return len(self.search.running) > 1 and self.status is Status.RUNNING and self.num_missing_tokens == 1
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether its last known token is not computed by itself: with the other beams', or by them."""
+        return self.trunk is not None or (self.search is not None and len(self.search.running) > 1)
+
+    def beam(self, token_ids: tuple[int, ...]) -> Sequence:
+        """Returns a beam of this trunk.
+
+        Args:
+            token_ids: of the beam's answer so far.
+        """
+        beam = Sequence(spec=self.spec, purpose=Purpose.GENERATE, arrival_s=self.arrival_s, trunk=self)
+        beam.token_ids = [*self.spec.token_ids[: self.spec.num_prompt_tokens], *token_ids]
+        beam.first_token_s = self.first_token_s
+        return beam
+
+    def fold(self) -> None:
+        """Makes a trunk one sequence again, which computes what its beams have in common.
+
+        One more token is known, so that the last of those is not the one whose next tokens are looked for.
+        """
+        assert self.search is not None
+        shared, first = self.search.shared_token_ids(), self.search.running[0].token_ids
+        prompt = self.spec.token_ids[: self.spec.num_prompt_tokens]
+        self.token_ids = [*prompt, *first[: len(shared) + 1]]
+        self.beams, self.parents, self.num_computed_tokens = [], None, 0
 
     @property
     def num_output_tokens(self) -> int:

@@ -29,12 +29,12 @@ from baton.engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.rows import row_of
-from baton.engine.sampling.pipeline import SAMPLER, Sampled, Sampler
+from baton.engine.sampling.pipeline import SAMPLER, Sampler
 from baton.engine.sampling.row import Row
 from baton.engine.sampling.scores import scores_of
 from baton.engine.sampling.structure import Structures
 from baton.sampling import SamplingParams
-from baton.scores import NO_SCORES, TokenScores
+from baton.scores import NO_SCORES, Sampled, TokenScores
 
 NUM_NEAR = 4096
 """Tokens next to an answer beyond which none has a weight, at the highest temperature."""
@@ -117,7 +117,7 @@ class ArithmeticRunner:
             [self._prompt_scores(part) for part in step.parts] if any(p.scores_prompt for p in step.parts) else None
         )
         found = sampled_of(answers, rows, self._sampler, self.vocab_size)
-        return StepOutput.one_each(step, found.token_ids, found.scores, failures=found.failures, prompt_scores=prompts)
+        return StepOutput.one_each(step, found, prompts)
 
     def close(self) -> None:
         """Ends nothing: it has started no process."""
@@ -197,18 +197,19 @@ def sampled_of(answers: SequenceOf[int], rows: SequenceOf[Row], sampler: Sampler
         for i, place in zip(near, sampler.sample(logits, [rows[i] for i in near]), strict=True):
             tokens[i] = (answers[i] + place) % prime
     if not far:
-        return Sampled(tokens, None, {})
+        return Sampled(tokens)
     drawn = sampler.sample_and_score(logits_of([answers[i] for i in far], vocab_size), [rows[i] for i in far])
     for place, i in enumerate(far):
         tokens[i] = drawn.token_ids[place]
         scores[i] = drawn.scores[place] if drawn.scores else NO_SCORES
     failures = {far[place]: reason for place, reason in drawn.failures.items()}
-    return Sampled(tokens, scores if drawn.scores else None, failures)
+    candidates = {far[place]: found for place, found in drawn.candidates.items()}
+    return Sampled(tokens, scores if drawn.scores else None, failures, candidates)
 
 
 def _only_draws(params: SamplingParams) -> bool:
     """Whether no token matters by its number: what is the best, or likeliest, is all that counts."""
-    return not (params.adjusts_logits or params.wants_scores or params.xtc_probability)
+    return not (params.adjusts_logits or params.wants_scores or params.xtc_probability or params.use_beam_search)
 
 
 def expected_tokens(

@@ -32,7 +32,7 @@ from baton.errors import ModelLoadError
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
 from baton.model_files import end_of_sequence_ids
 from baton.sampling import SamplingParams
-from baton.scores import NO_SCORES, TokenScores
+from baton.scores import NO_SCORES, Sampled, TokenScores
 
 FULL_LENGTH_SEQUENCES = 64
 """The pool is not made larger than this many sequences of full length."""
@@ -114,17 +114,11 @@ class TransformersRunner:
         prompts = self._prompt_scores(logits[len(sampling) :], packed, order) if num_scored else None
         if not sampling:
             self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
-            return StepOutput.one_each(step, (), prompt_scores=prompts)
+            return StepOutput.one_each(step, Sampled([]), prompts)
         found = self._sampler.sample_and_score(logits[: len(sampling)], rows)
         place_of = {order[row]: place for place, row in enumerate(sampling)}
         places = [place_of[index] for index in sorted(place_of)]
-        return StepOutput.one_each(
-            step,
-            [found.token_ids[i] for i in places],
-            [found.scores[i] for i in places] if found.scores else None,
-            failures={place: found.failures[i] for place, i in enumerate(places) if i in found.failures},
-            prompt_scores=prompts,
-        )
+        return StepOutput.one_each(step, found.in_order(places), prompts)
 
     def close(self) -> None:
         """See `Runner.close`."""

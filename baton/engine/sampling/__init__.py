@@ -6,6 +6,7 @@ nothing else, so that a resumed or moved stream draws the same tokens.
 
 __all__ = [
     "bias",
+    "candidates",
     "dry",
     "exclusions",
     "history",

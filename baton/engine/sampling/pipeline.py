@@ -5,6 +5,7 @@
     best      at temperature 0 the likeliest token is taken
     weights   temperature -> top-k -> top-p -> min-p -> typical -> XTC
     draw      a random number, looked up in the running sum of the weights
+    search    in place of best, weights and draw: the likeliest tokens of a beam
 
 A step costs something for the rows that ask for it, and next to nothing for the others. Every random decision is one
 number from `random.uniform(seed, choice, position, purpose)`, and penalties are functions of the tokens before, so a
@@ -15,11 +16,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from baton.engine.sampling import bias, dry, exclusions, penalties, structure, truncation, xtc
+from baton.engine.sampling.candidates import candidates_of
 from baton.engine.sampling.history import Histories
 from baton.engine.sampling.masses import first_beyond
 from baton.engine.sampling.random import uniform
@@ -29,7 +30,7 @@ from baton.engine.sampling.structure import Masks, Structures
 from baton.engine.sampling.typical import typical
 from baton.engine.sampling.weights import EVERYTHING, Buffers, TokenWeights, WeightBounds
 from baton.sampling import SamplingParams
-from baton.scores import TokenScores
+from baton.scores import Sampled
 
 SAMPLER = "inverse-transform-blake2b/2"
 """Name of the contract: the same seed, choice, position and logits give the same token in every release with it."""
@@ -38,17 +39,6 @@ MIN_TEMPERATURE = 1e-30
 _NO_MASKS = Masks({}, {})
 _Asks = Callable[[SamplingParams], bool]
 _Truncates = Callable[[torch.Tensor, Sequence[SamplingParams]], WeightBounds]
-
-
-class Sampled(NamedTuple):
-    """What came of a step's rows."""
-
-    token_ids: list[int]
-    """One for each row; of a row that failed, any."""
-    scores: list[TokenScores] | None
-    """Scores of each token; None: no row asks for them."""
-    failures: Mapping[int, str]
-    """Why rows have no token, by row."""
 
 
 class Sampler:
@@ -92,13 +82,16 @@ class Sampler:
         structured = _asking(rows, structure.is_asked)
         masks = self._structures.masks(structured) if structured else _NO_MASKS
         raw = RawLogits(logits, rows, self._buffers) if any(row.sampling.wants_scores for row in rows) else None
-        tokens = self._sampled(logits, rows, masks)
-        return Sampled(tokens, raw.scores(tokens) if raw else None, masks.failures)
-
-    def _sampled(self, logits: torch.Tensor, rows: Sequence[Row], masks: Masks) -> list[int]:
         if any(row.sampling.adjusts_logits for row in rows):
             logits = self._adjusted(logits.float(), rows)
             structure.apply(logits, masks)
+        tokens = self._sampled(logits, rows)
+        scores = raw.scores(tokens) if raw else None
+        searching = _asking(rows, lambda row: row.sampling.use_beam_search)
+        found = candidates_of(logits, searching, self._eos_token_ids, raw) if searching else {}
+        return Sampled(tokens, scores, masks.failures, found)
+
+    def _sampled(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
         drawing = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
         if not drawing:
             best: list[int] = logits.argmax(dim=-1).tolist()

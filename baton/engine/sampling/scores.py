@@ -64,6 +64,15 @@ class RawLogits:
             found[index] = TokenScores((logprobs[place],), *tops[place])
         return found
 
+    def of_candidates(self, index: int, token_ids: Sequence[int]) -> tuple[TokenScores, ...]:
+        """Returns the scores of each of several tokens for one row, none where it does not ask."""
+        if index not in self._asking:
+            return ()
+        place = list(self._asking).index(index)
+        logprobs = self._finite(self._logits[place, list(token_ids)] - self._log_sums[place])
+        tops = self._tops()[place]
+        return tuple(TokenScores((logprob,), *tops) for logprob in logprobs)
+
     @staticmethod
     def _finite(logprobs: torch.Tensor) -> Any:
         return logprobs.clamp(min=LEAST).tolist()

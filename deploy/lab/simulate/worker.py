@@ -20,6 +20,7 @@ from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
+from baton.scores import Sampled
 from deploy.lab.simulate.policy import WorkerView
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class CostlyRunner:
 
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
-        return StepOutput.one_each(step, [part.token_ids[-1] + 1 for part in step.parts if part.sample])
+        return StepOutput.one_each(step, Sampled([part.token_ids[-1] + 1 for part in step.parts if part.sample]))
 
     def close(self) -> None:
         """Ends nothing: it has started no process."""

@@ -8,7 +8,7 @@ any depth, and so are values of another type: "0.5" is no number, and 1.0 no cou
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -20,11 +20,11 @@ from router.api.openai.structure import ResponseFormatBody, StructuredOutputsBod
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (), "audio": (), "detokenize": (True,),
-    "function_call": ("none",), "functions": ([],), "length_penalty": (1,), "max_logprobs": (),
+    "function_call": ("none",), "functions": ([],), "max_logprobs": (),
     "modalities": (["text"],), "parallel_tool_calls": (True, False), "prediction": (),
     "reasoning_effort": (), "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,), "suffix": ("",),
-    "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,), "use_beam_search": (False,),
+    "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
     "verbosity": ("medium",), "web_search_options": (),
 }  # fmt: skip
 """OpenAI's and vLLM's fields that are not built yet -> the values that ask for nothing. null always does."""
@@ -66,6 +66,8 @@ def _plain(name: str, value: Any) -> Any:
         if len({int(key) for key in value}) < len(value):
             raise InvalidRequest("logit_bias names a token id twice; name each once", name)
         return tuple(sorted((int(key), bias) for key, bias in value.items()))
+    if name == "early_stopping":
+        return str(value).lower()
     if name == "bad_word_ids":
         return tuple(map(tuple, value))
     return tuple(value) if isinstance(value, list) else value
@@ -116,6 +118,10 @@ class Body(BaseModel):
     structured_outputs: StructuredOutputsBody | None = None
     reasoning_end_ids: list[int] | None = None
     thinking_budget: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     request_id: str | None = None
     priority: int | None = None
     """vLLM's name. Higher runs earlier here."""
@@ -140,6 +146,8 @@ class Body(BaseModel):
         asked = {name: _plain(name, value) for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         if self.stream and (self.best_of or 0) > (self.n or 1):
             raise InvalidRequest("an answer that is the best of several cannot be streamed; unset stream", "best_of")
+        if self.stream and self.use_beam_search:
+            raise InvalidRequest("the answers of a beam search cannot be streamed; unset stream", "use_beam_search")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
                 "prompt_logprobs come with whole answers; unset stream, or ask for echo", "prompt_logprobs"

@@ -32,7 +32,7 @@ from baton.cluster import (
 )
 from baton.costs import StepCosts
 from baton.errors import InvalidRequest, Unsupported
-from baton.sampling import FinishReason, SamplingParams
+from baton.sampling import UNDRAWN, EarlyStopping, FinishReason, SamplingParams
 from baton.scores import TokenScores
 from baton.structure import MAX_GRAMMAR_BYTES, MAX_STRUCTURE_CHOICES, StructuredOutputs
 from baton.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2
@@ -98,10 +98,22 @@ SAMPLING_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "best_of": st.none(),  # it depends on n
     "prompt_logprobs": st.none() | st.integers(0, 20),
     "thinking_budget": st.none() | st.integers(0, 2**31 - 1),
+    "use_beam_search": st.booleans(),
+    "beam_width": st.none() | st.just(16),
+    "length_penalty": st.floats(-10, 10, width=32),
+    "early_stopping": st.sampled_from(EarlyStopping),
 }
-SAMPLING_PARAMS = st.fixed_dictionaries(SAMPLING_VALUES).map(
-    lambda values: SamplingParams(**values | ({"ignore_eos": False} if values["structured_outputs"] else {}))
-)
+UNSEARCHED: dict[str, Any] = {"beam_width": None, "length_penalty": 1.0, "early_stopping": "false"}
+SEARCHED: dict[str, Any] = {name: neutral[0] for name, neutral in UNDRAWN.items()} | {"temperature": 1.0, "stop": ()}
+
+
+def _together(values: dict[str, Any]) -> SamplingParams:
+    """Of values that are right one by one, those that are right together."""
+    values |= {"ignore_eos": False} if values["structured_outputs"] else {}
+    return SamplingParams(**values | (SEARCHED if values["use_beam_search"] else UNSEARCHED))
+
+
+SAMPLING_PARAMS = st.fixed_dictionaries(SAMPLING_VALUES).map(_together)
 
 
 def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:

@@ -212,10 +212,25 @@ OTHER_SAMPLING: dict[str, Any] = {
     "thinking_budget": 5,
     "best_of": 2,
     "prompt_logprobs": 3,
+    "use_beam_search": True,
+    "beam_width": 4,
+    "length_penalty": 2.0,
+    "early_stopping": "never",
 }
 
 
-ALONG_WITH: dict[str, dict[str, Any]] = {"thinking_budget": {"reasoning_end_ids": (5,)}}
+SEARCH: dict[str, Any] = {
+    "use_beam_search": True,
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "stop": (),
+}
+ALONG_WITH: dict[str, dict[str, Any]] = {
+    "thinking_budget": {"reasoning_end_ids": (5,)},
+    **dict.fromkeys(("use_beam_search", "beam_width", "length_penalty", "early_stopping"), SEARCH),
+}
 
 
 def test_whatever_determines_the_tokens_is_in_the_digest() -> None:

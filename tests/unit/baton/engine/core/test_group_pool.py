@@ -27,7 +27,7 @@ def compute(scheduler: Scheduler, sequence: Sequence) -> None:
     (part,) = scheduler.schedule(0.0).step.parts
     assert part.num_kv_tokens == (part.end,) * len(part.block_ids)
     sequence.num_computed_tokens, sequence.num_kv_tokens = part.end, part.num_kv_tokens
-    scheduler.register_computed_blocks(sequence)
+    scheduler.blocks.register_computed(sequence)
     sequence.append(7, frozenset(), 10**6)
     scheduler.check()
 

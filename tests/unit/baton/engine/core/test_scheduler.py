@@ -15,9 +15,10 @@ from baton.costs import ITL_TARGET, StepCosts
 from baton.engine.core.group_pool import GroupPool
 from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, StateSpec
 from baton.engine.core.runner import StepInput
-from baton.engine.core.scheduler import LEAST_STEP, Schedule, Scheduler, SchedulerLimits
+from baton.engine.core.scheduler import Schedule, Scheduler, SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.step_fit import StepSize
+from baton.engine.core.urgency import LEAST_STEP, urgency
 from tests.support.builders import step_costs
 from tests.unit.baton.engine.core.test_engine import make_spec, num_blocks
 
@@ -74,7 +75,7 @@ def compute(scheduler: Scheduler, batch: StepInput, pinned: Iterable[BlockTables
     for part, sequence in zip(batch.parts, sequences(batch), strict=True):
         sequence.num_computed_tokens += part.num_scheduled_tokens
         sequence.num_kv_tokens = part.num_kv_tokens
-        scheduler.register_computed_blocks(sequence)
+        scheduler.blocks.register_computed(sequence)
         if part.sample:
             sequence.append(7, EOS, 10**6)
     scheduler.check(pinned=pinned)
@@ -501,16 +502,20 @@ def test_a_prompt_that_waits_needs_only_what_is_not_cached(ttft_s: float, gives_
     assert run_step(scheduler) == ([(other, 60), (follower, 4)] if gives_way else [(follower, 4), (other, 60)])
 
 
+def key_of(scheduler: Scheduler, sequence: Sequence, now: float) -> tuple[int, bool, float, float]:
+    return urgency(sequence, now, scheduler.costs, scheduler.blocks, scheduler.limits.max_num_batched_tokens)
+
+
 def test_who_waits_for_the_prefix_that_another_computes_can_make_its_deadline_then() -> None:
     scheduler = with_costs(max_num_seqs=1)
     first = add(scheduler, 100)
     assert run_step(scheduler) == [(first, 64)]
     follower = add(scheduler, 100, ttft_s=12.0)
     other = add(scheduler, 40, ttft_s=90.0, first=200)
-    assert scheduler._urgency(follower, 1.0) < scheduler._urgency(other, 1.0), "64 of its tokens are there"
-    assert scheduler._urgency(follower, 9.0) > scheduler._urgency(other, 9.0), "36 take 5.5 s"
+    assert key_of(scheduler, follower, 1.0) < key_of(scheduler, other, 1.0), "64 of its tokens are there"
+    assert key_of(scheduler, follower, 9.0) > key_of(scheduler, other, 9.0), "36 take 5.5 s"
     assert run_step(scheduler, 9.0) == [(first, 36)]
-    assert scheduler._urgency(follower, 9.0) < scheduler._urgency(other, 9.0), "all but four are there"
+    assert key_of(scheduler, follower, 9.0) < key_of(scheduler, other, 9.0), "all but four are there"
 
 
 def test_time_makes_a_deadline_hopeless() -> None:

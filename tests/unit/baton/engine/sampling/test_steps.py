@@ -279,7 +279,7 @@ def test_scores_are_of_the_models_own_distribution(asked: dict[str, Any]) -> Non
     tops = (None, 0, 3, 20, None, 5)
     rows = [row_of(asked | {"logprobs": num_top}, seed) for seed, num_top in enumerate(tops)]
     logits = torch.stack([logits_of(seed, 130) for seed in range(len(rows))])
-    tokens, scores, _ = Sampler(EOS_IDS).sample_and_score(logits.clone(), rows)
+    tokens, scores, *_ = Sampler(EOS_IDS).sample_and_score(logits.clone(), rows)
     assert tokens == Sampler(EOS_IDS).sample(logits.clone(), rows)
     assert scores is not None
     expected = logits.double().log_softmax(-1)
@@ -302,7 +302,7 @@ def test_scores_of_tokens_that_a_client_names() -> None:
         {"logprob_token_ids": (1,), "logprobs": 5},
     ]
     logits = torch.stack([logits_of(seed) for seed in range(3)])
-    tokens, scores, _ = Sampler(EOS_IDS).sample_and_score(logits.clone(), [row_of(each) for each in asked])
+    tokens, scores, *_ = Sampler(EOS_IDS).sample_and_score(logits.clone(), [row_of(each) for each in asked])
     assert scores is not None
     expected = logits.double().log_softmax(-1)
     assert [found.top_ids for found in scores] == [(7, 2, 7), tuple(expected[1].topk(2).indices.tolist()), (1,)]

@@ -19,6 +19,7 @@ from baton.engine.sampling.structure import Structures
 from baton.errors import InvalidRequest
 from baton.grammar import MAX_WHITESPACE
 from baton.sampling import SamplingParams
+from baton.scores import Sampled
 from baton.structure import StructuredOutputs
 from router.prompt import Tokenizer
 from tests.unit.baton.engine.sampling.structures import GRAMMARS, REGEXES, SCHEMAS, UNKNOWN
@@ -279,5 +280,5 @@ def test_a_failure_is_that_of_its_part() -> None:
         )
         for key in range(3)
     )
-    assert StepOutput.one_each(StepInput(parts), [7, 8], failures={1: "why"}).failures == {2: "why"}
-    assert StepOutput.one_each(StepInput(parts), [7, 8]).failures is None
+    assert StepOutput.one_each(StepInput(parts), Sampled([7, 8], failures={1: "why"})).failures == {2: "why"}
+    assert StepOutput.one_each(StepInput(parts), Sampled([7, 8])).failures is None

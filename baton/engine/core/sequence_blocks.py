@@ -1,0 +1,92 @@
+"""What sequences hold of the block pool, and under which names it is known there."""
+
+from __future__ import annotations
+
+from baton.blocks import extend_block_keys
+from baton.engine.core.group_pool import GroupPool
+from baton.engine.core.kv_spec import BlockTables
+from baton.engine.core.sequence import Purpose, Sequence, Status
+
+
+class SequenceBlocks:
+    """Books the blocks of sequences.
+
+    Args:
+        pool: where they come from.
+        output_reservation: answer tokens for which blocks are reserved at admission.
+    """
+
+    def __init__(self, pool: GroupPool, output_reservation: int) -> None:
+        self.pool = pool
+        self._output_reservation = output_reservation
+
+    def take(self, sequence: Sequence, tables: BlockTables) -> None:
+        """Gives a sequence its block tables."""
+        sequence.block_ids = tables
+        sequence.num_block_tokens = self.pool.num_tokens_in(tables)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Returns a sequence's blocks."""
+        self.pool.release(sequence.block_ids)
+        self.copied(sequence)
+        sequence.block_ids = ()
+        sequence.num_block_tokens = 0
+        sequence.num_kv_tokens = ()
+        sequence.num_registered_keys = 0
+
+    def copied(self, sequence: Sequence) -> None:
+        """Notes that a forked sequence's copies are performed, or not wanted any more."""
+        if sequence.copies:
+            self.pool.release_sources(sequence.copies)
+            sequence.copies = ()
+
+    def register_computed(self, sequence: Sequence) -> None:
+        """Names the blocks that have become full, so that other sequences can share them."""
+        pool = self.pool
+        num_full = sequence.num_computed_tokens // pool.key_tokens
+        if num_full <= sequence.num_registered_keys or not pool.caches_prefixes:
+            return
+        keys = self._keys(sequence, num_full)[:num_full]
+        tables = list(sequence.block_ids)
+        for group, size in enumerate(pool.block_sizes):
+            first = sequence.num_registered_keys * pool.key_tokens // size
+            group_keys = pool.keys_of(keys, group)
+            if first < len(group_keys):
+                tables[group] = tuple(pool.register(tables[group], group, first, group_keys))
+        sequence.block_ids = tuple(tables)
+        sequence.num_registered_keys = num_full
+
+    def num_present_tokens(self, sequence: Sequence) -> int:
+        """Returns how many leading tokens of a waiting or running sequence need not be computed here any more: they are
+        computed, cached while it waits, or received.
+        """
+        if sequence.status is not Status.WAITING:
+            return sequence.num_computed_tokens
+        if sequence.awaits_kv:
+            return sequence.num_tokens
+        return self.pool.num_matching_tokens(self.reusable_keys(sequence))
+
+    def reusable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Returns the keys of the leading blocks that a sequence may have from the cache."""
+        if not self.pool.caches_prefixes or sequence.scores_prompt:
+            return []
+        # The last known token is computed here, so its block cannot come from the cache; unless the KV arrives anyway.
+        num_keys = (sequence.num_tokens - (not sequence.awaits_kv)) // self.pool.key_tokens
+        return self._keys(sequence, num_keys)[:num_keys]
+
+    def num_expected(self, sequence: Sequence) -> tuple[int, ...]:
+        """Returns the blocks for the known tokens and the expected rest of the answer, never more than the pool has."""
+        num_tokens = sequence.num_tokens
+        if sequence.purpose is not Purpose.PREFILL:
+            num_left = sequence.spec.max_tokens - sequence.num_output_tokens
+            expected = sequence.spec.num_expected_tokens or self._output_reservation
+            num_tokens += min(num_left, max(0, expected - sequence.num_output_tokens))
+        return self.pool.num_blocks_for(min(num_tokens, self.pool.capacity))
+
+    def _keys(self, sequence: Sequence, num_keys: int) -> list[bytes]:
+        """Works out at least the first `num_keys` block keys of a sequence."""
+        if len(sequence.block_keys) < num_keys:
+            unit = self.pool.key_tokens
+            known = sequence.token_ids[: num_keys * unit]
+            sequence.block_keys += extend_block_keys(sequence.spec.cache_seed, sequence.block_keys, known, unit)
+        return sequence.block_keys
