@@ -8,13 +8,13 @@ any depth, and so are values of another type: "0.5" is no number, and 1.0 no cou
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from baton.chat import check_asks_for_nothing, unsupported_field
 from baton.errors import InvalidRequest
-from baton.sampling import SamplingParams
+from baton.sampling import EarlyStopping, SamplingParams
 from router.api.openai.strict import StrictBody
 from router.api.openai.structure import ResponseFormatBody, StructuredOutputsBody, structure_of
 
@@ -54,6 +54,13 @@ def _listed(value: Any) -> Any:
     return ([value] if value else []) if isinstance(value, str) else value
 
 
+def _rule(value: Any) -> Any:
+    """What `early_stopping` has in JSON; ValueError: it is none of that."""
+    if value is not None and not isinstance(value, bool) and value != EarlyStopping.NEVER:
+        raise ValueError('must be true, false or "never"')
+    return None if value is None else EarlyStopping(str(value).lower())
+
+
 def _plain(name: str, value: Any) -> Any:
     """A field of `SamplingParams`, of what JSON has for it.
 
@@ -66,8 +73,6 @@ def _plain(name: str, value: Any) -> Any:
         if len({int(key) for key in value}) < len(value):
             raise InvalidRequest("logit_bias names a token id twice; name each once", name)
         return tuple(sorted((int(key), bias) for key, bias in value.items()))
-    if name == "early_stopping":
-        return str(value).lower()
     if name == "bad_word_ids":
         return tuple(map(tuple, value))
     return tuple(value) if isinstance(value, list) else value
@@ -121,7 +126,7 @@ class Body(BaseModel):
     use_beam_search: bool | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
+    early_stopping: Annotated[EarlyStopping | None, BeforeValidator(_rule)] = None
     request_id: str | None = None
     priority: int | None = None
     """vLLM's name. Higher runs earlier here."""

@@ -27,6 +27,7 @@ from baton.errors import (
     WorkerFailed,
 )
 from baton.messages import (
+    Beam,
     DecodeRequest,
     Fetched,
     FetchRequest,
@@ -495,6 +496,45 @@ def group_of(num_choices: int) -> ChoiceGroup:
 def answers(*token_ids: int) -> Script:
     """Tokens one by one; then the call is silent."""
     return [NewTokens(token_ids=(token_id,), finish_reason=None) for token_id in token_ids]
+
+
+def search_of(num_choices: int, width: int) -> ChoiceGroup:
+    sampling = replace(SPEC.sampling, use_beam_search=True, beam_width=width, temperature=0.0)
+    return ChoiceGroup.begin(replace(SPEC, sampling=sampling), CLAIM, Context(), num_choices, {})
+
+
+def found(*token_ids: int) -> NewTokens:
+    """The last message of a search, with answers of one token."""
+    beams = tuple(Beam(token_ids=(token_id,), finish_reason=FinishReason.STOP) for token_id in token_ids)
+    return NewTokens(token_ids=(), finish_reason=FinishReason.STOP, beams=beams)
+
+
+@pytest.mark.parametrize("deaths", [0, 2])
+async def test_one_search_finds_all_choices(deaths: int) -> None:
+    """It begins again where its worker dies; the answers are the best of those that come at last."""
+    begun = NewTokens(token_ids=(), finish_reason=None, report=PrefillReport())
+    dying: Script = [begun, WorkerFailed("died")]
+    workers = ScriptedWorkers(decode=[*[dying] * deaths, [begun, found(7, 8, 9)]])
+    async with bench_of(workers, {"d": Role.DECODE, "e": Role.DECODE, "f": Role.DECODE}, "aggregated") as bench:
+        group, came = search_of(2, 3), []
+        async for choice, message in bench.dispatcher.run(group):
+            if message.finish_reason is not None:
+                choice.is_answered = True
+                came.append((choice.index, message.token_ids, message.finish_reason))
+        await workers.servicer.wait_until_idle()
+    assert came == [(0, (7,), FinishReason.STOP), (1, (8,), FinishReason.STOP)]
+    assert [choice.emitted for choice in group.choices] == [[7], [8]]
+    assert [request.sequence.choice_index for request in workers.requests] == [0] * (deaths + 1)
+    assert {request.sequence.token_ids for request in workers.requests} == {SPEC.token_ids}
+    assert group.choices[0].num_followers == 2, "what it reserves room for"
+    assert group.choices[1].leader is None
+
+
+async def test_a_search_that_finds_too_few_answers_says_so() -> None:
+    workers = ScriptedWorkers(decode=[[found(7)]])
+    async with bench_of(workers, {"d": Role.DECODE}, "aggregated") as bench:
+        with pytest.raises(InvalidRequest, match="found 1 answers: what the request allows leaves no more; lower n"):
+            [message async for message in bench.dispatcher.run(search_of(2, 3))]
 
 
 async def test_choices_are_served_side_by_side_each_to_its_end() -> None:
