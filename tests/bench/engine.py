@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 from baton.config import EngineConfig, ModelConfig, load
 from baton.engine.core.engine import Engine
-from baton.engine.core.outputs import Generated
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.transformers_runner import TransformersRunner
@@ -92,13 +91,14 @@ class Baton:
         ]
         start = _clocks()
         sequences = [self._engine.add(spec, Purpose.GENERATE, time.monotonic()) for spec in specs]
-        while any(s.num_output_tokens == 0 for s in sequences):
+        while any(s.first_token_s == 0 for s in sequences):
             self._step()
         num_tokens = sum(len(prompt) for prompt in prompts)
+        num_streams = sum(spec.sampling.num_beams for spec in specs)
         if num_steps:
-            start, num_tokens = _clocks(), num_steps * len(prompts)
+            start, num_tokens = _clocks(), num_steps * num_streams
             for _ in range(num_steps):
-                assert self._step() == len(prompts), "not at full batch"
+                assert self._step() == num_streams, "not at full batch"
         wall_s, cpu_s = (now - then for now, then in zip(_clocks(), start, strict=True))
         answers = tuple(tuple(s.token_ids[s.spec.num_prompt_tokens :][: num_steps + 1]) for s in sequences)
         for sequence in sequences:
@@ -108,8 +108,8 @@ class Baton:
 
     def _step(self) -> int:
         batch, _ = self._engine.schedule(time.monotonic())
-        outputs = self._engine.commit(batch, self._engine.runner.execute(batch), time.monotonic())
-        return sum(isinstance(output, Generated) for output in outputs)
+        self._engine.commit(batch, self._engine.runner.execute(batch), time.monotonic())
+        return len(batch.parts)
 
     def _spec(self, index: int, prompt: list[int], sampling: SamplingParams) -> SequenceSpec:
         return SequenceSpec(

@@ -54,6 +54,39 @@ CASES: dict[str, tuple[tuple[SamplingParams, ...], str]] = {
     "all that, one row of 16": ((ALL, *[GREEDY] * (NUM_STREAMS - 1)), "<= 1.02"),
 }
 
+WIDTH = 4
+CHOICE = replace(GREEDY, temperature=1.0)
+SEARCH = replace(GREEDY, use_beam_search=True, beam_width=WIDTH)
+SEARCHES: dict[str, tuple[int, SamplingParams, str]] = {
+    f"{WIDTH} choices": (WIDTH, CHOICE, ""),
+    f"a search of {WIDTH} beams": (1, SEARCH, "<= 1.15"),
+    f"{NUM_STREAMS} choices": (NUM_STREAMS, CHOICE, ""),
+    f"{NUM_STREAMS // WIDTH} searches of {WIDTH} beams": (NUM_STREAMS // WIDTH, SEARCH, "<= 1.15"),
+}
+"""What each pair is made of: prompts, and how they are answered. The second is compared with the first."""
+
+
+def _beams(engine: Baton, prompt: list[int], num_rounds: int, num_steps: int) -> Table:
+    found: dict[str, list[Measured]] = {name: [] for name in SEARCHES}
+    for name in interleaved(tuple(SEARCHES), num_rounds):
+        num_prompts, sampling, _ = SEARCHES[name]
+        found[name].append(engine.decode([prompt] * num_prompts, num_steps, (sampling,)))
+    table = Table("Beams: the same, of one prompt", ("", "ms a step", "to the choices", "CPU to theirs", "gate"))
+    choices: list[Measured] = []
+    for name, (_, sampling, gate) in SEARCHES.items():
+        runs = found[name]
+        choices = choices if sampling.use_beam_search else runs
+        table.rows.append(
+            (
+                name,
+                spread([run.wall_s * 1e3 / num_steps for run in runs]),
+                ratio([run.wall_s for run in runs], [run.wall_s for run in choices]),
+                ratio([run.cpu_s for run in runs], [run.cpu_s for run in choices]),
+                gate,
+            )
+        )
+    return table
+
 
 def run(quick: bool) -> Report:
     path = resolve(ModelConfig(), cache_dir(load().cluster)).path
@@ -82,4 +115,4 @@ def run(quick: bool) -> Report:
                 gate,
             )
         )
-    return Report("sampling", [table])
+    return Report("sampling", [table, _beams(engine, prompts[0], num_rounds, num_steps)])

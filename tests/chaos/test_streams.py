@@ -229,7 +229,8 @@ def undisturbed(cluster: Cluster) -> list[tuple[GenerateRequest, Answer]]:
     answers = []
     for request, answer in zip(requests(), heard, strict=True):
         answers.append((request, answer))
-        if "stop" in request.sampling or "min_tokens" in request.sampling or len(answer.choices[0].text) < MIN_TEXT:
+        taken = request.sampling.keys() & {"stop", "min_tokens", "use_beam_search"}
+        if taken or len(answer.choices[0].text) < MIN_TEXT:
             continue
         if request.sampling.get("n", 1) == 1 and request.sampling["max_tokens"] <= MAX_STOPPED_TOKENS:
             stopped = asks.stopped_by(request, answer, share=0.5)

@@ -171,14 +171,9 @@ class Sequence:
         return beam
 
     def fold(self) -> None:
-        """Makes a trunk one sequence again, which computes what its beams have in common.
-
-        One more token is known, so that the last of those is not the one whose next tokens are looked for.
-        """
+        """Makes a trunk one sequence again, which computes what its beams begin with."""
         assert self.search is not None
-        shared, first = self.search.shared_token_ids(), self.search.running[0].token_ids
-        prompt = self.spec.token_ids[: self.spec.num_prompt_tokens]
-        self.token_ids = [*prompt, *first[: len(shared) + 1]]
+        self.token_ids = [*self.spec.token_ids[: self.spec.num_prompt_tokens], *self.search.shared_token_ids()]
         self.beams, self.parents, self.num_computed_tokens = [], None, 0
 
     @property

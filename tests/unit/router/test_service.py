@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ from typing import Any
 import grpc
 import httpx2
 import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.api import ModelCard
 from baton.config import RouterConfig
@@ -205,6 +210,80 @@ async def test_a_field_of_a_newer_release_is_refused_by_number(router: Router, p
     assert code is grpc.StatusCode.UNIMPLEMENTED
     assert re.search(rf"has a field {re.escape(place)}99 that this release does not", sentence)
     assert router.dispatcher.num_asked == 0
+
+
+WHOLE = (0, 1, 2, 5, 16, 17, 300, 49151, 49152, 2**31 - 1, 2**32 - 1, 2**63 - 1, -1, -5, -(2**31), -(2**63))
+FRACTIONS = (0.0, 1.0, 0.5, 0.95, 2.0, -0.5, 10.0, 101.0, 1e-30, 1e38, float("nan"), float("inf"), -float("inf"))
+TEXTS = (
+    "", "a", "in", "\n", "é", "(", "[a-z]{2,4}", "true", "never", "x" * 300, "\0", MODEL, "{", '{"type": "object"}',
+    '{"$ref": "#"}', '{"oneOf": [{"type": "string"}, {"type": "string"}]}', 'start: "a" start | "b"', 'root ::= "a"',
+)  # fmt: skip
+
+
+def message_of(descriptor: Descriptor, draw: random.Random, message: Message, most: int) -> None:
+    """Sets a few fields of a message, each to something that is on an edge of what it may be."""
+    for field in draw.sample(list(descriptor.fields), draw.randint(1, min(most, len(descriptor.fields)))):
+        number = draw.randint(1, 3) if field.is_repeated else 1
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            _, value = field.message_type.fields
+            for _ in range(number):
+                getattr(message, field.name)[abs(draw.choice(WHOLE)) % 2**32] = scalar_of(value, draw)
+        elif field.message_type is not None:
+            for _ in range(number):
+                into = getattr(message, field.name)
+                into = into.add() if field.is_repeated else into
+                into.SetInParent()
+                message_of(field.message_type, draw, into, most)
+        elif field.is_repeated:
+            getattr(message, field.name).extend(scalar_of(field, draw) for _ in range(number))
+        else:
+            setattr(message, field.name, scalar_of(field, draw))
+
+
+def scalar_of(field: FieldDescriptor, draw: random.Random) -> Any:
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_STRING:
+            return draw.choice(TEXTS)
+        case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:
+            return draw.choice(FRACTIONS)
+        case FieldDescriptor.CPPTYPE_BOOL:
+            return draw.random() < 0.5
+    lowest, bits = {
+        FieldDescriptor.CPPTYPE_INT32: (-(2**31), 31), FieldDescriptor.CPPTYPE_INT64: (-(2**63), 63),
+        FieldDescriptor.CPPTYPE_UINT32: (0, 32), FieldDescriptor.CPPTYPE_UINT64: (0, 64),
+    }[field.cpp_type]  # fmt: skip
+    return draw.choice([number for number in WHOLE if lowest <= number < 2**bits])
+
+
+PER_ROUND = 60
+ANSWERS = {
+    grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND,
+}  # fmt: skip
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32))
+async def test_whatever_a_client_sends_is_served_or_refused_by_name(tokenizer: Tokenizer, seed: int) -> None:
+    """Every field of the contract: no INTERNAL, nothing that hangs, and a sentence with each refusal."""
+    router, codes, draw = Router(tokenizer), list[grpc.StatusCode](), random.Random(seed)
+    try:
+        async with router.inference() as inference:
+            for _ in range(PER_ROUND):
+                message = asked(text="a")
+                if draw.random() < 0.3:
+                    message_of(message.DESCRIPTOR, draw, message, 4)
+                message_of(message.sampling.DESCRIPTOR, draw, message.sampling, 3)
+                call = inference.Generate(message, timeout=30)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    async for _ in call:
+                        pass
+                code, sentence = await call.code(), await call.details()
+                assert code in ANSWERS, f"{code} {sentence}: {message}"
+                assert code is grpc.StatusCode.OK or sentence, message
+                codes.append(code)
+    finally:
+        router.close()
+    assert codes.count(grpc.StatusCode.OK) > PER_ROUND / 20
 
 
 async def test_a_good_request_is_passed_on(router: Router) -> None:

@@ -70,6 +70,10 @@ def test_what_ends_is_an_answer_only_among_the_first() -> None:
     assert after.finished == (beam(END, logprob=-0.2, reason=STOPPED),)
     after, _ = search_of().advance([candidates(t1=-0.1, t2=-0.2, t0=-0.3)])
     assert not after.finished
+    search = search_of(running=(beam(7, logprob=-1.0), beam(8, logprob=-1.2)))
+    after, _ = search.advance([candidates(t0=-0.1, t1=-0.2), candidates(t0=-0.1, t3=-0.4)])
+    assert [each.token_ids for each in after.running] == [(7, 1), (8, 3)]
+    assert [each.token_ids for each in after.finished] == [(7, END)], "the third is none, although two do not go on yet"
     assert not after.is_over
 
 
@@ -103,6 +107,7 @@ def test_only_as_many_answers_as_beams_are_kept() -> None:
         ("never", 1.0, -4.3, False),  # with ten tokens it could still
         ("never", 1.0, -21.1, True),
         ("never", 0.0, -2.1, True),  # no length helps it
+        ("never", -1.0, -0.9, False),  # and here length harms it
     ],
 )
 def test_a_search_with_all_its_answers_ends_by_its_rule(
@@ -115,6 +120,13 @@ def test_a_search_with_all_its_answers_ends_by_its_rule(
     )
     after, _ = search.advance([candidates(t1=-0.1)])
     assert after.is_over is is_over
+
+
+def test_a_search_goes_on_until_it_has_as_many_answers_as_beams() -> None:
+    search = search_of(early_stopping="true", running=(beam(7, logprob=-50.0),))
+    after, _ = search.advance([candidates(t0=-0.1, t1=-0.2)])
+    assert len(after.finished) == 1
+    assert not after.is_over
 
 
 def test_a_search_ends_when_no_beam_is_left() -> None:
@@ -225,6 +237,7 @@ def test_a_step_has_all_beams_or_none() -> None:
     while not engine.is_idle:
         step, _ = engine.schedule(0.0)
         counts.add(sum(part.sampling.use_beam_search and part.is_decoding for part in step.parts))
+        assert step.num_scheduled_tokens <= 5
         engine.commit(step, engine.runner.execute(step), 0.0)
         engine.check()
     assert counts == {0, 4}
@@ -351,6 +364,20 @@ def test_a_beam_whose_structure_fails_ends_the_search() -> None:
     assert refused.sequence_key == sequence.key
     engine.check()
     assert engine.is_idle
+
+
+def test_what_a_step_uses_is_given_away_at_its_commit() -> None:
+    engine = engine_of()
+    sequence = engine.add(spec_of("cancelled", 5), Purpose.GENERATE, 0.0)
+    for _ in range(4):
+        run_step(engine)
+    step, _ = engine.schedule(0.0)
+    num_used = engine.blocks.in_use
+    engine.end(sequence)
+    assert engine.blocks.in_use == num_used > 0
+    assert engine.commit(step, engine.runner.execute(step), 0.0) == []
+    assert engine.is_idle
+    assert engine.blocks.in_use == 0
 
 
 def test_random_cancels_leave_nothing_behind() -> None:
