@@ -169,7 +169,7 @@ class SamplingParams:
 
     @property
     def num_beams(self) -> int:
-        """How many sequences an engine computes side by side for one answer."""
+        """How many sequences an engine computes side by side for a choice: the beams of a search, or one."""
         return (self.beam_width or self.n) if self.use_beam_search else 1
 
     @property

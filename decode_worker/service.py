@@ -105,7 +105,7 @@ class DecodeService:
                 async for message in messages:
                     # The router has a first token already, straight from the prefill worker, and its finish reason
                     # too. Where that ends the sequence there is nothing to add.
-                    if message.token_ids or first_token is None:
+                    if message.token_ids or message.beams or first_token is None:
                         yield message
 
 

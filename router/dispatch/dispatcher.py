@@ -265,7 +265,7 @@ class Dispatcher:
         """Notes a failed attempt, for this choice and for all that are placed after it.
 
         Raises:
-            InvalidRequest: the worker says so; it would say the same on every other one.
+            InvalidRequest: the worker says so; others, alike, would say the same.
             BatonError: the attempts are used up.
         """
         error, worker = failure.error, failure.worker

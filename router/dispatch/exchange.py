@@ -79,7 +79,7 @@ class Patience:
         alone_s = attempt.job.compute_s if attempt.job.turn[1] else 0.0
         patience_s = PATIENCE * (choice.claim.objective.ttft_s + alone_s)
         left_s = choice.claim.arrived_s + patience_s - time.monotonic()
-        is_bound = not choice.emitted and patience_s < math.inf
+        is_bound = not (choice.emitted or choice.has_begun.is_set()) and patience_s < math.inf
         try:
             async with asyncio.timeout(left_s if is_bound else None) as timeout:
                 self._timeouts[entry] = timeout
@@ -286,6 +286,9 @@ class _Rest:
         else:
             message = await (self._stream.read() if self._preparing is None else self._read_or_move(self._preparing))
         while isinstance(message, Migrate):
+            if self._attempt.spec.sampling.use_beam_search:
+                message = await self._stream.read()  # nothing of it can move: its worker serves it to the end
+                continue
             if self._preparing is None:
                 self._preparing = self._held.start(self._migration.prepare(self._attempt, self._stream))
             message = await self._read_or_move(self._preparing)

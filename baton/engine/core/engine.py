@@ -30,7 +30,7 @@ from baton.engine.core.runner import Runner, StepInput, StepOutput
 from baton.engine.core.scheduler import Scheduler, SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.step_fit import StepFit, StepSize
-from baton.errors import InvalidRequest, Unsupported
+from baton.errors import InvalidRequest, TransferRefused
 from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, Candidates, TokenScores
@@ -56,7 +56,7 @@ class Engine:
 
         Raises:
             InvalidRequest: it cannot fit, or names a token id outside the model's vocabulary.
-            Unsupported: its beams cannot go on from KV that comes from elsewhere.
+            TransferRefused: its beams cannot go on from KV that comes from elsewhere.
         """
         if not 0 < len(spec.token_ids) < self.runner.max_model_len:
             raise InvalidRequest(
@@ -82,16 +82,13 @@ class Engine:
         if (most := min(limits.max_num_seqs, limits.max_num_batched_tokens)) < width:
             raise InvalidRequest(f"a search with {width} beams does not fit; this worker computes {most} at a time")
         if purpose is Purpose.RECEIVE and self.runner.spec.states:
-            raise Unsupported(
-                "beams of a model with a state are not handed over: the state is ahead of their first token"
-            )
+            raise TransferRefused("beams go on from no state that is handed over: it is ahead of their first tokens")
 
     def fork(self, parent: Sequence, spec: SequenceSpec, now: float) -> Sequence | None:
         """Adds a sequence that goes on from what another one has computed, between two steps.
 
         It shares the parent's full blocks; the last one is copied by its first step, which computes the last token of
-        `spec` for itself and so draws its own next one. Parallel choices fork once the prompt is computed; beams fork
-        at every token.
+        `spec` for itself and so draws its own next one.
 
         Args:
             spec: its tokens begin with those that the parent has computed, or are a prefix of them.

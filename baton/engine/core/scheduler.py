@@ -27,6 +27,7 @@ from baton.engine.core.runner import StepInput, StepPart
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.sequence_blocks import SequenceBlocks
 from baton.engine.core.urgency import computing_room_s, urgency
+from baton.messages import Beam
 
 MAX_SCORED = 128
 """Most tokens of a prompt with scores that a step computes: each has a row of logits."""
@@ -112,7 +113,18 @@ class Scheduler:
         """
         plan = _Plan(budget=self.limits.max_num_batched_tokens)
         self._preempted = []
-        for trunk in [s for s in (*self.branched, *self.running) if s.search is not None and s.is_due]:
+        self._plan(plan, now)
+        if not plan.parts and self._due_trunks():  # admitted with all that it computes in the cache
+            self._plan(plan, now)
+        return Schedule(
+            step=StepInput(tuple(plan.parts), tuple(copy for sequence in plan.sequences for copy in sequence.copies)),
+            admitted=tuple(plan.admitted),
+            preempted=tuple(self._preempted),
+            too_large=tuple(plan.too_large),
+        )
+
+    def _plan(self, plan: _Plan, now: float) -> None:
+        for trunk in self._due_trunks():
             if trunk.is_due:  # not preempted by one before it
                 self._branch(trunk, plan, now)
         for sequence in [s for s in self.running if len(s.token_ids) - s.num_computed_tokens == 1]:
@@ -129,13 +141,9 @@ class Scheduler:
                 chunk = self.limits.max_num_batched_tokens
                 prompts.sort(key=lambda sequence: urgency(sequence, now, self.costs, self.blocks, chunk))
             self._schedule_prompts(plan, prompts, now)
-        copies = [copy for sequence in plan.sequences if sequence.copies for copy in sequence.copies]
-        return Schedule(
-            step=StepInput(tuple(plan.parts), tuple(copies)),
-            admitted=tuple(plan.admitted),
-            preempted=tuple(self._preempted),
-            too_large=tuple(plan.too_large),
-        )
+
+    def _due_trunks(self) -> list[Sequence]:
+        return [s for s in (*self.branched, *self.running) if s.search is not None and s.is_due]
 
     def _schedule_prompts(self, plan: _Plan, prompts: list[Sequence], now: float) -> None:
         """Adds what the step computes of prompts, the most urgent first."""
@@ -155,6 +163,8 @@ class Scheduler:
                 continue
             num_missing, context = sequence.num_tokens - sequence.num_computed_tokens, sequence.num_computed_tokens
             num_missing -= sequence.waits_for_others
+            if num_missing < 1:
+                continue
             if sequence.scores_prompt:
                 num_missing = min(num_missing, MAX_SCORED)
             num_tokens = min(plan.budget, num_missing)
@@ -218,9 +228,7 @@ class Scheduler:
             self.beams.pop(beam.key, None)
 
     def advance(self, trunk: Sequence, search: BeamSearch, parents: tuple[int, ...]) -> None:
-        """Books what a step has done to a search. Beams that none continues are dropped; the next step needs the others
-        forked.
-        """
+        """Books what a step has done to a search. Beams that none continues are dropped."""
         trunk.search, kept = search, sorted(set(parents))
         if trunk.beams:
             self.drop([beam for place, beam in enumerate(trunk.beams) if place not in kept])
@@ -235,13 +243,7 @@ class Scheduler:
             others: sequences that hold blocks and are not here any more: the HELD ones.
             pinned: block tables that transfers hold, each as often as it is pinned.
         """
-        holders = [*self.running, *self.reserved, *others]
-        copies = (copy for sequence in holders for copy in sequence.copies)
-        self.pool.check([*(sequence.block_ids for sequence in holders), *pinned], copies)
-        for sequence in holders:
-            sizes = (*self.pool.block_sizes, math.inf)
-            for table, size, number in zip(sequence.block_ids, sizes, sequence.num_kv_tokens, strict=False):
-                assert len(table) * size >= number, f"{number} tokens are in {len(table)} blocks"
+        self.blocks.check([*self.running, *self.reserved, *others], pinned)
 
     def _part(self, sequence: Sequence, num_tokens: int) -> StepPart:
         assert num_tokens > 0, f"{sequence.sequence_id} is scheduled with nothing to compute"
@@ -296,10 +298,8 @@ class Scheduler:
 
     def _num_seats_left(self) -> int:
         """Returns how many sequences may still run. A trunk takes the seats of all its beams."""
-        num_taken = len(self.running) + len(self.reserved)
-        if self.branched or any(s.search is not None for s in (*self.running, *self.reserved)):
-            num_taken = sum(s.num_seats for s in (*self.running, *self.reserved, *self.branched) if s.trunk is None)
-        return self.limits.max_num_seqs - num_taken
+        admitted = (*self.running, *self.reserved, *self.branched)
+        return self.limits.max_num_seqs - sum(s.num_seats for s in admitted if s.trunk is None)
 
     def _ready_group(self, sequence: Sequence) -> list[Sequence]:
         """Returns the sequences that decode together with this one, once: for the first of them, when all can."""
@@ -312,14 +312,15 @@ class Scheduler:
     def _branch(self, trunk: Sequence, plan: _Plan, now: float) -> None:
         """Forks a trunk, or its beams, so that there is a sequence for each beam of the search; all or none.
 
-        Of the beams that go on from the same one, the first is its continuation.
+        Of the beams that go on from the same one, the first takes its place.
         """
         assert trunk.search is not None
         begun = trunk.beams or [trunk]
         parents = trunk.parents or (0,) * len(trunk.search.running)
-        kept = set(parents) if trunk.beams else set()
-        num_forks = len(parents) - len(kept)
-        missing = [num_forks * number for number in self.pool.num_copied(begun[0].num_computed_tokens)]
+        if not trunk.beams:
+            self.blocks.crop(trunk)
+        kept = set(parents)
+        missing = [(len(parents) - len(kept)) * each for each in self.pool.num_copied(begun[0].num_computed_tokens)]
         while not self.pool.has_room(missing):
             if not self._make_room(begun, plan):
                 return
@@ -327,18 +328,26 @@ class Scheduler:
         for beam, parent in zip(trunk.search.running, parents, strict=True):
             if parent in kept:
                 kept.remove(parent)
-                sequence = begun[parent]
-                sequence.token_ids.append(beam.token_ids[-1])
+                begun[parent] = sequence = self._continued(begun[parent], beam)
             else:
                 sequence = trunk.beam(beam.token_ids)
-                is_forked = self._fork(begun[parent], sequence, now)
-                assert is_forked, "there was room for all beams"
-                self.beams[sequence.key] = sequence
+                forked = self._fork(begun[parent], sequence, now)
+                assert forked, "there was room for all beams"
+            self.beams[sequence.key] = sequence
             beams.append(sequence)
         trunk.beams, trunk.parents = beams, None
-        if trunk.status is Status.RUNNING:
-            self.remove(trunk, Status.BRANCHED)
-            self.branched.append(trunk)
+
+    def _continued(self, begun: Sequence, beam: Beam) -> Sequence:
+        """Returns the sequence of a beam that goes on from one: the same, or that which takes a trunk's KV over."""
+        if begun.trunk is not None:
+            begun.token_ids.append(beam.token_ids[-1])
+            return begun
+        sequence = begun.beam(beam.token_ids)
+        begun.hand_over_to(sequence)
+        self.remove(begun, Status.BRANCHED)
+        self.branched.append(begun)
+        self.running.append(sequence)
+        return sequence
 
     def _grow(self, group: list[Sequence], num_tokens: int, plan: _Plan) -> bool:
         """Takes blocks for the first `num_tokens` tokens of sequences that decode together, of all or of none.
@@ -365,14 +374,12 @@ class Scheduler:
         return True
 
     def _make_room(self, group: list[Sequence], plan: _Plan) -> bool:
-        """Preempts somebody for sequences that need blocks. Returns whether they can try again: False when they had to
-        give way themselves, or must sit this step out.
-        """
+        """Preempts somebody for sequences that need blocks. Returns False when they cannot try again in this step."""
         owner, taken = group[0].owner, {sequence.owner for sequence in plan.sequences}
         preemptible = [s for s in self.running if s.purpose is not Purpose.PREFILL]
         if all(sequence.owner is owner for sequence in preemptible):
             # Nobody else may give way: the other blocks are for transfers, which end.
-            if owner.search is not None and self._holds_all(preemptible):
+            if owner.search and owner not in (*taken, *plan.too_large) and self.blocks.holds_all(preemptible):
                 plan.too_large.append(owner)
             return False
         candidates = (s for s in preemptible if s.owner not in taken)
@@ -381,13 +388,6 @@ class Scheduler:
             return False
         self._preempt(victim.owner)
         return victim.owner is not owner
-
-    def _holds_all(self, sequences: list[Sequence]) -> bool:
-        """Returns whether every block that is in use is one of these sequences'."""
-        return all(
-            pool.counts().in_use == len({block for sequence in sequences for block in sequence.block_ids[place]})
-            for place, pool in enumerate(self.pool.pools)
-        )
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1

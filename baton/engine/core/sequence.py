@@ -170,6 +170,14 @@ class Sequence:
         beam.first_token_s = self.first_token_s
         return beam
 
+    def hand_over_to(self, beam: Sequence) -> None:
+        """Gives all that this trunk holds to one of its beams."""
+        beam.status, beam.was_admitted = Status.RUNNING, True
+        for name in ("block_ids", "num_block_tokens", "num_kv_tokens", "num_registered_keys", "num_computed_tokens"):
+            setattr(beam, name, getattr(self, name))
+        beam.block_keys = list(self.block_keys)
+        self.block_ids = ()
+
     def fold(self) -> None:
         """Makes a trunk one sequence again, which computes what its beams begin with."""
         assert self.search is not None
@@ -198,6 +206,7 @@ class Sequence:
             and sibling.spec.request_id == self.spec.request_id
             and sibling.spec.cache_seed == self.spec.cache_seed
             and sibling.num_computed_tokens >= num_shared
+            and not sibling.copies
             and not (has_state and sibling.num_computed_tokens > num_shared)
             and sibling.token_ids[:num_shared] == self.token_ids[:num_shared]
         )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable
+
 from baton.blocks import extend_block_keys
 from baton.engine.core.group_pool import GroupPool
-from baton.engine.core.kv_spec import BlockTables
+from baton.engine.core.kv_spec import EMPTY_PLACE, BlockTables
 from baton.engine.core.sequence import Purpose, Sequence, Status
 
 
@@ -24,6 +28,12 @@ class SequenceBlocks:
         """Gives a sequence its block tables."""
         sequence.block_ids = tables
         sequence.num_block_tokens = self.pool.num_tokens_in(tables)
+
+    def crop(self, sequence: Sequence) -> None:
+        """Returns the blocks that a sequence holds for tokens that are not computed yet."""
+        used = self.pool.num_blocks_for(sequence.num_computed_tokens)
+        self.pool.release([table[number:] for table, number in zip(sequence.block_ids, used, strict=True)])
+        self.take(sequence, tuple(table[:number] for table, number in zip(sequence.block_ids, used, strict=True)))
 
     def give_back(self, sequence: Sequence) -> None:
         """Returns a sequence's blocks."""
@@ -65,6 +75,22 @@ class SequenceBlocks:
         if sequence.awaits_kv:
             return sequence.num_tokens
         return self.pool.num_matching_tokens(self.reusable_keys(sequence))
+
+    def holds_all(self, sequences: Collection[Sequence]) -> bool:
+        """Returns whether every block that is in use is one of these sequences'."""
+        held = {(place, block) for s in sequences for place, table in enumerate(s.block_ids) for block in table}
+        held |= {(copy.group, copy.source) for sequence in sequences for copy in sequence.copies}
+        number = Counter(place for place, block in held if block != EMPTY_PLACE)
+        return all(pool.counts().in_use == number[place] for place, pool in enumerate(self.pool.pools))
+
+    def check(self, holders: Collection[Sequence], pinned: Iterable[BlockTables] = ()) -> None:
+        """Asserts that the books are right: these sequences hold every block in use, with what is pinned."""
+        copies = (copy for sequence in holders for copy in sequence.copies)
+        self.pool.check([*(sequence.block_ids for sequence in holders), *pinned], copies)
+        for sequence in holders:
+            sizes = (*self.pool.block_sizes, math.inf)
+            for table, size, number in zip(sequence.block_ids, sizes, sequence.num_kv_tokens, strict=False):
+                assert len(table) * size >= number, f"{number} tokens are in {len(table)} blocks"
 
     def reusable_keys(self, sequence: Sequence) -> list[bytes]:
         """Returns the keys of the leading blocks that a sequence may have from the cache."""

@@ -119,6 +119,7 @@ class ServingEngine(Protocol):
         Raises:
             Overloaded: too many sequences wait already; see `max_waiting`.
             InvalidRequest: it cannot fit, or has a token id that the model has no embedding for.
+            TransferRefused: it cannot go on from KV that comes from elsewhere.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class RawLogits:
         """Returns the scores of one token for each of all rows."""
         chosen = torch.tensor([token_ids[index] for index in self._asking], device=self._logits.device)
         logprobs = self._finite(self._logits.gather(1, chosen[:, None])[:, 0] - self._log_sums)
-        tops = self._tops()
+        tops = self._tops
         found = [NO_SCORES] * self._num_rows
         for place, index in enumerate(self._asking):
             found[index] = TokenScores((logprobs[place],), *tops[place])
@@ -70,13 +71,14 @@ class RawLogits:
             return ()
         place = list(self._asking).index(index)
         logprobs = self._finite(self._logits[place, list(token_ids)] - self._log_sums[place])
-        tops = self._tops()[place]
+        tops = self._tops[place]
         return tuple(TokenScores((logprob,), *tops) for logprob in logprobs)
 
     @staticmethod
     def _finite(logprobs: torch.Tensor) -> Any:
         return logprobs.clamp(min=LEAST).tolist()
 
+    @functools.cached_property
     def _tops(self) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
         """Returns the likeliest tokens of each row that asks, or those that it names, with their log probabilities."""
         most = max(0 if params.logprob_token_ids else params.logprobs or 0 for params in self._asking.values())

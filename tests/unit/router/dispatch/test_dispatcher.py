@@ -530,6 +530,35 @@ async def test_one_search_finds_all_choices(deaths: int) -> None:
     assert group.choices[1].leader is None
 
 
+async def test_a_search_that_has_begun_is_not_given_up_for_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench: Bench
+
+    def seconds_go_by(_: SequenceSpec) -> None:
+        bench.clock.ahead_s += 200.0
+
+    begun = NewTokens(token_ids=(), finish_reason=None, report=PrefillReport())
+    workers = ScriptedWorkers(decode=[[begun, seconds_go_by, GONE], [begun, found(7)]])
+    async with bench_of(workers, {"d": Role.DECODE, "e": Role.DECODE}, "aggregated") as bench:
+        set_clock(monkeypatch, bench)
+        group = search_of(1, 3)
+        objective = replace(NO_OBJECTIVE, ttft_s=50.0)
+        group.choices[0].claim = replace(CLAIM, objective=objective, arrived_s=time.monotonic())
+        came = [message.token_ids async for _, message in bench.dispatcher.run(group)]
+    assert came == [(7,)]
+
+
+async def test_a_search_stays_on_a_worker_that_leaves() -> None:
+    begun = NewTokens(token_ids=(), finish_reason=None, report=PrefillReport())
+    has_ended = asyncio.Event()
+    workers = ScriptedWorkers(decode=[[begun, Migrate(), has_ended, found(7)]], fetch=[[Fetched(NUM_PROMPT)]])
+    async with bench_of(workers, {"d": Role.DECODE, "e": Role.DECODE}, "aggregated") as bench:
+        group = search_of(1, 3)
+        asyncio.get_running_loop().call_later(0.2, has_ended.set)
+        assert [message.token_ids async for _, message in bench.dispatcher.run(group)] == [(7,)]
+    assert len(workers.requests) == 1
+    assert group.choices[0].retries == 0
+
+
 async def test_a_search_that_finds_too_few_answers_says_so() -> None:
     workers = ScriptedWorkers(decode=[[found(7)]])
     async with bench_of(workers, {"d": Role.DECODE}, "aggregated") as bench:

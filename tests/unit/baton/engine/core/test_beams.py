@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from baton.engine.core.outputs import Admitted, Generated, Output, Preempted, Re
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.model.arithmetic import ArithmeticRunner, logits_of, modulus
-from baton.errors import InvalidRequest, Unsupported
+from baton.errors import InvalidRequest, TransferRefused
 from baton.messages import Beam, SequenceSpec
 from baton.sampling import EarlyStopping, FinishReason
 from baton.scores import Candidates
@@ -256,23 +257,56 @@ def test_a_group_takes_the_seats_of_all_its_beams() -> None:
         engine.add(spec_of("wide", 5, beam_width=7), Purpose.GENERATE, 0.0)
 
 
+@pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("num_blocks", [14, 17, 20])
-def test_a_group_that_gave_way_goes_on_from_its_beams(num_blocks: int) -> None:
+def test_a_group_that_gave_way_goes_on_from_its_beams(num_blocks: int, with_state: bool) -> None:
+    """No step is empty meanwhile: nothing would wake the engine."""
     specs = [spec_of(f"b{n}", n, max_tokens=40, ignore_eos=True, beam_width=3) for n in (5, 20, 33, 48)]
     specs += [sequence_spec([n], f"plain-{n}", max_tokens=30) for n in (3, 4)]
-    engine = engine_of(num_blocks)
+    engine = engine_of(num_blocks, with_state=with_state)
     searches = specs[:4]
     got = run_mixed(engine, specs)
     assert engine.load().preemptions > 2
-    assert [got[spec.request_id] for spec in searches] == [expected(spec) for spec in searches]
+    assert [got[spec.request_id] for spec in searches] == [expected(spec, with_state=with_state) for spec in searches]
+
+
+@pytest.mark.parametrize("prompt", range(10, 30))
+def test_a_search_that_is_preempted_again_and_again_never_stands_still(prompt: int) -> None:
+    """Also where all that its beams begin with is in the cache."""
+    engine = engine_of()
+    spec = spec_of("again", prompt, ignore_eos=True, max_tokens=24)
+    trunk = engine.add(spec, Purpose.GENERATE, 0.0)
+    found: list[tuple[int, ...]] = []
+    for now in itertools.count():
+        if now % 5 == 4 and trunk.status is Status.BRANCHED:
+            engine.scheduler._preempt(trunk)
+        step, _ = engine.schedule(0.0)
+        assert step
+        for output in engine.commit(step, engine.runner.execute(step), 0.0):
+            assert isinstance(output, Generated)
+            found += [each.token_ids for each in output.beams]
+        engine.check()
+        if found:
+            break
+    assert found == expected(spec)
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_a_search_takes_all_seats_and_gives_back_what_it_reserved(with_state: bool) -> None:
+    engine = engine_of(num_blocks=20, max_num_seqs=4, with_state=with_state)
+    spec = replace(spec_of("all", 40, max_tokens=250, early_stopping="true"), num_expected_tokens=250)
+    assert run(engine, [spec]) == [expected(spec, with_state=with_state)]
+    assert engine.load().preemptions == 0
 
 
 def run_mixed(engine: Engine, specs: list[SequenceSpec]) -> dict[str, list[tuple[int, ...]]]:
     names = {engine.add(spec, Purpose.GENERATE, float(i)).key: spec.request_id for i, spec in enumerate(specs)}
     found: dict[str, list[tuple[int, ...]]] = {}
     while not engine.is_idle:
-        outputs = run_step(engine)
-        assert outputs or engine.num_running, "nothing runs, and something waits"
+        step, outputs = engine.schedule(0.0)
+        assert step
+        outputs += engine.commit(step, engine.runner.execute(step), 0.0)
+        engine.check()
         for output in outputs:
             assert isinstance(output, Generated | Preempted), output
             if isinstance(output, Generated) and output.beams:
@@ -322,7 +356,7 @@ def test_a_search_begins_after_a_hand_over_whatever_token_came_with_it() -> None
     assert engine.insert(received, 7, 0.0) is None
     outputs = [output for _ in range(40) for output in run_step(engine)]
     assert [each.token_ids for o in outputs if isinstance(o, Generated) for each in o.beams] == expected(spec)
-    with pytest.raises(Unsupported, match="state"):
+    with pytest.raises(TransferRefused, match="state"):
         engine_of(with_state=True).add(spec, Purpose.RECEIVE, 0.0)
 
 
