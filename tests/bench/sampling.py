@@ -12,7 +12,7 @@ from deploy.models import cache_dir, resolve
 from router.prompt import Tokenizer
 from tests.bench.engine import GREEDY, PROMPT_TOKENS, TEXT, Baton, Measured
 from tests.bench.report import Report, Table
-from tests.bench.stats import interleaved, ratio, spread
+from tests.bench.stats import Spread, interleaved, ratio, spread
 
 NUM_STREAMS = 16
 EVERYTHING = replace(
@@ -66,6 +66,18 @@ SEARCHES: dict[str, tuple[int, SamplingParams, str]] = {
 """What each pair is made of: prompts, and how they are answered. The second is compared with the first."""
 
 
+def _row(
+    name: str, runs: list[Measured], reference: list[Measured], num_steps: int, gate: str
+) -> tuple[str | Spread, ...]:
+    return (
+        name,
+        spread([run.wall_s * 1e3 / num_steps for run in runs]),
+        ratio([run.wall_s for run in runs], [run.wall_s for run in reference]),
+        ratio([run.cpu_s for run in runs], [run.cpu_s for run in reference]),
+        gate,
+    )
+
+
 def _beams(engine: Baton, prompt: list[int], num_rounds: int, num_steps: int) -> Table:
     found: dict[str, list[Measured]] = {name: [] for name in SEARCHES}
     for name in interleaved(tuple(SEARCHES), num_rounds):
@@ -76,15 +88,7 @@ def _beams(engine: Baton, prompt: list[int], num_rounds: int, num_steps: int) ->
     for name, (_, sampling, gate) in SEARCHES.items():
         runs = found[name]
         choices = choices if sampling.use_beam_search else runs
-        table.rows.append(
-            (
-                name,
-                spread([run.wall_s * 1e3 / num_steps for run in runs]),
-                ratio([run.wall_s for run in runs], [run.wall_s for run in choices]),
-                ratio([run.cpu_s for run in runs], [run.cpu_s for run in choices]),
-                gate,
-            )
-        )
+        table.rows.append(_row(name, runs, choices, num_steps, gate))
     return table
 
 
@@ -105,14 +109,5 @@ def run(quick: bool) -> Report:
         ("", "ms a step", "to greedy", "CPU to greedy", "gate"),
     )
     for name, (_, gate) in CASES.items():
-        runs = found[name]
-        table.rows.append(
-            (
-                name,
-                spread([run.wall_s * 1e3 / num_steps for run in runs]),
-                ratio([run.wall_s for run in runs], [run.wall_s for run in greedy]),
-                ratio([run.cpu_s for run in runs], [run.cpu_s for run in greedy]),
-                gate,
-            )
-        )
+        table.rows.append(_row(name, found[name], greedy, num_steps, gate))
     return Report("sampling", [table, _beams(engine, prompts[0], num_rounds, num_steps)])

@@ -39,7 +39,7 @@ TEXTS = (
     "import torch\n", "Water boils at", "In 1969", "My favourite colour is",
 )  # fmt: skip
 SHARP = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.3, "eos_token_id": list(ENDS)}
-"""Of a random model whose answers end now and then, and whose logits are not all alike."""
+"""The configuration of a random model whose answers end now and then, and whose logits are not all alike."""
 
 
 @pytest.fixture(scope="module")

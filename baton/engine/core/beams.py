@@ -33,7 +33,6 @@ class BeamSearch:
     """The beams, the likeliest first; all are equally long."""
     finished: tuple[Beam, ...] = ()
     """The answers so far, the best first, at most `width`."""
-    is_over: bool = False
 
     @staticmethod
     def of(spec: SequenceSpec, eos_token_ids: frozenset[int], max_model_len: int) -> BeamSearch:
@@ -75,8 +74,16 @@ class BeamSearch:
             elif grown.finish_reason is not None and rank < self.width:
                 finished.append(grown)
         best = sorted(finished, key=self.score, reverse=True)[: self.width]
-        search = replace(self, running=tuple(running), finished=tuple(best))
-        return Advance(replace(search, is_over=search._has_ended()), tuple(parents))
+        return Advance(replace(self, running=tuple(running), finished=tuple(best)), tuple(parents))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no beam is left, or none is expected to give a better answer."""
+        if not self.running:
+            return True
+        if len(self.finished) < self.width:
+            return False
+        return self.early_stopping == EarlyStopping.TRUE or not self._can_improve()
 
     def score(self, beam: Beam) -> float:
         """Returns by what answers are compared."""
@@ -105,13 +112,6 @@ class BeamSearch:
         if candidates.scores:
             scores = TokenScores.joined((scores, candidates.scores[place]))
         return Beam(token_ids=token_ids, logprob=logprob, finish_reason=reason, scores=scores)
-
-    def _has_ended(self) -> bool:
-        if not self.running:
-            return True
-        if len(self.finished) < self.width:
-            return False
-        return self.early_stopping == EarlyStopping.TRUE or not self._can_improve()
 
     def _can_improve(self) -> bool:
         """Returns whether the likeliest beam is expected to beat the worst answer.

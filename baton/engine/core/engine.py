@@ -196,8 +196,7 @@ class Engine:
         eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
         key_tokens = self.pool.key_tokens
         for index, part in enumerate(step.parts):
-            sequence = self.sequences.get(part.sequence_key) or self.scheduler.beams.get(part.sequence_key)
-            if sequence is None:
+            if (sequence := self._find(part.sequence_key)) is None:
                 continue  # a beam whose search has just ended
             sequence.in_flight = False
             if sequence.copies:
@@ -247,7 +246,7 @@ class Engine:
         found: dict[Sequence, list[Candidates]] = {}
         for index, of_beam in sorted(candidates.items()):
             key = step.parts[index].sequence_key
-            if (sequence := self.sequences.get(key) or self.scheduler.beams.get(key)) is not None:
+            if (sequence := self._find(key)) is not None:
                 found.setdefault(sequence.owner, []).append(of_beam)
         for owner, of_beams in found.items():
             if not owner.first_token_s:
@@ -265,8 +264,13 @@ class Engine:
             outputs.append(Generated(owner.key, (), reason, beams=search.finished))
         return outputs
 
+    def _find(self, key: int) -> Sequence | None:
+        return self.sequences.get(key) or self.scheduler.beams.get(key)
+
     def _known(self, key: int) -> Sequence:
-        return self.sequences.get(key) or self.scheduler.beams[key]
+        sequence = self._find(key)
+        assert sequence is not None, f"a step computes the sequence {key}, which is not known"
+        return sequence
 
     def _refuse(self, sequence: Sequence, reason: str) -> Refused:
         self._finish(sequence)

@@ -108,7 +108,7 @@ SEARCHED: dict[str, Any] = {name: neutral[0] for name, neutral in UNDRAWN.items(
 
 
 def _together(values: dict[str, Any]) -> SamplingParams:
-    """Of values that are right one by one, those that are right together."""
+    """Returns parameters of those values, right one by one, that are right together."""
     values |= {"ignore_eos": False} if values["structured_outputs"] else {}
     return SamplingParams(**values | (SEARCHED if values["use_beam_search"] else UNSEARCHED))
 

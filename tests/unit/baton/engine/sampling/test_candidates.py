@@ -47,7 +47,7 @@ def test_a_search_gets_what_it_may_need(asked: dict[str, Any], expected: tuple[i
 
 
 def test_their_probabilities_are_those_that_are_drawn_from_and_their_scores_the_models() -> None:
-    """Whoever else is in the batch."""
+    """The other rows of the batch change nothing."""
     row = row_of(beam_width=2, logprobs=3, repetition_penalty=1.5, allowed_token_ids=(2, 9, 11))
     others = [Row(SamplingParams(temperature=1.0, seed=4, logprobs=1), 0, 5), row_of(beam_width=4, ignore_eos=True)]
     logits = torch.stack([logits_of(4), logits_of(9, 2, 11), logits_of(30, 20)])
