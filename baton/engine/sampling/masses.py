@@ -34,8 +34,9 @@ class PrefixSums:
     def until(self, count: torch.Tensor) -> torch.Tensor:
         """Returns the sums of the first `count` weights, `[rows, counts]`."""
         block = (count // BLOCK).clamp(max=self._sums.shape[-1] - 1)
-        places = torch.arange(BLOCK, device=count.device)
-        within = self._blocks[self._rows[:, None], block] * (places < (count - block * BLOCK)[..., None])
+        num_within = (count - block * BLOCK).float()[..., None]
+        is_counted = (num_within - torch.arange(BLOCK, device=count.device)).clamp_(0, 1)
+        within = self._blocks[self._rows[:, None], block].mul_(is_counted)
         before = torch.where(block > 0, self._sums.gather(1, (block - 1).clamp(min=0)), 0.0)
         return before + within.sum(-1, dtype=torch.float64)
 

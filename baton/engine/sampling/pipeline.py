@@ -139,11 +139,12 @@ class Sampler:
 
     def _truncate(self, rows: Mapping[int, Row]) -> None:
         indices, params = list(rows), [row.sampling for row in rows.values()]
-        rising, kept = self._weights.rising(indices), EVERYTHING
+        rising = self._weights.rising(indices)
+        kept = bounds = EVERYTHING
         for is_asked, step in self._truncations:
             if any(map(is_asked, params)):
+                self._weights.narrow(rising, bounds)  # what the step before has excluded
                 bounds = step(rising, params)
-                self._weights.narrow(rising, bounds)
                 kept = kept.within(bounds)
         self._weights.truncate(indices, kept)
 

@@ -205,5 +205,5 @@ def apply(logits: torch.Tensor, masks: Masks) -> None:
         row = logits[index]
         is_allowed = torch.from_numpy(allowed).to(row.device)
         row.masked_fill_(~is_allowed, EXCLUDED)
-        if not torch.isfinite(row).any():
+        if row.amax() == EXCLUDED:
             row.masked_fill_(is_allowed, 0.0)

@@ -39,8 +39,8 @@ def typical(rising: torch.Tensor, params: Sequence[SamplingParams], buffers: Buf
     bits = torch.zeros(len(params), 1, dtype=torch.int64, device=rising.device)
     for shift, width in (*((shift, 32) for shift in SHIFTS), (0, 2)):
         largest = bits + (torch.arange(1, width + 1, device=rising.device) << shift) - 1
-        begin, end = _window(logs, mean, largest)
-        is_enough = sums.until(end) - sums.until(begin) >= wanted
+        before, through = sums.until(torch.cat(_window(logs, mean, largest), -1)).chunk(2, -1)
+        is_enough = through - before >= wanted
         bits += (~is_enough).sum(-1, keepdim=True) << shift
     begin, end = _window(logs, mean, bits)
     lower = rising.gather(1, begin.clamp(max=rising.shape[-1] - 1))[:, 0]

@@ -39,11 +39,11 @@ class Buffers:
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
-    def like(self, name: str, tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Returns the memory of a name in a tensor's shape; its contents are what was left there."""
+    def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the memory of a name in a tensor's shape, in float32; its contents are what was left there."""
         kept = self._kept.get(name)
         if kept is None or kept.numel() < tensor.numel() or kept.device != tensor.device:
-            kept = self._kept[name] = torch.empty(tensor.numel(), dtype=dtype, device=tensor.device)
+            kept = self._kept[name] = torch.empty(tensor.numel(), device=tensor.device)
         return kept[: tensor.numel()].view(tensor.shape)
 
 
@@ -78,7 +78,7 @@ class TokenWeights:
 
     def narrow(self, weights: torch.Tensor, bounds: WeightBounds) -> None:
         """Sets what the bounds exclude to 0."""
-        inside = self._buffers.like("inside", weights, torch.bool)
+        inside = self._buffers.like("inside", weights)  # 1.0 or 0.0: vector instructions multiply no truth values
         if bounds.least is not None:
             weights.mul_(torch.ge(weights, bounds.least[:, None], out=inside))
         if bounds.most is not None:
