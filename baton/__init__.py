@@ -16,6 +16,7 @@ __all__ = [
     "engine",
     "errors",
     "fit",
+    "garbage",
     "grammar",
     "kv_layout",
     "memory",

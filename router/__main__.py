@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import sys
@@ -11,13 +10,10 @@ import sys
 import uvloop
 
 from baton import config as baton_config
+from baton import garbage
 from baton.errors import BatonError
 from baton.telemetry import logs
 from router.server import serve
-
-GC_THRESHOLDS = (20_000, 20, 20)
-"""Python's own, 700 new objects, has the collector run several times a request. What a request leaves behind is freed
-by its reference counts; cycles, of exceptions mostly, may wait."""
 
 
 async def _run(config: baton_config.Config) -> None:
@@ -31,8 +27,7 @@ def main() -> None:
     config = baton_config.process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, "baton-router")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there are always many prompts, each a small one
-    gc.freeze()  # modules stay for good: the collector need not look at them again and again
-    gc.set_threshold(*GC_THRESHOLDS)
+    garbage.keep_what_is_loaded()
     try:
         uvloop.run(_run(config))
     except* BatonError as errors:

@@ -25,6 +25,7 @@ from typing import Any
 
 import uvloop
 
+from baton import garbage
 from baton.cluster import Role
 from baton.config import Config, process_config
 from baton.engine.core.runner import Runner
@@ -118,6 +119,7 @@ async def serve(
             try:
                 runner = await asyncio.to_thread(build, config)
                 stack.callback(runner.close)
+                garbage.keep_what_is_loaded()
                 control, ended = await stack.enter_async_context(running(config, role, worker_id, host, runner))
                 # Not before, for however long Redis is away: until there is something to drain, the signal may end the
                 # process at once.

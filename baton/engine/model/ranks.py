@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch._C._distributed_c10d import Store, TCPStore
 
+from baton import garbage
 from baton.engine.core.runner import ignore_layer
 from baton.engine.model.transformers_model import ModelRank, RankStep
 from baton.errors import ModelLoadError
@@ -153,6 +154,7 @@ def _run(
     store = TCPStore("127.0.0.1", port, is_master=False)
     _join(rank, engine.tensor_parallel, cache.device, store)
     model_rank = ModelRank(model, engine, cache)
+    garbage.keep_what_is_loaded()
     pipe.send(None)
     with contextlib.suppress(EOFError):
         while True:

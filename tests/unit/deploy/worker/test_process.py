@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from baton import garbage
+from baton.cluster import Role
 from baton.config import OWN_SETTINGS, Config, EngineConfig, EveryEngineConfig
-from baton.errors import ConfigError
-from deploy.worker.process import build_runner
+from baton.errors import BatonError, ConfigError
+from deploy.worker.process import build_runner, serve
 from tests.unit.baton.engine.scripted import ScriptedEngine
 
 
@@ -52,6 +54,21 @@ def test_an_engine_of_another_make_says_what_it_does_not_know(name: str) -> None
     setting: dict[str, Any] = {name: 7}
     with pytest.raises(ConfigError, match=rf"does not know engine\.{name}; unset it"):
         EngineConfig(**setting).refuse_unknown(ScriptedEngine.unknown_settings)
+
+
+async def test_the_collector_is_told_of_what_is_loaded_before_anything_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full collection over a model's modules would stop every stream for a tenth of a second."""
+
+    def tell() -> None:
+        raise BatonError("told")
+
+    monkeypatch.setattr(garbage, "keep_what_is_loaded", tell)
+    with pytest.raises(BatonError, match="told"):
+        await serve(
+            Config(engine=EngineConfig(runner="arithmetic", block_size=32, num_blocks=8)), Role.DECODE, "d", "127.0.0.1"
+        )
 
 
 def test_settings_are_every_engines_or_our_own() -> None:
