@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from baton.errors import BatonError
+from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
 from baton.kv_layout import KvLayout
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import NO_SCORES, TokenScores
@@ -45,6 +46,8 @@ class SequenceSpec:
     """Objective: mean time between tokens."""
     num_expected_tokens: int = 0
     """Expected tokens of the whole answer, for which a worker reserves room; 0: as many as its own settings say."""
+    hypotheses: Hypotheses = NO_HYPOTHESES
+    """Where a beam search goes on; the tokens then end with those that all its running beams begin with."""
 
     @property
     def max_tokens(self) -> int:
@@ -151,19 +154,6 @@ class HandedOver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beam:
-    """An answer of a beam search, or the begin of one."""
-
-    token_ids: tuple[int, ...] = ()
-    logprob: float = 0.0
-    """The sum of its tokens' log probabilities."""
-    finish_reason: FinishReason | None = None
-    """None: it has not ended."""
-    scores: TokenScores = NO_SCORES
-    """Log probabilities of the tokens, where the request asks for them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NewTokens:
     """Tokens that a decode worker has drawn since its last message."""
 
@@ -216,6 +206,9 @@ class Fetched:
 @dataclass(frozen=True, slots=True)
 class Migrate:
     """The worker leaves its role: the choice should go on elsewhere. It is served here until the call is cancelled."""
+
+    hypotheses: Hypotheses = NO_HYPOTHESES
+    """Where a beam search was by then; empty: the choice is none, or its search is served here to its end."""
 
 
 # The stream of a router and a worker. A call is one choice on that worker; its id is one of that stream.

@@ -338,12 +338,19 @@ class Migrate(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    HYPOTHESES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hypotheses(self) -> Global___Hypotheses:
+        """Where a beam search was by then; absent: the choice is none, or its search is served here to its end."""
+
     def __init__(
         self,
+        *,
+        hypotheses: Global___Hypotheses | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hypotheses", b"hypotheses"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hypotheses", b"hypotheses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -410,6 +417,7 @@ class SequenceSpec(_message.Message):
     TTFT_S_FIELD_NUMBER: _builtins.int
     ITL_S_FIELD_NUMBER: _builtins.int
     NUM_EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    HYPOTHESES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice_index: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -435,6 +443,10 @@ class SequenceSpec(_message.Message):
         set. Stop strings and `n` stay with the router.
         """
 
+    @_builtins.property
+    def hypotheses(self) -> Global___Hypotheses:
+        """Where a beam search goes on; `token_ids` ends with the tokens that all running beams begin with."""
+
     def __init__(
         self,
         *,
@@ -449,10 +461,11 @@ class SequenceSpec(_message.Message):
         ttft_s: _builtins.float = ...,
         itl_s: _builtins.float = ...,
         num_expected_tokens: _builtins.int = ...,
+        hypotheses: Global___Hypotheses | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hypotheses", b"hypotheses", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_seed", b"cache_seed", "choice_index", b"choice_index", "itl_s", b"itl_s", "num_expected_tokens", b"num_expected_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_seed", b"cache_seed", "choice_index", b"choice_index", "hypotheses", b"hypotheses", "itl_s", b"itl_s", "num_expected_tokens", b"num_expected_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -924,3 +937,33 @@ class Beam(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Beam: _TypeAlias = Beam  # noqa: Y015
+
+@_typing.final
+class Hypotheses(_message.Message):
+    """A beam search between two steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNING_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def running(self) -> _containers.RepeatedCompositeFieldContainer[Global___Beam]:
+        """The beams, the likeliest first; all are equally long."""
+
+    @_builtins.property
+    def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___Beam]:
+        """The answers so far, the best first."""
+
+    def __init__(
+        self,
+        *,
+        running: _abc.Iterable[Global___Beam] | None = ...,
+        finished: _abc.Iterable[Global___Beam] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "running", b"running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hypotheses: _TypeAlias = Hypotheses  # noqa: Y015

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from baton import messages as m
 from baton.errors import BatonError, InvalidRequest, TransferRefused, Unsupported
+from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
 from baton.structure import MAX_GRAMMAR_BYTES, MAX_STRUCTURE_CHOICES
@@ -20,6 +21,8 @@ MAX_COMMANDS = 1024
 MAX_TOKEN_BYTES = 5
 MAX_STRUCTURE_BYTES = MAX_GRAMMAR_BYTES + 8 * MAX_STRUCTURE_CHOICES
 """Longest structure of an answer, in bytes, with what is written around each choice."""
+MAX_HYPOTHESES_BYTES = 2**20
+"""Largest state of a beam search that goes from one worker to another."""
 
 
 def write_sequence(spec: m.SequenceSpec, message: worker_pb2.SequenceSpec) -> None:
@@ -37,6 +40,8 @@ def write_sequence(spec: m.SequenceSpec, message: worker_pb2.SequenceSpec) -> No
     message.ttft_s = spec.ttft_s
     message.itl_s = spec.itl_s
     message.num_expected_tokens = spec.num_expected_tokens
+    if spec.hypotheses != NO_HYPOTHESES:
+        message.hypotheses.CopyFrom(to_pb(spec.hypotheses, worker_pb2.Hypotheses))
 
 
 def sequence_from_pb(message: worker_pb2.SequenceSpec) -> m.SequenceSpec:
@@ -57,6 +62,7 @@ def sequence_from_pb(message: worker_pb2.SequenceSpec) -> m.SequenceSpec:
         ttft_s=message.ttft_s,
         itl_s=message.itl_s,
         num_expected_tokens=message.num_expected_tokens,
+        hypotheses=from_pb(message.hypotheses, Hypotheses) if message.HasField("hypotheses") else NO_HYPOTHESES,
     )
 
 
@@ -124,20 +130,25 @@ def commands(message: worker_pb2.ServeRequest, max_model_len: float = math.inf) 
     return [_command(command, max_model_len) for command in message.commands]
 
 
-def max_start_bytes(max_model_len: float, structure_bytes: int = MAX_STRUCTURE_BYTES) -> float:
+def max_start_bytes(max_model_len: float, rest_bytes: int = MAX_STRUCTURE_BYTES + MAX_HYPOTHESES_BYTES) -> float:
     """Returns the longest start of a call that a worker reads, in bytes.
 
     Args:
-        structure_bytes: what the structure of its answer takes.
+        rest_bytes: what the structure of its answer and the state of its search take.
     """
-    return MAX_CONTROL_BYTES + MAX_TOKEN_BYTES * max_model_len + min(structure_bytes, MAX_STRUCTURE_BYTES)
+    return MAX_CONTROL_BYTES + MAX_TOKEN_BYTES * max_model_len + rest_bytes
+
+
+def may_travel(hypotheses: Hypotheses) -> bool:
+    """Returns whether the state of a search is small enough for another worker to read."""
+    return to_pb(hypotheses, worker_pb2.Hypotheses).ByteSize() <= MAX_HYPOTHESES_BYTES
 
 
 def _command(message: worker_pb2.Command, max_model_len: float) -> m.StartCall | m.CancelCall:
     if message.WhichOneof("command") == "cancel":
         return m.CancelCall(message.call_id)
     try:
-        require_short(message, max_start_bytes(max_model_len, _structure_bytes(message)), InvalidRequest)
+        require_short(message, max_start_bytes(max_model_len, _rest_bytes(message)), InvalidRequest)
         if path := unknown_field(message):
             raise Unsupported(f"this worker does not know the field {path} of a router's command")
         return m.StartCall(message.call_id, _call_request(message), dict(message.trace))
@@ -145,12 +156,14 @@ def _command(message: worker_pb2.Command, max_model_len: float) -> m.StartCall |
         return m.StartCall(message.call_id, refusal, {})
 
 
-def _structure_bytes(message: worker_pb2.Command) -> int:
+def _rest_bytes(message: worker_pb2.Command) -> int:
+    """Returns what is allowed beside the tokens: as much as there is, up to its limits."""
     which = message.WhichOneof("command")
     if which not in ("prefill", "decode", "fetch"):
         return 0
-    sampling = getattr(message, which).sequence.sampling
-    return int(sampling.structured_outputs.ByteSize()) if sampling.HasField("structured_outputs") else 0
+    sequence = getattr(message, which).sequence
+    structure_bytes = min(int(sequence.sampling.structured_outputs.ByteSize()), MAX_STRUCTURE_BYTES)
+    return structure_bytes + min(int(sequence.hypotheses.ByteSize()), MAX_HYPOTHESES_BYTES)
 
 
 def _call_request(message: worker_pb2.Command) -> m.PrefillRequest | m.DecodeRequest | m.FetchRequest | None:
@@ -219,7 +232,7 @@ def _event(message: worker_pb2.Event) -> m.Event | None:
             finish_reason=FinishReason(finish_reason) if finish_reason else None,
             report=from_pb(tokens.report, m.PrefillReport) if tokens.HasField("report") else None,
             scores=from_pb(tokens.scores, TokenScores) if tokens.HasField("scores") else NO_SCORES,
-            beams=tuple(from_pb(beam, m.Beam) for beam in tokens.beams) if tokens.beams else (),
+            beams=tuple(from_pb(beam, Beam) for beam in tokens.beams) if tokens.beams else (),
         )
     event: m.Event | None = _EVENTS.value_of(message)
     return event

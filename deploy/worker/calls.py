@@ -26,6 +26,7 @@ from opentelemetry.context import Context
 from baton import wire
 from baton.blocks import KEY_BYTES
 from baton.errors import BatonError, InvalidRequest, Unsupported
+from baton.hypotheses import NO_HYPOTHESES, Hypotheses
 from baton.messages import (
     CallEnded,
     CancelCall,
@@ -90,11 +91,16 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         """Waits for a moment in which no call runs; the next may have begun since."""
         await self._is_idle.wait()
 
-    def migrate(self) -> None:
-        """Asks the routers to move every choice that decodes here, or waits to."""
+    def migrate(self, hypotheses: Callable[[str], Hypotheses]) -> None:
+        """Asks the routers to move every choice that decodes here, or waits to.
+
+        Args:
+            hypotheses: returns where a sequence's search is, by its id; empty: the sequence has none.
+        """
         for start, outbox in self._running.values():
             if isinstance(start.request, DecodeRequest):
-                outbox.put((start.call_id, Migrate()))
+                found = hypotheses(start.request.sequence.sequence_id)
+                outbox.put((start.call_id, Migrate(found if wire.may_travel(found) else NO_HYPOTHESES)))
 
     async def Serve(  # type: ignore[override]  # noqa: N802 - the generated name; it writes, where it could yield
         self, requests: AsyncIterator[worker_pb2.ServeRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -179,11 +185,32 @@ def require_servable(spec: SequenceSpec) -> None:
         ),
         (0 <= spec.sampling.top_k <= MAX_TOP_K, f"top_k must be 0 to {MAX_TOP_K}"),
         (not spec.sampling.stop and spec.sampling.n == 1, "stop strings and n stay with the router"),
+        (
+            spec.hypotheses == NO_HYPOTHESES or _is_of(spec, spec.hypotheses),
+            "the hypotheses are not those of its beam search",
+        ),
         (spec.ttft_s >= 0 and spec.itl_s >= 0, "ttft_s and itl_s must be at least 0"),  # which NaN is not
         (len(spec.cache_seed) <= KEY_BYTES, f"cache_seed must have at most {KEY_BYTES} bytes"),
     ):
         if not ok:
             raise InvalidRequest(f"a worker cannot serve this sequence: {rule}")
+
+
+def _is_of(spec: SequenceSpec, hypotheses: Hypotheses) -> bool:
+    """Returns whether a search may be in such a state."""
+    params, running, finished = spec.sampling, hypotheses.running, hypotheses.finished
+    beams, num_tokens = (*running, *finished), len(running[0].token_ids) if running else 0
+    return (
+        params.use_beam_search
+        and max(len(running), len(finished)) <= params.num_beams
+        and num_tokens < spec.max_tokens
+        and all(len(beam.token_ids) == num_tokens and beam.finish_reason is None for beam in running)
+        and all(0 < len(beam.token_ids) <= num_tokens and beam.finish_reason is not None for beam in finished)
+        and all(math.isfinite(beam.logprob) for beam in beams)
+        and all(len(beam.scores) == len(beam.token_ids) * params.wants_scores for beam in beams)
+        and len({beam.scores.num_top for beam in beams if beam.token_ids}) <= 1
+        and spec.token_ids[spec.num_prompt_tokens :] == hypotheses.shared_token_ids()
+    )
 
 
 def _cancel(call: asyncio.Task[None] | None) -> None:

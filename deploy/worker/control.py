@@ -48,7 +48,7 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
         member = self.member
         member.become(WorkerState.DRAINING)
         member.loop.hand_back(WorkerDraining(f"{member.worker_id} takes no new work"))
-        self._calls.migrate()
+        self._calls.migrate(member.loop.hypotheses)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._calls.wait_until_idle()  # who pulls from here is not waited for

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from opentelemetry.context import Context
 
 from baton.cluster import Worker
+from baton.hypotheses import NO_HYPOTHESES, Hypotheses
 from baton.messages import Decoding, PrefixSource, SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
@@ -40,6 +41,8 @@ class Choice:
     """Tokens of the answer so far, from whatever worker or router."""
     finish_reason: FinishReason | None = None
     """Why the engine ended the answer; None: it has not."""
+    hypotheses: Hypotheses = NO_HYPOTHESES
+    """Where its beam search was when its worker asked for a move: the next worker goes on there."""
     sampler: str = ""
     """Name of the sampler of the latest attempt, on this router or another: what is emitted is drawn by it."""
     is_continued: bool = False
@@ -114,18 +117,25 @@ class Choice:
     def next_spec(self, now_s: float, num_expected_tokens: int) -> SequenceSpec:
         """The sequence as the next attempt sends it: with the tokens emitted so far, and what is left of its time."""
         claim, sampling = self.claim, self.spec.sampling
-        if self.emitted and sampling.prompt_logprobs is not None:  # the scores came with the first token
+        is_begun = self.emitted or self.hypotheses.running
+        if is_begun and sampling.prompt_logprobs is not None:  # the scores came with the first token
             sampling = replace(sampling, prompt_logprobs=None)
         return replace(
             self.spec,
             sampling=sampling,
-            token_ids=self.spec.token_ids + tuple(self.emitted),
+            token_ids=self.spec.token_ids + self.known_ids,
+            hypotheses=self.hypotheses,
             attempt=self.num_attempts,
             priority=claim.priority,
             itl_s=claim.objective.itl_s,
             num_expected_tokens=num_expected_tokens,
             ttft_s=max(0.0, claim.arrived_s + claim.objective.ttft_s - now_s),
         )
+
+    @property
+    def known_ids(self) -> tuple[int, ...]:
+        """Tokens with which the answer is known to begin: of a search those of all its beams."""
+        return self.hypotheses.shared_token_ids() if self.hypotheses.running else tuple(self.emitted)
 
     def has_kv(self) -> None:
         """Notes that its decode worker has the prompt's KV now: its followers may go there."""

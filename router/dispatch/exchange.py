@@ -286,12 +286,7 @@ class _Rest:
         else:
             message = await (self._stream.read() if self._preparing is None else self._read_or_move(self._preparing))
         while isinstance(message, Migrate):
-            if self._attempt.spec.sampling.use_beam_search:
-                message = await self._stream.read()  # nothing of it can move: its worker serves it to the end
-                continue
-            if self._preparing is None:
-                self._preparing = self._held.start(self._migration.prepare(self._attempt, self._stream))
-            message = await self._read_or_move(self._preparing)
+            message = await self._leave(message)
         if isinstance(message, Moved):
             return message
         assert isinstance(message, NewTokens)
@@ -301,6 +296,15 @@ class _Rest:
                 # The KV has arrived; a prefill worker that dies or stalls before it says so hurts nobody.
                 await asyncio.wait((self._handing_over,), timeout=HAND_OVER_REPORT_S)
         return message
+
+    async def _leave(self, order: Migrate) -> Decoding | Moved:
+        """Prepares a move, and returns what comes first: the next message, or that the move is ready."""
+        self._attempt.choice.hypotheses = order.hypotheses
+        if self._attempt.spec.sampling.use_beam_search and not order.hypotheses.running:
+            return await self._stream.read()  # a search whose state does not travel: its worker serves it to the end
+        if self._preparing is None:
+            self._preparing = self._held.start(self._migration.prepare(self._attempt, self._stream))
+        return await self._read_or_move(self._preparing)
 
     async def _first_decoded(self, hand_over: _HandOver) -> Decoding:
         """The decode worker's first message. The side that sees the hand-over fail first ends the wait at once."""

@@ -49,7 +49,7 @@ class Migration:
         failed: set[str] = set()
         while True:
             prompt_ids = attempt.spec.token_ids[: attempt.spec.num_prompt_tokens]
-            spec = replace(attempt.spec, token_ids=prompt_ids + tuple(choice.emitted))
+            spec = replace(attempt.spec, token_ids=prompt_ids + choice.known_ids, hypotheses=choice.hypotheses)
             found = self._selector.destination(choice, spec, failed)
             if found is None:
                 failed.clear()

@@ -18,7 +18,8 @@ from baton.engine.core.beams import BeamSearch
 from baton.engine.core.engine import Engine
 from baton.engine.core.outputs import Generated
 from baton.engine.core.sequence import Purpose
-from baton.messages import Beam, SequenceSpec
+from baton.hypotheses import Beam
+from baton.messages import SequenceSpec
 from tests.chaos import asks
 from tests.integration.cluster import running_cluster
 from tests.integration.test_engine_models import NEAR_TIE, load_reference, make_engine, save_tiny

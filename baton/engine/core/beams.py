@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from baton.messages import Beam, SequenceSpec
+from baton.hypotheses import Beam, Hypotheses
+from baton.messages import SequenceSpec
 from baton.sampling import EarlyStopping, FinishReason
 from baton.scores import Candidates, TokenScores
 
@@ -29,15 +30,15 @@ class BeamSearch:
     """Tokens with which an answer ends at the latest."""
     end_token_ids: frozenset[int]
     """Tokens that end an answer."""
-    running: tuple[Beam, ...] = (Beam(),)
+    running: tuple[Beam, ...]
     """The beams, the likeliest first; all are equally long."""
-    finished: tuple[Beam, ...] = ()
+    finished: tuple[Beam, ...]
     """The answers so far, the best first, at most `width`."""
 
     @staticmethod
     def of(spec: SequenceSpec, eos_token_ids: frozenset[int], max_model_len: int) -> BeamSearch:
-        """Returns the search that a sequence asks for, at its begin."""
-        params = spec.sampling
+        """Returns the search that a sequence asks for, at its begin or where another worker has left it."""
+        params, begun = spec.sampling, spec.hypotheses
         ends = frozenset(params.stop_token_ids)
         return BeamSearch(
             width=params.num_beams,
@@ -45,6 +46,8 @@ class BeamSearch:
             early_stopping=params.early_stopping,
             max_tokens=min(spec.max_tokens, max_model_len - spec.num_prompt_tokens),
             end_token_ids=ends if params.ignore_eos else ends | eos_token_ids,
+            running=begun.running or (Beam(),),
+            finished=begun.finished,
         )
 
     def advance(self, found: Sequence[Candidates]) -> Advance:
@@ -89,14 +92,10 @@ class BeamSearch:
         """Returns by what answers are compared."""
         return self._penalized(beam.logprob, len(beam.token_ids))
 
-    def shared_token_ids(self) -> tuple[int, ...]:
-        """Returns the tokens with which every beam begins."""
-        first, num_shared = self.running[0].token_ids, 0
-        for in_place in zip(*(beam.token_ids for beam in self.running), strict=True):
-            if len(set(in_place)) > 1:
-                break
-            num_shared += 1
-        return first[:num_shared]
+    @property
+    def hypotheses(self) -> Hypotheses:
+        """What another worker goes on from."""
+        return Hypotheses(running=self.running, finished=self.finished)
 
     def _penalized(self, logprob: float, num_tokens: int) -> float:
         return float(logprob / num_tokens**self.length_penalty)

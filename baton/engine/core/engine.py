@@ -31,6 +31,7 @@ from baton.engine.core.scheduler import Scheduler, SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.step_fit import StepFit, StepSize
 from baton.errors import InvalidRequest, TransferRefused
+from baton.hypotheses import NO_HYPOTHESES, Hypotheses
 from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, Candidates, TokenScores
@@ -63,7 +64,8 @@ class Engine:
                 f"{len(spec.token_ids)} tokens do not fit; this worker takes 1 to {self.runner.max_model_len - 1}"
             )
         # In the step it would be an error of the whole batch, on a GPU of the whole process.
-        for ids in (spec.token_ids, *spec.sampling.named_token_ids.values()):
+        begun = (beam.token_ids for beam in (*spec.hypotheses.running, *spec.hypotheses.finished))
+        for ids in (spec.token_ids, *spec.sampling.named_token_ids.values(), *begun):
             if ids and not (min(ids) >= 0 and max(ids) < self.runner.vocab_size):
                 bad = next(token for token in ids if not 0 <= token < self.runner.vocab_size)
                 raise InvalidRequest(
@@ -301,6 +303,12 @@ class Engine:
             sequence.aborted = True
         elif sequence.status is not Status.FINISHED:
             self._finish(sequence)
+
+    def hypotheses(self, sequence_id: str) -> Hypotheses:
+        """Returns where a sequence's beam search is; empty: it has none."""
+        searches = (s.search for s in self.sequences.values() if s.search is not None and s.sequence_id == sequence_id)
+        search = next(searches, None)
+        return NO_HYPOTHESES if search is None else search.hypotheses
 
     def num_cached_tokens(self, keys: SequenceOf[bytes]) -> int:
         """Returns the length of the longest cached prefix of a chain of keys, one per `pool.key_tokens`."""

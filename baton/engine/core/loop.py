@@ -21,6 +21,7 @@ from baton.engine.core.runner import Fence, OnLayerDone, StepInput
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
 from baton.errors import BatonError, Overloaded, WorkerFailed
+from baton.hypotheses import Hypotheses
 from baton.messages import SequenceSpec
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,10 @@ class EngineLoop:
         for sequence in self.engine.scheduler.waiting:
             if not sequence.was_admitted and sequence.key in self._outputs:
                 self._outputs[sequence.key].put_nowait(reason)
+
+    def hypotheses(self, sequence_id: str) -> Hypotheses:
+        """See `ServingEngine.hypotheses`."""
+        return self.engine.hypotheses(sequence_id)
 
     async def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:
         """See `ServingEngine.pin_prefix`."""

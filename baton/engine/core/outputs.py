@@ -11,7 +11,8 @@ from baton.costs import StepCosts
 from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.runner import Fence
 from baton.errors import BatonError
-from baton.messages import Beam, PrefillReport
+from baton.hypotheses import Beam
+from baton.messages import PrefillReport
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
 

@@ -27,7 +27,7 @@ from baton.engine.core.runner import StepInput, StepPart
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.sequence_blocks import SequenceBlocks
 from baton.engine.core.urgency import computing_room_s, urgency
-from baton.messages import Beam
+from baton.hypotheses import Beam
 
 MAX_SCORED = 128
 """Most tokens of a prompt with scores that a step computes: each has a row of logits."""

@@ -181,7 +181,8 @@ class Sequence:
     def fold(self) -> None:
         """Makes a trunk one sequence again, which computes what its beams begin with."""
         assert self.search is not None
-        self.token_ids = [*self.spec.token_ids[: self.spec.num_prompt_tokens], *self.search.shared_token_ids()]
+        prompt_ids = self.spec.token_ids[: self.spec.num_prompt_tokens]
+        self.token_ids = [*prompt_ids, *self.search.hypotheses.shared_token_ids()]
         self.beams, self.parents, self.num_computed_tokens = [], None, 0
 
     @property

@@ -15,6 +15,7 @@ from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.outputs import EngineLoad, OnProgress, Output, Pin
 from baton.engine.core.sequence import Purpose
 from baton.errors import BatonError
+from baton.hypotheses import Hypotheses
 from baton.messages import SequenceSpec
 
 
@@ -137,6 +138,10 @@ class ServingEngine(Protocol):
 
     def hand_back(self, reason: BatonError) -> None:
         """Raises `reason` in the `next` of sequences that hold nothing yet and have not begun."""
+        ...
+
+    def hypotheses(self, sequence_id: str) -> Hypotheses:
+        """Returns where a sequence's beam search is; empty: it has none."""
         ...
 
     def keys(self) -> list[bytes]:

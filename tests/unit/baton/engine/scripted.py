@@ -36,6 +36,7 @@ from baton.engine.core.runner import StepInput, StepPart
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import BatonError
+from baton.hypotheses import NO_HYPOTHESES, Hypotheses
 from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES
@@ -164,6 +165,9 @@ class ScriptedEngine:
         for free, blocks in zip(self._free, sequence.blocks, strict=True):
             free[:0] = blocks
             blocks.clear()
+
+    def hypotheses(self, sequence_id: str) -> Hypotheses:
+        return NO_HYPOTHESES
 
     def hand_back(self, reason: BatonError) -> None:
         raise NotImplementedError

@@ -32,10 +32,12 @@ from baton.cluster import (
 )
 from baton.costs import StepCosts
 from baton.errors import InvalidRequest, Unsupported
+from baton.hypotheses import Beam, Hypotheses
 from baton.sampling import UNDRAWN, EarlyStopping, FinishReason, SamplingParams
 from baton.scores import TokenScores
 from baton.structure import MAX_GRAMMAR_BYTES, MAX_STRUCTURE_CHOICES, StructuredOutputs
 from baton.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2
+from baton.wire.worker import MAX_HYPOTHESES_BYTES
 from tests.support import builders
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -283,6 +285,23 @@ def test_the_largest_structures_are_read_and_nothing_else_as_long(kind: str, str
     assert read(spec) == request(spec)
     assert isinstance(read(dataclasses.replace(spec, request_id="x" * 2 * wire.MAX_CONTROL_BYTES)), InvalidRequest)
     assert isinstance(read(dataclasses.replace(plain, request_id="x" * MAX_GRAMMAR_BYTES)), InvalidRequest)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_the_state_of_a_search_is_read_unless_it_is_too_large(kind: str) -> None:
+    def read(num_tokens: int) -> Any:
+        beam = Beam(token_ids=(300,) * num_tokens)
+        spec = dataclasses.replace(builders.sequence_spec((1, 2, 3), "r"), hypotheses=Hypotheses(running=(beam,)))
+        request = m.PrefillRequest(spec, None) if kind == "prefill" else m.DecodeRequest(spec, await_kv=True)
+        frame = wire.serve_request([wire.start_command(m.StartCall(1, request, {}))])
+        (start,) = wire.commands(through_bytes(frame), 64)
+        assert isinstance(start, m.StartCall)
+        assert isinstance(start.request, InvalidRequest) or start.request == request
+        return start.request
+
+    most = MAX_HYPOTHESES_BYTES // 2
+    assert not isinstance(read(most - 16), InvalidRequest)
+    assert isinstance(read(most + wire.MAX_CONTROL_BYTES), InvalidRequest)
 
 
 # -- the public API ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,15 +14,16 @@ from opentelemetry.context import Context
 from baton import wire
 from baton.cluster import Role, WorkerState
 from baton.errors import InvalidRequest, WorkerDraining
-from baton.messages import DecodeRequest, Event, NewTokens, StartCall
+from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
+from baton.messages import DecodeRequest, Event, Migrate, NewTokens, StartCall
+from baton.sampling import FinishReason
+from baton.scores import TokenScores
 from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2
-from deploy.worker.calls import CallServicer
+from deploy.worker.calls import CallServicer, require_servable
 from deploy.worker.control import WorkerControl
 from deploy.worker.member import Member
 from tests.support.builders import sequence_spec
-
-pytestmark = pytest.mark.asyncio
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ async def test_a_call_that_comes_as_the_last_one_ends_keeps_nobody_in_its_role(n
     async def write(frame: worker_pb2.ServeResponse) -> None:
         return None
 
-    member = State(loop=SimpleNamespace(hand_back=lambda reason: None))
+    member = State(loop=SimpleNamespace(hand_back=lambda reason: None, hypotheses=lambda sequence_id: NO_HYPOTHESES))
     calls = CallServicer(decode=decode)
     control = WorkerControl(cast(Member, member), calls)
     stream = asyncio.create_task(calls.Serve(commands(), cast(Any, SimpleNamespace(write=write))))
@@ -79,6 +80,106 @@ async def test_a_call_that_comes_as_the_last_one_ends_keeps_nobody_in_its_role(n
         await cancel_and_wait((stream,))
 
 
+TWO_BEAMS = Hypotheses(
+    running=(Beam(token_ids=(5, 6), logprob=-1.0), Beam(token_ids=(5, 7), logprob=-2.0)),
+    finished=(Beam(token_ids=(9,), logprob=-0.5, finish_reason=FinishReason.STOP),),
+)
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+async def test_the_state_of_a_search_goes_with_the_order_to_move_unless_it_is_too_large(
+    is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    come: list[Event | None] = []
+    serving = asyncio.Event()
+
+    def hypotheses(sequence_id: str) -> Hypotheses:
+        asked.append(sequence_id)
+        return TWO_BEAMS
+
+    async def decode(request: DecodeRequest, trace: Context) -> AsyncGenerator[Event]:
+        serving.set()
+        await asyncio.Event().wait()
+        yield NewTokens(token_ids=(1,), finish_reason=None)
+
+    async def commands() -> AsyncIterator[worker_pb2.ServeRequest]:
+        yield call(1)
+        await asyncio.Event().wait()
+
+    async def write(frame: worker_pb2.ServeResponse) -> None:
+        come.extend(event for _, event in wire.events(frame))
+
+    if not is_small:
+        monkeypatch.setattr("baton.wire.worker.MAX_HYPOTHESES_BYTES", 40)
+    member = State(loop=SimpleNamespace(hand_back=lambda reason: None, hypotheses=hypotheses))
+    calls = CallServicer(decode=decode)
+    stream = asyncio.create_task(calls.Serve(commands(), cast(Any, SimpleNamespace(write=write))))
+    try:
+        async with asyncio.timeout(10):
+            await serving.wait()
+            await WorkerControl(cast(Member, member), calls).drain(0.1)
+        assert come == [Migrate(TWO_BEAMS if is_small else NO_HYPOTHESES)]
+        assert asked == [sequence_spec(request_id="1").sequence_id]
+    finally:
+        await cancel_and_wait((stream,))
+
+
+SEARCH = sequence_spec([3, 4, 5], num_prompt_tokens=2, max_tokens=3, use_beam_search=True, beam_width=2)
+RUNNING, FINISHED = TWO_BEAMS.running, TWO_BEAMS.finished
+SCORES = TokenScores((-0.5,), (9,), (-0.5,))
+
+
+def test_the_state_of_a_search_can_be_served() -> None:
+    require_servable(replace(SEARCH, hypotheses=TWO_BEAMS))
+    at_begin = replace(SEARCH, token_ids=(3, 4), hypotheses=Hypotheses(running=(Beam(),)))
+    require_servable(at_begin)
+
+
+@pytest.mark.parametrize(
+    ("hypotheses", "more"),
+    [
+        (
+            Hypotheses(running=RUNNING[:1]),
+            {
+                "sampling": replace(SEARCH.sampling, use_beam_search=False, beam_width=None),
+                "token_ids": (3, 4, 5, 6),
+            },
+        ),
+        (replace(TWO_BEAMS, running=()), {"token_ids": (3, 4)}),
+        (TWO_BEAMS, {"token_ids": (3, 4)}),
+        (TWO_BEAMS, {"token_ids": (3, 4, 6)}),
+        (TWO_BEAMS, {"sampling": replace(SEARCH.sampling, max_tokens=2)}),
+        (TWO_BEAMS, {"sampling": replace(SEARCH.sampling, logprobs=1)}),
+        (replace(TWO_BEAMS, running=(*RUNNING, RUNNING[1])), {}),
+        (replace(TWO_BEAMS, finished=FINISHED * 3), {}),
+        (replace(TWO_BEAMS, running=(RUNNING[0], Beam(token_ids=(5,)))), {}),
+        (replace(TWO_BEAMS, running=(RUNNING[0], replace(RUNNING[1], finish_reason=FinishReason.STOP))), {}),
+        (replace(TWO_BEAMS, running=(RUNNING[0], replace(RUNNING[1], logprob=float("nan")))), {}),
+        (replace(TWO_BEAMS, finished=(replace(FINISHED[0], finish_reason=None),)), {}),
+        (replace(TWO_BEAMS, finished=(replace(FINISHED[0], token_ids=()),)), {}),
+        (replace(TWO_BEAMS, finished=(replace(FINISHED[0], token_ids=(1, 2, 3)),)), {}),
+        (replace(TWO_BEAMS, finished=(replace(FINISHED[0], logprob=float("-inf")),)), {}),
+        (replace(TWO_BEAMS, finished=(replace(FINISHED[0], scores=SCORES),)), {}),
+    ],
+)
+def test_what_cannot_be_the_state_of_the_search_is_refused(hypotheses: Hypotheses, more: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="the hypotheses are not those of its beam search"):
+        require_servable(replace(SEARCH, hypotheses=hypotheses, **more))
+
+
+def test_beams_with_unequal_scores_are_refused() -> None:
+    """They could not be joined."""
+    asked = replace(SEARCH, sampling=replace(SEARCH.sampling, logprobs=1))
+    one, two = TokenScores((-0.5,) * 2, (9,) * 2, (-0.5,) * 2), TokenScores((-0.5,) * 2, (9,) * 4, (-0.5,) * 4)
+    finished = (replace(FINISHED[0], scores=SCORES),)
+    good = Hypotheses(running=tuple(replace(each, scores=one) for each in RUNNING), finished=finished)
+    require_servable(replace(asked, hypotheses=good))
+    bad = replace(good, running=(good.running[0], replace(RUNNING[1], scores=two)))
+    with pytest.raises(InvalidRequest, match="the hypotheses are not those"):
+        require_servable(replace(asked, hypotheses=bad))
+
+
 def call(call_id: int) -> worker_pb2.ServeRequest:
     spec = sequence_spec(request_id=f"{call_id}")
     return wire.serve_request(
@@ -89,7 +190,7 @@ def call(call_id: int) -> worker_pb2.ServeRequest:
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 1e300])
 async def test_a_time_that_no_timer_takes_is_refused_and_the_worker_stays(timeout_s: float) -> None:
     """NaN would leave the event loop's timers without an order."""
-    member = State(loop=SimpleNamespace(hand_back=lambda reason: None))
+    member = State(loop=SimpleNamespace(hand_back=lambda reason: None, hypotheses=lambda sequence_id: NO_HYPOTHESES))
     control = WorkerControl(cast(Member, member), CallServicer())
     context = cast(Any, None)
     with pytest.raises(InvalidRequest, match="timeout_s must be 0 to 604800"):

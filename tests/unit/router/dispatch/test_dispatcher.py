@@ -26,8 +26,8 @@ from baton.errors import (
     WorkerDraining,
     WorkerFailed,
 )
+from baton.hypotheses import Beam, Hypotheses
 from baton.messages import (
-    Beam,
     DecodeRequest,
     Fetched,
     FetchRequest,
@@ -547,7 +547,34 @@ async def test_a_search_that_has_begun_is_not_given_up_for_its_first_token(monke
     assert came == [(7,)]
 
 
-async def test_a_search_stays_on_a_worker_that_leaves() -> None:
+async def test_a_search_goes_on_elsewhere_from_where_it_was() -> None:
+    hypotheses = Hypotheses(
+        running=(Beam(token_ids=(4, 8), logprob=-1.0), Beam(token_ids=(4, 9), logprob=-2.0)),
+        finished=(Beam(token_ids=(2,), logprob=-0.5, finish_reason=FinishReason.STOP),),
+    )
+    begun = NewTokens(token_ids=(), finish_reason=None, report=PrefillReport())
+    never = asyncio.Event()
+    workers = ScriptedWorkers(
+        decode=[[begun, Migrate(hypotheses), never], [ticket, begun, GONE], [begun, found(7)]],
+        fetch=[[Fetched(NUM_PROMPT)]],
+        prefill=[computes()],
+    )
+    async with bench_of(workers, TRIO | {"d2": Role.DECODE}, "aggregated") as bench:
+        group = search_of(1, 3)
+        choice = group.choices[0]
+        choice.spec = replace(choice.spec, sampling=replace(choice.spec.sampling, prompt_logprobs=1))
+        came = [message.token_ids async for _, message in bench.dispatcher.run(group)]
+    assert came == [(7,)]
+    first, *later = (request.sequence for request in workers.requests)
+    assert not first.hypotheses.running
+    assert first.sampling.prompt_logprobs == 1
+    served = [request.sequence for request in workers.requests[1:] if not isinstance(request, FetchRequest)]
+    assert {spec.sampling.prompt_logprobs for spec in served} == {None}, "they came with the first report"
+    assert {spec.hypotheses for spec in later} == {hypotheses}, "also where it begins again"
+    assert {spec.token_ids[NUM_PROMPT:] for spec in later} == {(4,)}
+
+
+async def test_a_search_stays_on_a_worker_that_leaves_where_its_state_does_not_travel() -> None:
     begun = NewTokens(token_ids=(), finish_reason=None, report=PrefillReport())
     has_ended = asyncio.Event()
     workers = ScriptedWorkers(decode=[[begun, Migrate(), has_ended, found(7)]], fetch=[[Fetched(NUM_PROMPT)]])

@@ -18,9 +18,11 @@ from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.model.arithmetic import ArithmeticRunner, logits_of, modulus
 from baton.errors import InvalidRequest, TransferRefused
-from baton.messages import Beam, SequenceSpec
+from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
+from baton.messages import SequenceSpec
 from baton.sampling import EarlyStopping, FinishReason
 from baton.scores import Candidates
+from deploy.worker.calls import require_servable
 from tests.support.builders import sequence_spec
 
 VOCAB_SIZE = 97
@@ -35,6 +37,8 @@ def search_of(**values: Any) -> BeamSearch:
         "early_stopping": EarlyStopping.FALSE,
         "max_tokens": 10,
         "end_token_ids": frozenset({END}),
+        "running": (Beam(),),
+        "finished": (),
     }
     return BeamSearch(**asked | values)
 
@@ -143,9 +147,12 @@ def test_a_search_ends_when_no_beam_is_left() -> None:
 
 
 def test_what_all_beams_begin_with() -> None:
-    assert search_of(running=(beam(1, 2, 3, logprob=0), beam(1, 2, 4, logprob=0))).shared_token_ids() == (1, 2)
-    assert search_of(running=(beam(1, logprob=0), beam(2, logprob=0))).shared_token_ids() == ()
-    assert search_of(running=(beam(1, 2, logprob=0),)).shared_token_ids() == (1, 2)
+    assert search_of(running=(beam(1, 2, 3, logprob=0), beam(1, 2, 4, logprob=0))).hypotheses.shared_token_ids() == (
+        1,
+        2,
+    )
+    assert search_of(running=(beam(1, logprob=0), beam(2, logprob=0))).hypotheses.shared_token_ids() == ()
+    assert search_of(running=(beam(1, 2, logprob=0),)).hypotheses.shared_token_ids() == (1, 2)
 
 
 # -- the group ---------------------------------------------------------------------------------------------------------
@@ -289,6 +296,44 @@ def test_a_search_that_is_preempted_again_and_again_never_stands_still(prompt: i
         if found:
             break
     assert found == expected(spec)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("prompt", range(10, 22))
+def test_a_search_goes_on_in_another_engine_from_wherever_it_was(prompt: int, logprobs: int | None) -> None:
+    spec = spec_of("moves", prompt, max_tokens=24, logprobs=logprobs)
+    engine = engine_of()
+    engine.add(spec, Purpose.GENERATE, 0.0)
+    states, beams = [engine.hypotheses(spec.sequence_id)], list[Beam]()
+    while not engine.is_idle:
+        for output in run_step(engine):
+            assert isinstance(output, Generated)
+            beams += output.beams
+        states.append(engine.hypotheses(spec.sequence_id))
+    assert states.pop() == NO_HYPOTHESES, "it is over"
+    assert len(states) > 4
+    for place, state in enumerate(states):
+        moved = replace(
+            spec, hypotheses=state, token_ids=(*spec.token_ids, *state.shared_token_ids()), request_id="moved"
+        )
+        require_servable(moved)
+        engine, found, later = engine_of(), list[Beam](), list[Hypotheses]()
+        engine.add(moved, Purpose.GENERATE, 0.0)
+        while not engine.is_idle:
+            later.append(engine.hypotheses(moved.sequence_id))
+            for output in run_step(engine):
+                assert isinstance(output, Generated)
+                found += output.beams
+        assert found == beams
+        assert list(dict.fromkeys(later)) == list(dict.fromkeys(states[place:])), "it goes on from there"
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_beam_of_a_token_without_an_embedding_is_refused(is_running: bool) -> None:
+    bad, good = Beam(token_ids=(VOCAB_SIZE,)), Beam(token_ids=(5,))
+    state = Hypotheses(running=(good, bad)) if is_running else Hypotheses(running=(good,), finished=(bad,))
+    with pytest.raises(InvalidRequest, match=f"token id {VOCAB_SIZE} is outside the model's vocabulary"):
+        engine_of().add(replace(spec_of("bad", 5), hypotheses=state), Purpose.GENERATE, 0.0)
 
 
 @pytest.mark.parametrize("with_state", [False, True])
