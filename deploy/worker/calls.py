@@ -186,7 +186,7 @@ def require_servable(spec: SequenceSpec) -> None:
         (0 <= spec.sampling.top_k <= MAX_TOP_K, f"top_k must be 0 to {MAX_TOP_K}"),
         (not spec.sampling.stop and spec.sampling.n == 1, "stop strings and n stay with the router"),
         (
-            spec.hypotheses == NO_HYPOTHESES or _is_of(spec, spec.hypotheses),
+            _may_search(spec) if spec.sampling.use_beam_search else spec.hypotheses == NO_HYPOTHESES,
             "the hypotheses are not those of its beam search",
         ),
         (spec.ttft_s >= 0 and spec.itl_s >= 0, "ttft_s and itl_s must be at least 0"),  # which NaN is not
@@ -196,20 +196,19 @@ def require_servable(spec: SequenceSpec) -> None:
             raise InvalidRequest(f"a worker cannot serve this sequence: {rule}")
 
 
-def _is_of(spec: SequenceSpec, hypotheses: Hypotheses) -> bool:
-    """Returns whether a search may be in such a state."""
-    params, running, finished = spec.sampling, hypotheses.running, hypotheses.finished
+def _may_search(spec: SequenceSpec) -> bool:
+    """Returns whether its search may be in the state that its hypotheses say, or at its begin."""
+    params, running, finished = spec.sampling, spec.hypotheses.running, spec.hypotheses.finished
     beams, num_tokens = (*running, *finished), len(running[0].token_ids) if running else 0
     return (
-        params.use_beam_search
-        and max(len(running), len(finished)) <= params.num_beams
+        max(len(running), len(finished)) <= params.num_beams
         and num_tokens < spec.max_tokens
         and all(len(beam.token_ids) == num_tokens and beam.finish_reason is None for beam in running)
         and all(0 < len(beam.token_ids) <= num_tokens and beam.finish_reason is not None for beam in finished)
         and all(math.isfinite(beam.logprob) for beam in beams)
         and all(len(beam.scores) == len(beam.token_ids) * params.wants_scores for beam in beams)
         and len({beam.scores.num_top for beam in beams if beam.token_ids}) <= 1
-        and spec.token_ids[spec.num_prompt_tokens :] == hypotheses.shared_token_ids()
+        and spec.token_ids[spec.num_prompt_tokens :] == spec.hypotheses.shared_token_ids()
     )
 
 

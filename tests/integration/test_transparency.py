@@ -206,6 +206,39 @@ def test_decode_workers_leave_in_the_middle(split_fleet: Fleet, answers: list[An
     assert (num_migrated if number is signal.SIGTERM else num_retried) > 10
 
 
+def test_a_search_goes_on_where_the_leaving_worker_was(split_fleet: Fleet) -> None:
+    """Its next worker computes what is left of it, and not all of it again."""
+    num_tokens, width = 160, 4
+    asked = {"temperature": 0.0, "top_k": 0, "use_beam_search": True, "beam_width": width, "early_stopping": "never"}
+    request = with_sampling(asks.greedy(prompt_of(4242, 48), num_tokens), **asked)
+
+    def computed() -> dict[str, int]:
+        return {worker["id"]: worker["computed_tokens"] for worker in split_fleet.client.status()["workers"]}
+
+    before = computed()
+    with ThreadPoolExecutor(1) as pool:
+        hearing = pool.submit(heard_from, split_fleet, request)
+
+        def busy() -> str:
+            """The worker that has done more than half of the search; empty: none yet."""
+            most = num_tokens * width * 0.6
+            found = (name for name, number in computed().items() if number - before.get(name, 0) > most)
+            return next(found, "")
+
+        wait_until(lambda: bool(busy()))
+        left = busy()
+        split_fleet.remove(left, signal.SIGTERM)
+        heard = hearing.result(60)
+    assert [choice.token_ids for choice in heard.answer.choices] == asks.expected(request)
+    (goes_on,) = [name for name in split_fleet.workers if name.startswith(Role.DECODE)]
+    wait_until(lambda: computed()[goes_on] > before[goes_on])
+    split_fleet.routers[0].wait_until_idle()
+    num_computed_there = computed()[goes_on] - before[goes_on]
+    print(f"{left} left; {goes_on} has computed {num_computed_there} of {num_tokens * width} tokens")
+    assert num_computed_there < num_tokens * width * 0.6
+    split_fleet.wait_for(split_fleet.add(Role.DECODE))
+
+
 def test_a_router_dies_in_the_middle(split_fleet: Fleet, answers: list[Answer]) -> None:
     """Each client has half of its answer, and gets the rest from the other router."""
     first, second = split_fleet.routers

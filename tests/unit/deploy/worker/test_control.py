@@ -134,6 +134,7 @@ def test_the_state_of_a_search_can_be_served() -> None:
     require_servable(replace(SEARCH, hypotheses=TWO_BEAMS))
     at_begin = replace(SEARCH, token_ids=(3, 4), hypotheses=Hypotheses(running=(Beam(),)))
     require_servable(at_begin)
+    require_servable(replace(at_begin, hypotheses=NO_HYPOTHESES))
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,7 @@ def test_the_state_of_a_search_can_be_served() -> None:
                 "token_ids": (3, 4, 5, 6),
             },
         ),
+        (NO_HYPOTHESES, {}),
         (replace(TWO_BEAMS, running=()), {"token_ids": (3, 4)}),
         (TWO_BEAMS, {"token_ids": (3, 4)}),
         (TWO_BEAMS, {"token_ids": (3, 4, 6)}),
