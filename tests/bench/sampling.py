@@ -10,6 +10,7 @@ from baton.sampling import SamplingParams
 from baton.structure import StructuredOutputs
 from deploy.models import cache_dir, resolve
 from router.prompt import Tokenizer
+from tests.bench import first_tokens, masks
 from tests.bench.engine import GREEDY, PROMPT_TOKENS, TEXT, Baton, Measured
 from tests.bench.report import Report, Table
 from tests.bench.stats import Spread, interleaved, ratio, spread
@@ -36,6 +37,11 @@ LIST = json.dumps({
 })  # fmt: skip
 """A schema of which no answer ends during the measurement."""
 SCHEMA = StructuredOutputs(json=LIST)
+STRUCTURES = {
+    "a JSON schema": SCHEMA,
+    "any JSON object": StructuredOutputs(json_object=True),
+    "a regular expression": StructuredOutputs(regex=r"([a-z]{2,9} [0-9]{1,3}, ){200}"),
+}
 ALL = replace(EVERYTHING, logprobs=5, structured_outputs=SCHEMA, ignore_eos=False)
 CASES: dict[str, tuple[tuple[SamplingParams, ...], str]] = {
     "greedy, again": ((GREEDY,), ""),
@@ -110,4 +116,6 @@ def run(quick: bool) -> Report:
     )
     for name, (_, gate) in CASES.items():
         table.rows.append(_row(name, found[name], greedy, num_steps, gate))
-    return Report("sampling", [table, _beams(engine, prompts[0], num_rounds, num_steps)])
+    beams = _beams(engine, prompts[0], num_rounds, num_steps)
+    masked = masks.table(path / "tokenizer.json", STRUCTURES, quick)
+    return Report("sampling", [table, beams, masked, first_tokens.table(quick)])
