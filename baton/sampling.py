@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.structure import StructuredOutputs
@@ -201,10 +203,16 @@ class SamplingParams:
             "reasoning_end_ids": self.reasoning_end_ids,
         }
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What is not at its default, by name: of most requests two or three values."""
+        return {name: value for name, default in _DEFAULTS if (value := getattr(self, name)) != default}
+
     def __post_init__(self) -> None:
         self._check_draw()
         self._check_ends()
-        self._check_adjustments()
+        if _of_adjustments(self) != _NO_ADJUSTMENTS:
+            self._check_adjustments()
         self._check_structure()
         self._check_beams()
 
@@ -244,7 +252,7 @@ class SamplingParams:
             _require_length(stop, "stop")
 
     def _check_adjustments(self) -> None:
-        """Checks what changes logits: a few comparisons where nothing does."""
+        """Checks what changes logits."""
         penalty = self.repetition_penalty
         _require(MIN_REPETITION_PENALTY <= penalty <= MAX_PENALTY, "repetition_penalty",
                  f"between {MIN_REPETITION_PENALTY} and {MAX_PENALTY:g}", penalty)  # fmt: skip
@@ -314,6 +322,15 @@ class SamplingParams:
         _require(self.best_of is None, "best_of", "unset with use_beam_search: set beam_width", self.best_of)
 
 
+ADJUSTMENTS = (
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "bad_word_ids",
+    "allowed_token_ids", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_sequence_breakers",
+    "dry_breaker_ids", "xtc_exempt_token_ids",
+)  # fmt: skip
+"""Fields that most requests leave as they are, and that are checked together."""
+_of_adjustments = operator.attrgetter(*ADJUSTMENTS)
+_DEFAULTS = tuple((field.name, field.default) for field in fields(SamplingParams))
+_NO_ADJUSTMENTS = tuple(dict(_DEFAULTS)[name] for name in ADJUSTMENTS)
 UNDRAWN: dict[str, tuple[float, ...]] = {
     "top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,), "typical_p": (1.0,), "xtc_probability": (0.0,),
 }  # fmt: skip

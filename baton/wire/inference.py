@@ -15,16 +15,14 @@ from baton.structure import StructuredOutputs
 from baton.v1 import inference_pb2
 from baton.wire.convert import from_pb, to_pb
 
-_SAMPLING_DEFAULTS = tuple((field.name, field.default) for field in dataclasses.fields(SamplingParams))
-SAMPLING_NAMES = frozenset(name for name, _ in _SAMPLING_DEFAULTS)
+SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 """Fields of the contract's `SamplingParams` that this release has."""
 
 
 def write_sampling(params: SamplingParams, message: inference_pb2.SamplingParams) -> None:
-    """Writes what is not at its default into an empty message: most requests set two or three of the fields."""
+    """Writes what is not at its default into an empty message."""
     message.SetInParent()
-    asked = {name: value for name, default in _SAMPLING_DEFAULTS if (value := getattr(params, name)) != default}
-    if asked:
+    if asked := params.asked:
         message.MergeFrom(_asked_sampling(asked))
 
 

@@ -9,6 +9,7 @@ from router.admission.gate import PATIENCE, Gate, QueueEntry
 from router.admission.history import AnswerHistory
 from router.admission.limiter import Limiter
 from router.admission.validate import (
+    MAX_SETTLED,
     ModelFacts,
     check_length,
     check_model,
@@ -21,6 +22,7 @@ from router.admission.validate import (
 )
 
 __all__ = [
+    "MAX_SETTLED",
     "PATIENCE",
     "AnswerHistory",
     "Claim",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,8 @@ from baton.errors import InvalidRequest, ModelNotFound
 from baton.sampling import UNDRAWN, SamplingParams
 
 MAX_REQUEST_ID = 128
+MAX_SETTLED = 128
+"""Sampling parameters that are kept: most clients ask for the same again and again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +102,16 @@ def sampling_params(asked: Mapping[str, Any], model: ModelFacts) -> SamplingPara
     Raises:
         InvalidRequest: a value is out of range.
     """
+    return _settled(tuple(asked.items()), model)
+
+
+@functools.lru_cache(maxsize=MAX_SETTLED)
+def _settled(asked: tuple[tuple[str, Any], ...], model: ModelFacts) -> SamplingParams:
     defaults = model.default_sampling
-    if asked.get("use_beam_search"):
+    if dict(asked).get("use_beam_search"):
         undrawn: dict[str, Any] = {name: neutral[0] for name, neutral in UNDRAWN.items()}
         defaults = replace(defaults, **undrawn, temperature=0.0)
-    params = replace(defaults, **{"min_tokens": 0, **asked})
+    params = replace(defaults, **{"min_tokens": 0, **dict(asked)})
     if params.use_beam_search:
         params = replace(params, temperature=0.0)
     for name, ids in params.named_token_ids.items():

@@ -17,6 +17,7 @@ and it has no flush. Hence this code, with two rules more: skipped tokens never 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -41,8 +42,8 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skips_special = skip_special_tokens
+        self._has_text = functools.partial(tokenizer.has_text, skip_special_tokens=skip_special_tokens)
+        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._window = [token_id for token_id in context[-NUM_CONTEXT:] if tokenizer.has_text(token_id)]
         self._context_text = self._decode(self._window)
         if self._context_text.endswith(REPLACEMENT):
@@ -61,12 +62,6 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """The answer has ended: what was held back, with U+FFFD for bytes that make no character."""
         return self._advance(len(self._window))
-
-    def _has_text(self, token_id: int) -> bool:
-        return self._tokenizer.has_text(token_id, skip_special_tokens=self._skips_special)
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
     def _push(self, token_id: int) -> str:
         self._window.append(token_id)

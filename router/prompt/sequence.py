@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 from dataclasses import fields, replace
 from typing import Any
@@ -15,7 +16,7 @@ from baton.api import Chat, PromptInput, Text, TokenIds
 from baton.blocks import cache_seed
 from baton.messages import ROUTERS_SAMPLING, SequenceSpec
 from baton.sampling import SamplingParams
-from router.admission import ModelFacts, check_length, check_prompt, check_vocabulary
+from router.admission import MAX_SETTLED, ModelFacts, check_length, check_prompt, check_vocabulary
 from router.admission.tenants import Tenant
 from router.prompt.tokenizer import Tokenizer
 
@@ -82,17 +83,15 @@ class SequenceBuilder:
         self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, tenant: Tenant
     ) -> SequenceSpec:
         """The sequence of a request's first choice, whose sampling has token ids in place of texts (`in_tokens`)."""
-        top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
-        logprobs = 0 if params.is_selected and params.logprobs is None else params.logprobs
-        seed = self._seed(tenant, request_id) if params.seed is None else params.seed
-        if params.use_beam_search:
-            params = replace(params, beam_width=params.num_beams)
+        sampling = _for_workers(params, self._vocab_size)
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=self._seed(tenant, request_id))
         return SequenceSpec(
             request_id=request_id,
             choice_index=0,
             token_ids=prompt_ids,
             num_prompt_tokens=len(prompt_ids),
-            sampling=replace(params, **_NO_ROUTERS_SAMPLING, top_k=top_k, seed=seed, logprobs=logprobs),
+            sampling=sampling,
             cache_seed=self._cache_seed(tenant),
         )
 
@@ -107,3 +106,13 @@ class SequenceBuilder:
         name = f"seed\0{tenant.id}\0{request_id}"
         drawn = hmac.digest(self._secret, name.encode(), "sha256")[:8]
         return max(-(2**63 - 1), int.from_bytes(drawn, "little", signed=True))
+
+
+@functools.lru_cache(maxsize=MAX_SETTLED)
+def _for_workers(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Returns what workers need to know, but for the seed where none is set."""
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    logprobs = 0 if params.is_selected and params.logprobs is None else params.logprobs
+    if params.use_beam_search:
+        params = replace(params, beam_width=params.num_beams)
+    return replace(params, **_NO_ROUTERS_SAMPLING, top_k=top_k, logprobs=logprobs)
