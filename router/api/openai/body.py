@@ -148,7 +148,8 @@ class Body(BaseModel):
             check_asks_for_nothing(name, value, NEUTRAL[name])
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise unsupported_field("stream_options.include_obfuscation")
-        asked = {name: _plain(name, value) for name in _SAME_NAME if (value := getattr(self, name)) is not None}
+        named = [name for name in _SAME_NAME if name in self.model_fields_set]
+        asked = {name: _plain(name, value) for name in named if (value := getattr(self, name)) is not None}
         if self.stream and (self.best_of or 0) > (self.n or 1):
             raise InvalidRequest("an answer that is the best of several cannot be streamed; unset stream", "best_of")
         if self.stream and self.use_beam_search:
