@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -206,7 +207,9 @@ class SamplingParams:
     @property
     def asked(self) -> dict[str, Any]:
         """What is not at its default, by name: of most requests two or three values."""
-        return {name: value for name, default in _DEFAULTS if (value := getattr(self, name)) != default}
+        values = _of_all(self)
+        differ = map(operator.ne, values, _DEFAULTS.values())
+        return dict(itertools.compress(zip(_DEFAULTS, values, strict=True), differ))
 
     def __post_init__(self) -> None:
         self._check_draw()
@@ -329,8 +332,9 @@ ADJUSTMENTS = (
 )  # fmt: skip
 """Fields that most requests leave as they are, and that are checked together."""
 _of_adjustments = operator.attrgetter(*ADJUSTMENTS)
-_DEFAULTS = tuple((field.name, field.default) for field in fields(SamplingParams))
-_NO_ADJUSTMENTS = tuple(dict(_DEFAULTS)[name] for name in ADJUSTMENTS)
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+_of_all = operator.attrgetter(*_DEFAULTS)
+_NO_ADJUSTMENTS = tuple(_DEFAULTS[name] for name in ADJUSTMENTS)
 UNDRAWN: dict[str, tuple[float, ...]] = {
     "top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,), "typical_p": (1.0,), "xtc_probability": (0.0,),
 }  # fmt: skip
