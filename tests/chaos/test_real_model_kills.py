@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import psutil
 import pytest
 
 from baton import wire
 from baton.api import GenerateRequest, Text
+from baton.structure import StructuredOutputs
 from tests.chaos.asks import Answer, Listening, listen
 from tests.integration.cluster import Cluster, running_cluster
 from tests.support.waiting import wait_until
@@ -23,6 +26,14 @@ NUM_TOKENS = 24
 PARTY = "🙂🎉🙂🎉🙂🎉🙂🎉"
 ANIMALS = "猫🐈犬🐕猫🐈犬🐕猫🐈"
 """With both, each token wins by more than 0.03: no other batch shape gives another one."""
+
+
+CAT = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "lives": {"type": "integer", "maximum": 9}},
+    "required": ["name", "lives"],
+    "additionalProperties": False,
+}
 
 
 def greedy(text: str) -> GenerateRequest:
@@ -39,7 +50,20 @@ REQUESTS = [
         prompt=Text("Once upon a time"),
         sampling={"temperature": 0.9, "top_p": 0.9, "seed": 5, "max_tokens": NUM_TOKENS, "ignore_eos": True},
     ),
-]
+    GenerateRequest(
+        prompt=Text("A cat, as JSON:\n"),
+        sampling={
+            "temperature": 1.0, "seed": 7, "max_tokens": 2 * NUM_TOKENS,
+            "structured_outputs": StructuredOutputs(json=json.dumps(CAT)),
+        },
+    ),
+    GenerateRequest(
+        prompt=Text("Once upon a time"),
+        sampling={
+            "temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "use_beam_search": True, "beam_width": 3,
+        },
+    ),
+]  # fmt: skip
 
 
 def ask(cluster: Cluster, request: GenerateRequest, kill_after: int | None = None) -> Listening:
@@ -73,7 +97,7 @@ def test_streams_outlive_their_decode_worker(model_dir: Path) -> None:
     with running_cluster("--decode", "2", router_mode="split") as cluster, ThreadPoolExecutor(len(REQUESTS)) as pool:
         undisturbed = [ask(cluster, request).answer for request in REQUESTS]
         _check(undisturbed)
-        for kill_after in (0, 2, 13, 20):
+        for kill_after in (0, 2, 13, 20):  # of the first one; the others are somewhere on their way
             named = [replace(r, request_id=f"{kill_after}-{number}") for number, r in enumerate(REQUESTS)]
             kills = [kill_after] + [None] * (len(named) - 1)
             heard = list(pool.map(partial(ask, cluster), named, kills))
@@ -92,3 +116,5 @@ def _check(answers: list[Answer]) -> None:
     assert len(texts[0]) < len(answers[0].choices[0].token_ids), "characters of several tokens"
     assert texts[2] == texts[0][: texts[0].index("🐕猫")]
     assert answers[2].choices[0].finish_reason == "stop"
+    assert answers[4].choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(texts[4]), CAT)
