@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.api import GenerateChunk
 from baton.errors import InvalidRequest
@@ -17,8 +17,7 @@ REPLAY_TOKENS = 64
 """Tokens of a continued answer that are written to text before others have their turn on the event loop."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """What new tokens add to an answer."""
 
     text: str
@@ -96,7 +95,7 @@ class AnswerWriter:
             token_ids=tuple(token_ids[begin:]),
             finish_reason=finish_reason,
             stop_reason=self._stop_reason(token_ids, finish_reason),
-            scores=scores.part(begin, len(token_ids)),
+            scores=scores.part(begin, len(token_ids)) if begin else scores,
         )
 
     @property

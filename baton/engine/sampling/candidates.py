@@ -29,19 +29,28 @@ def candidates_of(
     logprobs = logits[list(rows)].float().log_softmax(-1)
     ends = [_ends(row.sampling, eos_token_ids) for row in rows.values()]
     most = max(row.sampling.num_beams + len(of_row) for row, of_row in zip(rows.values(), ends, strict=True))
-    best = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
+    least = logprobs.topk(min(most, logits.shape[-1]), dim=-1).values[:, -1]
     found = {}
-    for (index, row), of_row, ids, values in zip(
-        rows.items(), ends, best.indices.tolist(), best.values.tolist(), strict=True
-    ):
+    for place, ((index, row), of_row) in enumerate(zip(rows.items(), ends, strict=True)):
+        ids, values = _falling(logprobs[place], least[place])
         num_needed = num_going_on = 0
-        while num_going_on < row.sampling.num_beams and num_needed < len(ids) and values[num_needed] > -math.inf:
+        while num_going_on < row.sampling.num_beams and num_needed < len(ids):
             num_going_on += ids[num_needed] not in of_row
             num_needed += 1
         token_ids = tuple(ids[:num_needed])
         scores = raw.of_candidates(index, token_ids) if raw and token_ids else ()
         found[index] = Candidates(token_ids, tuple(values[:num_needed]), scores)
     return found
+
+
+def _falling(logprobs: torch.Tensor, least: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Returns the possible tokens that are at least so likely, in falling order, and their log probabilities.
+
+    Of equally likely ones the lower id is first. `topk` takes any of them, and others where the batch is another.
+    """
+    ids = ((logprobs >= least) & (logprobs > -math.inf)).nonzero()[:, 0]
+    values, order = logprobs[ids].sort(descending=True, stable=True)
+    return ids[order].tolist(), values.tolist()
 
 
 def _ends(params: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:

@@ -72,3 +72,14 @@ def test_a_row_of_which_nothing_is_possible_has_none() -> None:
         torch.full((1, VOCAB_SIZE), -torch.inf), [row_of(beam_width=2, logprobs=1)]
     )
     assert found.candidates[0] == ((), (), ())
+
+
+@pytest.mark.parametrize("num_others", [0, 1, 5])
+def test_of_equally_likely_tokens_the_first_ones_are_taken_whoever_is_in_the_batch(num_others: int) -> None:
+    """A structure leaves thousands of them where other steps have excluded all that it allows."""
+    logits = torch.zeros(1 + num_others, 3000)
+    logits[:, 2000] = 1.0
+    others = [row_of(beam_width=width, ignore_eos=True) for width in (16, 3, 2, 7, 1)[:num_others]]
+    found = Sampler(EOS_IDS).sample_and_score(logits, [row_of(beam_width=4), *others])
+    assert found.candidates[0].token_ids == (2000, 0, 1, 2), "in their order"
+    assert sorted(found.candidates[0].logprobs, reverse=True) == list(found.candidates[0].logprobs)
