@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,13 +28,30 @@ def scores_of(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> T
     logits = logits.float()
     log_sums = logits.logsumexp(-1, keepdim=True)
     chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None]) - log_sums
-    best = logits.topk(min(num_top, logits.shape[-1]), dim=-1)
-    tops = (best.values - log_sums).clamp(min=LEAST)
+    best_ids, best = _likeliest(logits, num_top)
+    tops = (best - log_sums).clamp(min=LEAST)
     return TokenScores(
         tuple(chosen[:, 0].clamp(min=LEAST).tolist()),
-        tuple(best.indices.flatten().tolist()),
+        tuple(itertools.chain.from_iterable(best_ids)),
         tuple(tops.flatten().tolist()),
     )
+
+
+def _likeliest(logits: torch.Tensor, count: int) -> tuple[list[list[int]], torch.Tensor]:
+    """Returns the likeliest tokens of each row, `[rows, count]`, in falling order, and their logits.
+
+    Of equal ones the lower id is first. `topk` takes any of them, and others where the batch is another.
+    """
+    count = min(count, logits.shape[-1])
+    best = logits.topk(min(count + 1, logits.shape[-1]), dim=-1)
+    ids = best.indices[:, :count].tolist()
+    is_tied = (best.values[:, 1:] == best.values[:, :-1]).any(-1)
+    for row in is_tied.nonzero()[:, 0].tolist() if count else ():
+        least = best.values[row, count - 1]
+        able = (logits[row] >= least).nonzero()[:, 0]
+        order = logits[row, able].sort(descending=True, stable=True).indices[:count]
+        ids[row] = able[order].tolist()
+    return ids, best.values[:, :count]
 
 
 class RawLogits:
@@ -82,8 +100,8 @@ class RawLogits:
     def _tops(self) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
         """Returns the likeliest tokens of each row that asks, or those that it names, with their log probabilities."""
         most = max(0 if params.logprob_token_ids else params.logprobs or 0 for params in self._asking.values())
-        best = self._logits.topk(min(most, self._logits.shape[-1]), dim=-1)
-        top_ids, top_logprobs = best.indices.tolist(), self._finite(best.values - self._log_sums[:, None])
+        top_ids, best = _likeliest(self._logits, most)
+        top_logprobs = self._finite(best - self._log_sums[:, None])
         tops = []
         for place, params in enumerate(self._asking.values()):
             if named := params.logprob_token_ids:

@@ -17,6 +17,7 @@ from baton.engine.sampling.history import MAX_KEPT, Histories, History
 from baton.engine.sampling.pipeline import Sampler
 from baton.engine.sampling.random import DRAW, XTC, uniform
 from baton.engine.sampling.row import Row
+from baton.engine.sampling.scores import scores_of
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES
 from tests.unit.baton.engine.sampling import reference
@@ -313,3 +314,20 @@ def test_scores_of_tokens_that_a_client_names() -> None:
 
 def test_who_asks_for_no_scores_gets_none() -> None:
     assert Sampler(EOS_IDS).sample_and_score(logits_of(1)[None], [row_of({})])[1] is None
+
+
+@pytest.mark.parametrize("num_top", [1, 3, 5])
+def test_equally_likely_tokens_have_one_order_whoever_is_in_the_batch(num_top: int) -> None:
+    """As in bfloat16, where many logits are equal."""
+    logits = torch.zeros(3, 3000)
+    logits[0, [2000, 7]] = 1.0
+    logits[2] = torch.randperm(3000, generator=torch.Generator().manual_seed(1)).float()
+    rows = [row_of({"temperature": 0.0, "logprobs": most}) for most in (num_top, 2, 20)]
+    scores = Sampler().sample_and_score(logits.clone(), rows).scores
+    assert scores is not None
+    assert scores[0].top_ids == (7, 2000, 0, 1, 2)[:num_top]
+    assert scores[1].top_ids == (0, 1)
+    assert scores[2].top_ids == tuple(logits[2].topk(20).indices.tolist())
+    of_prompt = scores_of(logits, [5, 5, 5], num_top)
+    assert of_prompt.top_ids[:num_top] == (7, 2000, 0, 1, 2)[:num_top]
+    assert of_prompt.top_ids[num_top : 2 * num_top] == tuple(range(num_top))
