@@ -10,8 +10,8 @@ by its reference counts; cycles, of exceptions mostly, may wait."""
 
 
 def keep_what_is_loaded() -> None:
-    """Has the collector never look again at what there is now: modules and models stay for good. To be called once all
-    is loaded and nothing is served yet.
+    """Has the collector never look again at what there is now: modules and models stay for good. To be called before
+    anything is served.
     """
     gc.collect()
     gc.freeze()

@@ -341,7 +341,9 @@ class Migrate(_message.Message):
     HYPOTHESES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hypotheses(self) -> Global___Hypotheses:
-        """Where a beam search was by then; absent: the choice is none, or its search is served here to its end."""
+        """Where a beam search was by then; without beams: the choice is none, or its search is served here to its
+        end.
+        """
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ def write_sequence(spec: m.SequenceSpec, message: worker_pb2.SequenceSpec) -> No
     message.ttft_s = spec.ttft_s
     message.itl_s = spec.itl_s
     message.num_expected_tokens = spec.num_expected_tokens
-    if spec.hypotheses is not NO_HYPOTHESES:
+    if spec.hypotheses != NO_HYPOTHESES:
         message.hypotheses.CopyFrom(to_pb(spec.hypotheses, worker_pb2.Hypotheses))
 
 

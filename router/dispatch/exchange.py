@@ -299,9 +299,10 @@ class _Rest:
 
     async def _leave(self, order: Migrate) -> Decoding | Moved:
         """Prepares a move, and returns what comes first: the next message, or that the move is ready."""
-        self._attempt.choice.hypotheses = order.hypotheses
-        if self._attempt.spec.sampling.use_beam_search and not order.hypotheses.running:
-            return await self._stream.read()  # a search whose state does not travel: its worker serves it to the end
+        if self._attempt.spec.sampling.use_beam_search:
+            if not order.hypotheses.running:
+                return await self._stream.read()  # its state does not travel: its worker serves it to the end
+            self._attempt.choice.hypotheses = order.hypotheses
         if self._preparing is None:
             self._preparing = self._held.start(self._migration.prepare(self._attempt, self._stream))
         return await self._read_or_move(self._preparing)

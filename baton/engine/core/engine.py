@@ -305,7 +305,9 @@ class Engine:
             self._finish(sequence)
 
     def hypotheses(self, sequence_id: str) -> Hypotheses:
-        """Returns where a sequence's beam search is; empty: it has none."""
+        """Returns where a sequence's beam search is; empty: it has none, or none that goes on elsewhere."""
+        if self.runner.spec.states:
+            return NO_HYPOTHESES  # a state that is handed over is ahead of what its beams begin with
         searches = (s.search for s in self.sequences.values() if s.search is not None and s.sequence_id == sequence_id)
         search = next(searches, None)
         return NO_HYPOTHESES if search is None else search.hypotheses

@@ -205,5 +205,5 @@ def apply(logits: torch.Tensor, masks: Masks) -> None:
         row = logits[index]
         is_allowed = torch.from_numpy(allowed).to(row.device)
         row.masked_fill_(~is_allowed, EXCLUDED)
-        if row.amax() == EXCLUDED:
+        if not row.amax() > EXCLUDED:  # nor where it is no number
             row.masked_fill_(is_allowed, 0.0)

@@ -304,6 +304,15 @@ def test_the_state_of_a_search_is_read_unless_it_is_too_large(kind: str) -> None
     assert isinstance(read(most + wire.MAX_CONTROL_BYTES), InvalidRequest)
 
 
+def test_an_order_to_move_what_is_no_search_adds_nothing_to_its_sequence() -> None:
+    """Else no worker of an older release could take it."""
+    ((_, order),) = wire.events(through_bytes(wire.serve_response([(1, m.Migrate())])))
+    assert isinstance(order, m.Migrate)
+    spec = builders.sequence_spec((1, 2, 3), "r")
+    moved = dataclasses.replace(spec, hypotheses=order.hypotheses)
+    assert wire.fields_of(moved) == wire.fields_of(spec)
+
+
 # -- the public API ----------------------------------------------------------------------------------------------------
 
 SAMPLING_FIELDS = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name

@@ -555,7 +555,7 @@ async def test_a_search_goes_on_elsewhere_from_where_it_was() -> None:
     begun = NewTokens(token_ids=(), finish_reason=None, report=PrefillReport())
     never = asyncio.Event()
     workers = ScriptedWorkers(
-        decode=[[begun, Migrate(hypotheses), never], [ticket, begun, GONE], [begun, found(7)]],
+        decode=[[begun, Migrate(hypotheses), never], [ticket, begun, Migrate(), GONE], [begun, found(7)]],
         fetch=[[Fetched(NUM_PROMPT)]],
         prefill=[computes()],
     )

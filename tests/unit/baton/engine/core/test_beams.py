@@ -328,6 +328,15 @@ def test_a_search_goes_on_in_another_engine_from_wherever_it_was(prompt: int, lo
         assert list(dict.fromkeys(later)) == list(dict.fromkeys(states[place:])), "it goes on from there"
 
 
+@pytest.mark.parametrize("with_state", [False, True])
+def test_a_search_stays_where_its_model_has_a_state(with_state: bool) -> None:
+    engine, spec = engine_of(with_state=with_state), spec_of("stays", 20)
+    engine.add(spec, Purpose.GENERATE, 0.0)
+    for _ in range(8):
+        run_step(engine)
+    assert bool(engine.hypotheses(spec.sequence_id).running) is not with_state
+
+
 @pytest.mark.parametrize("is_running", [True, False])
 def test_a_beam_of_a_token_without_an_embedding_is_refused(is_running: bool) -> None:
     bad, good = Beam(token_ids=(VOCAB_SIZE,)), Beam(token_ids=(5,))
