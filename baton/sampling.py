@@ -325,16 +325,16 @@ class SamplingParams:
         _require(self.best_of is None, "best_of", "unset with use_beam_search: set beam_width", self.best_of)
 
 
-ADJUSTMENTS = (
+_ADJUSTMENTS = (
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "bad_word_ids",
     "allowed_token_ids", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_sequence_breakers",
     "dry_breaker_ids", "xtc_exempt_token_ids",
 )  # fmt: skip
 """Fields that most requests leave as they are, and that are checked together."""
-_of_adjustments = operator.attrgetter(*ADJUSTMENTS)
+_of_adjustments = operator.attrgetter(*_ADJUSTMENTS)
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 _of_all = operator.attrgetter(*_DEFAULTS)
-_NO_ADJUSTMENTS = tuple(_DEFAULTS[name] for name in ADJUSTMENTS)
+_NO_ADJUSTMENTS = tuple(_DEFAULTS[name] for name in _ADJUSTMENTS)
 UNDRAWN: dict[str, tuple[float, ...]] = {
     "top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,), "typical_p": (1.0,), "xtc_probability": (0.0,),
 }  # fmt: skip

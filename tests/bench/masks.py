@@ -19,7 +19,7 @@ from tests.bench.report import Table
 
 VOCAB_SIZES = (49_152, 150_000)
 NUM_TOKENS = 200
-"""Of an answer."""
+"""Most tokens of an answer."""
 EOS = 2
 
 

@@ -21,6 +21,7 @@ from baton.v1 import inference_pb2
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Served, request
 from tests.support.asking import prompt_of, sampling
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.clock
 
@@ -30,6 +31,8 @@ WAIT_S = 0.1
 NUM_TRIES = 3
 """Another test's burst makes one of them slow; a structure that does makes all of them slow."""
 STEP_MS = 4.0
+NUM_QUIET = 100
+"""Tokens that the stream beside gets before a structure comes."""
 SERVED, REFUSED, EITHER = "served", "refused", "either"
 """What is made to be costly ends on either side of the second that compiling may take: that depends on the machine."""
 
@@ -138,6 +141,11 @@ class Beside:
         except BaseException as error:
             self.error = error
 
+    def wait_for(self, num_messages: int) -> None:
+        """Waits until so many more have come."""
+        least = len(self.heard_s) + num_messages
+        wait_until(lambda: len(self.heard_s) >= least)
+
     def longest_wait_s(self, since_s: float, until_s: float) -> float:
         assert not self.error, self.error
         heard_s = [since_s, *[at_s for at_s in self.heard_s if since_s < at_s < until_s], until_s]
@@ -195,7 +203,7 @@ def test_it_is_served_or_refused_soon_and_nobody_waits(fleet: Fleet, beside: Bes
     found = []
     for number in range(NUM_TRIES):
         began_s = time.monotonic()
-        time.sleep(0.5)
+        beside.wait_for(NUM_QUIET)
         asked_s = time.monotonic()
         outcome = outcome_of(fleet, told_apart(structure, number), number)
         ended_s = time.monotonic()

@@ -14,6 +14,7 @@ __all__ = [
     "penalties",
     "pipeline",
     "random",
+    "ranking",
     "row",
     "scores",
     "structure",

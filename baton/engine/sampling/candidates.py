@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 
 import torch
 
+from baton.engine.sampling.ranking import falling
 from baton.engine.sampling.row import Row
 from baton.engine.sampling.scores import RawLogits
 from baton.sampling import SamplingParams
 from baton.scores import Candidates
+
+LEAST_POSSIBLE = torch.finfo(torch.float32).min
+"""What is less likely is excluded."""
 
 
 def candidates_of(
@@ -29,10 +32,10 @@ def candidates_of(
     logprobs = logits[list(rows)].float().log_softmax(-1)
     ends = [_ends(row.sampling, eos_token_ids) for row in rows.values()]
     most = max(row.sampling.num_beams + len(of_row) for row, of_row in zip(rows.values(), ends, strict=True))
-    least = logprobs.topk(min(most, logits.shape[-1]), dim=-1).values[:, -1]
+    least = logprobs.topk(min(most, logits.shape[-1]), dim=-1).values[:, -1].clamp(min=LEAST_POSSIBLE)
     found = {}
     for place, ((index, row), of_row) in enumerate(zip(rows.items(), ends, strict=True)):
-        ids, values = _falling(logprobs[place], least[place])
+        ids, values = (each.tolist() for each in falling(logprobs[place], least[place]))
         num_needed = num_going_on = 0
         while num_going_on < row.sampling.num_beams and num_needed < len(ids):
             num_going_on += ids[num_needed] not in of_row
@@ -41,16 +44,6 @@ def candidates_of(
         scores = raw.of_candidates(index, token_ids) if raw and token_ids else ()
         found[index] = Candidates(token_ids, tuple(values[:num_needed]), scores)
     return found
-
-
-def _falling(logprobs: torch.Tensor, least: torch.Tensor) -> tuple[list[int], list[float]]:
-    """Returns the possible tokens that are at least so likely, in falling order, and their log probabilities.
-
-    Of equally likely ones the lower id is first. `topk` takes any of them, and others where the batch is another.
-    """
-    ids = ((logprobs >= least) & (logprobs > -math.inf)).nonzero()[:, 0]
-    values, order = logprobs[ids].sort(descending=True, stable=True)
-    return ids[order].tolist(), values.tolist()
 
 
 def _ends(params: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:

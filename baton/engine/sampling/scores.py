@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from baton.engine.sampling.ranking import falling
 from baton.engine.sampling.row import Row
 from baton.engine.sampling.weights import Buffers
 from baton.scores import NO_SCORES, TokenScores
@@ -38,19 +39,13 @@ def scores_of(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> T
 
 
 def _likeliest(logits: torch.Tensor, count: int) -> tuple[list[list[int]], torch.Tensor]:
-    """Returns the likeliest tokens of each row, `[rows, count]`, in falling order, and their logits.
-
-    Of equal ones the lower id is first. `topk` takes any of them, and others where the batch is another.
-    """
+    """Returns the likeliest tokens of each row, `[rows, count]`, in falling order, and their logits."""
     count = min(count, logits.shape[-1])
     best = logits.topk(min(count + 1, logits.shape[-1]), dim=-1)
     ids = best.indices[:, :count].tolist()
     is_tied = (best.values[:, 1:] == best.values[:, :-1]).any(-1)
     for row in is_tied.nonzero()[:, 0].tolist() if count else ():
-        least = best.values[row, count - 1]
-        able = (logits[row] >= least).nonzero()[:, 0]
-        order = logits[row, able].sort(descending=True, stable=True).indices[:count]
-        ids[row] = able[order].tolist()
+        ids[row] = falling(logits[row], best.values[row, count - 1])[0][:count].tolist()
     return ids, best.values[:, :count]
 
 
