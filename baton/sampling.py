@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
@@ -61,7 +62,7 @@ class EarlyStopping(StrEnum):
     """When no beam, however long it gets, can be better than the worst answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling of one request. Constructing it validates it.
 
@@ -204,12 +205,20 @@ class SamplingParams:
             "reasoning_end_ids": self.reasoning_end_ids,
         }
 
-    @property
-    def asked(self) -> dict[str, Any]:
+    @functools.cached_property
+    def asked(self) -> Mapping[str, Any]:
         """What is not at its default, by name: of most requests two or three values."""
         values = _of_all(self)
         differ = map(operator.ne, values, _DEFAULTS.values())
         return dict(itertools.compress(zip(_DEFAULTS, values, strict=True), differ))
+
+    def seeded(self, seed: int) -> SamplingParams:
+        """Returns the same with this seed, which the caller knows to be in range: nothing is checked again, as it would
+        be for each of the requests that set none.
+        """
+        copy = object.__new__(SamplingParams)
+        vars(copy).update(vars(self), seed=seed, asked={**self.asked, "seed": seed})
+        return copy
 
     def __post_init__(self) -> None:
         self._check_draw()

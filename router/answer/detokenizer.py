@@ -17,7 +17,6 @@ and it has no flush. Hence this code, with two rules more: skipped tokens never 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -42,13 +41,15 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
-        self._has_text = functools.partial(tokenizer.has_text, skip_special_tokens=skip_special_tokens)
-        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
-        self._window = [token_id for token_id in context[-NUM_CONTEXT:] if tokenizer.has_text(token_id)]
+        self._vocab_size, self._special_ids = tokenizer.vocab_size, tokenizer.special_ids
+        self._decode = tokenizer.decode if skip_special_tokens else tokenizer.decode_all
+        self._window = self._with_text(context[-NUM_CONTEXT:])
         self._context_text = self._decode(self._window)
         if self._context_text.endswith(REPLACEMENT):
             self._window, self._context_text = [], ""  # the prompt ends inside a character: nothing to continue
         self._num_context = len(self._window)
+        if not skip_special_tokens:
+            self._special_ids = frozenset()
 
     @property
     def holds_back(self) -> bool:
@@ -57,11 +58,16 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""
-        return "".join([self._push(token_id) for token_id in token_ids if self._has_text(token_id)])
+        return "".join([self._push(token_id) for token_id in self._with_text(token_ids)])
 
     def flush(self) -> str:
         """The answer has ended: what was held back, with U+FFFD for bytes that make no character."""
         return self._advance(len(self._window))
+
+    def _with_text(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens at which `decode` looks: not outside the vocabulary, nor special where it skips such tokens."""
+        size, skipped = self._vocab_size, self._special_ids
+        return [token_id for token_id in token_ids if 0 <= token_id < size and token_id not in skipped]
 
     def _push(self, token_id: int) -> str:
         self._window.append(token_id)

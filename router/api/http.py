@@ -120,7 +120,7 @@ def _add_vllm(app: FastAPI, service: RouterService) -> None:
         check_model(body.model or "", service.facts)
         if any(not 0 <= token < service.facts.vocab_size for token in body.tokens):
             raise InvalidRequest(f"tokens must be ids from 0 to {service.facts.vocab_size - 1}", "tokens")
-        return {"prompt": service.model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        return {"prompt": service.model.tokenizer.decode_all(body.tokens)}
 
 
 def _add_page_and_probes(app: FastAPI, is_ready: Callable[[], str], metrics: Callable[[], bytes]) -> None:
@@ -248,7 +248,7 @@ async def _events(
                 prompt = prompt or chunk.prompt_scores
                 index, is_first = chunk.choice_index, chunk.choice_index not in begun
                 if chunk.text or chunk.finish_reason or chunk.scores or is_first:
-                    logprobs = begun.setdefault(index, CompletionLogprobs(shape.tokenizer))
+                    logprobs = begun.get(index) or begun.setdefault(index, CompletionLogprobs(shape.tokenizer))
                     yield _event(shape.chunk(index, chunk, is_first, logprobs, prompt))
                 usage, timing = chunk.usage or usage, chunk.timing or timing
                 chunk = await anext(chunks, None)

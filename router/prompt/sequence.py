@@ -85,7 +85,7 @@ class SequenceBuilder:
         """The sequence of a request's first choice, whose sampling has token ids in place of texts (`in_tokens`)."""
         sampling = _for_workers(params, self._vocab_size)
         if sampling.seed is None:
-            sampling = replace(sampling, seed=self._seed(tenant, request_id))
+            sampling = sampling.seeded(self._seed(tenant, request_id))
         return SequenceSpec(
             request_id=request_id,
             choice_index=0,

@@ -133,13 +133,15 @@ class Tokenizer:
         """
         return self._segments.encode(self.chat_template.render(messages, tools, **variables), scope)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text; U+FFFD stands for bytes that make no character, ids outside the vocabulary have none."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text; U+FFFD stands for bytes that make no character, special tokens and ids outside the
+        vocabulary have none.
+        """
+        return self._tokenizer.decode(token_ids)
 
-    def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
-        """Whether `decode` looks at it: not outside the vocabulary, nor special where it skips such tokens."""
-        return 0 <= token_id < self.vocab_size and not (skip_special_tokens and token_id in self.special_ids)
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Returns the text as `decode` does, with that of special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def encode_fragment(self, text: str) -> list[int]:
         """The tokens of a text that has others around it.

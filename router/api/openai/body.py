@@ -30,7 +30,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """OpenAI's and vLLM's fields that are not built yet -> the values that ask for nothing. null always does."""
 
 
-_SAME_NAME = [field.name for field in fields(SamplingParams) if field.name not in ("logprobs", "structured_outputs")]
+_SAME_NAME = {field.name for field in fields(SamplingParams)} - {"logprobs", "structured_outputs"}
 
 
 class SloBody(StrictBody):
@@ -148,7 +148,7 @@ class Body(BaseModel):
             check_asks_for_nothing(name, value, NEUTRAL[name])
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise unsupported_field("stream_options.include_obfuscation")
-        named = [name for name in _SAME_NAME if name in self.model_fields_set]
+        named = _SAME_NAME & self.model_fields_set
         asked = {name: _plain(name, value) for name in named if (value := getattr(self, name)) is not None}
         if self.stream and (self.best_of or 0) > (self.n or 1):
             raise InvalidRequest("an answer that is the best of several cannot be streamed; unset stream", "best_of")

@@ -40,7 +40,7 @@ class CompletionBody(Body):
             case Text(text) if self.echo:
                 return text
             case TokenIds(ids) if self.echo:
-                return tokenizer.decode(ids, skip_special_tokens=False)
+                return tokenizer.decode_all(ids)
         return None
 
     def sampling(self) -> dict[str, Any]:

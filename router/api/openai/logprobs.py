@@ -10,6 +10,8 @@ from baton.api import PromptScores
 from baton.scores import TokenScores
 from router.prompt import Tokenizer
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
 
 def of_chat(token_ids: Sequence[int], scores: TokenScores, tokenizer: Tokenizer) -> dict[str, Any]:
     """The field `logprobs` of a chat's choice."""
@@ -25,7 +27,7 @@ class CompletionLogprobs:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _Utf8Decoder("replace")
         self._num_characters = 0
 
     def prompt(self, prompt: PromptScores) -> dict[str, list[Any]]:

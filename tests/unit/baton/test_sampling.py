@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -145,3 +145,14 @@ def test_every_field_with_token_ids_is_known_as_one() -> None:
     """These are checked against the vocabulary."""
     named = set(SamplingParams().named_token_ids)
     assert named == {field.name for field in fields(SamplingParams) if field.name.endswith("_ids")} | {"logit_bias"}
+
+
+def test_a_seed_is_set_without_another_change() -> None:
+    plain = SamplingParams(temperature=0.5, stop=("a",), max_tokens=3)
+    seeded = plain.seeded(-7)
+    assert seeded == replace(plain, seed=-7)
+    assert seeded.asked == replace(plain, seed=-7).asked == {**plain.asked, "seed": -7}
+    assert plain.seed is None
+    assert "seed" not in plain.asked
+    with pytest.raises(FrozenInstanceError):
+        seeded.seed = 8  # type: ignore[misc]

@@ -205,7 +205,7 @@ def test_a_grammar_sleeps_while_the_answer_reasons(
         (token_id,) = sampler.sample(logits[None].clone(), [row_of(params, reasoning)])
         assert "yes".startswith(tokenizer.decode([token_id]))
         rest = sampler.sample(logits[None].clone(), [row_of(params, [*reasoning, token_id])])
-        assert "yes<|im_end|>".startswith(tokenizer.decode([token_id, *rest], skip_special_tokens=False))
+        assert "yes<|im_end|>".startswith(tokenizer.decode_all([token_id, *rest]))
 
 
 def test_a_budget_ends_the_reasoning(sampler: Sampler, logits: torch.Tensor, tokenizer: Tokenizer) -> None:
