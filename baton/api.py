@@ -5,8 +5,9 @@ gRPC (`baton.wire`) and HTTP (`router.api.http`) both turn their bytes into thes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from baton.chat import ChatMessage
@@ -19,13 +20,29 @@ class Text:
     """A prompt of plain text."""
 
     text: str
+    parse_special: bool = False
+    """Whether what is spelled as a special token is that token, as only some tenants may ask; else it is text."""
+    add_special_tokens: bool = True
+    """Whether the model's tokens around a text are added (BOS for some)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
     """A prompt of messages, which the model's chat template writes out."""
 
     messages: tuple[ChatMessage, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """What the model may call, in OpenAI's form: JSON values."""
+    documents: tuple[Mapping[str, Any], ...] = ()
+    """What the answer may draw on, for templates that read `documents`: JSON values."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """More variables of the template: JSON values."""
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the begin of the assistant's next message."""
+    continue_final_message: bool = False
+    """Whether the answer continues the last message, after which the template writes nothing then."""
+    parse_special: bool = False
+    """See `Text`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +53,27 @@ class TokenIds:
 
 
 PromptInput = Text | Chat | TokenIds
+
+
+class TruncationSide(StrEnum):
+    LEFT = "left"
+    """The prompt loses its begin."""
+    RIGHT = "right"
+    """The prompt loses its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """What happens to a prompt that is too long."""
+
+    num_tokens: int
+    """The most of it that are kept; -1: as many as leave room for `max_tokens`."""
+    side: TruncationSide = TruncationSide.LEFT
+
+    def of(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns what is kept of a prompt, at most `num_tokens`, which is positive."""
+        is_left = self.side is TruncationSide.LEFT
+        return tuple(token_ids[-self.num_tokens :] if is_left else token_ids[: self.num_tokens])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +99,8 @@ class GenerateRequest:
     """Choice index -> tokens of it that the client has already, of a stream that broke; empty: a new request."""
     continuous_usage: bool = False
     """Whether every chunk carries the usage so far."""
+    truncation: Truncation | None = None
+    """None: a prompt that is too long is refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ from typing import Any
 from baton.errors import InvalidRequest, Unsupported
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],), "audio": (), "function_call": (), "reasoning": (), "reasoning_content": (), "refusal": (),
-    "tool_call_id": (), "tool_calls": ([],),
-}  # fmt: skip
+FIELDS = ("role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id")
+NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
 """Fields of OpenAI's messages that are not built yet -> the values that ask for nothing, as null always does: a client
 sends an answer back with all its fields."""
+MAX_MESSAGES = 1024
+MAX_NAME = 256
+"""Characters of a name or an id in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +36,6 @@ class ChatMessage:
     """The call that a tool's message answers."""
 
     @staticmethod
-    def from_fields(*, role: str, content: str, name: str, has_tool_calls: bool) -> ChatMessage:
-        """Takes a message whose fields have their types already, as those of `inference.proto` have.
-
-        Raises:
-            Unsupported: it holds tool calls, or answers one.
-        """
-        check_no_tools(has_tool_calls)
-        return ChatMessage(role=role, content=content, name=name)
-
-    @staticmethod
     def parse(value: object, index: int) -> ChatMessage:
         """Reads a message in OpenAI's form.
 
@@ -53,42 +44,82 @@ class ChatMessage:
             index: the message's place in the chat, for the errors.
 
         Raises:
-            InvalidRequest: a field has another type than it should; `param` names it.
+            InvalidRequest: a field has another type than it should, or is not one of the role's; `param` names it.
             Unsupported: a field or a part of the content is unknown or not built yet.
         """
         where = f"messages[{index}]"
         if not isinstance(value, Mapping):
             raise InvalidRequest(f"{where} must be an object with role and content", where)
-        for field in value.keys() - {"role", "content", "name"}:
+        for field in value.keys() - set(FIELDS):
             if field not in NEUTRAL_FIELDS:
                 raise unsupported_field(f"{where}.{field}")
             check_asks_for_nothing(f"{where}.{field}", value[field], NEUTRAL_FIELDS[field])
-        content: Any = value.get("content")
+        set_fields: dict[str, Any] = {name: value[name] for name in FIELDS if value.get(name) is not None}
+        calls = _calls_of(set_fields.pop("tool_calls", []), f"{where}.tool_calls")
+        content: Any = set_fields.pop("content", "" if calls else None)
         if isinstance(content, list):
             content = "\n".join(_text_of(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-        author = "" if value.get("name") is None else value["name"]
-        for field, text in (("role", value.get("role")), ("content", content), ("name", author)):
+        texts: dict[str, Any] = {"role": None, "content": content}
+        for field, text in (texts | set_fields).items():
             if not isinstance(text, str):
                 raise InvalidRequest(f"{where}.{field} must be a string", f"{where}.{field}")
-        return ChatMessage(role=value["role"], content=content, name=author)
+        reasonings = {set_fields.pop(name) for name in ("reasoning", "reasoning_content") if name in set_fields}
+        if len(reasonings) > 1:
+            raise InvalidRequest(f"{where} has two different reasonings; send one of them", f"{where}.reasoning")
+        message = ChatMessage(content=content, tool_calls=calls, reasoning=next(iter(reasonings), None), **set_fields)
+        message.check(index)
+        return message
 
-    def check_role(self, index: int) -> None:
-        """Raises InvalidRequest for a role that no chat has.
+    def check(self, index: int) -> None:
+        """Raises InvalidRequest for a role that no chat has, or what a message of its role cannot have.
 
         Args:
             index: the message's place in the chat.
         """
+        where = f"messages[{index}]"
         if self.role not in ROLES:
-            where = f"messages[{index}]"
             raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}; got {self.role!r}.", where)
+        if self.role != "assistant" and (self.tool_calls or self.reasoning is not None):
+            name = "tool_calls" if self.tool_calls else "reasoning"
+            raise InvalidRequest(f"{where}.{name} belongs to an assistant's message; remove it", f"{where}.{name}")
+        if self.tool_call_id and self.role != "tool":
+            raise InvalidRequest(f"{where}.tool_call_id belongs to a tool's message; remove it", where)
+        for name, text in (("name", self.name), ("tool_call_id", self.tool_call_id)):
+            if len(text) > MAX_NAME:
+                raise InvalidRequest(f"{where}.{name} is longer than {MAX_NAME} characters; shorten it", where)
+
+    @property
+    def num_characters(self) -> int:
+        """The length of all its texts."""
+        calls = sum(len(call["function"]["arguments"]) + len(call["function"]["name"]) for call in self.tool_calls)
+        return len(self.content) + len(self.reasoning or "") + calls
 
     def parsed_tool_calls(self) -> list[dict[str, Any]]:
         """The tool calls with their arguments as values: OpenAI sends them as JSON text, templates expect the object.
 
         Raises:
-            InvalidRequest: a call has no function, or its arguments are not JSON.
+            InvalidRequest: the arguments of a call are not JSON.
         """
         return [_with_parsed_arguments(call) for call in self.tool_calls]
+
+
+def tool_call(*, call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of a function in OpenAI's form.
+
+    Args:
+        arguments: a JSON text.
+    """
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def check_one_end(*, begins: bool, continues: bool) -> None:
+    """Raises InvalidRequest for a chat that begins another message and continues the last one."""
+    if begins and continues:
+        raise InvalidRequest(
+            "add_generation_prompt begins another message, but continue_final_message continues the last one; "
+            "set one of them",
+            "continue_final_message",
+        )
 
 
 def check_no_tools(has_tools: bool) -> None:
@@ -121,16 +152,40 @@ def _text_of(part: Any, where: str) -> str:
     return text
 
 
-def _with_parsed_arguments(call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise InvalidRequest("Each of tool_calls must be an object with a function.", "messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise InvalidRequest(f"The arguments of a tool call are not valid JSON: {error}.", "messages") from error
+def _calls_of(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{where} must be a list of calls", where)
+    return tuple(_call_of(call, f"{where}[{i}]") for i, call in enumerate(value))
+
+
+def _call_of(value: Any, where: str) -> dict[str, Any]:
+    value = _object_of(value, ("id", "type", "index", "function"), where)
+    if value.get("type", "function") != "function":
+        raise unsupported_field(f"{where}.type")
+    function = _object_of(value.get("function"), ("name", "arguments"), f"{where}.function")
+    found = {"call_id": value.get("id"), **function}
+    for name in ("call_id", "name", "arguments"):
+        if not isinstance(found.get(name), str):
+            raise InvalidRequest(f"{where}: the {name} of a call must be a string", where)
+    if not 0 < len(found["name"]) <= MAX_NAME or len(found["call_id"]) > MAX_NAME:
+        raise InvalidRequest(f"{where}: the name of a call must have 1 to {MAX_NAME} characters, its id no more", where)
+    return tool_call(**found)
+
+
+def _object_of(value: Any, names: tuple[str, ...], where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{where} must be an object with {', '.join(names)}", where)
+    for name in value.keys() - set(names):
+        raise unsupported_field(f"{where}.{name}")
+    return value
+
+
+def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"The arguments of a tool call are not valid JSON: {error}.", "messages") from error
     return {**call, "function": {**function, "arguments": arguments}}
 
 

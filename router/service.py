@@ -29,7 +29,7 @@ from dataclasses import replace
 
 from opentelemetry.context import Context
 
-from baton.api import GenerateChunk, GenerateRequest, ModelCard, PromptInput, PromptScores
+from baton.api import GenerateChunk, GenerateRequest, ModelCard, PromptInput, PromptScores, Truncation
 from baton.config import RouterConfig
 from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
@@ -41,8 +41,10 @@ from router.admission import (
     check_model,
     check_request_id,
     check_resume,
+    check_special,
     claim_of,
     sampling_params,
+    truncation_of,
     with_lengths,
 )
 from router.admission.tenants import DEFAULT_TENANT, Tenant
@@ -132,7 +134,8 @@ class RouterService:
             call = Call.of_current_task()
             past = await self.calls.take_over(key) if request.resume_from else None
             with self._limiter.slot(key.request_id, params.num_answers, tenant), self.calls.entered(key, call):
-                prompt_ids = await self.tokenize(request.prompt, tenant)
+                truncation = truncation_of(request.truncation, params, facts)
+                prompt_ids = await self.tokenize(request.prompt, tenant, truncation)
                 params = with_lengths(params, request.sampling, len(prompt_ids), facts)
                 check_resume(request, params)
                 params = in_tokens(params, self.model.tokenizer)
@@ -165,9 +168,17 @@ class RouterService:
                                 call.driver = asyncio.current_task() or call.driver
             self._limiter.record(time.monotonic() - settle.arrived_s)
 
-    async def tokenize(self, prompt: PromptInput, tenant: Tenant) -> tuple[int, ...]:
-        """The prompt's token ids. Raises InvalidRequest as `PromptEncoder.encode` does."""
-        return await self._encoder.encode(prompt, tenant.scope, self.facts)
+    async def tokenize(
+        self, prompt: PromptInput, tenant: Tenant, truncation: Truncation | None = None
+    ) -> tuple[int, ...]:
+        """The prompt's token ids.
+
+        Raises:
+            InvalidRequest: see `PromptEncoder.encode`.
+            Forbidden: see `check_special`.
+        """
+        check_special(prompt, tenant)
+        return await self._encoder.encode(prompt, tenant.scope, self.facts, truncation)
 
     def _settlement(
         self, request: GenerateRequest, tenant: Tenant, ingress: Ingress, trace: Context | None

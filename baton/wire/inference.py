@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton import api
-from baton.chat import ChatMessage, check_no_tools
+from baton.chat import ChatMessage, check_no_tools, check_one_end, tool_call
 from baton.errors import InvalidRequest, Unsupported
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import NO_SCORES, TokenScores
@@ -76,6 +77,7 @@ def generate_request_from_pb(message: inference_pb2.GenerateRequest) -> api.Gene
         itl_ms=message.slo.itl_ms if message.slo.HasField("itl_ms") else None,
         e2e_ms=message.slo.e2e_ms if message.slo.HasField("e2e_ms") else None,
         resume_from=dict(message.resume_from),
+        truncation=_truncation_from_pb(message),
     )
 
 
@@ -129,18 +131,51 @@ def generate_request(request: api.GenerateRequest) -> inference_pb2.GenerateRequ
         priority=request.priority,
         resume_from=request.resume_from,
     )
+    if request.truncation is not None:
+        message.truncate_prompt_tokens = request.truncation.num_tokens
+        message.truncation_side = request.truncation.side
     objectives = {"ttft_ms": request.ttft_ms, "itl_ms": request.itl_ms, "e2e_ms": request.e2e_ms}
     if any(value is not None for value in objectives.values()):
         message.slo.MergeFrom(inference_pb2.ServiceLevelObjective(**objectives))
     match request.prompt:
-        case api.Text(text):
+        case api.Text(text=text):
             message.text = text
+            message.parse_special = request.prompt.parse_special
+            message.add_special_tokens = request.prompt.add_special_tokens
         case api.TokenIds(ids):
             message.token_ids.ids.extend(ids)
-        case api.Chat(messages):
-            for entry in messages:
-                message.chat.messages.add(role=entry.role, content=entry.content, name=entry.name)
+        case api.Chat():
+            _write_chat(request.prompt, message.chat)
+            message.parse_special = request.prompt.parse_special
     return message
+
+
+def _write_chat(chat: api.Chat, message: inference_pb2.ChatInput) -> None:
+    message.CopyFrom(
+        inference_pb2.ChatInput(
+            messages=[_chat_message(each) for each in chat.messages],
+            template_kwargs_json=json.dumps(dict(chat.template_kwargs)) if chat.template_kwargs else "",
+            documents_json=[json.dumps(dict(document)) for document in chat.documents],
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+        )
+    )
+
+
+def _chat_message(message: ChatMessage) -> inference_pb2.ChatMessage:
+    calls = [
+        inference_pb2.ToolCall(id=call["id"], name=function["name"], arguments_json=function["arguments"])
+        for call in message.tool_calls
+        for function in (call["function"],)
+    ]
+    return inference_pb2.ChatMessage(
+        role=message.role,
+        content=message.content,
+        name=message.name,
+        tool_call_id=message.tool_call_id,
+        tool_calls=calls,
+        reasoning=message.reasoning,
+    )
 
 
 def _asked_sampling(asked: Mapping[str, Any]) -> inference_pb2.SamplingParams:
@@ -191,19 +226,62 @@ def list_models_response(cards: list[api.ModelCard]) -> inference_pb2.ListModels
 def _prompt_from_pb(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> api.PromptInput:
     match message.WhichOneof("input"):
         case "text":
-            return api.Text(message.text)
+            adds = message.add_special_tokens if message.HasField("add_special_tokens") else True
+            return api.Text(message.text, message.parse_special, adds)
         case "chat":
-            check_no_tools(bool(message.chat.tools))
-            return api.Chat(tuple(_chat_message_from_pb(each) for each in message.chat.messages))
+            return _chat_from_pb(message.chat, parse_special=message.parse_special)
         case "token_ids" if isinstance(message, inference_pb2.GenerateRequest):
             return api.TokenIds(tuple(message.token_ids.ids))
     raise InvalidRequest("the request has no input; set one of text, chat or token_ids", "input")
 
 
-def _chat_message_from_pb(message: inference_pb2.ChatMessage) -> ChatMessage:
-    return ChatMessage.from_fields(
+def _chat_from_pb(message: inference_pb2.ChatInput, *, parse_special: bool) -> api.Chat:
+    check_no_tools(bool(message.tools))
+    continues = message.continue_final_message
+    begins = message.add_generation_prompt if message.HasField("add_generation_prompt") else not continues
+    check_one_end(begins=begins, continues=continues)
+    kwargs = message.template_kwargs_json
+    return api.Chat(
+        messages=tuple(_chat_message_from_pb(each, index) for index, each in enumerate(message.messages)),
+        documents=tuple(_object_from_json(each, "documents_json") for each in message.documents_json),
+        template_kwargs=_object_from_json(kwargs, "template_kwargs_json") if kwargs else {},
+        add_generation_prompt=begins,
+        continue_final_message=continues,
+        parse_special=parse_special,
+    )
+
+
+def _chat_message_from_pb(message: inference_pb2.ChatMessage, index: int) -> ChatMessage:
+    read = ChatMessage(
         role=message.role,
         content=message.content,
         name=message.name,
-        has_tool_calls=bool(message.tool_calls or message.tool_call_id),
+        reasoning=message.reasoning if message.HasField("reasoning") else None,
+        tool_calls=tuple(
+            tool_call(call_id=call.id, name=call.name, arguments=call.arguments_json) for call in message.tool_calls
+        ),
+        tool_call_id=message.tool_call_id,
     )
+    read.check(index)
+    return read
+
+
+def _object_from_json(text: str, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"chat.{name} is not valid JSON: {error}", name) from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"chat.{name} must be a JSON object", name)
+    return value
+
+
+def _truncation_from_pb(message: inference_pb2.GenerateRequest) -> api.Truncation | None:
+    side = message.truncation_side or api.TruncationSide.LEFT
+    if side not in tuple(api.TruncationSide):
+        raise InvalidRequest(f"truncation_side must be left or right; got {side[:16]!a}", "truncation_side")
+    if message.HasField("truncate_prompt_tokens"):
+        return api.Truncation(message.truncate_prompt_tokens, api.TruncationSide(side))
+    if message.truncation_side:
+        raise InvalidRequest("truncation_side belongs to truncate_prompt_tokens; set that too", "truncation_side")
+    return None

@@ -28,7 +28,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send the text as a user's message in a chat.")] = False,
 ) -> None:
     """Stream an answer to a prompt."""
-    prompt: PromptInput = Chat((ChatMessage(role="user", content=text),)) if chat else Text(text)
+    prompt: PromptInput = Chat(messages=(ChatMessage(role="user", content=text),)) if chat else Text(text)
     optional = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     sampling = {name: value for name, value in optional.items() if value is not None}
     with contextlib.closing(target.client()) as client:

@@ -16,8 +16,10 @@ from router.admission.validate import (
     check_prompt,
     check_request_id,
     check_resume,
+    check_special,
     check_vocabulary,
     sampling_params,
+    truncation_of,
     with_lengths,
 )
 
@@ -36,8 +38,10 @@ __all__ = [
     "check_prompt",
     "check_request_id",
     "check_resume",
+    "check_special",
     "check_vocabulary",
     "claim_of",
     "sampling_params",
+    "truncation_of",
     "with_lengths",
 ]

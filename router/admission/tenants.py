@@ -10,6 +10,9 @@ The tenants stand in one YAML file (`router.tenants_file`), read once at start:
     acme-batch:
       key_sha256: [HASH]
       cache_scope: acme                # shares acme's cached prefixes
+    evaluation:
+      key_sha256: [HASH]
+      parse_special: true              # may write special tokens in its prompts
     operations:
       key_sha256: [HASH]
       operator: true                   # may change the pools
@@ -52,6 +55,8 @@ class Tenant:
     scope can also name this tenant."""
     operator: bool = False
     """Whether it may change the pools: `baton scale`, `drain` and `role`."""
+    parse_special: bool = False
+    """Whether its requests may write special tokens (`parse_special`): it can forge messages of any role."""
 
     @property
     def scope(self) -> str:
@@ -59,7 +64,7 @@ class Tenant:
         return self.cache_scope or self.id
 
 
-DEFAULT_TENANT = Tenant(id="default", operator=True)
+DEFAULT_TENANT = Tenant(id="default", operator=True, parse_special=True)
 """Everybody, where no tenants are configured."""
 
 
@@ -190,5 +195,6 @@ CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "max_priority": (lambda value: _is_between(value, 0, 2**31 - 1, int), "a whole number from 0 to 2147483647"),
     "cache_scope": (_is_word, "a string of printable characters"),
     "operator": (lambda value: isinstance(value, bool), "true or false"),
+    "parse_special": (lambda value: isinstance(value, bool), "true or false"),
 }
 """The fields of a tenant -> what they may be. Values are not quoted back: one of them may be a key."""

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.api import GenerateRequest
-from baton.errors import InvalidRequest, ModelNotFound
+from baton.api import GenerateRequest, PromptInput, TokenIds, Truncation
+from baton.errors import Forbidden, InvalidRequest, ModelNotFound
 from baton.sampling import UNDRAWN, SamplingParams
+from router.admission.tenants import Tenant
 
 MAX_REQUEST_ID = 128
 MAX_SETTLED = 128
@@ -65,6 +66,31 @@ def check_vocabulary(token_ids: Sequence[int], model: ModelFacts) -> None:
             f"token id {bad} is outside the vocabulary of {model.id}; ids go from 0 to {model.vocab_size - 1}",
             "token_ids",
         )
+
+
+def check_special(prompt: PromptInput, tenant: Tenant) -> None:
+    """Raises Forbidden for a prompt that may write special tokens, of a tenant that may not."""
+    if not isinstance(prompt, TokenIds) and prompt.parse_special and not tenant.parse_special:
+        raise Forbidden("this API key may not write special tokens; unset parse_special, or ask the operator")
+
+
+def truncation_of(asked: Truncation | None, params: SamplingParams, model: ModelFacts) -> Truncation | None:
+    """Returns how a prompt is truncated, in a number of tokens.
+
+    Raises:
+        InvalidRequest: it is none that a prompt may have.
+    """
+    if asked is None:
+        return None
+    most = model.max_model_len - 1
+    num_tokens = model.max_model_len - (params.max_tokens or 1) if asked.num_tokens == -1 else asked.num_tokens
+    if not 1 <= num_tokens <= most:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be 1 to {most}, or -1 with a max_tokens of at most {most}; "
+            f"got {asked.num_tokens}",
+            "truncate_prompt_tokens",
+        )
+    return replace(asked, num_tokens=num_tokens)
 
 
 def check_request_id(request_id: str) -> None:

@@ -14,12 +14,19 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from baton.chat import ChatMessage
+from baton.api import Chat
+from baton.chat import MAX_MESSAGES, ChatMessage
 from baton.errors import InvalidRequest, ModelLoadError
+
+CONTINUES = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Stands where the last message is continued: transformers' mark, by which the two write the same."""
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of a template that are set from the request's own fields."""
 
 
 class ChatTemplate:
@@ -32,6 +39,10 @@ class ChatTemplate:
         self._sources = dict(templates)
         try:
             self._templates = {name: environment.from_string(source) for name, source in templates.items()}
+            self._names = {
+                name: jinja2.meta.find_undeclared_variables(environment.parse(source))
+                for name, source in templates.items()
+            }
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"The model's chat template is not valid: {error}") from error
         for template in self._templates.values():
@@ -53,45 +64,80 @@ class ChatTemplate:
             templates[path.stem] = path.read_text(encoding="utf-8")
         return ChatTemplate(templates, special_tokens)
 
-    def render(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> str:
-        """The prompt, up to where the assistant's next message begins.
-
-        Args:
-            tools: OpenAI's, as plain JSON values.
-            variables: further names that the template may read.
+    def context(self, chat: Chat) -> dict[str, Any]:
+        """What the template gets from the client.
 
         Raises:
-            InvalidRequest: no template, or messages that it cannot render; `param` is messages or tools.
+            InvalidRequest: no template, one that does not read what the chat has, or messages in a form that no
+                template knows; `param` names it.
         """
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        name = self._name(chat.tools)
         if name not in self._templates:
             raise InvalidRequest(
                 "This model has no chat template, so it cannot answer a chat; send the prompt as text instead.",
                 "messages",
             )
-        if not messages:
-            raise InvalidRequest("messages must hold at least one message; it is empty.", "messages")
+        if not 1 <= len(chat.messages) <= MAX_MESSAGES:
+            raise InvalidRequest(
+                f"messages must hold 1 to {MAX_MESSAGES} messages; it holds {len(chat.messages)}.", "messages"
+            )
+        self._check_read(chat, name)
         knows_developer = "developer" in self._sources[name]
-        chat = [_for_template(message, i, knows_developer=knows_developer) for i, message in enumerate(messages)]
-        context = {
-            **self._special_tokens, "documents": None, **variables,
-            "messages": chat, "tools": list(tools) if tools else None, "add_generation_prompt": True,
-        }  # fmt: skip
+        messages = [
+            _for_template(message, i, knows_developer=knows_developer) for i, message in enumerate(chat.messages)
+        ]
+        if chat.continue_final_message:
+            if not chat.messages[-1].content:
+                raise InvalidRequest(
+                    "continue_final_message needs a last message with content; it has none", "continue_final_message"
+                )
+            messages[-1]["content"] += CONTINUES
+        return {
+            **chat.template_kwargs,
+            "messages": messages,
+            "tools": list(chat.tools) or None,
+            "documents": list(chat.documents) or None,
+            "add_generation_prompt": chat.add_generation_prompt,
+        }
+
+    def render(self, context: Mapping[str, Any], *, continues: bool = False) -> str:
+        """The prompt, up to where the assistant's next message begins.
+
+        Args:
+            context: see `context`.
+            continues: whether the prompt ends where the last message does.
+
+        Raises:
+            InvalidRequest: messages that the template cannot render; `param` is messages.
+        """
         try:
-            return self._templates[name].render(context)
+            text = self._templates[self._name(context["tools"])].render({**self._special_tokens, **context})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             # The template is a program over the client's messages: whatever stops it, the messages do not fit it.
             raise InvalidRequest(f"The model's chat template refuses these messages: {error}.", "messages") from error
+        return _until_continued(text) if continues else text
+
+    def _check_read(self, chat: Chat, name: str) -> None:
+        """Raises InvalidRequest for what the template would not read: it would be ignored."""
+        given = {**dict.fromkeys(chat.template_kwargs, "chat_template_kwargs")}
+        if reserved := next((each for each in given if each in RESERVED), None):
+            raise InvalidRequest(f"chat_template_kwargs cannot set {reserved!a}", "chat_template_kwargs")
+        if chat.documents:
+            given["documents"] = "documents"
+        unread = next((each for each in given if each not in self._names[name]), None)
+        if unread is not None:
+            raise InvalidRequest(
+                f"the model's chat template does not read {unread[:64]!a}, so it would change nothing; leave it out",
+                given[unread],
+            )
+
+    def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        return "tool_use" if tools and "tool_use" in self._templates else "default"
 
 
 def _for_template(message: ChatMessage, index: int, *, knows_developer: bool) -> dict[str, Any]:
     """A message in the form that templates expect. Raises InvalidRequest naming what is wrong with it."""
-    message.check_role(index)
+    message.check(index)
     # `developer` is OpenAI's newer name for `system`, which most templates do not know.
     role = "system" if message.role == "developer" and not knows_developer else message.role
     plain: dict[str, Any] = {"role": role, "content": message.content}
@@ -104,6 +150,20 @@ def _for_template(message: ChatMessage, index: int, *, knows_developer: bool) ->
     if message.reasoning is not None:
         plain |= {"thinking": message.reasoning, "reasoning_content": message.reasoning}
     return plain
+
+
+def _until_continued(text: str) -> str:
+    """The prompt up to the end of the message that is continued. Some templates strip what is at a message's end.
+
+    Raises:
+        InvalidRequest: the template has left the message out.
+    """
+    end = text.rfind(CONTINUES.strip())
+    if end < 0:
+        raise InvalidRequest(
+            "The model's chat template leaves the end of the last message out, so it cannot be continued.", "messages"
+        )
+    return text[:end] if text.startswith(CONTINUES, end) else text[:end].rstrip()
 
 
 class _Generation(jinja2.ext.Extension):

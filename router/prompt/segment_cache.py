@@ -137,10 +137,10 @@ def _cuts(tokens: Iterable[tokenizers.AddedToken]) -> re.Pattern[str] | None:
         sought |= rivals
         ordinary -= rivals
         begins |= {content[0] for content in rivals}
-    return re.compile(_longest_of(sought))
+    return re.compile(longest_of(sought))
 
 
-def _longest_of(words: Iterable[str]) -> str:
+def longest_of(words: Iterable[str]) -> str:
     """A pattern for the longest of the words, as a trie: in an alternation each would be tried at every place."""
     trie: dict[str, Any] = {}
     for word in words:

@@ -12,7 +12,7 @@ import hmac
 from dataclasses import fields, replace
 from typing import Any
 
-from baton.api import Chat, PromptInput, Text, TokenIds
+from baton.api import Chat, PromptInput, Text, TokenIds, Truncation
 from baton.blocks import cache_seed
 from baton.messages import ROUTERS_SAMPLING, SequenceSpec
 from baton.sampling import SamplingParams
@@ -31,11 +31,14 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    async def encode(self, prompt: PromptInput, scope: str, facts: ModelFacts) -> tuple[int, ...]:
+    async def encode(
+        self, prompt: PromptInput, scope: str, facts: ModelFacts, truncation: Truncation | None = None
+    ) -> tuple[int, ...]:
         """The prompt's token ids.
 
         Args:
             scope: the tenant's cache scope: what has been encoded for it is not encoded again.
+            truncation: what is kept of a longer prompt.
 
         Raises:
             InvalidRequest: the prompt is empty, too long, not renderable, or has ids outside the vocabulary.
@@ -44,13 +47,16 @@ class PromptEncoder:
         match prompt:
             case Text(text):
                 num_characters = len(text)
-            case Chat(messages):
-                num_characters = sum(len(message.content) for message in messages)
-        check_length(num_characters, self._tokenizer.longest_token, facts)
+            case Chat(messages=messages):
+                num_characters = sum(message.num_characters for message in messages)
+        if truncation is None:
+            check_length(num_characters, self._tokenizer.longest_token, facts)
         if num_characters > MAX_INLINE_CHARACTERS:
             token_ids = await asyncio.to_thread(self._encode, prompt, scope)
         else:
             token_ids = self._encode(prompt, scope)
+        if truncation is not None:
+            token_ids = truncation.of(token_ids)
         check_prompt(token_ids, facts)
         if not isinstance(prompt, Chat):  # a chat's are the vocabulary's; what is put around a text may be anything
             check_vocabulary(token_ids, facts)
@@ -58,12 +64,13 @@ class PromptEncoder:
 
     def _encode(self, prompt: PromptInput, scope: str) -> tuple[int, ...]:
         match prompt:
-            case Text(text):
-                return tuple(self._tokenizer.encode(text))
-            case Chat(messages):
-                return tuple(self._tokenizer.encode_chat(messages, scope=scope))
-            case TokenIds(ids):
-                return ids
+            case Text(text, parse_special, add_special_tokens):
+                ids = self._tokenizer.encode(text, parse_special=parse_special, add_special_tokens=add_special_tokens)
+                return tuple(ids)
+            case Chat():
+                return tuple(self._tokenizer.encode_chat(prompt, scope=scope))
+            case TokenIds():
+                return prompt.ids
 
 
 class SequenceBuilder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from baton.chat import ChatMessage
+from baton.api import Chat
 from baton.errors import InvalidRequest, ModelLoadError
 from baton.model_files import (
     end_of_sequence_ids,
@@ -24,6 +25,7 @@ from baton.model_files import (
 )
 from baton.sampling import SamplingParams
 from router.prompt.chat import ChatTemplate
+from router.prompt.literal import LiteralEncoder
 from router.prompt.segment_cache import SegmentEncoder, encode_batch
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class Tokenizer:
     """Whether other tokens are spelled in GPT-2's stand-ins for bytes."""
     _tokenizer: tokenizers.Tokenizer
     _segments: SegmentEncoder
+    _literal: LiteralEncoder
 
     @staticmethod
     def load(folder: Path) -> Tokenizer:
@@ -104,34 +107,37 @@ class Tokenizer:
             _is_byte_level='"ByteLevel"' in tokenizer.decoder.__getstate__().decode() if tokenizer.decoder else False,
             _tokenizer=tokenizer,
             _segments=SegmentEncoder(tokenizer),
+            _literal=LiteralEncoder(tokenizer),
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool = False, add_special_tokens: bool = True) -> list[int]:
         """A prompt of plain text, with what the model wants around one (BOS for some).
+
+        Args:
+            parse_special, add_special_tokens: see `baton.api.Text`.
 
         Raises:
             InvalidRequest: the text is not valid Unicode.
         """
-        return encode_batch(self._tokenizer, [text], add_special_tokens=True)[0]
+        if parse_special:
+            return encode_batch(self._tokenizer, [text], add_special_tokens=add_special_tokens)[0]
+        return self._literal.encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        scope: str,
-        **variables: Any,
-    ) -> list[int]:
+    def encode_chat(self, chat: Chat, *, scope: str) -> list[int]:
         """A chat, up to where the assistant's next message begins. The template writes the special tokens itself.
 
         Args:
             scope: whose chat it is: what has been encoded for this scope is not encoded again.
-            variables: for the template.
 
         Raises:
             InvalidRequest: no template, messages that it cannot render, or text that is not valid Unicode.
         """
-        return self._segments.encode(self.chat_template.render(messages, tools, **variables), scope)
+        context = self.chat_template.context(chat)
+        marked = None if chat.parse_special else self._literal.mark(context)
+        render = functools.partial(self.chat_template.render, continues=chat.continue_final_message)
+        if marked is not None:
+            return self._literal.encode_marked(render(marked.context), marked.mark)
+        return self._segments.encode(render(context), scope)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text; U+FFFD stands for bytes that make no character, special tokens and ids outside the

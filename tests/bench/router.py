@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import psutil
 import uvloop
 
+from baton.api import Chat
 from baton.chat import ChatMessage
 from baton.config import ClusterConfig, Config, IndexConfig, ModelConfig, RouterConfig, TelemetryConfig, load
 from deploy.embedded_redis import EmbeddedRedis
@@ -308,7 +309,9 @@ def _prompts(tokenizer: Tokenizer) -> Iterator[Prompt]:
     rng = random.Random(3)
     while True:
         text = " ".join(rng.choices(WORDS, k=PROMPT_WORDS))
-        yield Prompt((text,), tuple(tokenizer.encode_chat([ChatMessage(role="user", content=text)], scope="")))
+        yield Prompt(
+            (text,), tuple(tokenizer.encode_chat(Chat(messages=(ChatMessage(role="user", content=text),)), scope=""))
+        )
 
 
 def _cpu_s(pid: int | None) -> float:

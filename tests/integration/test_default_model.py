@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.api import Chat
 from baton.chat import ChatMessage
 from baton.config import ModelConfig
 from deploy.models import CATALOGUE, ignore_progress, resolve
@@ -40,7 +41,9 @@ def test_it_knows_the_capital_of_france(model: Any, model_dir: Path) -> None:
 
 def test_it_answers_a_chat_and_ends_its_turn(model: Any, model_dir: Path) -> None:
     tokenizer = Tokenizer.load(model_dir)
-    prompt = tokenizer.encode_chat([ChatMessage(role="user", content="What is 2 + 2? Answer briefly.")], scope="")
+    prompt = tokenizer.encode_chat(
+        Chat(messages=(ChatMessage(role="user", content="What is 2 + 2? Answer briefly."),)), scope=""
+    )
     answer = greedy(model, prompt, 64)
     assert "4" in tokenizer.decode(answer)
     assert answer[-1] in tokenizer.eos_ids

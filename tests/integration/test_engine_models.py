@@ -21,6 +21,7 @@ import torch
 from opentelemetry.context import Context
 from safetensors.torch import load_file, save_file
 
+from baton.api import Chat
 from baton.chat import ChatMessage
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.engine import Engine
@@ -785,7 +786,9 @@ def real_prompts(tokenizer: Tokenizer) -> list[list[int]]:
         tokenizer.encode("Ünïcödé ist überall: 東京 🚲 — \u200d👩\u200d💻 and"),
         tokenizer.encode("def fibonacci(n):\n    "),
         # Ends by itself.
-        tokenizer.encode_chat([ChatMessage(role="user", content="What is 2 + 2? Answer briefly.")], scope=""),
+        tokenizer.encode_chat(
+            Chat(messages=(ChatMessage(role="user", content="What is 2 + 2? Answer briefly."),)), scope=""
+        ),
         long,
         shared + tokenizer.encode(" Most of all,"),
         shared + tokenizer.encode(" In Japan,"),

@@ -30,7 +30,7 @@ from tests.support.waiting import wait_until
 
 TENANTS = """
 alone: {{key_sha256: [{alone}]}}
-team: {{key_sha256: [{team}]}}
+team: {{key_sha256: [{team}], parse_special: true}}
 team-batch: {{key_sha256: [{batch}], cache_scope: team}}
 """
 KINDS = ("prompt", "cached", "generated")
@@ -104,6 +104,21 @@ def test_an_http_request_without_a_tenants_key_gets_openais_401(cluster: Served,
         assert answer["error"] == {"type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
         assert got["WWW-Authenticate"] == "Bearer"
     assert metric(cluster, "baton_placements_total") == before
+
+
+def test_only_a_tenant_that_may_writes_special_tokens(cluster: Served) -> None:
+    body = {"prompt": "<|im_end|>", "parse_special": True}
+    for path in ("/tokenize", "/v1/completions"):
+        status, answer, _ = ask_http(cluster, path, body, Authorization=f"Bearer {KEYS['alone']}")
+        assert status == 403, answer
+        assert "may not write special tokens" in answer["error"]["message"]
+        status, answer, _ = ask_http(cluster, path, body, Authorization=f"Bearer {KEYS['team']}")
+        assert status == 200, answer
+    message = request(text="<|im_end|>", sampling=sampling(1))
+    message.parse_special = True
+    with pytest.raises(grpc.RpcError) as caught:
+        list(cluster.inference.Generate(message, timeout=60, metadata=(("authorization", f"Bearer {KEYS['alone']}"),)))
+    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_a_tenant_is_served_through_both_doors(cluster: Served) -> None:

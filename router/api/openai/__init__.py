@@ -3,22 +3,7 @@
 Bodies are validated here and become a `GenerateRequest`; what is not built is refused by name, never ignored.
 """
 
-from router.api.openai.answers import ChoiceAnswer, Shape
-from router.api.openai.body import Body, SloBody
-from router.api.openai.chat import ChatBody, chat_of
-from router.api.openai.completions import CompletionBody
+from router.api.openai.endpoints import add_endpoints
 from router.api.openai.errors import error_body
-from router.api.openai.tokens import DetokenizeBody, TokenizeBody
 
-__all__ = [
-    "Body",
-    "ChatBody",
-    "ChoiceAnswer",
-    "CompletionBody",
-    "DetokenizeBody",
-    "Shape",
-    "SloBody",
-    "TokenizeBody",
-    "chat_of",
-    "error_body",
-]
+__all__ = ["add_endpoints", "error_body"]

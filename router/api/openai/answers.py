@@ -11,6 +11,7 @@ from baton.scores import TokenScores
 from router.api.openai.logprobs import CompletionLogprobs, joined, of_chat, of_prompt
 from router.prompt import Tokenizer
 
+NO_PROMPTS: Mapping[int, PromptScores] = {}
 TIMING_NAMES = tuple(each.name for each in fields(Timing))
 
 
@@ -25,21 +26,37 @@ class Shape:
     continuous_usage: bool
     """Whether every event of a stream carries the usage so far."""
     tokenizer: Tokenizer
-    echo: str | None = None
-    """The prompt's text, with which every choice's begins; None: it does not."""
+    num_choices: int = 1
+    """Answers of each prompt."""
+    echo: tuple[str, ...] = ()
+    """The texts with which the choices of each prompt begin; empty: they begin with none."""
     has_prompt_logprobs: bool = False
     """Whether whole answers have vLLM's field `prompt_logprobs`."""
 
     def whole(
-        self, choices: Mapping[int, ChoiceAnswer], usage: Usage, timing: Timing, prompt: PromptScores | None = None
+        self,
+        choices: Mapping[int, ChoiceAnswer],
+        usage: Usage,
+        timing: Timing,
+        prompts: Mapping[int, PromptScores] = NO_PROMPTS,
     ) -> dict[str, Any]:
+        """A whole answer.
+
+        Args:
+            prompts: scores of the prompts, where the request asks for them.
+        """
         kind = "chat.completion" if self.is_chat else "text_completion"
-        written = [self._choice(i, a, prompt) for i, a in choices.items()]
+        written = [self._choice(i, a, prompts.get(self.prompt_of(i))) for i, a in choices.items()]
         body = {**self._head(kind), "choices": written, "usage": _usage(usage), "timing": _timing(timing)}
-        if prompt is not None and self.has_prompt_logprobs:
+        if prompts and self.has_prompt_logprobs:
             for holder in (body,) if self.is_chat else written:
-                holder["prompt_logprobs"] = of_prompt(prompt, self.tokenizer)
+                of = prompts[self.prompt_of(holder.get("index", 0))]
+                holder["prompt_logprobs"] = of_prompt(of, self.tokenizer)
         return body
+
+    def prompt_of(self, index: int) -> int:
+        """Returns the place of the prompt that a choice answers."""
+        return index // self.num_choices
 
     def chunk(
         self,
@@ -56,7 +73,7 @@ class Shape:
             chunk: what is new of it.
             is_first: whether this is the choice's first event.
             logprobs: the choice's, which knows of its tokens so far.
-            prompt: scores of the prompt, where the request asks for them.
+            prompt: scores of its prompt, where the request asks for them.
         """
         choice: dict[str, Any] = {"index": index, "finish_reason": chunk.finish_reason}
         echoed = prompt if is_first else None
@@ -66,7 +83,7 @@ class Shape:
         if self.is_chat:
             choice["delta"] = {**({"role": "assistant"} if is_first else {}), "content": chunk.text}
         else:
-            choice["text"] = (self.echo or "") + chunk.text if is_first else chunk.text
+            choice["text"] = self._echoed(index) + chunk.text if is_first else chunk.text
         body = {**self._head("chat.completion.chunk" if self.is_chat else "text_completion"), "choices": [choice]}
         return {**body, "usage": _usage(chunk.usage)} if self.continuous_usage and chunk.usage else body
 
@@ -83,7 +100,7 @@ class Shape:
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
         else:
-            choice["text"] = (self.echo or "") + answer.text
+            choice["text"] = self._echoed(index) + answer.text
         return choice
 
     def _logprobs(
@@ -93,8 +110,11 @@ class Shape:
             return None
         if self.is_chat:
             return of_chat(token_ids, scores, self.tokenizer)
-        echoed = [completion.prompt(prompt)] if prompt is not None and self.echo is not None else []
+        echoed = [completion.prompt(prompt)] if prompt is not None and self.echo else []
         return joined(*echoed, completion.piece(token_ids, scores))
+
+    def _echoed(self, index: int) -> str:
+        return self.echo[self.prompt_of(index)] if self.echo else ""
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from baton.api import Truncation, TruncationSide
 from baton.chat import check_asks_for_nothing, unsupported_field
 from baton.errors import InvalidRequest
 from baton.sampling import EarlyStopping, SamplingParams
@@ -19,10 +20,10 @@ from router.api.openai.strict import StrictBody
 from router.api.openai.structure import ResponseFormatBody, StructuredOutputsBody, structure_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (), "audio": (), "detokenize": (True,),
+    "audio": (), "chat_template": (), "detokenize": (True,),
     "function_call": ("none",), "functions": ([],), "max_logprobs": (),
     "modalities": (["text"],), "parallel_tool_calls": (True, False), "prediction": (),
-    "reasoning_effort": (), "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,), "suffix": ("",),
     "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
     "verbosity": ("medium",), "web_search_options": (),
@@ -76,6 +77,13 @@ def _plain(name: str, value: Any) -> Any:
     if name == "bad_word_ids":
         return tuple(map(tuple, value))
     return tuple(value) if isinstance(value, list) else value
+
+
+def _side(value: Any) -> Any:
+    """What `truncation_side` has in JSON; ValueError: it is neither side."""
+    if value not in (None, *TruncationSide):
+        raise ValueError("must be left or right")
+    return None if value is None else TruncationSide(value)
 
 
 class Body(BaseModel):
@@ -132,6 +140,10 @@ class Body(BaseModel):
     """vLLM's name. Higher runs earlier here."""
     slo: SloBody | None = None
     """Ours: objectives in place of the SLO class's."""
+    parse_special: bool | None = None
+    """llama.cpp's name: whether what is spelled as a special token is that token."""
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Annotated[TruncationSide | None, BeforeValidator(_side)] = None
     # These do not change an answer.
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
@@ -161,6 +173,15 @@ class Body(BaseModel):
         if structure := structure_of(self.response_format, self.structured_outputs):
             asked["structured_outputs"] = structure
         return asked
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """Raises InvalidRequest for a side without a number of tokens."""
+        if self.truncate_prompt_tokens is not None:
+            return Truncation(self.truncate_prompt_tokens, self.truncation_side or TruncationSide.LEFT)
+        if self.truncation_side is not None:
+            raise InvalidRequest("truncation_side belongs to truncate_prompt_tokens; set that too", "truncation_side")
+        return None
 
     @property
     def include_usage(self) -> bool:

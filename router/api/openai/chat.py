@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.api import Chat, PromptInput
-from baton.chat import ChatMessage
+from baton.api import Chat, PromptInput, Text
+from baton.chat import ChatMessage, check_one_end
 from baton.errors import InvalidRequest
 from router.api.openai.body import Body
+from router.api.openai.tokens import TokenizeBody
+
+_CHAT_FIELDS = (
+    "documents", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message",
+)  # fmt: skip
 
 
 class ChatBody(Body):
     """A chat to be continued."""
 
     messages: list[dict[str, Any]]
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    """One of the template's variables."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
     def prompt(self) -> PromptInput:
-        return chat_of(self.messages)
+        return chat_of(self)
 
     def sampling(self) -> dict[str, Any]:
         asked = super().sampling()
@@ -32,6 +43,42 @@ class ChatBody(Body):
         return asked
 
 
-def chat_of(messages: list[dict[str, Any]]) -> Chat:
-    """The chat of these messages. Raises InvalidRequest and Unsupported as `ChatMessage.parse` does."""
-    return Chat(tuple(ChatMessage.parse(message, index) for index, message in enumerate(messages)))
+def chat_of(body: ChatBody | TokenizeBody) -> Chat:
+    """The chat that a body has.
+
+    Raises:
+        InvalidRequest: two of its fields contradict each other; see `ChatMessage.parse` too.
+        Unsupported: see `ChatMessage.parse`.
+    """
+    variables = dict(body.chat_template_kwargs or {})
+    effort = body.reasoning_effort
+    if effort is not None and variables.setdefault("reasoning_effort", effort) != effort:
+        raise InvalidRequest("chat_template_kwargs has another reasoning_effort; set one", "reasoning_effort")
+    continues = bool(body.continue_final_message)
+    begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    check_one_end(begins=begins, continues=continues)
+    return Chat(
+        messages=tuple(ChatMessage.parse(message, index) for index, message in enumerate(body.messages or ())),
+        documents=tuple(body.documents or ()),
+        template_kwargs=variables,
+        add_generation_prompt=begins,
+        continue_final_message=continues,
+        parse_special=bool(body.parse_special),
+    )
+
+
+def prompt_of(body: TokenizeBody) -> PromptInput:
+    """The prompt that a body of /tokenize has: a text or a chat.
+
+    Raises:
+        InvalidRequest: it has none or both, or fields that belong to the other one; see `chat_of` too.
+        Unsupported: see `chat_of`.
+    """
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("set either prompt or messages", "prompt")
+    others = _CHAT_FIELDS if body.messages is None else ("add_special_tokens",)
+    if unfit := next((name for name in others if getattr(body, name) is not None), None):
+        raise InvalidRequest(f"{unfit} belongs to {'messages' if body.messages is None else 'a prompt'}", unfit)
+    if body.messages is not None:
+        return chat_of(body)
+    return Text(body.prompt or "", bool(body.parse_special), body.add_special_tokens is not False)

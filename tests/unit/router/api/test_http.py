@@ -12,7 +12,8 @@ import httpx2
 import openai
 import pytest
 
-from baton.api import Chat, GenerateChunk, GenerateRequest, Usage
+from baton.api import Chat, GenerateChunk, GenerateRequest, Text, TokenIds, Truncation, TruncationSide, Usage
+from baton.chat import ChatMessage
 from baton.sampling import FinishReason
 from baton.structure import StructuredOutputs
 from router.admission.tenants import DEFAULT_TENANT
@@ -140,8 +141,12 @@ UNSUPPORTED = [
     (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
     (chat(parallel_tool_calls=0), "parallel_tool_calls"),
     (chat(stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
-    (completion(prompt=["a", "b"]), "prompt"),
-    (said(tool_calls=[{"id": "1"}]), "messages[0].tool_calls"),
+    (chat(chat_template="x"), "chat_template"),
+    (said(tool_calls=[{"id": "1", "type": "custom", "custom": {}}]), "messages[0].tool_calls[0].custom"),
+    (
+        said(tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "", "x": 1}}]),
+        "messages[0].tool_calls[0].function.x",
+    ),
     (said(weight=0), "messages[0].weight"),
     (said(weight=None), "messages[0].weight"),
     (said(TEXT, {**TEXT, "cache_control": {"type": "ephemeral"}}), "messages[0].content[1].cache_control"),
@@ -167,7 +172,7 @@ UNKNOWN: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(structured_outputs={}), "structured_outputs"),
     (chat(structured_outputs={"json": {}, "regex": "a"}), "structured_outputs"),
     (chat(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}), "structured_outputs"),
-    (("/tokenize", {"prompt": "a", "add_special_tokens": None}), "add_special_tokens"),
+    (("/tokenize", {"prompt": "a", "add_special": None}), "add_special"),
 ]
 OF_ANOTHER_TYPE = [
     (chat(temperature="0.5"), "temperature"),
@@ -197,6 +202,23 @@ OF_ANOTHER_TYPE = [
     (chat(priority="1"), "priority"),
     (chat(slo={"ttft_ms": "5"}), "slo.ttft_ms"),
     (chat(stream_options={"include_usage": 1}), "stream_options.include_usage"),
+    (chat(documents=["hi"]), "documents[0]"),
+    (chat(chat_template_kwargs=[]), "chat_template_kwargs"),
+    (chat(reasoning_effort=1), "reasoning_effort"),
+    (chat(add_generation_prompt=1), "add_generation_prompt"),
+    (chat(continue_final_message="x"), "continue_final_message"),
+    (chat(parse_special=1), "parse_special"),
+    (chat(truncate_prompt_tokens="5"), "truncate_prompt_tokens"),
+    (chat(truncate_prompt_tokens=5, truncation_side="up"), "truncation_side"),
+    (completion(add_special_tokens=1), "add_special_tokens"),
+    (said(tool_calls={}), "messages[0].tool_calls"),
+    (said(tool_calls=["f"]), "messages[0].tool_calls[0]"),
+    (said(tool_calls=[{"id": "1"}]), "messages[0].tool_calls[0].function"),
+    (said(tool_calls=[{"id": 1, "function": {"name": "f", "arguments": ""}}]), "messages[0].tool_calls[0]"),
+    (said(tool_calls=[{"id": "1", "function": {"name": "f", "arguments": {}}}]), "messages[0].tool_calls[0]"),
+    (said(tool_calls=[{"id": "1", "function": {"name": "", "arguments": ""}}]), "messages[0].tool_calls[0]"),
+    (said(reasoning=1), "messages[0].reasoning"),
+    (said(tool_call_id=1), "messages[0].tool_call_id"),
     (chat(messages=["hi"]), "messages[0]"),
     (said(role=1), "messages[0].role"),
     (said(content=1), "messages[0].content"),
@@ -280,6 +302,100 @@ async def test_what_asks_for_nothing_else_is_served(asked: tuple[str, dict[str, 
     response = await post(service, json.dumps(body).encode(), path=path)
     assert response.status_code == 200, response.text
     assert len(service.asked) == 1
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "prompt"),
+    [
+        (completion(), Text("hi")),
+        (completion(parse_special=True, add_special_tokens=False), Text("hi", True, False)),
+        (chat(), {}),
+        (chat(continue_final_message=True), {"add_generation_prompt": False, "continue_final_message": True}),
+        (chat(add_generation_prompt=False), {"add_generation_prompt": False}),
+        (chat(reasoning_effort="low"), {"template_kwargs": {"reasoning_effort": "low"}}),
+        (
+            chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low", "a": [1]}),
+            {"template_kwargs": {"reasoning_effort": "low", "a": [1]}},
+        ),
+        (chat(documents=[{"text": "x"}], parse_special=True), {"documents": ({"text": "x"},), "parse_special": True}),
+        (
+            chat(messages=[{"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"}]),
+            {"messages": (ChatMessage(role="assistant", content="", tool_calls=(CALL,), reasoning="hm"),)},
+        ),
+        (
+            chat(messages=[{"role": "tool", "content": "42", "tool_call_id": "1"}]),
+            {"messages": (ChatMessage(role="tool", content="42", tool_call_id="1"),)},
+        ),
+    ],
+    ids=repr,
+)
+async def test_a_prompt_is_asked_as_the_body_has_it(
+    asked: tuple[str, dict[str, Any]], prompt: Text | dict[str, Any]
+) -> None:
+    service = Service()
+    service.may_answer.set()
+    path, body = asked
+    assert (await post(service, json.dumps(body).encode(), path=path)).status_code == 200
+    hello = {"messages": (ChatMessage(role="user", content="hi"),)}
+    assert service.asked[0].prompt == (prompt if isinstance(prompt, Text) else Chat(**{**hello, **prompt}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "truncation"),
+    [
+        ({}, None),
+        ({"truncate_prompt_tokens": 5}, Truncation(5, TruncationSide.LEFT)),
+        ({"truncate_prompt_tokens": -1, "truncation_side": "right"}, Truncation(-1, TruncationSide.RIGHT)),
+    ],
+)
+async def test_a_truncation_is_asked_as_the_body_has_it(fields: dict[str, Any], truncation: Truncation | None) -> None:
+    service = Service()
+    service.may_answer.set()
+    path, body = completion(**fields)
+    assert (await post(service, json.dumps(body).encode(), path=path)).status_code == 200
+    assert service.asked[0].truncation == truncation
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        (chat(add_generation_prompt=True, continue_final_message=True), "continue_final_message"),
+        (chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}), "reasoning_effort"),
+        (completion(truncation_side="left"), "truncation_side"),
+        (completion(prompt=["a"] * 129), "prompt"),
+        (said(reasoning="a", reasoning_content="b", role="assistant"), "messages[0].reasoning"),
+        (("/tokenize", {"prompt": "a", "documents": []}), "documents"),
+        (("/tokenize", {"messages": [], "add_special_tokens": True}), "add_special_tokens"),
+        (("/tokenize", {}), "prompt"),
+    ],
+    ids=repr,
+)
+async def test_contradictions_are_refused(asked: tuple[str, dict[str, Any]], param: str) -> None:
+    service = Service()
+    service.may_answer.set()
+    path, body = asked
+    response = await post(service, json.dumps(body).encode(), path=path)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    assert not service.asked
+
+
+async def test_several_prompts_are_asked_one_by_one() -> None:
+    service = Service()
+    service.may_answer.set()
+    path, body = completion(prompt=[[5], [6, 7]], request_id="mine", n=1, echo=False)
+    response = await post(service, json.dumps(body).encode(), path=path)
+    assert response.status_code == 200, response.text
+    assert [(each.request_id, each.prompt) for each in service.asked] == [
+        ("mine-0", TokenIds((5,))),
+        ("mine-1", TokenIds((6, 7))),
+    ]
+    answer = response.json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert (answer["id"], answer["usage"]["total_tokens"]) == ("mine", 4)
 
 
 SCHEMA = {"type": "object", "properties": {"größe": {"type": "number"}}}

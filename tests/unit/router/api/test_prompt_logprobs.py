@@ -46,24 +46,26 @@ def test_the_first_token_follows_nothing(tokenizer: Tokenizer, prompt: PromptSco
 
 def test_an_echo_comes_before_the_answer(tokenizer: Tokenizer, prompt: PromptScores) -> None:
     answer = ChoiceAnswer(text=" b", token_ids=[5], scores=[TokenScores((-0.5,), (6, 5), (-0.1, -0.5))])
-    echoing = shape(tokenizer, echo="a 😀")
-    (choice,) = echoing.whole({0: answer}, Usage(3, 1, 0), Timing(), prompt)["choices"]
+    echoing = shape(tokenizer, echo=("a 😀",))
+    (choice,) = echoing.whole({0: answer}, Usage(3, 1, 0), Timing(), {0: prompt})["choices"]
     assert choice["text"] == "a 😀 b"
     assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.5, -0.5]
     assert choice["logprobs"]["top_logprobs"][0] is None
     assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["text_offset"]) == 4
     assert choice["logprobs"]["text_offset"][0] == 0
     assert "prompt_logprobs" not in choice
-    silent = shape(tokenizer, has_prompt_logprobs=True).whole({0: answer}, Usage(3, 1, 0), Timing(), prompt)
+    silent = shape(tokenizer, has_prompt_logprobs=True).whole({0: answer}, Usage(3, 1, 0), Timing(), {0: prompt})
     assert silent["choices"][0]["text"] == " b"
     assert silent["choices"][0]["logprobs"]["token_logprobs"] == [-0.5]
     assert silent["choices"][0]["prompt_logprobs"] == of_prompt(prompt, tokenizer)
-    chat = shape(tokenizer, is_chat=True, has_prompt_logprobs=True).whole({0: answer}, Usage(3, 1, 0), Timing(), prompt)
+    chat = shape(tokenizer, is_chat=True, has_prompt_logprobs=True).whole(
+        {0: answer}, Usage(3, 1, 0), Timing(), {0: prompt}
+    )
     assert chat["prompt_logprobs"] == of_prompt(prompt, tokenizer)
 
 
 def test_every_choice_of_a_stream_begins_with_the_echo(tokenizer: Tokenizer, prompt: PromptScores) -> None:
-    echoing = shape(tokenizer, echo="a 😀")
+    echoing = shape(tokenizer, echo=("a 😀",), num_choices=2)
     for index in range(2):
         logprobs = CompletionLogprobs(tokenizer)
         chunk = GenerateChunk(
@@ -75,3 +77,13 @@ def test_every_choice_of_a_stream_begins_with_the_echo(tokenizer: Tokenizer, pro
         assert first["logprobs"]["token_logprobs"] == [None, -1.0, -2.5, -0.5]
         assert second["logprobs"]["token_logprobs"] == [-0.5]
         assert second["logprobs"]["text_offset"][0] > first["logprobs"]["text_offset"][-1]
+
+
+def test_each_prompt_s_choices_have_its_echo_and_its_scores(tokenizer: Tokenizer, prompt: PromptScores) -> None:
+    other = PromptScores(prompt.token_ids[:1], TokenScores())
+    answers = {i: ChoiceAnswer(text="!", token_ids=[5], scores=[TokenScores((-0.5,))]) for i in range(4)}
+    echoing = shape(tokenizer, echo=("a 😀", "a"), num_choices=2, has_prompt_logprobs=True)
+    choices = echoing.whole(answers, Usage(4, 4, 0), Timing(), {0: prompt, 1: other})["choices"]
+    assert [choice["text"] for choice in choices] == ["a 😀!", "a 😀!", "a!", "a!"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [4, 4, 2, 2]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [3, 3, 1, 1]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from baton.chat import ChatMessage
+from baton.api import Chat
+from baton.chat import ChatMessage, tool_call
 from baton.errors import InvalidRequest, ModelLoadError, Unsupported
 from router.prompt import ChatTemplate, Tokenizer
 
@@ -46,18 +47,26 @@ TEMPLATES = {
 }
 
 
-def messages_of(chat: list[Json]) -> list[ChatMessage]:
+def messages_of(chat: list[Json]) -> tuple[ChatMessage, ...]:
     """The same chat that the reference gets as plain JSON."""
-    return [
+    return tuple(
         ChatMessage(
             role=message["role"],
             content=message["content"],
             reasoning=message.get("reasoning_content"),
-            tool_calls=tuple(message.get("tool_calls", ())),
+            tool_calls=tuple(
+                {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+                for call in message.get("tool_calls", ())
+            ),
             tool_call_id=message.get("tool_call_id", ""),
         )
         for message in chat
-    ]
+    )
+
+
+def written(template: ChatTemplate, tools: list[Json] | None = None) -> str:
+    """What a template makes of one message."""
+    return template.render(template.context(Chat(messages=messages_of([HELLO]), tools=tuple(tools or ()))))
 
 
 @pytest.fixture(scope="module")
@@ -86,35 +95,81 @@ def reference(model_dir: Path) -> Any:
 )
 def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any, messages: list[dict[str, Any]]) -> None:
     expected = reference.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert tokenizer.encode_chat(messages_of(messages), scope="") == expected
+    assert tokenizer.encode_chat(Chat(messages=messages_of(messages), parse_special=True), scope="") == expected
+    if "special tokens" not in messages[0]["content"]:
+        assert tokenizer.encode_chat(Chat(messages=messages_of(messages)), scope="") == expected
 
 
 @pytest.mark.parametrize(
     "text", ["", " leading", "½ ² 2024 x1", "a\n\n\tb", "नमस्ते 👍🏽", "<|im_start|>user", "it's I'll"]
 )
 def test_text_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any, text: str) -> None:
-    assert tokenizer.encode(text) == reference(text)["input_ids"]
-    assert tokenizer.decode(tokenizer.encode(text)) == reference.decode(reference(text)["input_ids"], True)
+    assert tokenizer.encode(text, parse_special=True) == reference(text)["input_ids"]
+    if "<|" not in text:
+        assert tokenizer.encode(text) == reference(text)["input_ids"]
+    asked = tokenizer.encode(text, parse_special=True)
+    assert tokenizer.decode(asked) == reference.decode(reference(text)["input_ids"], True)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_templates_render_as_in_transformers(name: str, tools: list[dict[str, Any]] | None) -> None:
+@pytest.mark.parametrize("end", ["generation prompt", "none", "continued"])
+def test_templates_render_as_in_transformers(name: str, tools: list[dict[str, Any]] | None, end: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages: list[dict[str, Any]] = [SYSTEM, HELLO, CALL, RESULT, ANSWER]
     special = {"bos_token": "<s>", "eos_token": "</s>"}
+    documents = [{"title": "T", "text": "ü"}] if name == "date" else None
+    variables = {"enable_thinking": False} if name == "date" else {}
     (expected,), _ = render_jinja_template(
         [messages],
         tools=tools,
+        documents=documents,
         chat_template=TEMPLATES[name],
-        add_generation_prompt=True,
-        enable_thinking=False,
+        add_generation_prompt=end == "generation prompt",
+        continue_final_message=end == "continued",
+        **variables,
         **special,
     )
     template = ChatTemplate({"default": TEMPLATES[name]}, special)
-    assert template.render(messages_of(messages), tools, enable_thinking=False) == expected
+    continues = end == "continued"
+    chat = Chat(
+        messages=messages_of(messages),
+        tools=tuple(tools or ()),
+        documents=tuple(documents or ()),
+        template_kwargs=variables,
+        add_generation_prompt=end == "generation prompt",
+        continue_final_message=continues,
+    )
+    assert template.render(template.context(chat), continues=continues) == expected
     assert str(datetime.now().year) in expected or name != "date"
+
+
+@pytest.mark.parametrize(
+    ("chat", "param", "sentence"),
+    [
+        ({"template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "does not read 'enable_thinking'"),
+        ({"template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot set 'messages'"),
+        ({"documents": ({"text": "x"},)}, "documents", "does not read 'documents'"),
+        ({"continue_final_message": True}, "messages", "leaves the end of the last message out"),
+        ({"messages": (ChatMessage(role="user", content="x"),) * 1025}, "messages", "1 to 1024 messages"),
+    ],
+)
+def test_what_a_template_would_ignore_is_refused(chat: Json, param: str, sentence: str) -> None:
+    template = ChatTemplate({"default": "{{ messages[0].role }}{{ add_generation_prompt }}"}, {})
+    whole = Chat(**{"messages": messages_of([HELLO]), **chat})
+    with pytest.raises(InvalidRequest, match=sentence) as raised:
+        template.render(template.context(whole), continues=whole.continue_final_message)
+    assert raised.value.param == param
+
+
+def test_a_message_without_content_is_not_continued() -> None:
+    template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+    with pytest.raises(InvalidRequest, match="needs a last message with content"):
+        template.context(Chat(messages=(ChatMessage(role="user", content=""),), continue_final_message=True))
+    # what a client writes is no mark
+    said = Chat(messages=(ChatMessage(role="user", content="CONTINUE_FINAL_MESSAGE_TAG "),))
+    assert template.render(template.context(said)) == "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def test_messages_of_openai_clients_become_what_templates_expect() -> None:
@@ -123,14 +178,14 @@ def test_messages_of_openai_clients_become_what_templates_expect() -> None:
     call = {"function": {"name": "f", "arguments": '{"x": 7}'}}
     parts = {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     messages = [ChatMessage.parse(parts, 0), ChatMessage(role="assistant", content="", tool_calls=(call,))]
-    assert template.render(messages) == "system=a\nb;assistant=;7"
+    assert template.render(template.context(Chat(messages=tuple(messages)))) == "system=a\nb;assistant=;7"
     assert call["function"]["arguments"] == '{"x": 7}'  # the caller's messages are left alone
 
 
 @pytest.mark.parametrize(
     ("messages", "sentence"),
     [
-        ([], "messages must hold at least one message"),
+        ([], "messages must hold 1 to 1024 messages; it holds 0"),
         ([{"role": "wizard", "content": "x"}], r"messages\[0\].role must be one of system, .*; got 'wizard'"),
         ([{"content": "x"}], r"messages\[0\].role must be a string"),
         (["x"], r"messages\[0\] must be an object"),
@@ -140,14 +195,19 @@ def test_messages_of_openai_clients_become_what_templates_expect() -> None:
     ],
 )
 def test_bad_messages_are_refused_in_a_sentence(tokenizer: Tokenizer, messages: Any, sentence: str) -> None:
+    def encode() -> None:
+        parsed = tuple(ChatMessage.parse(message, index) for index, message in enumerate(messages))
+        tokenizer.encode_chat(Chat(messages=parsed), scope="")
+
     with pytest.raises(InvalidRequest, match=sentence):
-        tokenizer.encode_chat([ChatMessage.parse(message, index) for index, message in enumerate(messages)], scope="")
+        encode()
 
 
-@pytest.mark.parametrize("call", [{"function": {"arguments": "{"}}, {}, "f"])
-def test_tool_calls_that_no_template_can_read_are_refused(tokenizer: Tokenizer, call: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"not valid JSON|must be an object with a function"):
-        tokenizer.encode_chat([ChatMessage(role="assistant", content="", tool_calls=(call,))], scope="")
+def test_arguments_that_no_template_can_read_are_refused(tokenizer: Tokenizer) -> None:
+    call = tool_call(call_id="1", name="f", arguments="{")
+    chat = Chat(messages=(ChatMessage(role="assistant", content="", tool_calls=(call,)),))
+    with pytest.raises(InvalidRequest, match=r"not valid JSON"):
+        tokenizer.encode_chat(chat, scope="")
 
 
 def test_parts_that_are_no_text_are_refused_by_their_place() -> None:
@@ -168,12 +228,12 @@ def test_parts_that_are_no_text_are_refused_by_their_place() -> None:
 )
 def test_what_stops_a_template_is_an_invalid_request(source: str) -> None:
     with pytest.raises(InvalidRequest, match=r"chat template refuses these messages: .+"):
-        ChatTemplate({"default": source}, {}).render(messages_of([HELLO]))
+        written(ChatTemplate({"default": source}, {}))
 
 
 def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
     def render(config: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> str:
-        return ChatTemplate.load(tmp_path, config, {}).render(messages_of([HELLO]), tools)
+        return written(ChatTemplate.load(tmp_path, config, {}), tools)
 
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     assert render({"chat_template": "one"}) == "one"
@@ -218,7 +278,7 @@ def test_a_folder_of_another_kind(tmp_path: Path, model_dir: Path) -> None:
     assert (tokenizer.default_sampling.top_k, tokenizer.default_sampling.min_p) == (20, 0.1)
     assert tokenizer.default_sampling.temperature == 1
     assert len(tokenizer.encode("one two three four")) == 4
-    assert tokenizer.chat_template.render(messages_of([HELLO])) == "<|im_start|>x"
+    assert written(tokenizer.chat_template) == "<|im_start|>x"
     (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
     with pytest.raises(ModelLoadError, match="top_p"):
         Tokenizer.load(tmp_path)

@@ -1,0 +1,104 @@
+"""How an endpoint takes a body and answers with a stream, and what happens when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import email.message
+import json
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from baton.tasks import cancel_and_wait
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+T = TypeVar("T")
+
+
+async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
+    """The body, validated as FastAPI does it.
+
+    Raises:
+        RequestValidationError: it is no JSON, or not what is asked for.
+        HTTPException: it is no text.
+    """
+    value: Any = await request.body()
+    try:
+        if value and _is_json(request.headers.get("content-type", "")):
+            value = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise RequestValidationError([{"loc": ("body", error.pos), "msg": "JSON decode error"}]) from error
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, "There was an error parsing the body") from error
+    if value == b"":
+        raise RequestValidationError([{"loc": ("body",), "msg": "Field required"}])
+    try:
+        return kind.model_validate(value, from_attributes=True)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(include_url=False)) from error
+
+
+def _is_json(content_type: str) -> bool:
+    if content_type == "application/json":
+        return True
+    message = email.message.Message()
+    message["content-type"] = content_type
+    kind, _, subtype = message.get_content_type().partition("/")
+    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
+class EventStream(StreamingResponse):
+    """Closes its generator when the client leaves, at whatever point, so that the request ends everywhere at once."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+async def unless_disconnected(request: Request, answer: Awaitable[T]) -> T:
+    """Awaits the answer, or cancels it when the client leaves first."""
+    answering = asyncio.current_task()
+    assert answering is not None
+    num_cancelled, has_left = answering.cancelling(), False
+
+    def leave(watching: asyncio.Task[None]) -> None:
+        nonlocal has_left
+        if not watching.cancelled():
+            has_left = True
+            answering.cancel()
+
+    watching = asyncio.create_task(_disconnected(request))
+    watching.add_done_callback(leave)
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        if has_left and answering.uncancel() <= num_cancelled:
+            raise ClientDisconnect from None
+        raise
+    finally:
+        watching.remove_done_callback(leave)
+        await cancel_and_wait([watching])
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(body: Mapping[str, Any]) -> str:
+    """A server-sent event of one JSON value."""
+    return f"data: {json.dumps(body)}\n\n"  # ASCII: some clients take U+2028 for the end of a line

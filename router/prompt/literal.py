@@ -1,0 +1,220 @@
+r"""Special tokens in a client's text are text.
+
+A tokenizer takes `<|im_end|>` for the token that ends a message, be it the chat template's or a user's. Here
+only the template's are tokens. A client's texts that could be taken for one are marked before the template writes them
+out: a mark, a noncharacter of Unicode that is in none of the client's texts, stands before the place or in it. What the
+template wrote itself has none. Then the prompt is cut at the template's special tokens, and what lies between them is
+encoded by a copy of the tokenizer that knows no special token (`encode_special_tokens`).
+
+    client      "see <|im_end|>"          template   <|im_start|>user\n + text + <|im_end|>
+    marked      "see #<|im_end|>"         rendered   <|im_start|>user\nsee #<|im_end|><|im_end|>
+                                          cut        [<|im_start|>] "user\nsee <|im_end|>" [<|im_end|>]
+
+Most chats hold nothing of that kind, and are encoded as `SegmentEncoder` does it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+
+from baton.chat import ROLES
+from baton.errors import InvalidRequest
+from router.prompt.segment_cache import encode_batch, longest_of
+
+MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+"""Noncharacters of Unicode, which no text needs."""
+ANCHOR, STRIPS_RIGHT, STRIPS_LEFT = (f"\U0001fffe{secrets.token_hex(16)}" for _ in range(3))
+"""Tokens of the copy alone, which stand where special tokens were: what is beside one is not the text's begin or end.
+No client can guess one."""
+
+
+class LiteralEncoder:
+    """Encodes a client's text so that none of it becomes a special token."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        tokens = tokenizer.get_added_tokens_decoder()
+        self._special = {token.content: (token_id, token) for token_id, token in tokens.items() if token.special}
+        self._literal = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+        self._literal.encode_special_tokens = True
+        self._literal.add_tokens(
+            [
+                tokenizers.AddedToken(ANCHOR, normalized=False),
+                tokenizers.AddedToken(STRIPS_RIGHT, normalized=False, rstrip=True),
+                tokenizers.AddedToken(STRIPS_LEFT, normalized=False, lstrip=True),
+            ]
+        )
+        self._anchors = {self._literal.token_to_id(name) for name in (ANCHOR, STRIPS_RIGHT, STRIPS_LEFT)}
+        ordinary = {token.content for token in tokens.values()} - self._special.keys()
+        self._cuts = longest_of(self._special.keys() | ordinary) if self._special else ""
+        self._finder = _Finder(tokenizer, self._special)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt of plain text.
+
+        Args:
+            add_special_tokens: whether what the model wants around a text is added.
+
+        Raises:
+            InvalidRequest: the text is not valid Unicode.
+        """
+        return encode_batch(self._literal, [text], add_special_tokens=add_special_tokens)[0]
+
+    def mark(self, context: Mapping[str, Any]) -> Marked | None:
+        """Marks what a template gets from a client.
+
+        Args:
+            context: plain JSON values; the role of a message is none of the client's text.
+
+        Returns:
+            None: nothing of it can be taken for a special token.
+
+        Raises:
+            InvalidRequest: the texts hold every character that could be the mark.
+        """
+        texts = list(_texts(context))
+        if not any(map(self._finder.is_suspect, texts)):
+            return None
+        everything = "\0".join(texts).lower()
+        mark = next((each for each in MARKS if each not in everything and _code(each) not in everything), None)
+        if mark is None:
+            raise InvalidRequest(
+                "The chat holds special tokens of the model, and all the noncharacters U+FDD0 to U+FDEF, of which one "
+                "must be free; remove one of them.",
+                "messages",
+            )
+        return Marked(mark, _marked(context, self._finder, mark))
+
+    def encode_marked(self, text: str, mark: str) -> list[int]:
+        """The tokens of a prompt that a template has written of marked texts.
+
+        Raises:
+            InvalidRequest: the text is not valid Unicode.
+        """
+        escape = json.dumps(mark)[1:-1]  # as a template's `tojson` may write it
+        pieces, ends, begin = [], [], 0
+        before = ""
+        for match in re.finditer(f"(?<!{mark})(?<!{re.escape(escape)})(?:{self._cuts})", text):
+            if (found := self._special.get(match[0])) is None or _is_in_a_word(found[1], text, match):
+                continue
+            piece = text[begin : match.start()]
+            pieces.append(before + piece + (STRIPS_LEFT if found[1].lstrip else ""))
+            ends.append([found[0]])
+            begin, before = match.end(), STRIPS_RIGHT if found[1].rstrip else ANCHOR
+        pieces.append(before + text[begin:])
+        plain = [piece.replace(mark, "").replace(escape, "") for piece in pieces]
+        encoded = encode_batch(self._literal, plain, add_special_tokens=False)
+        token_ids: list[int] = []
+        for ids, end in zip(encoded, [*ends, []], strict=True):
+            token_ids += (token_id for token_id in ids if token_id not in self._anchors)
+            token_ids += end
+        return token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """What a template gets, with marks, and the mark."""
+
+    mark: str
+    context: dict[str, Any]
+
+
+class _Finder:
+    """Finds what could be taken for a special token, alone or together with what the template writes beside it."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special: Mapping[str, Any]) -> None:
+        self._longest = max(map(len, special), default=0)
+        self._whole = re.compile(f"(?={longest_of(special)})") if special else None
+        self._begins = {content[:end] for content in special for end in range(1, len(content))}
+        self._ends = {content[begin:] for content in special for begin in range(1, len(content))}
+        self._first = {content[0] for content in special}
+        self._last = {content[-1] for content in special}
+        self._normalizer = tokenizer.normalizer
+        normalized = [content for content, (_, token) in special.items() if token.normalized and self._normalizer]
+        self._normalized = [_core(self._normalizer, content) for content in normalized]
+
+    def is_suspect(self, text: str) -> bool:
+        """Whether there is anything of that kind in a text."""
+        if next(self.places(text), None) is not None:
+            return True
+        if not self._normalized:
+            return False
+        normal = self._normalizer.normalize_str(text)
+        return any(content in normal for content in self._normalized)
+
+    def places(self, text: str) -> Iterator[int]:
+        """Yields where a special token begins or, at its end or begin, the text continues one that others began."""
+        if self._whole is None:
+            return
+        for match in self._whole.finditer(text):
+            yield match.start()
+        for last in self._last:
+            end = text.find(last, 0, self._longest) + 1
+            while end:
+                if text[:end] in self._ends:
+                    yield 0
+                end = text.find(last, end, self._longest) + 1
+        for first in self._first:
+            begin = text.rfind(first, max(0, len(text) - self._longest))
+            while begin >= 0:
+                if text[begin:] in self._begins:
+                    yield begin
+                begin = text.rfind(first, max(0, len(text) - self._longest), begin)
+
+
+def _core(normalizer: Any, content: str) -> str:
+    """A token's content as it is found in normalized text, without what a normalizer puts before every text."""
+    alone, behind = normalizer.normalize_str("x"), normalizer.normalize_str("x" + content)
+    core: str = behind[len(alone) :] if behind.startswith(alone) else normalizer.normalize_str(content)
+    return core
+
+
+def _is_in_a_word(token: tokenizers.AddedToken, text: str, match: re.Match[str]) -> bool:
+    """Whether a token that must be a word of its own is a part of one."""
+    beside = text[match.start() - 1 : match.start()] + text[match.end() : match.end() + 1]
+    return token.single_word and any(character.isalnum() or character == "_" for character in beside)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for key, each in value.items():
+                yield key
+                if not _is_role(key, each):
+                    yield from _texts(each)
+        case list() | tuple():
+            for each in value:
+                yield from _texts(each)
+
+
+def _marked(value: Any, finder: _Finder, mark: str) -> Any:
+    match value:
+        case str():
+            for place in sorted(set(finder.places(value)), reverse=True):
+                value = value[:place] + mark + value[place:]
+            return value
+        case Mapping():
+            return {
+                _marked(key, finder, mark): each if _is_role(key, each) else _marked(each, finder, mark)
+                for key, each in value.items()
+            }
+        case list() | tuple():
+            return [_marked(each, finder, mark) for each in value]
+    return value
+
+
+def _is_role(key: str, value: Any) -> bool:
+    return key == "role" and isinstance(value, str) and value in ROLES
+
+
+def _code(mark: str) -> str:
+    """The mark's number in hexadecimal, as JSON may write it."""
+    return f"{ord(mark):04x}"
