@@ -28,6 +28,8 @@ from baton.chat import ROLES
 from baton.errors import InvalidRequest
 from router.prompt.segment_cache import encode_batch, longest_of
 
+EDGE = "\0"
+"""Stands before and behind each text where all of a client's are searched at once."""
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Noncharacters of Unicode, which no text needs."""
 ANCHOR, STRIPS_RIGHT, STRIPS_LEFT = (f"\U0001fffe{secrets.token_hex(16)}" for _ in range(3))
@@ -78,10 +80,10 @@ class LiteralEncoder:
         Raises:
             InvalidRequest: the texts hold every character that could be the mark.
         """
-        texts = list(_texts(context))
-        if not any(map(self._finder.is_suspect, texts)):
+        everything = EDGE + EDGE.join(_texts(context)) + EDGE
+        if not self._finder.is_suspect(everything):
             return None
-        everything = "\0".join(texts).lower()
+        everything = everything.lower()
         mark = next((each for each in MARKS if each not in everything and _code(each) not in everything), None)
         if mark is None:
             raise InvalidRequest(
@@ -130,30 +132,37 @@ class _Finder:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, special: Mapping[str, Any]) -> None:
         self._longest = max(map(len, special), default=0)
-        self._whole = re.compile(f"(?={longest_of(special)})") if special else None
+        self._whole = re.compile(longest_of(special)) if special else None
         self._begins = {content[:end] for content in special for end in range(1, len(content))}
         self._ends = {content[begin:] for content in special for begin in range(1, len(content))}
+        sought = [longest_of(special)] if special else []
+        if self._begins:
+            sought.append(longest_of(begin + EDGE for begin in self._begins))
+            sought.append(longest_of(EDGE + end for end in self._ends))
+        self._sought = [re.compile(pattern) for pattern in sought]
         self._first = {content[0] for content in special}
         self._last = {content[-1] for content in special}
         self._normalizer = tokenizer.normalizer
         normalized = [content for content, (_, token) in special.items() if token.normalized and self._normalizer]
         self._normalized = [_core(self._normalizer, content) for content in normalized]
 
-    def is_suspect(self, text: str) -> bool:
-        """Whether there is anything of that kind in a text."""
-        if next(self.places(text), None) is not None:
+    def is_suspect(self, texts: str) -> bool:
+        """Whether there is anything of that kind in texts, each of which stands between two edges."""
+        if any(pattern.search(texts) for pattern in self._sought):
             return True
         if not self._normalized:
             return False
-        normal = self._normalizer.normalize_str(text)
+        normal = self._normalizer.normalize_str(texts)
         return any(content in normal for content in self._normalized)
 
     def places(self, text: str) -> Iterator[int]:
         """Yields where a special token begins or, at its end or begin, the text continues one that others began."""
         if self._whole is None:
             return
-        for match in self._whole.finditer(text):
-            yield match.start()
+        place = -1
+        while (match := self._whole.search(text, place + 1)) is not None:  # one may begin within another
+            place = match.start()
+            yield place
         for last in self._last:
             end = text.find(last, 0, self._longest) + 1
             while end:

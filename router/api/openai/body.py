@@ -144,12 +144,13 @@ class Body(BaseModel):
     """llama.cpp's name: whether what is spelled as a special token is that token."""
     truncate_prompt_tokens: int | None = None
     truncation_side: Annotated[TruncationSide | None, BeforeValidator(_side)] = None
+    store: bool | None = None
+    """Nothing is stored: true is refused."""
     # These do not change an answer.
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
-    store: bool | None = None
     user: str | None = None
 
     def sampling(self) -> dict[str, Any]:
@@ -158,8 +159,11 @@ class Body(BaseModel):
             if name not in NEUTRAL:
                 raise InvalidRequest(f"unknown field {name!a}; remove it or correct its name", name)
             check_asks_for_nothing(name, value, NEUTRAL[name])
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options belongs to streams; set stream to true, or unset it", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise unsupported_field("stream_options.include_obfuscation")
+        check_asks_for_nothing("store", self.store, (False,))
         named = _SAME_NAME & self.model_fields_set
         asked = {name: _plain(name, value) for name in named if (value := getattr(self, name)) is not None}
         if self.stream and (self.best_of or 0) > (self.n or 1):

@@ -34,8 +34,9 @@ class ChatBody(Body):
 
     def sampling(self) -> dict[str, Any]:
         asked = super().sampling()
-        if self.max_completion_tokens is not None:
-            asked["max_tokens"] = self.max_completion_tokens
+        most = self.max_completion_tokens
+        if most is not None and asked.setdefault("max_tokens", most) != most:
+            raise InvalidRequest("max_tokens is the older name of max_completion_tokens; set one", "max_tokens")
         if self.logprobs:
             asked["logprobs"] = self.top_logprobs or 0
         elif self.top_logprobs:

@@ -51,7 +51,13 @@ class CompletionBody(Body):
         return Text(text, bool(self.parse_special), self.add_special_tokens is not False)
 
     def echoed(self, tokenizer: Tokenizer) -> tuple[str, ...]:
-        """Returns the texts with which the answers of each prompt begin; empty: the client does not ask for them."""
+        """Returns the texts with which the answers of each prompt begin; empty: the client does not ask for them.
+
+        Raises:
+            InvalidRequest: they could be of prompts that are cut.
+        """
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise InvalidRequest("an echo is of the whole prompt; unset echo, or truncate_prompt_tokens", "echo")
         texts = []
         for prompt in self.prompts() if self.echo else ():
             match prompt:

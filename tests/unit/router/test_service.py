@@ -306,7 +306,7 @@ BODIES: list[tuple[str, object, int]] = [
     ),
     ("/v1/chat/completions", {**CHAT, "priority": 0, "slo": {}}, 200),
     ("/v1/chat/completions", {**CHAT, "slo": None}, 200),
-    ("/v1/chat/completions", {**CHAT, "stream_options": {"continuous_usage_stats": True}}, 200),
+    ("/v1/chat/completions", {**CHAT, "stream_options": {"continuous_usage_stats": True}}, 400),
     ("/v1/completions", {**COMPLETION, "logit_bias": {"5": 1, "4": -0.5}, "min_tokens": 2, "bad_words": ["x"]}, 200),
     ("/v1/completions", {**COMPLETION, "bad_word_ids": [[1, 2], [3]], "allowed_token_ids": [5], "typical_p": 1}, 200),
     ("/v1/chat/completions", {**CHAT, "logit_bias": {}, "bad_words": [], "dry_sequence_breakers": []}, 200),
