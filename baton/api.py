@@ -89,6 +89,7 @@ class GenerateRequest:
     model: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)
     skip_text: bool = False
+    skip_reasoning: bool = False
     priority: int = 0
     """Higher runs earlier."""
     ttft_ms: float | None = None
@@ -112,6 +113,7 @@ class Usage:
     cached_tokens: int
     """Prompt tokens whose KV was found in a cache, pulled from another worker's if need be, instead of computed."""
     reasoning_tokens: int = 0
+    """Completion tokens that are of a reasoning, its marks included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,10 @@ class GenerateChunk:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
+    reasoning: str = ""
+    """What is new of the reasoning with which an answer to a chat begins."""
+    num_reasoning_tokens: int = 0
+    """Tokens of the choice's reasoning so far, its marks included."""
     stop_reason: str | int | None = None
     """The stop string, or the id of the stop token, that ended the choice; None: neither did."""
     usage: Usage | None = None

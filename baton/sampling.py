@@ -133,6 +133,8 @@ class SamplingParams:
     """What the answer must be, once its reasoning is over; None: any text."""
     reasoning_end_ids: tuple[int, ...] = ()
     """Tokens that end the reasoning with which the answer begins; empty: it begins with none."""
+    reasoning_begin_id: int | None = None
+    """The token that begins the reasoning, if it is the answer's first; None: the answer begins inside of it."""
     thinking_budget: int | None = None
     """Tokens of the reasoning after which those that end it are forced; None: it takes as many as it takes."""
     use_beam_search: bool = False
@@ -203,6 +205,7 @@ class SamplingParams:
             "dry_breaker_ids": self.dry_breaker_ids,
             "xtc_exempt_token_ids": self.xtc_exempt_token_ids,
             "reasoning_end_ids": self.reasoning_end_ids,
+            "reasoning_begin_id": () if self.reasoning_begin_id is None else (self.reasoning_begin_id,),
         }
 
     @functools.cached_property
@@ -310,7 +313,10 @@ class SamplingParams:
         _require_few(self.reasoning_end_ids, "reasoning_end_ids", MAX_REASONING_END, "ids")
         if (budget := self.thinking_budget) is not None:
             _require(0 <= budget <= MAX_INT32, "thinking_budget", f"between 0 and {MAX_INT32}", budget)
-            _require(bool(self.reasoning_end_ids), "thinking_budget", "set together with reasoning_end_ids", budget)
+        if (begin_id := self.reasoning_begin_id) is not None:
+            _require(
+                bool(self.reasoning_end_ids), "reasoning_begin_id", "set together with reasoning_end_ids", begin_id
+            )
         if self.structured_outputs is not None:
             _require(not self.ignore_eos, "ignore_eos", "false with structured_outputs, which say where it ends", True)
 

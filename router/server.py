@@ -30,6 +30,7 @@ from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, 
 from kvstore.leases import RedisLeases, RedisRecords
 from router.admission import Limiter, ModelFacts, SloCounts
 from router.admission.tenants import TenantBook
+from router.answer import AnswerFormat
 from router.api.controller_client import ControllerClient
 from router.api.grpc_api import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
 from router.api.http import create_app
@@ -221,6 +222,7 @@ def _load_model(config: Config) -> LoadedModel:
     return LoadedModel(
         card=ModelCard(name, config.model.path, max_model_len, int(time.time())),
         tokenizer=tokenizer,
+        format=AnswerFormat.load(tokenizer),
         content_id=content_id(config.model.revision),
         facts=ModelFacts(
             id=name,

@@ -48,7 +48,7 @@ from router.admission import (
     with_lengths,
 )
 from router.admission.tenants import DEFAULT_TENANT, Tenant
-from router.answer import AnswerChunks, AnswerSelection, AnswerWriter
+from router.answer import AnswerChunks, AnswerPlan, AnswerSelection, AnswerWriter, with_reasoning
 from router.dispatch import Choice, ChoiceGroup, Dispatcher
 from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_tokens
 from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
@@ -138,7 +138,8 @@ class RouterService:
                 prompt_ids = await self.tokenize(request.prompt, tenant, truncation)
                 params = with_lengths(params, request.sampling, len(prompt_ids), facts)
                 check_resume(request, params)
-                params = in_tokens(params, self.model.tokenizer)
+                plan = self.model.format.plan(request.prompt, prompt_ids, self.model.tokenizer)
+                params = with_reasoning(in_tokens(params, self.model.tokenizer), plan)
                 await self._structures.check(params.structured_outputs)
                 spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)
                 digest = digest_of(self.model.content_id, spec)
@@ -147,7 +148,7 @@ class RouterService:
                 call.begin(digest, group)
                 settle.begin(group.choices[: params.n], params, request.resume_from)
                 selection = AnswerSelection(params, request.resume_from)
-                writers = self._writers(request, group, params)
+                writers = self._writers(request, group, params, plan)
                 with self._journal.noting(key, digest, group.choices):
                     for choice, writer in writers.items():
                         for chunk in writer.replay(choice.emitted, choice.finish_reason):
@@ -215,16 +216,22 @@ class RouterService:
         return await self._journal.recall(key, digest)
 
     def _writers(
-        self, request: GenerateRequest, group: ChoiceGroup, params: SamplingParams
+        self, request: GenerateRequest, group: ChoiceGroup, params: SamplingParams, plan: AnswerPlan | None
     ) -> dict[Choice, AnswerChunks]:
         """The writers of a request's answers."""
         tokenizer, num_delivered = self.model.tokenizer, {} if params.is_selected else request.resume_from
         return {
             choice: AnswerChunks(
-                AnswerWriter(tokenizer, choice.spec.token_ids, params, num_delivered.get(choice.index, 0)),
+                AnswerWriter(
+                    tokenizer,
+                    choice.spec.token_ids,
+                    params,
+                    num_delivered=num_delivered.get(choice.index, 0),
+                    channels=plan.channels() if plan else None,
+                ),
+                request,
                 request_id=choice.spec.request_id,
                 choice_index=choice.index,
-                skip_text=request.skip_text,
             )
             for choice in group.choices
         }

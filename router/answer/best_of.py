@@ -51,7 +51,7 @@ class AnswerSelection:
         if not self._params.wants_scores:
             answer = replace(answer, scores=NO_SCORES)
         if self._resume_from.get(answer.choice_index):
-            return replace(answer, text="", token_ids=(), scores=NO_SCORES)
+            return replace(answer, text="", reasoning="", token_ids=(), scores=NO_SCORES)
         return answer
 
 
@@ -60,6 +60,7 @@ def _joined(chunks: list[GenerateChunk]) -> GenerateChunk:
         chunks[-1],
         prompt_scores=None,
         text="".join(chunk.text for chunk in chunks),
+        reasoning="".join(chunk.reasoning for chunk in chunks),
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         scores=TokenScores.joined(chunk.scores for chunk in chunks),
     )

@@ -37,19 +37,20 @@ class IncrementalDetokenizer:
     is decoded as its continuation, so that "▁Paris" keeps its space. A push decodes a bounded number of tokens.
 
     Args:
-        skip_special_tokens: whether special tokens have no text.
+        skipped_ids: tokens that have no text; None: special tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
-        self._vocab_size, self._special_ids = tokenizer.vocab_size, tokenizer.special_ids
-        self._decode = tokenizer.decode if skip_special_tokens else tokenizer.decode_all
+    def __init__(
+        self, tokenizer: Tokenizer, context: Sequence[int] = (), skipped_ids: frozenset[int] | None = None
+    ) -> None:
+        self._vocab_size = tokenizer.vocab_size
+        self._skipped_ids = tokenizer.special_ids if skipped_ids is None else skipped_ids
+        self._decode = tokenizer.decode_all
         self._window = self._with_text(context[-NUM_CONTEXT:])
         self._context_text = self._decode(self._window)
         if self._context_text.endswith(REPLACEMENT):
             self._window, self._context_text = [], ""  # the prompt ends inside a character: nothing to continue
         self._num_context = len(self._window)
-        if not skip_special_tokens:
-            self._special_ids = frozenset()
 
     @property
     def holds_back(self) -> bool:
@@ -65,8 +66,8 @@ class IncrementalDetokenizer:
         return self._advance(len(self._window))
 
     def _with_text(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens at which `decode` looks: not outside the vocabulary, nor special where it skips such tokens."""
-        size, skipped = self._vocab_size, self._special_ids
+        """The tokens that have a text: none outside the vocabulary, nor those that are skipped."""
+        size, skipped = self._vocab_size, self._skipped_ids
         return [token_id for token_id in token_ids if 0 <= token_id < size and token_id not in skipped]
 
     def _push(self, token_id: int) -> str:

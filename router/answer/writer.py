@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from baton.api import GenerateChunk
+from baton.api import GenerateChunk, GenerateRequest
 from baton.errors import InvalidRequest
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import NO_SCORES, TokenScores
+from router.answer.channels import Channels, Delta
 from router.answer.detokenizer import IncrementalDetokenizer
 from router.answer.stop_strings import StopChecker
 from router.prompt.tokenizer import Tokenizer
@@ -23,6 +24,9 @@ class Piece(NamedTuple):
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    reasoning: str = ""
+    num_reasoning_tokens: int = 0
+    """See `GenerateChunk.num_reasoning_tokens`."""
     stop_reason: str | int | None = None
     """See `GenerateChunk.stop_reason`."""
     scores: TokenScores = NO_SCORES
@@ -39,14 +43,24 @@ class AnswerWriter:
         params: tell what ends the answer, and which of it is text.
         num_delivered: leading tokens that the client has, from a stream that broke: they and their text do not come
             out again.
+        channels: where the text goes; None: all of it is content.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams, num_delivered: int = 0
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        num_delivered: int = 0,
+        channels: Channels | None = None,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens
-        )
+        skipped_ids = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        if channels is not None:
+            skipped_ids -= channels.shown_ids
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skipped_ids)
+        self._channels = channels
+        self._num_reasoning = 0
         self._stops = StopChecker(params.stop, params.include_stop_str_in_output)
         self._params = params
         self._num_taken = 0
@@ -63,40 +77,57 @@ class AnswerWriter:
 
         A token that ends the answer has no text, unless the client wants it.
         """
-        text = ""
-        begin = min(self.num_awaited, len(token_ids))
+        deltas: list[Delta] = []
+        begin, stopped = min(self.num_awaited, len(token_ids)), False
         for count, token_id in enumerate(token_ids, 1):
             self._num_taken += 1
             is_end = finish_reason is FinishReason.STOP and count == len(token_ids)
             shown = [] if is_end and not self._params.include_stop_str_in_output else [token_id]
-            new_text, stopped = self._stops.push(self._detokenizer.push(shown), self._may_stop)
+            text, stopped = self._stops.push(self._detokenizer.push(shown), self._may_stop)
             if count > begin:
-                text += new_text
+                deltas.append(self._delta(text))
             else:
+                self._delta(text)
                 self.num_awaited -= 1
             if stopped:
-                return Piece(
-                    text=text,
-                    token_ids=tuple(token_ids[begin:count]),
-                    finish_reason=FinishReason.STOP,
-                    stop_reason=self._stops.matched,
-                    scores=scores.part(begin, count),
-                )
+                token_ids, finish_reason = token_ids[:count], FinishReason.STOP
+                break
         if token_ids:
-            self._is_last_delivered = begin == len(token_ids)
+            self._is_last_delivered = begin >= len(token_ids)
         if finish_reason is not None:
-            rest = self._detokenizer.flush()
-            for new_text, stopped in (self._stops.push(rest, self._may_stop), self._stops.flush()):
-                if not self._is_last_delivered:
-                    text += new_text
-                finish_reason = FinishReason.STOP if stopped else finish_reason
+            rest, stopped = self._rest(stopped)
+            deltas += [] if self._is_last_delivered else rest
+            finish_reason = FinishReason.STOP if stopped else finish_reason
+        delta = Delta.joined(deltas)
         return Piece(
-            text=text,
+            text=delta.text,
             token_ids=tuple(token_ids[begin:]),
             finish_reason=finish_reason,
+            reasoning=delta.reasoning,
+            num_reasoning_tokens=self._num_reasoning,
             stop_reason=self._stop_reason(token_ids, finish_reason),
-            scores=scores.part(begin, len(token_ids)) if begin else scores,
+            scores=scores.part(begin, len(token_ids)),
         )
+
+    def _delta(self, text: str) -> Delta:
+        """Returns what a token's text adds to the channels, and counts a token of the reasoning."""
+        if self._channels is None:
+            return Delta(text)
+        was_reasoning = self._channels.is_reasoning
+        delta = self._channels.push(text)
+        self._num_reasoning += was_reasoning or self._channels.is_reasoning
+        return delta
+
+    def _rest(self, stopped: bool) -> tuple[list[Delta], bool]:
+        """What was held back of an answer that has ended -> (what it adds, whether a stop string was found)."""
+        texts = []
+        if not stopped:
+            for text, found in (self._stops.push(self._detokenizer.flush(), self._may_stop), self._stops.flush()):
+                texts.append(text)
+                stopped = stopped or found
+        if self._channels is None:
+            return [Delta(text) for text in texts], stopped
+        return [*map(self._channels.push, texts), self._channels.flush()], stopped
 
     @property
     def _may_stop(self) -> bool:
@@ -113,14 +144,16 @@ class AnswerChunks:
     """Writes the chunks of one choice for its client.
 
     Args:
-        skip_text: the client wants the tokens alone.
+        request: says which parts of the answer the client wants.
+        request_id: the one that it has, or has got.
     """
 
-    def __init__(self, writer: AnswerWriter, *, request_id: str, choice_index: int, skip_text: bool = False) -> None:
+    def __init__(self, writer: AnswerWriter, request: GenerateRequest, *, request_id: str, choice_index: int) -> None:
         self._writer = writer
         self._request_id = request_id
         self._choice_index = choice_index
-        self._skip_text = skip_text
+        self._skip_text = request.skip_text
+        self._skip_reasoning = request.skip_text or request.skip_reasoning
         self.num_tokens = 0
         """Tokens taken so far, those after a stop string included."""
         self.has_ended = False
@@ -162,6 +195,8 @@ class AnswerChunks:
             text="" if self._skip_text else piece.text,
             token_ids=piece.token_ids,
             finish_reason=piece.finish_reason,
+            reasoning="" if self._skip_reasoning else piece.reasoning,
+            num_reasoning_tokens=piece.num_reasoning_tokens,
             stop_reason=piece.stop_reason,
             scores=piece.scores,
         )

@@ -49,6 +49,11 @@ class ChatTemplate:
             # Each rendering copies them, and Jinja's chain of dicts is slow to copy.
             template.globals = dict(template.globals)
 
+    @property
+    def source(self) -> str:
+        """The template of chats without tools; empty: the model has none."""
+        return self._sources.get("default", "")
+
     @staticmethod
     def load(folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate:
         """Reads chat_template.jinja and additional_chat_templates/, else tokenizer_config.json."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.api import ModelCard
 from router.admission import ModelFacts
+from router.answer import PLAIN, AnswerFormat
 from router.prompt import Tokenizer
 
 
@@ -15,6 +16,8 @@ class LoadedModel:
 
     card: ModelCard
     tokenizer: Tokenizer
+    format: AnswerFormat = PLAIN
+    """How its answers to chats are marked."""
     content_id: str
     facts: ModelFacts
     """What requests are checked against."""

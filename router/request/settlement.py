@@ -73,6 +73,8 @@ class Settlement:
         self._num_delivered = 0
         self._num_tokens: list[int] = []
         """Tokens that left in this call, by choice."""
+        self._num_reasoning: dict[int, int] = {}
+        """Tokens of the reasoning, by choice, those included that left before."""
         self._finish_reasons: dict[int, FinishReason] = {}
         self._first_token_s = 0.0
         self._ended_s = 0.0
@@ -126,6 +128,8 @@ class Settlement:
                 self._instruments.inter_token_latency.record(gap_s, times=num_tokens)
             stages.last_token_s = now
             self._num_tokens[index] += num_tokens
+        if chunk.num_reasoning_tokens:
+            self._num_reasoning[index] = chunk.num_reasoning_tokens
         if chunk.finish_reason is not None:
             self._finish_reasons[index] = chunk.finish_reason
             self._num_unfinished -= 1
@@ -137,7 +141,8 @@ class Settlement:
     def usage(self) -> Usage:
         """The usage of the whole answer, with what the client had of it before."""
         num_tokens = self._num_delivered + sum(self._num_tokens)
-        return Usage(self._num_prompt_tokens, num_tokens, self._choices[0].num_cached_tokens or 0)
+        num_reasoning = sum(self._num_reasoning.values())
+        return Usage(self._num_prompt_tokens, num_tokens, self._choices[0].num_cached_tokens or 0, num_reasoning)
 
     @property
     def _after_first_s(self) -> float:

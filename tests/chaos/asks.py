@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from baton import wire
-from baton.api import GenerateChunk, GenerateRequest, PromptScores, Text, TokenIds
+from baton.api import Chat, GenerateChunk, GenerateRequest, PromptScores, Text, TokenIds
+from baton.chat import ChatMessage
 from baton.config import ModelConfig, load
 from baton.engine.core.beams import BeamSearch
 from baton.engine.model.arithmetic import modulus, sampled_of
@@ -45,6 +46,7 @@ MANY_BYTES = "Count the cats: 🐈 🐈‍⬛ 🙂🎉 — Grüße, 日本の首
 class Choice:
     token_ids: tuple[int, ...]
     text: str
+    reasoning: str
     finish_reason: str
     stop_reason: str | int | None
     scores: TokenScores
@@ -57,6 +59,7 @@ class Answer:
     choices: tuple[Choice, ...]
     num_prompt_tokens: int
     num_completion_tokens: int
+    num_reasoning_tokens: int = 0
     prompt_scores: PromptScores | None = None
 
 
@@ -74,6 +77,7 @@ class Listening:
 class _Hearing:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    reasoning: str = ""
     finish_reason: str = ""
     stop_reason: str | int | None = None
     scores: list[TokenScores] = field(default_factory=list)
@@ -94,9 +98,12 @@ def listen(
         now = time.monotonic()
         gap_s, last_s = max(gap_s, now - last_s), now
         hearing = hearings.setdefault(part.choice_index, _Hearing())
-        assert not (hearing.finish_reason and (part.token_ids or part.text)), f"a choice goes on after its end: {part}"
+        assert not (hearing.finish_reason and (part.token_ids or part.text or part.reasoning)), (
+            f"a choice goes on after its end: {part}"
+        )
         hearing.token_ids += part.token_ids
         hearing.text += part.text
+        hearing.reasoning += part.reasoning
         hearing.scores.append(part.scores)
         hearing.finish_reason = hearing.finish_reason or str(part.finish_reason or "")
         hearing.stop_reason = hearing.stop_reason or part.stop_reason
@@ -106,13 +113,18 @@ def listen(
         on_tokens(num_tokens)
     choices = tuple(
         Choice(
-            tuple(heard.token_ids), heard.text, heard.finish_reason, heard.stop_reason, TokenScores.joined(heard.scores)
+            token_ids=tuple(heard.token_ids),
+            text=heard.text,
+            reasoning=heard.reasoning,
+            finish_reason=heard.finish_reason,
+            stop_reason=heard.stop_reason,
+            scores=TokenScores.joined(heard.scores),
         )
         for _, heard in sorted(hearings.items())
     )
     assert len(prompt_scores) < 2, "they come once"
     usage = part.usage
-    answer = Answer(choices, usage.prompt_tokens, usage.completion_tokens, *prompt_scores)
+    answer = Answer(choices, usage.prompt_tokens, usage.completion_tokens, usage.reasoning_tokens, *prompt_scores)
     return Listening(answer, part.timing.retries, gap_s)
 
 
@@ -171,6 +183,13 @@ OPTIONS: list[dict[str, Any]] = [
         "reasoning_end_ids": (44, 45),
     },
     {"reasoning_end_ids": (9, 10, 11), "thinking_budget": 5, "temperature": 1.0},
+    {
+        "structured_outputs": StructuredOutputs(choice=("no", "yes, please", "größer als 😀")),
+        "reasoning_begin_id": 77,
+        "reasoning_end_ids": (44, 45),
+        "thinking_budget": 3,
+        "logit_bias": ((77, 30.0),),
+    },
     {"use_beam_search": True, "beam_width": 4, "length_penalty": 0.5},
     {"use_beam_search": True, "beam_width": 2, "length_penalty": 2.0, "early_stopping": "never", "logprobs": 1},
 ]
@@ -192,6 +211,24 @@ def of_options(number: int) -> GenerateRequest:
         sampling["temperature"] = 0.0
     sampling |= {"seed": rng.randrange(2**40), "n": rng.choice((1, 1, 1, 2)), "max_tokens": rng.randrange(10, 20)}
     return GenerateRequest(prompt=TokenIds((*begin, *begin[-7:], *begin[:3])), sampling=sampling)
+
+
+def of_chat(number: int) -> GenerateRequest:
+    """A chat with the model of `tests.support.reasoning`, whose answer reasons for a while, for ever, or not at all."""
+    rng = random.Random(number)
+    words = StructuredOutputs(choice=("no", "yes, please", "größer als 😀"))
+    marked = StructuredOutputs(regex="( |\n)?<think>[a-z \n]{4,9}</think>\n?[A-Z ]{2,9}")
+    asked: dict[str, Any] = rng.choice([
+        {"structured_outputs": words, "thinking_budget": rng.randrange(8)},
+        {"structured_outputs": marked, "max_tokens": 60},
+        {"thinking_budget": rng.randrange(8), "stop": ("e", "nk"), "min_tokens": rng.randrange(12)},
+        {},
+    ])  # fmt: skip
+    sampling: dict[str, Any] = {"temperature": 1.0, "top_k": 16, "top_p": 1.0, "seed": rng.randrange(2**40)}
+    sampling |= {"n": rng.choice((1, 2)), "max_tokens": rng.randrange(10, 30), **asked}
+    opens = asked.get("structured_outputs") is not marked
+    chat = Chat(messages=(ChatMessage(role="user", content=f"Question {number}?"),), template_kwargs={"opens": opens})
+    return GenerateRequest(prompt=chat, sampling=sampling)
 
 
 def of_text(text: str, num_tokens: int, seed: int) -> GenerateRequest:

@@ -293,6 +293,7 @@ def running_fleet(
     faults: str = "",
     shares_address: bool = False,
     telemetry: TelemetryConfig | None = None,
+    model_path: Path | None = None,
     **engine: Any,
 ) -> Iterator[Fleet]:
     """Redis and routers, and no worker yet. Leaving the block checks that no process is left.
@@ -300,13 +301,16 @@ def running_fleet(
     Args:
         step_ms: what a step of a worker takes at least.
         shares_address: the routers listen on the same ports.
+        model_path: folder of the model; None: the default one's.
         engine: more of its settings.
     """
     model = resolve(ModelConfig(), cache_dir(load().cluster))
     _PROCESSES.set_forkserver_preload([__name__])
     with contextlib.closing(RedisProcess()) as redis:
         config = Config(
-            model=ModelConfig(path=str(model.path), served_name=model.served_name, revision=model.revision),
+            model=ModelConfig(
+                path=str(model_path or model.path), served_name=model.served_name, revision=model.revision
+            ),
             engine=EngineConfig(runner="arithmetic", num_blocks=num_blocks, arithmetic_step_ms=step_ms, **engine),
             transfer=transfer,
             index=IndexConfig(redis_url=redis.url, lease_s=lease_s, renew_s=0.3, poll_s=0.2),

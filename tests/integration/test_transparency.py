@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,8 @@ from tests.chaos import asks
 from tests.chaos.asks import Answer, Listening
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.support.asking import metric, prompt_of
-from tests.support.listener import Listener
+from tests.support.listener import Heard, Listener
+from tests.support.reasoning import reasoning_model
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
@@ -34,28 +37,42 @@ NUM_BETWEEN_LEAVES = 12
 STEP_MS = 8.0
 LEASE_S = 15.0
 TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
-REQUESTS = [replace(asks.of_options(number), request_id=f"transparent-{number}") for number in range(NUM_REQUESTS)]
+NUM_CHATS = 48
+"""Requests whose answers may reason: the last ones."""
+REQUESTS = [
+    replace(asked, request_id=f"transparent-{number}")
+    for number, asked in enumerate(
+        [asks.of_options(number) for number in range(NUM_REQUESTS - NUM_CHATS)]
+        + [asks.of_chat(number) for number in range(NUM_CHATS)]
+    )
+]
 
 
 @contextlib.contextmanager
-def fleet_of(mode: str, num_routers: int) -> Iterator[Fleet]:
+def fleet_of(mode: str, num_routers: int, model_path: Path) -> Iterator[Fleet]:
     router = RouterConfig(mode=mode, cache_secret="transparent", max_attempts=16)
-    with running_fleet(TRANSFER, router, num_routers=num_routers, step_ms=STEP_MS, lease_s=LEASE_S) as fleet:
+    settings: dict[str, Any] = {"num_routers": num_routers, "step_ms": STEP_MS, "lease_s": LEASE_S}
+    with running_fleet(TRANSFER, router, model_path=model_path, **settings) as fleet:
         fleet.wait_for(*(fleet.add(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)))
         yield fleet
 
 
 @pytest.fixture(scope="module")
-def split_fleet() -> Iterator[Fleet]:
+def model_path(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
+    return reasoning_model(tmp_path_factory.mktemp("reasoning"), model_dir)
+
+
+@pytest.fixture(scope="module")
+def split_fleet(model_path: Path) -> Iterator[Fleet]:
     """Two routers; the first one does not survive the last test."""
-    with fleet_of("split", 2) as fleet:
+    with fleet_of("split", 2, model_path) as fleet:
         yield fleet
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[Answer]:
+def answers(model_path: Path) -> list[Answer]:
     """To `REQUESTS`, of a fleet that splits nothing and that nothing happens to."""
-    with fleet_of("aggregated", 1) as fleet:
+    with fleet_of("aggregated", 1, model_path) as fleet:
         return [heard.answer for heard in all_of(REQUESTS, lambda request: heard_from(fleet, request))]
 
 
@@ -98,10 +115,10 @@ def test_prompts_have_their_scores(answers: list[Answer]) -> None:
     asked = [request.sampling.get("prompt_logprobs") for request in REQUESTS]
     assert sum(num_top is not None for num_top in asked) > 10
     for request, num_top, answer in zip(REQUESTS, asked, answers, strict=True):
-        assert isinstance(request.prompt, TokenIds)
         if num_top is None:
             assert answer.prompt_scores is None
         else:
+            assert isinstance(request.prompt, TokenIds)
             assert answer.prompt_scores is not None
             assert answer.prompt_scores.token_ids == request.prompt.ids
             assert len(answer.prompt_scores.scores) == len(request.prompt.ids) - 1
@@ -115,6 +132,11 @@ def test_every_end_occurs(answers: list[Answer]) -> None:
     assert ends == {("length", type(None)), ("stop", type(None)), ("stop", str), ("stop", int)}
     assert sum(choice.finish_reason == "length" for choice in choices) > len(choices) / 4
     assert len({choice.token_ids for choice in choices}) > 0.75 * len(choices), "greedy choices are alike"
+    chats = [choice for answer in answers[-NUM_CHATS:] for choice in answer.choices]
+    parts = {(bool(choice.reasoning), bool(choice.text)) for choice in chats}
+    assert parts >= {(True, True), (True, False)}
+    assert all(answer.num_reasoning_tokens <= answer.num_completion_tokens for answer in answers)
+    assert all(answer.num_reasoning_tokens or not any(c.reasoning for c in answer.choices) for answer in answers)
 
 
 def test_split_or_not(split_fleet: Fleet, answers: list[Answer]) -> None:
@@ -257,7 +279,12 @@ def test_a_router_dies_in_the_middle(split_fleet: Fleet, answers: list[Answer]) 
         list(pool.map(lambda one: one.listen(second), listeners))
     print(f"{NUM_REQUESTS} answers resumed in {time.monotonic() - began_s:.1f} s")
     for request, listener, answer in zip(REQUESTS, listeners, answers, strict=True):
-        heard = [(c.token_ids, c.text, c.finish_reason, c.stop_reason, c.scores) for c in listener.choices]
-        expected = [(c.token_ids, c.text, c.finish_reason, c.stop_reason, c.scores) for c in answer.choices]
+        heard = [all_of_choice(choice) for choice in listener.choices]
+        expected = [all_of_choice(choice) for choice in answer.choices]
         assert heard == expected, request.sampling
         assert listener.num_completion_tokens == answer.num_completion_tokens
+        assert listener.num_reasoning_tokens == answer.num_reasoning_tokens
+
+
+def all_of_choice(choice: asks.Choice | Heard) -> tuple[Any, ...]:
+    return (*(getattr(choice, field.name) for field in fields(asks.Choice)),)

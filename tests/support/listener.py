@@ -21,6 +21,7 @@ class Heard:
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
+    reasoning: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     scores: TokenScores = NO_SCORES
@@ -34,6 +35,7 @@ class Listener:
         self.choices = [Heard() for _ in range(request.sampling.get("n", 1))]
         self.num_streams = 0
         self.num_completion_tokens: int | None = None
+        self.num_reasoning_tokens: int | None = None
         self.timing: Timing | None = None
 
     @property
@@ -52,13 +54,17 @@ class Listener:
             heard = self.choices[chunk.choice_index]
             assert chunk.request_id == self.request.request_id
             assert chunk.token_ids or chunk.finish_reason, "an empty message"
-            assert not heard.finish_reason or not (chunk.token_ids or chunk.text), "it goes on after its end"
+            assert not heard.finish_reason or not (chunk.token_ids or chunk.text or chunk.reasoning), (
+                "it goes on after its end"
+            )
             heard.token_ids += chunk.token_ids
             heard.text += chunk.text
+            heard.reasoning += chunk.reasoning
             heard.scores = TokenScores.joined((heard.scores, chunk.scores))
             heard.finish_reason, heard.stop_reason = chunk.finish_reason, chunk.stop_reason
             if chunk.usage:
                 self.num_completion_tokens, self.timing = chunk.usage.completion_tokens, chunk.timing
+                self.num_reasoning_tokens = chunk.usage.reasoning_tokens
             if until():
                 call.cancel()
                 break

@@ -107,7 +107,7 @@ class Structures:
         allowed, failures = {}, {}
         for index, row in rows.items():
             try:
-                mask = self._answer(row).mask(row.sampling)
+                mask = self._answer(row).mask()
             except InvalidRequest as error:
                 failures[index] = str(error)
                 continue
@@ -120,7 +120,7 @@ class Structures:
         if answer is None or row.sequence_key < 0:
             structure = row.sampling.structured_outputs
             matcher = None if structure is None else self._matcher(structure).copy()
-            answer = _Answer(matcher, row.sampling.reasoning_end_ids, self._unended)
+            answer = _Answer(matcher, row.sampling, self._unended)
         answer.take(row.history[row.num_prompt_tokens + answer.num_tokens :])
         self._answers[row.sequence_key] = answer
         if len(self._answers) > MAX_KEPT:
@@ -152,40 +152,51 @@ class Structures:
 class _Answer:
     """How far an answer has come in its structure."""
 
-    def __init__(self, matcher: GrammarMatcher | None, end_ids: tuple[int, ...], unended: _Allowed) -> None:
+    def __init__(self, matcher: GrammarMatcher | None, params: SamplingParams, unended: _Allowed) -> None:
         """Args:
         unended: the tokens that do not end an answer.
         """
         self.num_tokens = 0
         self._matcher = matcher
         self._unended = unended
-        self._end_ids = end_ids
+        self._begin_id = params.reasoning_begin_id
+        """The token with which a reasoning may begin, as long as nothing has come; else None."""
+        self._end_ids = params.reasoning_end_ids
+        self._budget = params.thinking_budget
+        self._num_reasoning = 0
         self._last: tuple[int, ...] = ()
         """Last tokens while it reasons, fewer than end the reasoning."""
-        self._reasons = bool(end_ids)
+        self._reasons = bool(self._end_ids) and self._begin_id is None
 
     def take(self, token_ids: tuple[int, ...]) -> None:
         """Takes the tokens that are new."""
         self.num_tokens += len(token_ids)
         for place, token_id in enumerate(token_ids):
+            if self._begin_id is not None:
+                self._reasons, self._begin_id = token_id == self._begin_id, None
+                if self._reasons:
+                    continue
             if not self._reasons:
                 if self._matcher is not None:
                     self._matcher.take(token_ids[place:])
                 return
+            self._num_reasoning += 1
             self._last = (*self._last, token_id)[-len(self._end_ids) :]
             self._reasons = self._last != self._end_ids
 
-    def mask(self, params: SamplingParams) -> _Allowed | None:
+    def mask(self) -> _Allowed | None:
         """Returns which tokens may come next; None: all. Raises InvalidRequest if the grammar has become too large."""
         if self._reasons:
-            budget = params.thinking_budget
-            if budget is not None and self.num_tokens >= budget:
+            if self._budget is not None and self._num_reasoning >= self._budget:
                 return self._forced()
             return None if self._matcher is None else self._unended  # it has to come to its structure
         if self._matcher is None:
             return None
         bits = np.frombuffer(self._matcher.allowed(), np.uint8)
-        return np.unpackbits(bits, count=len(self._unended), bitorder="little").view(np.bool_)
+        allowed = np.unpackbits(bits, count=len(self._unended), bitorder="little").view(np.bool_)
+        if self._begin_id is not None:
+            allowed[self._begin_id] = True
+        return allowed
 
     def _forced(self) -> _Allowed:
         """Allows the next token of what ends the reasoning, of which the answer may have a part."""

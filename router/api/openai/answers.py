@@ -81,7 +81,9 @@ class Shape:
         if chunk.finish_reason:
             choice["stop_reason"] = chunk.stop_reason
         if self.is_chat:
-            choice["delta"] = {**({"role": "assistant"} if is_first else {}), "content": chunk.text}
+            role = {"role": "assistant"} if is_first else {}
+            content = {} if chunk.reasoning and not chunk.text else {"content": chunk.text}
+            choice["delta"] = {**role, **_reasoning(chunk.reasoning), **content}
         else:
             choice["text"] = self._echoed(index) + chunk.text if is_first else chunk.text
         body = {**self._head("chat.completion.chunk" if self.is_chat else "text_completion"), "choices": [choice]}
@@ -98,7 +100,8 @@ class Shape:
         )
         choice["stop_reason"] = answer.stop_reason
         if self.is_chat:
-            choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
+            message = {"role": "assistant", "content": answer.text, "refusal": None}
+            choice["message"] = {**message, **_reasoning(answer.reasoning)}
         else:
             choice["text"] = self._echoed(index) + answer.text
         return choice
@@ -125,11 +128,17 @@ class ChoiceAnswer:
     """The whole answer of one choice."""
 
     text: str = ""
+    reasoning: str = ""
     token_ids: list[int] = field(default_factory=list)
     scores: list[TokenScores] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """vLLM's field: the stop string or the id of the stop token that ended it."""
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """The fields of a reasoning: DeepSeek's name, which most clients read, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -138,6 +147,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 

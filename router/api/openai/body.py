@@ -130,6 +130,7 @@ class Body(BaseModel):
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructuredOutputsBody | None = None
     reasoning_end_ids: list[int] | None = None
+    reasoning_begin_id: int | None = None
     thinking_budget: int | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = None

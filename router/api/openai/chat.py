@@ -25,6 +25,8 @@ class ChatBody(Body):
     """One of the template's variables."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+    """Whether the reasoning comes with the answer; None: it does. It is computed in any case."""
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

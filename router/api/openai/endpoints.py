@@ -110,6 +110,7 @@ async def _answer(
         e2e_ms=slo.e2e_ms,
         continuous_usage=body.continuous_usage,
         truncation=body.truncation,
+        skip_reasoning=isinstance(body, ChatBody) and body.include_reasoning is False,
     )
     address, port = request.scope.get("server") or ("", 0)
     ingress = Ingress(address, port or 0, bool(body.stream))
@@ -134,6 +135,7 @@ async def _whole(chunks: AsyncGenerator[GenerateChunk], shape: Shape) -> dict[st
         async for chunk in chunks:
             answer = answers.setdefault(chunk.choice_index, ChoiceAnswer())
             answer.text += chunk.text
+            answer.reasoning += chunk.reasoning
             answer.token_ids += chunk.token_ids
             answer.scores.append(chunk.scores)
             if chunk.finish_reason:
@@ -158,7 +160,7 @@ async def _events(
                 if chunk.prompt_scores is not None:
                     prompts[shape.prompt_of(chunk.choice_index)] = chunk.prompt_scores
                 index, is_first = chunk.choice_index, chunk.choice_index not in begun
-                if chunk.text or chunk.finish_reason or chunk.scores or is_first:
+                if chunk.text or chunk.reasoning or chunk.finish_reason or chunk.scores or is_first:
                     logprobs = begun.get(index) or begun.setdefault(index, CompletionLogprobs(shape.tokenizer))
                     scores = prompts.get(shape.prompt_of(index))
                     yield event(shape.chunk(index, chunk, is_first, logprobs, scores))

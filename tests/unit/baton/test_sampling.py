@@ -144,7 +144,9 @@ def test_a_plain_request_adjusts_nothing() -> None:
 def test_every_field_with_token_ids_is_known_as_one() -> None:
     """These are checked against the vocabulary."""
     named = set(SamplingParams().named_token_ids)
-    assert named == {field.name for field in fields(SamplingParams) if field.name.endswith("_ids")} | {"logit_bias"}
+    assert named == {field.name for field in fields(SamplingParams) if field.name.endswith(("_ids", "_id"))} | {
+        "logit_bias"
+    }
 
 
 def test_a_seed_is_set_without_another_change() -> None:

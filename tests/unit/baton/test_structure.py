@@ -102,7 +102,7 @@ def test_every_field_is_a_structure_of_its_own(compiler: GrammarCompiler) -> Non
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"thinking_budget": 3}, "thinking_budget"),
+        ({"reasoning_begin_id": 3}, "reasoning_begin_id"),
         ({"thinking_budget": -1, "reasoning_end_ids": (1,)}, "thinking_budget"),
         ({"thinking_budget": 2**31, "reasoning_end_ids": (1,)}, "thinking_budget"),
         ({"reasoning_end_ids": (1,) * (MAX_REASONING_END + 1)}, "reasoning_end_ids"),

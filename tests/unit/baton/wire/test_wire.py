@@ -97,6 +97,7 @@ SAMPLING_VALUES: dict[str, st.SearchStrategy[Any]] = {
     | st.builds(StructuredOutputs, choice=st.lists(TEXT.filter(bool), min_size=1, max_size=4).map(tuple))
     | st.just(StructuredOutputs(json_object=True)),
     "reasoning_end_ids": st.lists(IDS, min_size=1, max_size=4).map(tuple),
+    "reasoning_begin_id": st.none() | IDS,
     "best_of": st.none(),  # it depends on n
     "prompt_logprobs": st.none() | st.integers(0, 20),
     "thinking_budget": st.none() | st.integers(0, 2**31 - 1),

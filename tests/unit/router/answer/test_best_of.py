@@ -16,6 +16,7 @@ def chunk(index: int, *logprobs: float, ends: bool = False, text: str = "") -> G
         request_id="r",
         choice_index=index,
         text=text or f"{index}",
+        reasoning=f"r{index}",
         token_ids=tuple(range(len(logprobs))),
         finish_reason=FinishReason.STOP if ends else None,
         stop_reason=index if ends else None,
@@ -40,6 +41,7 @@ def test_the_best_come_whole_and_in_order() -> None:
     assert kept == [[]] * 5
     first, second = best
     assert (first.choice_index, first.text, first.token_ids, first.stop_reason) == (0, "1", (0,), 1)
+    assert (first.reasoning, second.reasoning) == ("r1", "r2r2")
     assert (second.choice_index, second.text, second.token_ids, second.stop_reason) == (1, "22", (0, 0, 1), 2)
     assert second.scores == TokenScores((-0.5, -0.1, -0.3))
     assert second.finish_reason is FinishReason.STOP
@@ -54,7 +56,7 @@ def test_nobody_gets_scores_who_has_not_asked() -> None:
 def test_what_the_client_has_does_not_come_again() -> None:
     selection = AnswerSelection(SamplingParams(n=2, best_of=4, logprobs=0), {0: 1})
     first, second = [ready for each in STREAM for ready in selection.take(each)]
-    assert (first.text, first.token_ids, first.scores) == ("", (), NO_SCORES)
+    assert (first.text, first.reasoning, first.token_ids, first.scores) == ("", "", (), NO_SCORES)
     assert first.finish_reason is FinishReason.STOP
     assert second.text == "22"
 

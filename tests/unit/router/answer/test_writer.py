@@ -15,12 +15,14 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import TokenScores
-from router.answer import AnswerWriter, Piece
+from router.answer import AnswerWriter, Channels, Mark, Piece, Reasoning
 from router.prompt import Tokenizer
 
 CAT = "🐈".encode()
 MERGES = [(CAT[0], CAT[1]), (0x0A, 0x0A), (0x61, 0x62)]
 """Half a cat, two line ends and `ab` are tokens of their own; whatever else is one token a byte."""
+END = 259
+"""The special token <end>."""
 STOPS = ["\n\n", "ab🐈", "🐈🐈", "b\n", "é", "a"]
 
 PARAMS = st.builds(
@@ -31,7 +33,10 @@ PARAMS = st.builds(
     include_stop_str_in_output=st.booleans(),
     skip_special_tokens=st.booleans(),
 )
-texts = st.text(st.sampled_from("ab\né🐈👍🏽"), max_size=24)
+REASONINGS = st.sampled_from([("ab", "é"), ("a", "🐈"), ("b|👍", "a+"), ("<end>", "b")])
+PLANS = st.none() | st.tuples(REASONINGS, st.booleans())
+"""Marks that are regular expressions, and whether the answer begins between them; None: it has no channels."""
+texts = st.text(st.sampled_from("ab \né🐈👍🏽"), max_size=24)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +48,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<end>"])
+    assert inner.token_to_id("<end>") == END
     folder = tmp_path_factory.mktemp("bytes")
     inner.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
@@ -71,15 +77,25 @@ def written(writer: AnswerWriter, groups: list[list[int]], finish: FinishReason 
     """
     while len(groups) > 1 and not groups[-1]:
         groups = groups[:-1]
-    text, token_ids = "", tuple[int, ...]()
+    text, reasoning, token_ids = "", "", tuple[int, ...]()
     for number, group in enumerate(groups):
         piece = writer.push(group, finish if number == len(groups) - 1 else None)
-        text, token_ids = text + piece.text, token_ids + piece.token_ids
+        text, reasoning = text + piece.text, reasoning + piece.reasoning
+        token_ids += piece.token_ids
         if piece.finish_reason is not None:
-            return Piece(
-                text=text, token_ids=token_ids, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason
-            )
-    return Piece(text=text, token_ids=token_ids, finish_reason=None)
+            break
+    return piece._replace(text=text, reasoning=reasoning, token_ids=token_ids)
+
+
+def channels_of(plan: tuple[tuple[str, str], bool] | None) -> Channels | None:
+    if plan is None:
+        return None
+    (opens, closes), is_open = plan
+    return Channels(Reasoning(mark(opens), mark(closes)), frozenset({END}), is_open=is_open)
+
+
+def mark(pattern: str) -> Mark:
+    return Mark.of({"open_pattern": pattern}, "open")
 
 
 @settings(max_examples=600)
@@ -93,20 +109,27 @@ def test_a_stream_goes_on_byte_for_byte_wherever_it_broke(tokenizer: Tokenizer, 
     end = data.draw(st.sampled_from(FinishReason))
     cuts = st.lists(st.integers(0, 30), max_size=8)
 
-    whole = written(AnswerWriter(tokenizer, (), params), [[i] for i in token_ids], end)
+    plan = data.draw(PLANS)
+
+    def writer_of(num_delivered: int = 0) -> AnswerWriter:
+        return AnswerWriter(tokenizer, (), params, num_delivered=num_delivered, channels=channels_of(plan))
+
+    whole = written(writer_of(), [[i] for i in token_ids], end)
     num_delivered = data.draw(st.integers(0, len(whole.token_ids)))
     is_ended = num_delivered == len(whole.token_ids)
     before = written(
-        AnswerWriter(tokenizer, (), params),
+        writer_of(),
         grouped(token_ids[:num_delivered], data.draw(cuts)),
         end if num_delivered == len(token_ids) else None,
     )
     assert (before.finish_reason is not None) == is_ended
 
-    writer = AnswerWriter(tokenizer, (), params, num_delivered)
+    writer = writer_of(num_delivered)
     after = written(writer, grouped(token_ids, data.draw(cuts)), end)
     assert before.token_ids + after.token_ids == whole.token_ids
     assert before.text + after.text == whole.text
+    assert before.reasoning + after.reasoning == whole.reasoning
+    assert after.num_reasoning_tokens == whole.num_reasoning_tokens
     assert (after.finish_reason, after.stop_reason) == (whole.finish_reason, whole.stop_reason)
     assert writer.num_awaited == 0
 
@@ -117,6 +140,17 @@ def test_an_unfinished_character_at_the_end_is_not_given_out_twice(tokenizer: To
     assert whole.text == "a\ufffd"
     again = AnswerWriter(tokenizer, (), SamplingParams(), num_delivered=2).push(token_ids, FinishReason.LENGTH)
     assert again == Piece(text="", token_ids=(), finish_reason=FinishReason.LENGTH)
+
+
+def test_what_may_have_been_a_mark_comes_at_the_end(tokenizer: Tokenizer) -> None:
+    def ended(text: str, *, is_open: bool) -> Piece:
+        channels = channels_of((("aab", "bba"), is_open))
+        return AnswerWriter(tokenizer, (), SamplingParams(), channels=channels).push(
+            tokenizer.encode(text), FinishReason.LENGTH
+        )
+
+    assert ended("aa", is_open=False).text == "aa"
+    assert ended("abb", is_open=True).reasoning == "abb"
 
 
 @pytest.mark.parametrize(("stops", "num_missing"), [((), 2), (("b",), 4)])

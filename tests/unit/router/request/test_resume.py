@@ -210,6 +210,7 @@ OTHER_SAMPLING: dict[str, Any] = {
     "structured_outputs": StructuredOutputs(json_object=True),
     "reasoning_end_ids": (4,),
     "thinking_budget": 5,
+    "reasoning_begin_id": 6,
     "best_of": 2,
     "prompt_logprobs": 3,
     "use_beam_search": True,
@@ -228,7 +229,7 @@ SEARCH: dict[str, Any] = {
     "stop": (),
 }
 ALONG_WITH: dict[str, dict[str, Any]] = {
-    "thinking_budget": {"reasoning_end_ids": (5,)},
+    "reasoning_begin_id": {"reasoning_end_ids": (5,)},
     **dict.fromkeys(("use_beam_search", "beam_width", "length_penalty", "early_stopping"), SEARCH),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,34 @@ def test_a_budget_ends_the_reasoning(sampler: Sampler, logits: torch.Tensor, tok
     while len(drawn) < 12:
         drawn += sampler.sample(logits[None].clone(), [row_of(alone, drawn)])
     assert tuple(drawn[3 : 3 + len(end)]) == end, "without a structure, too"
+
+
+def test_an_answer_reasons_if_its_first_token_says_so(
+    sampler: Sampler, logits: torch.Tensor, tokenizer: Tokenizer
+) -> None:
+    """Else it has its structure from there on; a budget counts what is behind that token."""
+    begin, end, words = 7, (11, 12), StructuredOutputs(choice=("yes",))
+    params = drawing(words, 1, reasoning_begin_id=begin, reasoning_end_ids=end, thinking_budget=2)
+    likely = logits.clone()
+    likely[begin] = logits.max() + 50
+
+    def answer(of_logits: torch.Tensor, num_tokens: int) -> list[int]:
+        drawn: list[int] = []
+        while len(drawn) < num_tokens:
+            drawn += sampler.sample(of_logits[None].clone(), [row_of(params, drawn)])
+        return drawn
+
+    first, *rest = answer(likely, 6)
+    assert first == begin
+    assert tuple(rest[2:4]) == end, "not before, as the token that begins it is likeliest"
+    assert "yes".startswith(tokenizer.decode(rest[4:5]))
+    likely[begin] = logits.min() - 50
+    assert "yes<|im_end|>".startswith(tokenizer.decode_all(answer(likely, 2)))
+    likely[begin], likely[9] = logits.min(), logits.max() + 50
+    assert answer(likely, 1) != [9], "no other token begins one"
+    alone = replace(params, structured_outputs=None)
+    drawn = sampler.sample(likely[None].clone(), [row_of(alone, [9, 9, 9, 9])])
+    assert drawn == [9], "an answer without a reasoning needs no end of one"
 
 
 @pytest.mark.parametrize(("schema", "word"), UNKNOWN)
