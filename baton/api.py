@@ -13,6 +13,7 @@ from typing import Any
 from baton.chat import ChatMessage
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
+from baton.tools import ANY_TOOL, Tool, ToolCallDelta, ToolChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,9 @@ class Chat:
     """A prompt of messages, which the model's chat template writes out."""
 
     messages: tuple[ChatMessage, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
-    """What the model may call, in OpenAI's form: JSON values."""
+    tools: tuple[Tool, ...] = ()
+    """What the model may call."""
+    tool_choice: ToolChoice = ANY_TOOL
     documents: tuple[Mapping[str, Any], ...] = ()
     """What the answer may draw on, for templates that read `documents`: JSON values."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -163,6 +165,8 @@ class GenerateChunk:
     finish_reason: FinishReason | None = None
     reasoning: str = ""
     """What is new of the reasoning with which an answer to a chat begins."""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    """What is new of the tool calls in an answer to a chat."""
     num_reasoning_tokens: int = 0
     """Tokens of the choice's reasoning so far, its marks included."""
     stop_reason: str | int | None = None

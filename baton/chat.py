@@ -122,12 +122,6 @@ def check_one_end(*, begins: bool, continues: bool) -> None:
         )
 
 
-def check_no_tools(has_tools: bool) -> None:
-    """Raises Unsupported for a chat with tools or tool calls."""
-    if has_tools:
-        raise Unsupported("tools and tool calls in a chat are not supported yet; leave them out", "tools")
-
-
 def check_asks_for_nothing(where: str, value: Any, neutral: tuple[Any, ...]) -> None:
     """Raises Unsupported unless the value of a field that is not built yet asks for what happens anyway."""
     if value is not None and not any(_is_same(value, each) for each in neutral):

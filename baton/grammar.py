@@ -17,25 +17,16 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.errors import InvalidRequest
 from baton.parent import die_with
-from baton.structure import StructuredOutputs, invalid_structure
+from baton.structure import JSON_OPTIONS, LARK_HEAD, StructuredOutputs, invalid_structure
 
 MAX_LEVELS = 64
 """Deepest nesting of a schema, and of brackets in a grammar."""
-MAX_WHITESPACE = 20
-"""Characters of white space between two tokens of JSON: enough to indent, and no model goes on for ever."""
-_JSON_OPTIONS: dict[str, Any] = {
-    "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}",
-    "lenient": False,  # what is not known would be left out
-    "coerce_one_of": False,  # an answer might be two of them
-}
-"""These stand in place of a schema's own `x-guidance`."""
 _LIMITS = LLParserLimits(max_grammar_size=100_000, precompute_large_lexemes=False, verbose_errors=False)
 _BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|(?P<open>[(\[{])|(?P<close>[)\]}])')
 
@@ -138,7 +129,8 @@ def _source(structure: StructuredOutputs) -> str:
     if structure.choice:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in structure.choice))
     _check_brackets(structure.grammar)
-    return LLMatcher.grammar_from_lark(any_to_lark(structure.grammar))
+    is_lark = structure.grammar.startswith(LARK_HEAD)
+    return LLMatcher.grammar_from_lark(structure.grammar if is_lark else any_to_lark(structure.grammar))
 
 
 def _schema(text: str) -> str:
@@ -152,7 +144,7 @@ def _schema(text: str) -> str:
         raise invalid_structure("a schema must be an object, or true")
     if _levels(schema) > MAX_LEVELS:
         raise invalid_structure(f"the schema is nested deeper than {MAX_LEVELS} levels")
-    return json.dumps(schema | {"x-guidance": _JSON_OPTIONS})
+    return json.dumps(schema | {"x-guidance": JSON_OPTIONS})
 
 
 def _levels(value: object) -> int:

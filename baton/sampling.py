@@ -49,6 +49,8 @@ class FinishReason(StrEnum):
     """End of sequence, a stop id or a stop string."""
     LENGTH = "length"
     """`max_tokens` or the context window is used up."""
+    TOOL_CALLS = "tool_calls"
+    """The answer has called tools, and has stopped. Only routers say so."""
 
 
 class EarlyStopping(StrEnum):

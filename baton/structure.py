@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from baton.errors import InvalidRequest
 
@@ -10,6 +11,16 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 """Longest schema or grammar, and most of all choices together, in UTF-8."""
 MAX_REGEX_BYTES = 4 * 1024
 MAX_STRUCTURE_CHOICES = 1024
+LARK_HEAD = "%llguidance {}"
+"""A grammar that begins with this is in Lark's notation, whatever is in its texts."""
+MAX_WHITESPACE = 20
+"""Characters of white space between two tokens of JSON: enough to indent, and no model goes on for ever."""
+JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}",
+    "lenient": False,  # what is not known would be left out
+    "coerce_one_of": False,  # an answer might be two of them
+}
+"""Options of llguidance for JSON. These stand in place of a schema's own `x-guidance`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from opentelemetry.context import Context
@@ -48,7 +48,7 @@ from router.admission import (
     with_lengths,
 )
 from router.admission.tenants import DEFAULT_TENANT, Tenant
-from router.answer import AnswerChunks, AnswerPlan, AnswerSelection, AnswerWriter, with_reasoning
+from router.answer import AnswerChunks, AnswerPlan, AnswerSelection, AnswerWriter, with_reasoning, with_tool_choice
 from router.dispatch import Choice, ChoiceGroup, Dispatcher
 from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_tokens
 from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
@@ -138,8 +138,7 @@ class RouterService:
                 prompt_ids = await self.tokenize(request.prompt, tenant, truncation)
                 params = with_lengths(params, request.sampling, len(prompt_ids), facts)
                 check_resume(request, params)
-                plan = self.model.format.plan(request.prompt, prompt_ids, self.model.tokenizer)
-                params = with_reasoning(in_tokens(params, self.model.tokenizer), plan)
+                params, plan = self._planned(request.prompt, prompt_ids, params)
                 await self._structures.check(params.structured_outputs)
                 spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)
                 digest = digest_of(self.model.content_id, spec)
@@ -194,6 +193,17 @@ class RouterService:
             slo_counts=self._slo_counts,
         )
 
+    def _planned(
+        self, prompt: PromptInput, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> tuple[SamplingParams, AnswerPlan | None]:
+        """Returns the parameters with all that workers need for what the client asks of the answer's parts, and where
+        these parts go.
+        """
+        tokenizer, form = self.model.tokenizer, self.model.format
+        plan = form.plan(prompt, prompt_ids, tokenizer)
+        params = with_tool_choice(params, prompt, form.calls, tokenizer)
+        return with_reasoning(in_tokens(params, tokenizer), plan), plan
+
     async def _begun(
         self, key: RecordKey, digest: bytes, params: SamplingParams, delivered: Mapping[int, int], past: Call | None
     ) -> dict[int, Noted]:
@@ -227,7 +237,7 @@ class RouterService:
                     choice.spec.token_ids,
                     params,
                     num_delivered=num_delivered.get(choice.index, 0),
-                    channels=plan.channels() if plan else None,
+                    channels=plan.channels(choice.spec.request_id, choice.index) if plan else None,
                 ),
                 request,
                 request_id=choice.spec.request_id,

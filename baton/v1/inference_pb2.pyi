@@ -144,6 +144,9 @@ class ChatInput(_message.Message):
     DOCUMENTS_JSON_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_NAME_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     template_kwargs_json: _builtins.str
     """A JSON object: more variables of the chat template, such as {"enable_thinking": false}. One that the template does
     not read is refused.
@@ -152,6 +155,12 @@ class ChatInput(_message.Message):
     """Whether the prompt ends with the begin of the assistant's next message; unset: unless the last one is continued."""
     continue_final_message: _builtins.bool
     """Whether the answer continues the last message."""
+    tool_choice: _builtins.str
+    """Whether the answer calls tools: "auto" (unset) leaves it to the model, "none", or "required"."""
+    tool_choice_name: _builtins.str
+    """The one tool that the answer calls, once; `tool_choice` is "required" or unset then."""
+    parallel_tool_calls: _builtins.bool
+    """Whether the answer may have several calls; unset: it may."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
@@ -169,14 +178,22 @@ class ChatInput(_message.Message):
         documents_json: _abc.Iterable[_builtins.str] | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
         continue_final_message: _builtins.bool = ...,
+        tool_choice: _builtins.str = ...,
+        tool_choice_name: _builtins.str = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "parallel_tool_calls", b"parallel_tool_calls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "messages", b"messages", "template_kwargs_json", b"template_kwargs_json", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "template_kwargs_json", b"template_kwargs_json", "tool_choice", b"tool_choice", "tool_choice_name", b"tool_choice_name", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
 
 Global___ChatInput: _TypeAlias = ChatInput  # noqa: Y015
 
@@ -226,20 +243,24 @@ class Tool(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     description: _builtins.str
     parameters_json: _builtins.str
-    """JSON schema of the arguments."""
+    """JSON schema of the arguments; empty: any object."""
+    strict: _builtins.bool
+    """Whether calls have arguments of that schema, and no others."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         description: _builtins.str = ...,
         parameters_json: _builtins.str = ...,
+        strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters_json", b"parameters_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters_json", b"parameters_json", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -247,24 +268,32 @@ Global___Tool: _TypeAlias = Tool  # noqa: Y015
 
 @_typing.final
 class ToolCall(_message.Message):
+    """A call of a tool. In an answer, what is new of one: its id and name come once, in the first message that has it, and
+    the arguments bit by bit.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     arguments_json: _builtins.str
+    index: _builtins.int
+    """Which call of the answer it is."""
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         name: _builtins.str = ...,
         arguments_json: _builtins.str = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -752,7 +781,9 @@ class GenerateResponse(_message.Message):
     reasoning: _builtins.str
     """What is new of the reasoning with which the answer to a chat begins. The marks around it are in neither text."""
     finish_reason: _builtins.str
-    """Set in the last message of a choice: "stop" (end of sequence, stop id or stop string) or "length"."""
+    """Set in the last message of a choice: "stop" (end of sequence, stop id or stop string), "tool_calls" (the same, after a
+    call) or "length".
+    """
     stop_string: _builtins.str
     stop_token_id: _builtins.int
     @_builtins.property
@@ -760,7 +791,9 @@ class GenerateResponse(_message.Message):
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]: ...
     @_builtins.property
-    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]: ...
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """What is new of the calls of tools in an answer to a chat with tools."""
+
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Set in the last message of the stream."""

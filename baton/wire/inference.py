@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton import api
-from baton.chat import ChatMessage, check_no_tools, check_one_end, tool_call
+from baton.chat import ChatMessage, check_one_end, tool_call
 from baton.errors import InvalidRequest, Unsupported
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import NO_SCORES, TokenScores
 from baton.structure import StructuredOutputs
+from baton.tools import Tool, ToolCallDelta, ToolChoice, ToolUse
 from baton.v1 import inference_pb2
 from baton.wire.convert import from_pb, to_pb
 
@@ -100,6 +101,10 @@ def generate_response(chunk: api.GenerateChunk) -> inference_pb2.GenerateRespons
         text=chunk.text,
         token_ids=chunk.token_ids,
         reasoning=chunk.reasoning,
+        tool_calls=[
+            inference_pb2.ToolCall(index=call.index, id=call.call_id, name=call.name, arguments_json=call.arguments)
+            for call in chunk.tool_calls
+        ],
         finish_reason=chunk.finish_reason or "",
         usage=to_pb(chunk.usage, inference_pb2.Usage) if chunk.usage else None,
         timing=to_pb(chunk.timing, inference_pb2.Timing) if chunk.timing else None,
@@ -157,10 +162,23 @@ def _write_chat(chat: api.Chat, message: inference_pb2.ChatInput) -> None:
         inference_pb2.ChatInput(
             messages=[_chat_message(each) for each in chat.messages],
             template_kwargs_json=json.dumps(dict(chat.template_kwargs)) if chat.template_kwargs else "",
+            tools=[_tool(tool) for tool in chat.tools],
+            tool_choice=chat.tool_choice.use,
+            tool_choice_name=chat.tool_choice.name,
+            parallel_tool_calls=chat.tool_choice.is_parallel,
             documents_json=[json.dumps(dict(document)) for document in chat.documents],
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
         )
+    )
+
+
+def _tool(tool: Tool) -> inference_pb2.Tool:
+    return inference_pb2.Tool(
+        name=tool.name,
+        description=tool.description or "",
+        parameters_json="" if tool.parameters is None else json.dumps(tool.parameters),
+        strict=tool.strict,
     )
 
 
@@ -199,6 +217,9 @@ def generate_chunk(message: inference_pb2.GenerateResponse) -> api.GenerateChunk
         text=message.text,
         token_ids=tuple(message.token_ids),
         reasoning=message.reasoning,
+        tool_calls=tuple(
+            ToolCallDelta(call.index, call.arguments_json, call.id, call.name) for call in message.tool_calls
+        ),
         finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
         stop_reason=getattr(message, which) if (which := message.WhichOneof("stop_reason")) else None,
         usage=from_pb(message.usage, api.Usage) if message.HasField("usage") else None,
@@ -239,19 +260,41 @@ def _prompt_from_pb(message: inference_pb2.GenerateRequest | inference_pb2.Token
 
 
 def _chat_from_pb(message: inference_pb2.ChatInput, *, parse_special: bool) -> api.Chat:
-    check_no_tools(bool(message.tools))
     continues = message.continue_final_message
     begins = message.add_generation_prompt if message.HasField("add_generation_prompt") else not continues
     check_one_end(begins=begins, continues=continues)
     kwargs = message.template_kwargs_json
     return api.Chat(
         messages=tuple(_chat_message_from_pb(each, index) for index, each in enumerate(message.messages)),
+        tools=tuple(_tool_from_pb(tool) for tool in message.tools),
+        tool_choice=_tool_choice_from_pb(message),
         documents=tuple(_object_from_json(each, "documents_json") for each in message.documents_json),
         template_kwargs=_object_from_json(kwargs, "template_kwargs_json") if kwargs else {},
         add_generation_prompt=begins,
         continue_final_message=continues,
         parse_special=parse_special,
     )
+
+
+def _tool_from_pb(message: inference_pb2.Tool) -> Tool:
+    schema = message.parameters_json
+    return Tool(
+        name=message.name,
+        description=message.description or None,
+        parameters=_object_from_json(schema, "tools.parameters_json") if schema else None,
+        strict=message.strict,
+    )
+
+
+def _tool_choice_from_pb(message: inference_pb2.ChatInput) -> ToolChoice:
+    name = message.tool_choice_name
+    said = message.tool_choice or (ToolUse.REQUIRED if name else ToolUse.AUTO)
+    if said not in tuple(ToolUse) or (name and said != ToolUse.REQUIRED):
+        raise InvalidRequest(
+            "tool_choice must be auto, none or required, and required beside tool_choice_name", "tool_choice"
+        )
+    is_parallel = message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True
+    return ToolChoice(use=ToolUse(said), name=name, is_parallel=is_parallel)
 
 
 def _chat_message_from_pb(message: inference_pb2.ChatMessage, index: int) -> ChatMessage:

@@ -1,14 +1,19 @@
-"""Turns tokens into the text that a client sees: incremental detokenization, stop strings, reasoning and content.
+"""Turns tokens into what a client sees: incremental detokenization, stop strings, and the channels of an answer.
 
 Plain state without I/O, rebuilt by replaying the tokens of a choice: fed the same tokens in any grouping, it has given
-out the same text.
+out the same.
 """
 
 from router.answer.best_of import AnswerSelection
+from router.answer.call_format import CallForm, Written, form_of, known_form
+from router.answer.call_readers import JsonCalls, JsonKeys, TagCalls, Tags, Taken, typed_text
+from router.answer.calls import CallIds, Calls, Parted
 from router.answer.channels import Channels, Delta
 from router.answer.detokenizer import IncrementalDetokenizer
+from router.answer.forced_calls import with_tool_choice
 from router.answer.format import PLAIN, AnswerFormat, AnswerPlan, with_reasoning
 from router.answer.marks import Mark, Reasoning
+from router.answer.reasoning import ReasoningReader, Split
 from router.answer.stop_strings import StopChecker
 from router.answer.writer import AnswerChunks, AnswerWriter, Piece
 
@@ -19,12 +24,28 @@ __all__ = [
     "AnswerPlan",
     "AnswerSelection",
     "AnswerWriter",
+    "CallForm",
+    "CallIds",
+    "Calls",
     "Channels",
     "Delta",
     "IncrementalDetokenizer",
+    "JsonCalls",
+    "JsonKeys",
     "Mark",
+    "Parted",
     "Piece",
     "Reasoning",
+    "ReasoningReader",
+    "Split",
     "StopChecker",
+    "TagCalls",
+    "Tags",
+    "Taken",
+    "Written",
+    "form_of",
+    "known_form",
+    "typed_text",
     "with_reasoning",
+    "with_tool_choice",
 ]

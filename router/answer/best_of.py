@@ -8,6 +8,7 @@ from dataclasses import replace
 from baton.api import GenerateChunk, PromptScores
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, TokenScores
+from baton.tools import joined_calls
 
 
 class AnswerSelection:
@@ -51,7 +52,7 @@ class AnswerSelection:
         if not self._params.wants_scores:
             answer = replace(answer, scores=NO_SCORES)
         if self._resume_from.get(answer.choice_index):
-            return replace(answer, text="", reasoning="", token_ids=(), scores=NO_SCORES)
+            return replace(answer, text="", reasoning="", tool_calls=(), token_ids=(), scores=NO_SCORES)
         return answer
 
 
@@ -61,6 +62,7 @@ def _joined(chunks: list[GenerateChunk]) -> GenerateChunk:
         prompt_scores=None,
         text="".join(chunk.text for chunk in chunks),
         reasoning="".join(chunk.reasoning for chunk in chunks),
+        tool_calls=joined_calls(call for chunk in chunks for call in chunk.tool_calls),
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         scores=TokenScores.joined(chunk.scores for chunk in chunks),
     )

@@ -1,20 +1,18 @@
-"""An answer's text into its channels: reasoning and content.
+"""An answer's text into its channels: content, reasoning and calls of tools.
 
-Plain state, fed text as it comes: however that is split, the channels get the same. What may be the begin of a mark is
-held back until it is known. Marks, and white space next to them, belong to no channel. Where the marks come from says
+Plain state, fed text as it comes. What the channels have after so many tokens depends on these alone, so that a resumed
+stream can be replayed, and the whole answer is the sum of its increments. Where marks come from says
 `router.answer.format`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
 from typing import NamedTuple
 
-from router.answer.marks import Reasoning
-
-MAX_HELD = 1024
-"""Characters of what may be a mark that are held back: white space before one may be any length."""
+from baton.tools import ToolCallDelta
+from router.answer.calls import Calls
+from router.answer.reasoning import ReasoningReader
 
 
 class Delta(NamedTuple):
@@ -23,97 +21,59 @@ class Delta(NamedTuple):
     text: str = ""
     """Content."""
     reasoning: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
 
     @staticmethod
     def joined(deltas: Sequence[Delta]) -> Delta:
         """Returns what several add together."""
         if len(deltas) == 1:
             return deltas[0]
-        return Delta("".join([delta.text for delta in deltas]), "".join([delta.reasoning for delta in deltas]))
-
-
-class _At(Enum):
-    BEFORE = auto()
-    """Only white space has come, or a part of the mark that opens a reasoning."""
-    INSIDE = auto()
-    """The reasoning is open."""
-    BEHIND = auto()
-    """The reasoning is over, and no content has come."""
-    CONTENT = auto()
+        return Delta(
+            "".join([delta.text for delta in deltas]),
+            "".join([delta.reasoning for delta in deltas]),
+            tuple([call for delta in deltas for call in delta.calls]),
+        )
 
 
 class Channels:
-    """The channels of one answer, which begins with a reasoning or has none.
+    """The channels of one answer.
 
     Args:
+        reasoning: reads the reasoning; None: there is none.
+        calls: reads the calls in the content; None: there are none.
         shown_ids: special tokens that marks are made of.
-        is_open: whether the answer begins inside of a reasoning.
     """
 
-    def __init__(self, reasoning: Reasoning, shown_ids: frozenset[int] = frozenset(), *, is_open: bool = False) -> None:
+    def __init__(
+        self, reasoning: ReasoningReader | None, calls: Calls | None = None, shown_ids: frozenset[int] = frozenset()
+    ) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
         self.shown_ids = shown_ids
         """Special tokens whose text has to come here."""
-        self._reasoning = reasoning
-        self._place = _At.INSIDE if is_open else _At.BEFORE
-        self._held = ""
-        """What may be a part of a mark."""
-        self._space = ""
-        """White space in the reasoning, which belongs to it if more follows."""
-        self._has_reasoned = False
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends in the reasoning."""
-        return self._place is _At.INSIDE
+        return self._reasoning is not None and self._reasoning.is_reasoning
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has begun."""
+        return self._calls is not None and self._calls.num_calls > 0
 
     def push(self, text: str) -> Delta:
         """Takes more text, and returns what it adds."""
-        return self._take(text, is_end=False)
+        content, reasoning = (text, "") if self._reasoning is None else self._reasoning.push(text)
+        if self._calls is None:
+            return Delta(content, reasoning)
+        found = self._calls.push(content)
+        return Delta(found.text, reasoning, found.calls)
 
     def flush(self) -> Delta:
         """Returns what was held back, now that the answer has ended."""
-        return self._take("", is_end=True)
-
-    def _take(self, text: str, *, is_end: bool) -> Delta:
-        content, reasoning = "", ""
-        text = self._held + text
-        self._held = ""
-        if self._place is _At.BEFORE:
-            text, content = self._opened(text, is_end=is_end)
-        if self._place is _At.INSIDE:
-            text, reasoning = self._closed(text, is_end=is_end)
-        if self._place is _At.BEHIND and (text := text.lstrip()):
-            self._place = _At.CONTENT
-        return Delta(content + text, reasoning) if self._place is _At.CONTENT else Delta("", reasoning)
-
-    def _opened(self, text: str, *, is_end: bool) -> tuple[str, str]:
-        """Looks for the begin of the reasoning: text -> (what is behind it, content that precedes it)."""
-        found = self._reasoning.opens.find(text, is_end=is_end)
-        if text[: found.begin].strip() or ((is_end or len(text) > MAX_HELD) and found.end is None):
-            self._place = _At.CONTENT
-            return "", text
-        if found.end is None:
-            self._held = text
-            return "", ""
-        self._place = _At.INSIDE
-        return text[found.end :], ""
-
-    def _closed(self, text: str, *, is_end: bool) -> tuple[str, str]:
-        """Looks for the end of the reasoning: text -> (what is behind it, what of it is reasoning)."""
-        found = self._reasoning.closes.find(text, is_end=is_end)
-        if found.end is not None:
-            self._place = _At.BEHIND
-            return text[found.end :], self._reasoned(text[: found.begin])
-        end = len(text) if is_end else max(found.begin, len(text) - MAX_HELD)
-        self._held = text[end:]
-        return "", self._reasoned(text[:end])
-
-    def _reasoned(self, text: str) -> str:
-        """Returns what is given out of a text of the reasoning: no white space at its begin and its end."""
-        text = self._space + text
-        if not self._has_reasoned:
-            text = text.lstrip()
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
-        self._has_reasoned = self._has_reasoned or bool(shown)
-        return shown
+        content, reasoning = ("", "") if self._reasoning is None else self._reasoning.flush()
+        if self._calls is None:
+            return Delta(content, reasoning)
+        found, rest = self._calls.push(content), self._calls.flush()
+        return Delta(found.text + rest.text, reasoning, found.calls + rest.calls)

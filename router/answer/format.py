@@ -7,6 +7,7 @@ those that models are known to use.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,17 @@ from baton.api import Chat, PromptInput
 from baton.errors import InvalidRequest, ModelLoadError
 from baton.model_files import read_json
 from baton.sampling import SamplingParams
+from baton.tools import Tool, ToolUse
+from router.answer.call_format import HERMES, CallForm, form_of, known_form
+from router.answer.calls import CallIds, Calls
 from router.answer.channels import Channels
 from router.answer.marks import Mark, Reasoning
+from router.answer.reasoning import ReasoningReader
 
 if TYPE_CHECKING:
     from router.prompt.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """What response templates call the reasoning."""
 KNOWN_MARKS = (
@@ -35,33 +41,44 @@ MAX_TAIL = 64
 """Tokens at the end of a prompt that are looked at: what a template writes behind the last message."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
     """How a model marks the parts of its answers to chats."""
 
     reasoning: Reasoning | None = None
     """None: the model does not reason, or does not mark it."""
+    calls: CallForm | None = None
+    """None: its calls of tools cannot be read."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that marks are made of."""
 
     @staticmethod
     def load(tokenizer: Tokenizer) -> AnswerFormat:
-        """Reads the format of a model.
+        """Reads the format of a model. What of its `response_template` is not known is a warning.
 
         Raises:
             ModelLoadError: its `response_template` is not valid.
         """
-        config = read_json(tokenizer.folder / "tokenizer_config.json")
-        marks = _marks_of(config.get("response_template"), tokenizer.chat_template.source)
-        if marks is None:
-            return PLAIN
-        opens, closes = marks
-        begin, end = (tuple(tokenizer.encode_fragment(mark.text)) if mark.text else () for mark in marks)
+        fields = _fields_of(read_json(tokenizer.folder / "tokenizer_config.json").get("response_template"))
+        template = tokenizer.chat_template
+        marks = _known_marks(template.source) if fields is None else _marks_of(fields)
+        reasoning, all_marks = None, list[Mark]()
+        if marks is not None:
+            begin, end = (tuple(tokenizer.encode_fragment(mark.text)) if mark.text else () for mark in marks)
+            reasoning = Reasoning(*marks, begin[0] if len(begin) == 1 else None, end)
+            all_marks += marks
+        if not template.reads_tools:
+            calls: CallForm | None = HERMES
+        elif fields is not None and "tool_calls" in fields:
+            calls = form_of(fields["tool_calls"])
+            if calls is None:
+                logger.warning("%s writes calls of tools in a way that is not known: they are text", tokenizer.folder)
+        else:
+            calls = known_form(template.source_with_tools)
+        all_marks += calls.marks if calls else ()
         special = {token_id: tokenizer.token(token_id) for token_id in tokenizer.special_ids}
-        return AnswerFormat(
-            reasoning=Reasoning(opens, closes, begin[0] if len(begin) == 1 else None, end),
-            shown_ids=frozenset(i for i, text in special.items() if opens.names(text) or closes.names(text)),
-        )
+        shown_ids = frozenset(i for i, text in special.items() if any(mark.names(text) for mark in all_marks))
+        return AnswerFormat(reasoning=reasoning, calls=calls, shown_ids=shown_ids)
 
     def plan(self, prompt: PromptInput, prompt_ids: Sequence[int], tokenizer: Tokenizer) -> AnswerPlan | None:
         """Returns where the text of answers to a prompt goes; None: all of it is content, as all that follows a text.
@@ -69,30 +86,42 @@ class AnswerFormat:
         Args:
             prompt_ids: the tokens of the prompt.
         """
-        if self.reasoning is None or not isinstance(prompt, Chat):
+        if not isinstance(prompt, Chat):
             return None
-        if prompt.continue_final_message:
-            is_open = self.reasoning.is_open_in(prompt.messages[-1].content)
-            may_begin = False
-        else:
-            tail = tokenizer.decode_all(prompt_ids[-MAX_TAIL:]).rstrip() if prompt.add_generation_prompt else ""
-            is_open = self.reasoning.opens.ends(tail)
-            may_begin = prompt.add_generation_prompt and not self.reasoning.closes.ends(tail)
-        return AnswerPlan(self.reasoning, self.shown_ids, is_open) if is_open or may_begin else None
+        is_open, may_begin = _place_of(self.reasoning, prompt, prompt_ids, tokenizer)
+        reasoning = self.reasoning if is_open or may_begin else None
+        calls = self.calls if prompt.tools and prompt.tool_choice.use is not ToolUse.NONE else None
+        if reasoning is None and calls is None:
+            return None
+        tools = {tool.name: tool for tool in prompt.tools}
+        return AnswerPlan(reasoning=reasoning, is_open=is_open, calls=calls, tools=tools, shown_ids=self.shown_ids)
 
 
-@dataclass(frozen=True, slots=True)
+PLAIN = AnswerFormat()
+"""Answers that are all content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
     """Where the text of answers to one prompt goes."""
 
-    reasoning: Reasoning
-    shown_ids: frozenset[int]
+    reasoning: Reasoning | None
+    """None: answers have none."""
     is_open: bool
     """Whether answers begin inside of a reasoning, or may begin with one."""
+    calls: CallForm | None
+    """None: answers have none."""
+    tools: Mapping[str, Tool]
+    """What answers may call, by name."""
+    shown_ids: frozenset[int]
 
-    def channels(self) -> Channels:
+    def channels(self, request_id: str, choice_index: int) -> Channels:
         """Returns the channels of one answer."""
-        return Channels(self.reasoning, self.shown_ids, is_open=self.is_open)
+        reasoning = ReasoningReader(self.reasoning, is_open=self.is_open) if self.reasoning else None
+        calls = None
+        if self.calls is not None:
+            calls = Calls(self.calls, self.tools, CallIds(request_id, choice_index, self.calls.num_id_letters))
+        return Channels(reasoning, calls, self.shown_ids)
 
 
 def with_reasoning(params: SamplingParams, plan: AnswerPlan | None) -> SamplingParams:
@@ -104,9 +133,10 @@ def with_reasoning(params: SamplingParams, plan: AnswerPlan | None) -> SamplingP
     """
     if not params.is_structured or params.reasoning_end_ids:
         return params
-    if plan is not None and plan.reasoning.end_ids and (plan.is_open or plan.reasoning.begin_id is not None):
-        begin_id = None if plan.is_open else plan.reasoning.begin_id
-        return replace(params, reasoning_begin_id=begin_id, reasoning_end_ids=plan.reasoning.end_ids)
+    reasoning = plan.reasoning if plan else None
+    if plan and reasoning and reasoning.end_ids and (plan.is_open or reasoning.begin_id is not None):
+        begin_id = None if plan.is_open else reasoning.begin_id
+        return replace(params, reasoning_begin_id=begin_id, reasoning_end_ids=reasoning.end_ids)
     if params.thinking_budget is not None:
         raise InvalidRequest(
             "thinking_budget limits a reasoning, but answers to this prompt are not known to have one; unset it, or "
@@ -120,18 +150,39 @@ PLAIN = AnswerFormat()
 """Answers that are all content."""
 
 
-def _marks_of(template: Any, chat_template: str) -> tuple[Mark, Mark] | None:
-    if template is not None:
-        fields = template.get("fields") if isinstance(template, Mapping) else None
-        if not isinstance(fields, Mapping):
-            raise ModelLoadError("The model's response_template must be an object with fields.")
-        field = next((fields[name] for name in REASONING_NAMES if name in fields), None)
-        if field is None:
-            return None
-        if not isinstance(field, Mapping):
-            raise ModelLoadError("The model's response_template has a field that is no object.")
-        return Mark.of(field, "open"), Mark.of(field, "close")
+def _fields_of(template: Any) -> Mapping[str, Any] | None:
+    """Returns the fields of a response template; None: the model has none."""
+    if template is None:
+        return None
+    fields = template.get("fields") if isinstance(template, Mapping) else None
+    if not isinstance(fields, Mapping):
+        raise ModelLoadError("The model's response_template must be an object with fields.")
+    return fields
+
+
+def _marks_of(fields: Mapping[str, Any]) -> tuple[Mark, Mark] | None:
+    field = next((fields[name] for name in REASONING_NAMES if name in fields), None)
+    if field is None:
+        return None
+    if not isinstance(field, Mapping):
+        raise ModelLoadError("The model's response_template has a field that is no object.")
+    return Mark.of(field, "open"), Mark.of(field, "close")
+
+
+def _known_marks(chat_template: str) -> tuple[Mark, Mark] | None:
     for begin, end in KNOWN_MARKS:
         if begin in chat_template or end in chat_template:
             return Mark.of({"open": begin}, "open"), Mark.of({"close": end}, "close")
     return None
+
+
+def _place_of(
+    reasoning: Reasoning | None, chat: Chat, prompt_ids: Sequence[int], tokenizer: Tokenizer
+) -> tuple[bool, bool]:
+    """Returns whether answers begin inside of a reasoning, and whether they may begin with one."""
+    if reasoning is None:
+        return False, False
+    if chat.continue_final_message:
+        return reasoning.is_open_in(chat.messages[-1].content), False
+    tail = tokenizer.decode_all(prompt_ids[-MAX_TAIL:]).rstrip() if chat.add_generation_prompt else ""
+    return reasoning.opens.ends(tail), chat.add_generation_prompt and not reasoning.closes.ends(tail)

@@ -10,6 +10,9 @@ import regex
 
 from baton.errors import ModelLoadError
 
+MAX_HELD = 1024
+"""Characters of what may be a mark that are held back: white space before one may be any length."""
+
 
 class Found(NamedTuple):
     """Where a mark is in a text."""

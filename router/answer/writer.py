@@ -9,6 +9,7 @@ from baton.api import GenerateChunk, GenerateRequest
 from baton.errors import InvalidRequest
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import NO_SCORES, TokenScores
+from baton.tools import ToolCallDelta
 from router.answer.channels import Channels, Delta
 from router.answer.detokenizer import IncrementalDetokenizer
 from router.answer.stop_strings import StopChecker
@@ -25,6 +26,7 @@ class Piece(NamedTuple):
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     num_reasoning_tokens: int = 0
     """See `GenerateChunk.num_reasoning_tokens`."""
     stop_reason: str | int | None = None
@@ -98,12 +100,15 @@ class AnswerWriter:
             rest, stopped = self._rest(stopped)
             deltas += [] if self._is_last_delivered else rest
             finish_reason = FinishReason.STOP if stopped else finish_reason
+            if finish_reason is FinishReason.STOP and self._channels is not None and self._channels.has_calls:
+                finish_reason = FinishReason.TOOL_CALLS
         delta = Delta.joined(deltas)
         return Piece(
             text=delta.text,
             token_ids=tuple(token_ids[begin:]),
             finish_reason=finish_reason,
             reasoning=delta.reasoning,
+            tool_calls=delta.calls,
             num_reasoning_tokens=self._num_reasoning,
             stop_reason=self._stop_reason(token_ids, finish_reason),
             scores=scores.part(begin, len(token_ids)),
@@ -136,7 +141,11 @@ class AnswerWriter:
     def _stop_reason(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> str | int | None:
         if self._stops.matched is not None:
             return self._stops.matched
-        is_stop = finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self._params.stop_token_ids
+        is_stop = (
+            finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
+            and token_ids
+            and token_ids[-1] in self._params.stop_token_ids
+        )
         return token_ids[-1] if is_stop else None
 
 
@@ -196,6 +205,7 @@ class AnswerChunks:
             token_ids=piece.token_ids,
             finish_reason=piece.finish_reason,
             reasoning="" if self._skip_reasoning else piece.reasoning,
+            tool_calls=() if self._skip_text else piece.tool_calls,
             num_reasoning_tokens=piece.num_reasoning_tokens,
             stop_reason=piece.stop_reason,
             scores=piece.scores,

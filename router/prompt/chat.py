@@ -7,7 +7,7 @@ The names they may use follow transformers/utils/chat_template_utils.py (5.23).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ import jinja2.sandbox
 from baton.api import Chat
 from baton.chat import MAX_MESSAGES, ChatMessage
 from baton.errors import InvalidRequest, ModelLoadError
+from baton.tools import check_tools
+from router.prompt.tools import with_calls_as_text, with_tools
 
 CONTINUES = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands where the last message is continued: transformers' mark, by which the two write the same."""
@@ -54,6 +56,16 @@ class ChatTemplate:
         """The template of chats without tools; empty: the model has none."""
         return self._sources.get("default", "")
 
+    @property
+    def source_with_tools(self) -> str:
+        """The template of chats with tools; empty: the model has none."""
+        return self._sources.get(self._name(has_tools=True), "")
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template of chats with tools reads `tools`."""
+        return "tools" in self._names.get(self._name(has_tools=True), ())
+
     @staticmethod
     def load(folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate:
         """Reads chat_template.jinja and additional_chat_templates/, else tokenizer_config.json."""
@@ -76,7 +88,7 @@ class ChatTemplate:
             InvalidRequest: no template, one that does not read what the chat has, or messages in a form that no
                 template knows; `param` names it.
         """
-        name = self._name(chat.tools)
+        name = self._name(has_tools=bool(chat.tools))
         if name not in self._templates:
             raise InvalidRequest(
                 "This model has no chat template, so it cannot answer a chat; send the prompt as text instead.",
@@ -86,11 +98,17 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"messages must hold 1 to {MAX_MESSAGES} messages; it holds {len(chat.messages)}.", "messages"
             )
+        check_tools(chat.tools, chat.tool_choice)
         self._check_read(chat, name)
         knows_developer = "developer" in self._sources[name]
         messages = [
             _for_template(message, i, knows_developer=knows_developer) for i, message in enumerate(chat.messages)
         ]
+        if "tool_calls" not in self._sources[name]:
+            messages = with_calls_as_text(messages)
+        is_read = "tools" in self._names[name]
+        if chat.tools and not is_read:
+            messages = with_tools(messages, chat.tools)
         if chat.continue_final_message:
             if not chat.messages[-1].content:
                 raise InvalidRequest(
@@ -100,7 +118,7 @@ class ChatTemplate:
         return {
             **chat.template_kwargs,
             "messages": messages,
-            "tools": list(chat.tools) or None,
+            "tools": [tool.in_openai_form() for tool in chat.tools] if chat.tools and is_read else None,
             "documents": list(chat.documents) or None,
             "add_generation_prompt": chat.add_generation_prompt,
         }
@@ -116,7 +134,9 @@ class ChatTemplate:
             InvalidRequest: messages that the template cannot render; `param` is messages.
         """
         try:
-            text = self._templates[self._name(context["tools"])].render({**self._special_tokens, **context})
+            text = self._templates[self._name(has_tools=bool(context["tools"]))].render(
+                {**self._special_tokens, **context}
+            )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             # The template is a program over the client's messages: whatever stops it, the messages do not fit it.
             raise InvalidRequest(f"The model's chat template refuses these messages: {error}.", "messages") from error
@@ -136,8 +156,8 @@ class ChatTemplate:
                 given[unread],
             )
 
-    def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
-        return "tool_use" if tools and "tool_use" in self._templates else "default"
+    def _name(self, *, has_tools: bool) -> str:
+        return "tool_use" if has_tools and "tool_use" in self._templates else "default"
 
 
 def _for_template(message: ChatMessage, index: int, *, knows_developer: bool) -> dict[str, Any]:

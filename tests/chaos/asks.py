@@ -28,6 +28,7 @@ from baton.messages import SequenceSpec
 from baton.sampling import UNDRAWN, SamplingParams
 from baton.scores import TokenScores
 from baton.structure import StructuredOutputs
+from baton.tools import Tool, ToolCallDelta, ToolChoice, ToolUse, joined_calls
 from baton.v1 import inference_pb2
 from deploy.models import cache_dir, resolve
 from router.prompt import Tokenizer, in_tokens
@@ -47,6 +48,7 @@ class Choice:
     token_ids: tuple[int, ...]
     text: str
     reasoning: str
+    tool_calls: tuple[ToolCallDelta, ...]
     finish_reason: str
     stop_reason: str | int | None
     scores: TokenScores
@@ -78,6 +80,7 @@ class _Hearing:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     finish_reason: str = ""
     stop_reason: str | int | None = None
     scores: list[TokenScores] = field(default_factory=list)
@@ -98,12 +101,13 @@ def listen(
         now = time.monotonic()
         gap_s, last_s = max(gap_s, now - last_s), now
         hearing = hearings.setdefault(part.choice_index, _Hearing())
-        assert not (hearing.finish_reason and (part.token_ids or part.text or part.reasoning)), (
+        assert not (hearing.finish_reason and (part.token_ids or part.text or part.reasoning or part.tool_calls)), (
             f"a choice goes on after its end: {part}"
         )
         hearing.token_ids += part.token_ids
         hearing.text += part.text
         hearing.reasoning += part.reasoning
+        hearing.tool_calls = joined_calls((*hearing.tool_calls, *part.tool_calls))
         hearing.scores.append(part.scores)
         hearing.finish_reason = hearing.finish_reason or str(part.finish_reason or "")
         hearing.stop_reason = hearing.stop_reason or part.stop_reason
@@ -116,6 +120,7 @@ def listen(
             token_ids=tuple(heard.token_ids),
             text=heard.text,
             reasoning=heard.reasoning,
+            tool_calls=heard.tool_calls,
             finish_reason=heard.finish_reason,
             stop_reason=heard.stop_reason,
             scores=TokenScores.joined(heard.scores),
@@ -214,7 +219,9 @@ def of_options(number: int) -> GenerateRequest:
 
 
 def of_chat(number: int) -> GenerateRequest:
-    """A chat with the model of `tests.support.reasoning`, whose answer reasons for a while, for ever, or not at all."""
+    """A chat with the model of `tests.support.reasoning`: the answer reasons a while, for ever, or not at all, and may
+    call tools.
+    """
     rng = random.Random(number)
     words = StructuredOutputs(choice=("no", "yes, please", "größer als 😀"))
     marked = StructuredOutputs(regex="( |\n)?<think>[a-z \n]{4,9}</think>\n?[A-Z ]{2,9}")
@@ -223,12 +230,30 @@ def of_chat(number: int) -> GenerateRequest:
         {"structured_outputs": marked, "max_tokens": 60},
         {"thinking_budget": rng.randrange(8), "stop": ("e", "nk"), "min_tokens": rng.randrange(12)},
         {},
+        {"logit_bias": ((_LINE_BREAK, 30.0),)},
     ])  # fmt: skip
     sampling: dict[str, Any] = {"temperature": 1.0, "top_k": 16, "top_p": 1.0, "seed": rng.randrange(2**40)}
     sampling |= {"n": rng.choice((1, 2)), "max_tokens": rng.randrange(10, 30), **asked}
     opens = asked.get("structured_outputs") is not marked
     chat = Chat(messages=(ChatMessage(role="user", content=f"Question {number}?"),), template_kwargs={"opens": opens})
+    if "structured_outputs" not in asked and rng.random() < 0.75:
+        choice = ToolChoice(use=ToolUse.REQUIRED, is_parallel=rng.random() < 0.75)
+        chat = replace(chat, tools=_TOOLS, tool_choice=choice)
+        sampling |= {"max_tokens": 120, "thinking_budget": rng.randrange(6)}
     return GenerateRequest(prompt=chat, sampling=sampling)
+
+
+_LINE_BREAK = 198
+"""The token of one, which stands between two calls."""
+_TOOLS = (
+    Tool(
+        name="cat",
+        description="Finds a cat.",
+        parameters={"properties": {"name": {"type": "string", "maxLength": 9}, "lives": {"type": "integer"}}},
+        strict=True,
+    ),
+    Tool(name="count_cats", parameters={"properties": {}, "additionalProperties": False}),
+)
 
 
 def of_text(text: str, num_tokens: int, seed: int) -> GenerateRequest:

@@ -17,7 +17,7 @@ import pytest
 
 from baton.api import GenerateRequest, TokenIds
 from baton.cluster import Role
-from baton.config import RouterConfig, TransferConfig
+from baton.config import RouterConfig, SloClassConfig, TransferConfig
 from tests.chaos import asks
 from tests.chaos.asks import Answer, Listening
 from tests.chaos.fleet import Fleet, running_fleet
@@ -50,7 +50,8 @@ REQUESTS = [
 
 @contextlib.contextmanager
 def fleet_of(mode: str, num_routers: int, model_path: Path) -> Iterator[Fleet]:
-    router = RouterConfig(mode=mode, cache_secret="transparent", max_attempts=16)
+    unhurried = {"default": SloClassConfig(ttft_ms=600_000.0)}  # nothing is shed where the machine is slow
+    router = RouterConfig(mode=mode, cache_secret="transparent", max_attempts=16, slo_classes=unhurried)
     settings: dict[str, Any] = {"num_routers": num_routers, "step_ms": STEP_MS, "lease_s": LEASE_S}
     with running_fleet(TRANSFER, router, model_path=model_path, **settings) as fleet:
         fleet.wait_for(*(fleet.add(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)))
@@ -129,12 +130,15 @@ def test_every_end_occurs(answers: list[Answer]) -> None:
     """Else the comparisons would show little."""
     choices = [choice for answer in answers for choice in answer.choices]
     ends = {(choice.finish_reason, type(choice.stop_reason)) for choice in choices}
-    assert ends == {("length", type(None)), ("stop", type(None)), ("stop", str), ("stop", int)}
+    plain = {("length", type(None)), ("stop", type(None)), ("stop", str), ("stop", int)}
+    assert ends == plain | {("tool_calls", type(None))}
     assert sum(choice.finish_reason == "length" for choice in choices) > len(choices) / 4
     assert len({choice.token_ids for choice in choices}) > 0.75 * len(choices), "greedy choices are alike"
     chats = [choice for answer in answers[-NUM_CHATS:] for choice in answer.choices]
     parts = {(bool(choice.reasoning), bool(choice.text)) for choice in chats}
     assert parts >= {(True, True), (True, False)}
+    assert any(choice.tool_calls and choice.reasoning for choice in chats)
+    assert any(len(choice.tool_calls) > 1 for choice in chats)
     assert all(answer.num_reasoning_tokens <= answer.num_completion_tokens for answer in answers)
     assert all(answer.num_reasoning_tokens or not any(c.reasoning for c in answer.choices) for answer in answers)
 

@@ -10,6 +10,7 @@ from baton import wire
 from baton.api import GenerateRequest, Timing
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
+from baton.tools import ToolCallDelta, joined_calls
 from tests.integration.cluster import Served
 
 REQUEST_IDS = (f"listener-{number}" for number in itertools.count())
@@ -22,6 +23,7 @@ class Heard:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     scores: TokenScores = NO_SCORES
@@ -60,6 +62,7 @@ class Listener:
             heard.token_ids += chunk.token_ids
             heard.text += chunk.text
             heard.reasoning += chunk.reasoning
+            heard.tool_calls = joined_calls((*heard.tool_calls, *chunk.tool_calls))
             heard.scores = TokenScores.joined((heard.scores, chunk.scores))
             heard.finish_reason, heard.stop_reason = chunk.finish_reason, chunk.stop_reason
             if chunk.usage:

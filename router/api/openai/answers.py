@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from baton.api import GenerateChunk, PromptScores, Timing, Usage
+from baton.chat import tool_call
 from baton.scores import TokenScores
+from baton.tools import ToolCallDelta, joined_calls
 from router.api.openai.logprobs import CompletionLogprobs, joined, of_chat, of_prompt
 from router.prompt import Tokenizer
 
@@ -82,8 +84,10 @@ class Shape:
             choice["stop_reason"] = chunk.stop_reason
         if self.is_chat:
             role = {"role": "assistant"} if is_first else {}
-            content = {} if chunk.reasoning and not chunk.text else {"content": chunk.text}
-            choice["delta"] = {**role, **_reasoning(chunk.reasoning), **content}
+            has_other = chunk.reasoning or chunk.tool_calls
+            content = {} if has_other and not chunk.text else {"content": chunk.text}
+            calls = {"tool_calls": list(map(_call_delta, chunk.tool_calls))} if chunk.tool_calls else {}
+            choice["delta"] = {**role, **_reasoning(chunk.reasoning), **content, **calls}
         else:
             choice["text"] = self._echoed(index) + chunk.text if is_first else chunk.text
         body = {**self._head("chat.completion.chunk" if self.is_chat else "text_completion"), "choices": [choice]}
@@ -100,8 +104,11 @@ class Shape:
         )
         choice["stop_reason"] = answer.stop_reason
         if self.is_chat:
-            message = {"role": "assistant", "content": answer.text, "refusal": None}
-            choice["message"] = {**message, **_reasoning(answer.reasoning)}
+            calls = [tool_call(call_id=call.call_id, name=call.name, arguments=call.arguments)
+                     for call in joined_calls(answer.tool_calls)]  # fmt: skip
+            content = None if calls and not answer.text else answer.text
+            message = {"role": "assistant", "content": content, "refusal": None, **_reasoning(answer.reasoning)}
+            choice["message"] = {**message, **({"tool_calls": calls} if calls else {})}
         else:
             choice["text"] = self._echoed(index) + answer.text
         return choice
@@ -129,6 +136,7 @@ class ChoiceAnswer:
 
     text: str = ""
     reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     scores: list[TokenScores] = field(default_factory=list)
     finish_reason: str | None = None
@@ -139,6 +147,16 @@ class ChoiceAnswer:
 def _reasoning(text: str) -> dict[str, str]:
     """The fields of a reasoning: DeepSeek's name, which most clients read, and vLLM's."""
     return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _call_delta(delta: ToolCallDelta) -> dict[str, Any]:
+    """What is new of a call: its head comes once, with the first of its arguments."""
+    if not delta.name:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    return {
+        "index": delta.index,
+        **tool_call(call_id=delta.call_id, name=delta.name, arguments=delta.arguments),
+    }
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

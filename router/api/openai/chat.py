@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from baton.api import Chat, PromptInput, Text
 from baton.chat import ChatMessage, check_one_end
 from baton.errors import InvalidRequest
+from baton.tools import Tool, ToolChoice
 from router.api.openai.body import Body
 from router.api.openai.tokens import TokenizeBody
 
 _CHAT_FIELDS = (
-    "documents", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message",
+    "tools", "documents", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message",
 )  # fmt: skip
 
 
@@ -19,6 +21,9 @@ class ChatBody(Body):
     """A chat to be continued."""
 
     messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -32,7 +37,7 @@ class ChatBody(Body):
     top_logprobs: int | None = None
 
     def prompt(self) -> PromptInput:
-        return chat_of(self)
+        return replace(chat_of(self), tool_choice=ToolChoice.parse(self.tool_choice, self.parallel_tool_calls))
 
     def sampling(self) -> dict[str, Any]:
         asked = super().sampling()
@@ -50,8 +55,8 @@ def chat_of(body: ChatBody | TokenizeBody) -> Chat:
     """The chat that a body has.
 
     Raises:
-        InvalidRequest: two of its fields contradict each other; see `ChatMessage.parse` too.
-        Unsupported: see `ChatMessage.parse`.
+        InvalidRequest: two of its fields contradict each other; see `ChatMessage.parse` and `Tool.parse` too.
+        Unsupported: see `ChatMessage.parse` and `Tool.parse`.
     """
     variables = dict(body.chat_template_kwargs or {})
     effort = body.reasoning_effort
@@ -62,6 +67,7 @@ def chat_of(body: ChatBody | TokenizeBody) -> Chat:
     check_one_end(begins=begins, continues=continues)
     return Chat(
         messages=tuple(ChatMessage.parse(message, index) for index, message in enumerate(body.messages or ())),
+        tools=tuple(Tool.parse(tool, index) for index, tool in enumerate(body.tools or ())),
         documents=tuple(body.documents or ()),
         template_kwargs=variables,
         add_generation_prompt=begins,

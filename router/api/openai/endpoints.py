@@ -136,6 +136,7 @@ async def _whole(chunks: AsyncGenerator[GenerateChunk], shape: Shape) -> dict[st
             answer = answers.setdefault(chunk.choice_index, ChoiceAnswer())
             answer.text += chunk.text
             answer.reasoning += chunk.reasoning
+            answer.tool_calls += chunk.tool_calls
             answer.token_ids += chunk.token_ids
             answer.scores.append(chunk.scores)
             if chunk.finish_reason:
@@ -160,7 +161,8 @@ async def _events(
                 if chunk.prompt_scores is not None:
                     prompts[shape.prompt_of(chunk.choice_index)] = chunk.prompt_scores
                 index, is_first = chunk.choice_index, chunk.choice_index not in begun
-                if chunk.text or chunk.reasoning or chunk.finish_reason or chunk.scores or is_first:
+                is_new = chunk.text or chunk.reasoning or chunk.tool_calls or chunk.finish_reason or chunk.scores
+                if is_new or is_first:
                     logprobs = begun.get(index) or begun.setdefault(index, CompletionLogprobs(shape.tokenizer))
                     scores = prompts.get(shape.prompt_of(index))
                     yield event(shape.chunk(index, chunk, is_first, logprobs, scores))

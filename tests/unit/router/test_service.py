@@ -192,15 +192,6 @@ async def test_a_bad_request_is_refused_with_a_sentence_and_no_worker_hears_of_i
     assert router.dispatcher.num_asked == 0
 
 
-async def test_what_is_not_built_yet_is_named_and_no_worker_hears_of_it(router: Router) -> None:
-    message = asked(chat=chat(("user", "hello")))
-    message.chat.tools.add(name="f")
-    code, sentence = await router.refusal(message)
-    assert code is grpc.StatusCode.UNIMPLEMENTED
-    assert "tools" in sentence
-    assert router.dispatcher.num_asked == 0
-
-
 @pytest.mark.parametrize("place", ["", "sampling.", "chat.messages[0]."])
 async def test_a_field_of_a_newer_release_is_refused_by_number(router: Router, place: str) -> None:
     message = asked(chat=chat(("user", "hello")))

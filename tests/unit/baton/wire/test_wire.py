@@ -36,6 +36,7 @@ from baton.hypotheses import Beam, Hypotheses
 from baton.sampling import UNDRAWN, EarlyStopping, FinishReason, SamplingParams
 from baton.scores import TokenScores
 from baton.structure import MAX_GRAMMAR_BYTES, MAX_STRUCTURE_CHOICES, StructuredOutputs
+from baton.tools import Tool, ToolCallDelta, ToolChoice, ToolUse
 from baton.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2
 from baton.wire.worker import MAX_HYPOTHESES_BYTES
 from tests.support import builders
@@ -542,11 +543,44 @@ def test_names_in_a_chat_are_kept() -> None:
     )
 
 
-def test_tools_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("choice", "name", "tools"),
+    [
+        ("maybe", "", '{"type": "object"}'),
+        ("auto", "f", '{"type": "object"}'),
+        ("none", "f", ""),
+        ("", "", "[]"),
+        ("", "", "{"),
+    ],
+)
+def test_tools_that_cannot_be_are_refused(choice: str, name: str, tools: str) -> None:
     message = inference_pb2.GenerateRequest()
-    message.chat.tools.add(name="f")
-    with pytest.raises(Unsupported, match="tools"):
+    message.chat.tools.add(name="f", parameters_json=tools)
+    message.chat.tool_choice, message.chat.tool_choice_name = choice, name
+    with pytest.raises(InvalidRequest, match="tool"):
         wire.generate_request_from_pb(message)
+
+
+TOOLS = st.builds(
+    Tool,
+    name=st.text(),
+    description=st.none() | st.text(min_size=1),
+    parameters=st.none() | st.dictionaries(st.text(), st.integers() | st.text(), min_size=1),
+    strict=st.booleans(),
+)
+CHOICES = st.builds(ToolChoice, use=st.sampled_from(ToolUse), is_parallel=st.booleans()) | st.builds(
+    ToolChoice, use=st.just(ToolUse.REQUIRED), name=st.text(min_size=1), is_parallel=st.booleans()
+)
+
+
+@given(st.lists(TOOLS, max_size=3).map(tuple), CHOICES)
+def test_tools_come_as_they_were_sent(tools: tuple[Tool, ...], choice: ToolChoice) -> None:
+    chat = api.Chat(messages=(ChatMessage(role="user", content="x"),), tools=tools, tool_choice=choice)
+    sent = wire.generate_request(api.GenerateRequest(prompt=chat))
+    assert wire.generate_request_from_pb(sent).prompt == chat
+    calls = (ToolCallDelta(3, "{", "id", "name"), ToolCallDelta(3, "}"))
+    chunk = api.GenerateChunk(request_id="r", choice_index=0, tool_calls=calls, reasoning="so")
+    assert wire.generate_chunk(wire.generate_response(chunk)) == chunk
 
 
 def test_a_request_without_input_is_refused() -> None:

@@ -21,8 +21,17 @@ from baton.chat import ChatMessage
 from baton.errors import InvalidRequest, ModelLoadError
 from baton.sampling import FinishReason, SamplingParams
 from baton.structure import StructuredOutputs
-from router.answer import PLAIN, AnswerFormat, AnswerWriter, Channels, Delta, Mark, Reasoning, with_reasoning
-from router.answer.channels import MAX_HELD
+from router.answer import (
+    AnswerFormat,
+    AnswerWriter,
+    Channels,
+    Mark,
+    Reasoning,
+    ReasoningReader,
+    Split,
+    with_reasoning,
+)
+from router.answer.marks import MAX_HELD
 from router.prompt import Tokenizer
 from tests.support.reasoning import reasoning_model
 
@@ -39,19 +48,21 @@ def parts(text: str, cuts: Sequence[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(edges)]
 
 
-def channeled(channels: Channels, pieces: Sequence[str]) -> Delta:
-    return Delta.joined([*map(channels.push, pieces), channels.flush()])
+def channeled(reader: ReasoningReader | Channels, pieces: Sequence[str]) -> Split:
+    """Content and reasoning."""
+    deltas: list[Any] = [*map(reader.push, pieces), reader.flush()]
+    return Split("".join(delta[0] for delta in deltas), "".join(delta[1] for delta in deltas))
 
 
-def expected(text: str, *, is_open: bool) -> Delta:
+def expected(text: str, *, is_open: bool) -> Split:
     """What the channels get of a whole text."""
     if not is_open:
         opened = re.match(r"\s*<think>", text)
         if opened is None:
-            return Delta(text)
+            return Split(text)
         text = text[opened.end() :]
     reasoning, _, content = text.partition("</think>")
-    return Delta(content.lstrip(), reasoning.strip())
+    return Split(content.lstrip(), reasoning.strip())
 
 
 @settings(max_examples=1000)
@@ -59,7 +70,7 @@ def expected(text: str, *, is_open: bool) -> Delta:
 @example(text="</think>", cuts=[3], is_open=True)
 @example(text=" \n<think> a </think> \n a ", cuts=[1, 3, 5, 12, 13, 20, 22], is_open=False)
 def test_any_split_gives_the_whole(text: str, cuts: list[int], is_open: bool) -> None:
-    assert channeled(Channels(THINK, is_open=is_open), parts(text, cuts)) == expected(text, is_open=is_open)
+    assert channeled(ReasoningReader(THINK, is_open=is_open), parts(text, cuts)) == expected(text, is_open=is_open)
 
 
 LIBRARYS = {
@@ -75,38 +86,38 @@ LIBRARYS = {
 @given(TEXTS, st.booleans())
 def test_transformers_parser_reads_the_same(text: str, is_open: bool) -> None:
     """Where it reads one reasoning, at the begin: it looks for others in the content as well."""
-    found = channeled(Channels(THINK, is_open=is_open), [text])
+    found = channeled(ReasoningReader(THINK, is_open=is_open), [text])
     prefix = "<assistant><think>" if is_open else "<assistant>"
     behind = text.partition("</think>")[2] if found.reasoning or is_open else text
     if "<think>" in behind:
         return
     message = parse_response(text, LIBRARYS, prefix=prefix)
     assert message.get("reasoning_content", "") == found.reasoning
-    assert message.get("content", "").lstrip() == found.text.lstrip()
+    assert message.get("content", "").lstrip() == found.content.lstrip()
 
 
 def test_what_is_no_part_of_a_mark_comes_at_once() -> None:
-    channels = Channels(THINK)
-    assert channels.push(" ") == Delta()
-    assert channels.push("<thi") == Delta()
+    channels = ReasoningReader(THINK)
+    assert channels.push(" ") == Split()
+    assert channels.push("<thi") == Split()
     states = [channels.is_reasoning]
-    assert channels.push("nk>\n\nI") == Delta("", "I")
+    assert channels.push("nk>\n\nI") == Split("", "I")
     states.append(channels.is_reasoning)
     assert [channels.push(text).reasoning for text in (" see", " ", "<", "b", ".\n", "</thin", "k>", "\n")] == [
         " see", "", "", " <b", ".", "", "", "",
     ]  # fmt: skip
     assert [*states, channels.is_reasoning] == [False, True, False]
     assert [channels.push(text) for text in ("\n", " Yes", " <", "think>")] == [
-        Delta(), Delta("Yes"), Delta(" <"), Delta("think>"),
+        Split(), Split("Yes"), Split(" <"), Split("think>"),
     ]  # fmt: skip
 
 
 def test_what_may_be_a_mark_is_not_held_for_ever() -> None:
     spaces = " " * (MAX_HELD + 1)
-    assert channeled(Channels(THINK), list(spaces)) == Delta(spaces)
-    assert Channels(THINK).push(spaces) == Delta(spaces)
+    assert channeled(ReasoningReader(THINK), list(spaces)) == Split(spaces)
+    assert ReasoningReader(THINK).push(spaces) == Split(spaces)
     endless = Reasoning(Mark.of({"open": "<"}, "open"), Mark.of({"close_pattern": "x.*!"}, "close"))
-    channels = Channels(endless, is_open=True)
+    channels = ReasoningReader(endless, is_open=True)
     given = "".join(channels.push(letter).reasoning for letter in "x" * 3 * MAX_HELD)
     assert len(given) == 2 * MAX_HELD
 
@@ -115,15 +126,15 @@ def test_what_may_be_a_mark_is_not_held_for_ever() -> None:
 def test_a_mark_that_may_get_longer_is_waited_for(cuts: list[int]) -> None:
     marks = Reasoning(Mark.of({"open": ["<t>", "<t>ab"]}, "open"), Mark.of({"close_pattern": "END(ED)?"}, "close"))
     for text, delta in (
-        ("<t>abxENDEDy", Delta("y", "x")),
-        ("<t>axENDEx", Delta("Ex", "ax")),
-        ("<t>xEND", Delta("", "x")),
-        ("<t>", Delta()),
-        ("<t>a", Delta("", "a")),
+        ("<t>abxENDEDy", Split("y", "x")),
+        ("<t>axENDEx", Split("Ex", "ax")),
+        ("<t>xEND", Split("", "x")),
+        ("<t>", Split()),
+        ("<t>a", Split("", "a")),
     ):
-        assert channeled(Channels(marks), parts(text, cuts)) == delta
+        assert channeled(ReasoningReader(marks), parts(text, cuts)) == delta
     either = Reasoning(Mark.of({"open": "<t>"}, "open"), Mark.of({"close_pattern": "ENDED|D"}, "close"))
-    assert channeled(Channels(either), parts("<t>xENDEDy", cuts)) == Delta("y", "x"), "the earlier one"
+    assert channeled(ReasoningReader(either), parts("<t>xENDEDy", cuts)) == Split("y", "x"), "the earlier one"
 
 
 def tokenizer_of(folder: Path, template: str = "", special: Sequence[str] = (), **config: Any) -> Tokenizer:
@@ -157,7 +168,7 @@ def test_a_chat_template_tells_the_marks(tmp_path: Path) -> None:
         assert found is not None
         assert (found.opens.text, found.closes.text) == (begin, end)
     for number, template in enumerate(("", "{{ messages }} thinking")):
-        assert AnswerFormat.load(tokenizer_of(tmp_path / f"none-{number}", template)) == PLAIN
+        assert AnswerFormat.load(tokenizer_of(tmp_path / f"none-{number}", template)).reasoning is None
 
 
 def test_a_models_own_response_template_wins(tmp_path: Path) -> None:
@@ -170,7 +181,7 @@ def test_a_models_own_response_template_wins(tmp_path: Path) -> None:
     assert found.reasoning.end_ids == (), "it has no single text"
     assert {tokenizer.token(token_id) for token_id in found.shown_ids} == {"<t>", "|END"}
     none = {"start_anchor": "a", "fields": {"content": {"content": "text"}}}
-    assert AnswerFormat.load(tokenizer_of(tmp_path / "none", "<think>", response_template=none)) == PLAIN
+    assert AnswerFormat.load(tokenizer_of(tmp_path / "none", "<think>", response_template=none)).reasoning is None
     for number, bad in enumerate(
         (
             7,
@@ -195,7 +206,7 @@ def test_special_tokens_reach_the_marks(tmp_path: Path) -> None:
     assert plan is not None
     ids = [tokenizer.encode_fragment(text)[0] for text in ("[THINK]", "Hi", "<pad>", "[/THINK]", "yes", "<pad>")]
     for skips, end in ((True, ""), (False, "<pad>")):
-        writer = AnswerWriter(tokenizer, (), SamplingParams(skip_special_tokens=skips), channels=plan.channels())
+        writer = AnswerWriter(tokenizer, (), SamplingParams(skip_special_tokens=skips), channels=plan.channels("r", 0))
         pieces = [writer.push([token_id], None) for token_id in ids]
         pieces.append(writer.push([], FinishReason.LENGTH))
         assert "".join(piece.text for piece in pieces) == ("yes" if skips else "yes <pad>")
@@ -230,8 +241,8 @@ def test_where_answers_begin(tmp_path: Path, model_dir: Path) -> None:
         TokenIds((0,)),
     ):
         assert plan_of(tokenizer, none) is None, none
-    assert channeled(opened.channels(), ["a</think>b"]) == Delta("b", "a")
-    assert channeled(free.channels(), ["a</think>b"]) == Delta("a</think>b")
+    assert channeled(opened.channels("r", 0), ["a</think>b"]) == Split("b", "a")
+    assert channeled(free.channels("r", 0), ["a</think>b"]) == Split("a</think>b")
 
 
 def test_a_structure_begins_behind_the_reasoning(tmp_path: Path, model_dir: Path) -> None:

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import TokenScores
-from router.answer import AnswerWriter, Channels, Mark, Piece, Reasoning
+from router.answer import AnswerWriter, Channels, Mark, Piece, Reasoning, ReasoningReader
 from router.prompt import Tokenizer
 
 CAT = "🐈".encode()
@@ -91,7 +91,8 @@ def channels_of(plan: tuple[tuple[str, str], bool] | None) -> Channels | None:
     if plan is None:
         return None
     (opens, closes), is_open = plan
-    return Channels(Reasoning(mark(opens), mark(closes)), frozenset({END}), is_open=is_open)
+    reader = ReasoningReader(Reasoning(mark(opens), mark(closes)), is_open=is_open)
+    return Channels(reader, shown_ids=frozenset({END}))
 
 
 def mark(pattern: str) -> Mark:

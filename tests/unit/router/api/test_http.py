@@ -138,8 +138,8 @@ def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
 
 TEXT = {"type": "text", "text": "hi"}
 UNSUPPORTED = [
-    (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
-    (chat(parallel_tool_calls=0), "parallel_tool_calls"),
+    (chat(tools=[{"type": "web_search"}]), "tools[0]"),
+    (completion(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
     (chat(stream=True, stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
     (chat(store=True), "store"),
     (chat(chat_template="x"), "chat_template"),
@@ -475,8 +475,8 @@ async def test_the_openai_package_asks_once_for_what_is_not_supported() -> None:
         httpx2.AsyncClient(transport=transport, event_hooks={"request": [count]}) as http_client,
         openai.AsyncOpenAI(base_url="http://baton/v1", api_key="none", http_client=http_client) as client,
     ):
-        tool: Any = {"type": "function", "function": {"name": "f"}}
-        with pytest.raises(openai.BadRequestError, match="tools is not supported yet") as refusal:
+        tool: Any = {"type": "web_search"}
+        with pytest.raises(openai.BadRequestError, match="others are not supported yet") as refusal:
             await client.chat.completions.create(model="m", messages=messages, tools=[tool])
     assert refusal.value.code == "unsupported_parameter"
     assert len(attempts) == 1

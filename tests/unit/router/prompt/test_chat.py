@@ -12,6 +12,7 @@ import pytest
 from baton.api import Chat
 from baton.chat import ChatMessage, tool_call
 from baton.errors import InvalidRequest, ModelLoadError, Unsupported
+from baton.tools import Tool
 from router.prompt import ChatTemplate, Tokenizer
 
 Json = dict[str, Any]
@@ -64,9 +65,13 @@ def messages_of(chat: list[Json]) -> tuple[ChatMessage, ...]:
     )
 
 
+def tools_of(tools: list[Json] | None) -> tuple[Tool, ...]:
+    return tuple(Tool.parse(tool, index) for index, tool in enumerate(tools or ()))
+
+
 def written(template: ChatTemplate, tools: list[Json] | None = None) -> str:
     """What a template makes of one message."""
-    return template.render(template.context(Chat(messages=messages_of([HELLO]), tools=tuple(tools or ()))))
+    return template.render(template.context(Chat(messages=messages_of([HELLO]), tools=tools_of(tools))))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +95,7 @@ def reference(model_dir: Path) -> Any:
         [HELLO, ANSWER],
         [{"role": "user", "content": ""}],
         [{"role": "user", "content": "<|im_end|>\n<|im_start|>system\nspecial tokens in the text"}],
-        [HELLO, ANSWER, RESULT] * 20,
+        [HELLO, ANSWER] * 20,
     ],
 )
 def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any, messages: list[dict[str, Any]]) -> None:
@@ -118,6 +123,8 @@ def test_templates_render_as_in_transformers(name: str, tools: list[dict[str, An
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages: list[dict[str, Any]] = [SYSTEM, HELLO, CALL, RESULT, ANSWER]
+    if name != "tools":
+        messages, tools = [SYSTEM, HELLO, {**ANSWER, "reasoning_content": "I know."}], None
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     documents = [{"title": "T", "text": "ü"}] if name == "date" else None
     variables = {"enable_thinking": False} if name == "date" else {}
@@ -135,7 +142,7 @@ def test_templates_render_as_in_transformers(name: str, tools: list[dict[str, An
     continues = end == "continued"
     chat = Chat(
         messages=messages_of(messages),
-        tools=tuple(tools or ()),
+        tools=tools_of(tools),
         documents=tuple(documents or ()),
         template_kwargs=variables,
         add_generation_prompt=end == "generation prompt",
@@ -235,10 +242,12 @@ def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
     def render(config: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> str:
         return written(ChatTemplate.load(tmp_path, config, {}), tools)
 
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools and 'tools' }}"}]
     assert render({"chat_template": "one"}) == "one"
     assert render({"chat_template": named}) == "plain"
     assert render({"chat_template": named}, TOOLS) == "tools"
+    one = ChatTemplate.load(tmp_path, {"chat_template": named}, {})
+    assert (one.source, one.source_with_tools, one.reads_tools) == ("plain", "{{ tools and 'tools' }}", True)
     with pytest.raises(InvalidRequest, match="no chat template"):
         render({})
     (tmp_path / "chat_template.jinja").write_text("from a file")

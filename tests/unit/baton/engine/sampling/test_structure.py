@@ -18,10 +18,9 @@ from baton.engine.sampling.pipeline import Sampler
 from baton.engine.sampling.row import Row
 from baton.engine.sampling.structure import Structures
 from baton.errors import InvalidRequest
-from baton.grammar import MAX_WHITESPACE
 from baton.sampling import SamplingParams
 from baton.scores import Sampled
-from baton.structure import StructuredOutputs
+from baton.structure import MAX_WHITESPACE, StructuredOutputs
 from router.prompt import Tokenizer
 from tests.unit.baton.engine.sampling.structures import GRAMMARS, REGEXES, SCHEMAS, UNKNOWN
 

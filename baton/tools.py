@@ -1,0 +1,175 @@
+"""Tools that a model may call, whatever API they came by, all rules for them, and the calls that it writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from baton.errors import InvalidRequest, Unsupported
+
+MAX_TOOLS = 128
+MAX_TOOL_CHARACTERS = 256 * 1024
+"""Characters of all tools of a request, as JSON."""
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+"""OpenAI's rule for the name of a function."""
+_FIELDS = ("name", "description", "parameters", "strict")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that a model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    """JSON schema of its arguments; None: it takes an object of any kind."""
+    strict: bool = False
+    """Whether calls of it have arguments of that schema, and no others."""
+
+    @staticmethod
+    def parse(value: object, index: int) -> Tool:
+        """Reads a tool in OpenAI's form.
+
+        Args:
+            value: a JSON value.
+            index: its place among the tools, for the errors.
+
+        Raises:
+            InvalidRequest: a field has another type than it should; `param` names it.
+            Unsupported: it is no function, or has a field that is not known.
+        """
+        where = f"tools[{index}]"
+        if not isinstance(value, Mapping):
+            raise InvalidRequest(f"{where} must be an object with type and function", where)
+        if value.get("type") != "function":
+            raise Unsupported(f"{where}.type must be function; others are not supported yet", where)
+        function = value.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{where}.function must be an object with a name", where)
+        for fields, known, path in ((value, ("type", "function"), where), (function, _FIELDS, f"{where}.function")):
+            if unknown := next((name for name in fields if name not in known), None):
+                raise Unsupported(f"{path}.{unknown!a} is not supported; leave it out", f"{path}.{unknown}")
+        given = {name: function[name] for name in _FIELDS if function.get(name) is not None}
+        for name, kind in (("description", str), ("parameters", Mapping), ("strict", bool)):
+            if name in given and not isinstance(given[name], kind):
+                raise InvalidRequest(f"{where}.function.{name} has another type than it should", where)
+        return Tool(**given)
+
+    def in_openai_form(self) -> dict[str, Any]:
+        """The tool as chat templates get it."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        if self.parameters is not None:
+            function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
+
+
+class ToolUse(StrEnum):
+    """Whether an answer calls tools."""
+
+    NONE = "none"
+    AUTO = "auto"
+    """The model decides."""
+    REQUIRED = "required"
+    """The answer consists of calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """Which tools an answer calls."""
+
+    use: ToolUse = ToolUse.AUTO
+    name: str = ""
+    """The one tool that it calls, once; empty: any."""
+    is_parallel: bool = True
+    """Whether it may have several calls."""
+
+    @staticmethod
+    def parse(value: object, parallel: bool | None) -> ToolChoice:
+        """Reads OpenAI's `tool_choice`, a JSON value, and `parallel_tool_calls`.
+
+        Raises:
+            InvalidRequest: it is no choice that there is.
+        """
+        is_parallel = parallel is not False
+        match value:
+            case None:
+                return ToolChoice(is_parallel=is_parallel)
+            case "none" | "auto" | "required":
+                return ToolChoice(use=ToolUse(value), is_parallel=is_parallel)
+            case {"type": "function", "function": {"name": str(name), **more}, **others} if not (more or others):
+                return ToolChoice(use=ToolUse.REQUIRED, name=name, is_parallel=is_parallel)
+        raise InvalidRequest(
+            'tool_choice must be none, auto, required or {"type": "function", "function": {"name": ...}}', "tool_choice"
+        )
+
+
+ANY_TOOL = ToolChoice()
+
+
+def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
+    """Checks what a client has set, before anything is written of it.
+
+    Raises:
+        InvalidRequest: there are too many tools, they are too long, two have the same name, or the choice names none
+            of them; `param` names the field.
+    """
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools holds {len(tools)} tools; send at most {MAX_TOOLS}", "tools")
+    names = set()
+    num_characters = 0
+    for index, tool in enumerate(tools):
+        if not _NAME.fullmatch(tool.name):
+            raise InvalidRequest(
+                f"tools[{index}] has the name {tool.name[:80]!a}; a name has 1 to 64 of the characters a-z, A-Z, 0-9, "
+                "_ and -",
+                f"tools[{index}]",
+            )
+        if tool.name in names:
+            raise InvalidRequest(f"two tools have the name {tool.name!r}; rename one", f"tools[{index}]")
+        names.add(tool.name)
+        num_characters += _num_characters(tool, index)
+    if num_characters > MAX_TOOL_CHARACTERS:
+        raise InvalidRequest(
+            f"the tools have {num_characters} characters as JSON; shorten them to {MAX_TOOL_CHARACTERS}", "tools"
+        )
+    if choice.use is ToolUse.REQUIRED and not tools:
+        raise InvalidRequest("tool_choice asks for a call, but there are no tools; set tools", "tool_choice")
+    if choice.name and choice.name not in names:
+        raise InvalidRequest(f"tool_choice names {choice.name[:80]!a}, which is none of the tools", "tool_choice")
+
+
+def _num_characters(tool: Tool, index: int) -> int:
+    try:
+        return len(json.dumps(tool.in_openai_form(), ensure_ascii=False))
+    except (RecursionError, ValueError) as error:
+        raise InvalidRequest(f"tools[{index}] is no JSON, or nested too deeply: {error}", f"tools[{index}]") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """What is new of a call in an answer."""
+
+    index: int
+    """Which call of the answer it is."""
+    arguments: str = ""
+    """What is new of its arguments, which are a JSON object in the end."""
+    call_id: str = ""
+    """The call's id, in its first delta; else empty."""
+    name: str = ""
+    """The tool's name, in the first delta; else empty."""
+
+
+def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """Returns the calls as far as they have come, each in one delta."""
+    calls: dict[int, ToolCallDelta] = {}
+    texts: dict[int, list[str]] = {}
+    for delta in deltas:
+        calls.setdefault(delta.index, delta)
+        texts.setdefault(delta.index, []).append(delta.arguments)
+    return tuple(replace(call, arguments="".join(texts[index])) for index, call in calls.items())

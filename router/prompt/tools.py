@@ -1,0 +1,63 @@
+"""Tools, calls and their results in the messages of a chat, for a model whose template does not read them.
+
+They are written as Hermes and Qwen 2.5 are trained to read them: a block in the system message, `<tool_call>` in the
+assistant's messages, `<tool_response>` in the user's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton.tools import Tool
+
+BLOCK = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Returns the messages with the tools in the system message, which comes first; if there is none, in a new one."""
+    signatures = "\n".join(json.dumps(tool.in_openai_form(), ensure_ascii=False) for tool in tools)
+    block = BLOCK.format(tools=signatures)
+    first, *others = map(dict, messages)
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{block}" if first["content"] else block}, *others]
+    return [{"role": "system", "content": block}, first, *others]
+
+
+def with_calls_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with the calls in the content of the assistant's, and the results of calls in the user's."""
+    written: list[dict[str, Any]] = []
+    was_result = False
+    for message in messages:
+        is_result = message["role"] in ("tool", "function")
+        if is_result:
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if was_result:
+                written[-1]["content"] += f"\n{text}"
+            else:
+                written.append({"role": "user", "content": text})
+        else:
+            calls = [_as_text(call) for call in message.get("tool_calls", ())]
+            plain = {name: value for name, value in message.items() if name != "tool_calls"}
+            written.append({**plain, "content": "\n".join([*filter(None, [plain["content"]]), *calls])})
+        was_result = is_result
+    return written
+
+
+def _as_text(call: Mapping[str, Any]) -> str:
+    function = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+    return f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"

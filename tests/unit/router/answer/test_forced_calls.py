@@ -1,0 +1,237 @@
+"""Whatever tokens a grammar of calls lets through, the reader finds the calls that were asked for, and valid ones."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+
+from baton.api import Chat, Text
+from baton.chat import ChatMessage
+from baton.errors import InvalidRequest
+from baton.grammar import GrammarCompiler
+from baton.sampling import SamplingParams
+from baton.structure import StructuredOutputs
+from baton.tools import Tool, ToolCallDelta, ToolChoice, ToolUse, joined_calls
+from router.answer import CallForm, CallIds, Calls, call_format, with_tool_choice
+from router.prompt import Tokenizer
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"type": "string", "enum": ["C", "F°"]},
+    },
+    "required": ["city", "unit"],
+}
+TOOLS = (
+    Tool(name="weather", parameters=CITY, strict=True),
+    Tool(name="now", parameters={"type": "object", "properties": {}, "additionalProperties": False}, strict=True),
+)
+BY_NAME = {tool.name: tool for tool in TOOLS}
+FORMS = {
+    "hermes": call_format.HERMES,
+    "qwen xml": call_format.QWEN_XML,
+    "mistral": call_format.MISTRAL,
+    "mistral 11": call_format.MISTRAL_11,
+    "deepseek": call_format.DEEPSEEK,
+    "granite": call_format.GRANITE,
+    "plain": call_format.PLAIN_JSON,
+}
+MARKS = [
+    "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Tokenizer:
+    """The default model's, with more special tokens: the marks of other families."""
+    folder = tmp_path_factory.mktemp("marks")
+    inner = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    inner.add_special_tokens(MARKS)
+    inner.save(str(folder / "tokenizer.json"))
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).symlink_to(model_dir / name)
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.folder / "tokenizer.json", tokenizer.vocab_size, tokenizer.eos_ids)
+
+
+def asked(
+    tokenizer: Tokenizer, form: CallForm | None, tools: tuple[Tool, ...] = TOOLS, **choice: Any
+) -> SamplingParams:
+    params = SamplingParams(**choice.pop("params", {}))
+    chat = Chat(messages=(ChatMessage(role="user", content="Hi"),), tools=tools, tool_choice=ToolChoice(**choice))
+    return with_tool_choice(params, chat, form, tokenizer)
+
+
+def written(compiler: GrammarCompiler, params: SamplingParams, tokenizer: Tokenizer, seed: int, begin: str = "") -> str:
+    """A random answer that the grammar allows, whole.
+
+    Args:
+        begin: the answer's first characters.
+    """
+    assert params.structured_outputs is not None
+    rng, matcher = random.Random(seed), compiler.compile(params.structured_outputs)
+    drawn = tokenizer.encode(begin, parse_special=True) if begin else []
+    matcher.take(drawn)
+    closing = tokenizer.encode_fragment("\n</parameter>\n")
+    while len(drawn) < 400:
+        bits = np.frombuffer(matcher.allowed(), np.uint8)
+        ends = [token_id for token_id in tokenizer.eos_ids if is_set(bits, token_id)]
+        if ends and rng.random() < 0.4:
+            return tokenizer.decode_all(drawn)
+        if rng.random() < 0.2 and is_set(bits, closing[0]):
+            tokens = closing  # what nobody would draw at random
+        elif rng.random() < 0.3 and (found := [i for i in tokenizer.encode_fragment('"}],') if is_set(bits, i)]):
+            tokens = found[:1]
+        else:
+            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: tokenizer.vocab_size])
+            others = np.setdiff1d(allowed, tokenizer.eos_ids)
+            if not len(others):
+                return tokenizer.decode_all(drawn)
+            tokens = [int(others[rng.randrange(len(others))])]
+        for token_id in tokens:
+            if not is_set(np.frombuffer(matcher.allowed(), np.uint8), token_id):
+                break
+            drawn.append(token_id)
+            matcher.take([token_id])
+    pytest.fail(f"the answer has no end: {tokenizer.decode_all(drawn)}")
+
+
+def is_set(bits: Any, token_id: int) -> bool:
+    return bool(bits[token_id // 8] >> (token_id % 8) & 1)
+
+
+def read(form: CallForm, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
+    calls = Calls(form, BY_NAME, CallIds("r", 0, form.num_id_letters))
+    parts = [*map(calls.push, text), calls.flush()]
+    return "".join(part.text for part in parts), joined_calls(call for part in parts for call in part.calls)
+
+
+def valid(calls: tuple[ToolCallDelta, ...]) -> None:
+    for call in calls:
+        schema = BY_NAME[call.name].parameters
+        assert schema is not None
+        jsonschema.validate(json.loads(call.arguments), {"additionalProperties": False, **schema})
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forced_calls_are_those_that_are_read(compiler: GrammarCompiler, tokenizer: Tokenizer, name: str) -> None:
+    form, numbers, names = FORMS[name], set(), set()
+    for seed in range(12):
+        text, calls = read(form, written(compiler, asked(tokenizer, form, use=ToolUse.REQUIRED), tokenizer, seed))
+        assert (text, bool(calls)) == ("", True)
+        valid(calls)
+        numbers.add(len(calls))
+        names |= {call.name for call in calls}
+    assert {1, 2} <= numbers
+    assert names == {"weather", "now"}
+    for choice in ({"name": "weather"}, {"is_parallel": False}):
+        for seed in range(4):
+            params = asked(tokenizer, form, use=ToolUse.REQUIRED, **choice)
+            text, calls = read(form, written(compiler, params, tokenizer, seed))
+            assert (text, len(calls)) == ("", 1)
+            assert calls[0].name == choice.get("name", calls[0].name)
+            valid(calls)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_strict_calls_are_valid_where_the_model_begins_one(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, name: str
+) -> None:
+    form = FORMS[name]
+    assert form.written is not None
+    begin = form.written.first + form.written.begin
+    for before in ("",) if form.only_at_begin else ("", "Well, so: "):
+        for seed in range(6):
+            params = asked(tokenizer, form)
+            text, calls = read(form, written(compiler, params, tokenizer, seed, before + begin))
+            assert calls
+            valid(calls[:1])
+            assert text.startswith(before.strip())
+            single = asked(tokenizer, form, is_parallel=False)
+            text, calls = read(form, written(compiler, single, tokenizer, seed, before + begin))
+            assert (text, len(calls)) == (before.strip(), 1)
+            valid(calls)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_strict_tools_leave_text_free(compiler: GrammarCompiler, tokenizer: Tokenizer, name: str) -> None:
+    said = written(compiler, asked(tokenizer, FORMS[name]), tokenizer, 1, "I say {} and <this>, ünïcode 🐈")
+    assert said.startswith("I say {} and <this>, ünïcode 🐈")
+
+
+def test_content_may_have_a_schema_where_no_call_comes(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    closed = {**CITY, "additionalProperties": False}
+    params = asked(
+        tokenizer, call_format.HERMES, params={"structured_outputs": StructuredOutputs(json=json.dumps(closed))}
+    )
+    for seed, begin in enumerate(["<", "{"] * 3):
+        text, calls = read(call_format.HERMES, written(compiler, params, tokenizer, seed, begin))
+        assert bool(calls) == (begin == "<")
+        valid(calls)
+        if not calls:
+            jsonschema.validate(json.loads(text), closed)
+    params = asked(tokenizer, call_format.HERMES, params={"structured_outputs": StructuredOutputs(json_object=True)})
+    assert params.structured_outputs is not None
+    compiler.compile(params.structured_outputs).take(tokenizer.encode('{"a": [1]}'))
+    for bad in ("7", "{", "[" * 100_000):
+        with pytest.raises(InvalidRequest):
+            asked(tokenizer, call_format.HERMES, params={"structured_outputs": StructuredOutputs(json=bad)})
+
+
+def test_no_call_is_begun_where_none_may_be(tokenizer: Tokenizer) -> None:
+    params = asked(tokenizer, call_format.DEEPSEEK, use=ToolUse.NONE, params={"bad_words": ("oh",)})
+    assert params.bad_words == ("oh", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+    assert asked(tokenizer, call_format.PLAIN_JSON, use=ToolUse.NONE) == SamplingParams()
+
+
+def test_what_needs_no_grammar_has_none(tokenizer: Tokenizer) -> None:
+    free = (Tool(name="f", parameters=CITY),)
+    assert asked(tokenizer, call_format.HERMES, free) == SamplingParams()
+    assert asked(tokenizer, None, free) == SamplingParams()
+    assert asked(tokenizer, call_format.HERMES, ()) == SamplingParams()
+    assert with_tool_choice(SamplingParams(), Text("x"), call_format.HERMES, tokenizer) == SamplingParams()
+    assert asked(tokenizer, call_format.HERMES, free, is_parallel=False).structured_outputs is not None
+
+
+def test_what_cannot_be_forced_is_refused(tokenizer: Tokenizer) -> None:
+    for form in (
+        None,
+        call_format.form_of({"open_pattern": "<c>+", "content": "json", "transform": {"function": "{content}"}}),
+    ):
+        with pytest.raises(InvalidRequest, match="how this model writes calls is not known"):
+            asked(tokenizer, form, use=ToolUse.REQUIRED)
+    with pytest.raises(InvalidRequest, match="no other structure"):
+        asked(tokenizer, call_format.HERMES, params={"structured_outputs": StructuredOutputs(regex="a")})
+    pattern = (Tool(name="f", parameters={"properties": {"a": {"type": "string", "pattern": "a+"}}}, strict=True),)
+    with pytest.raises(InvalidRequest, match="'pattern' of a string cannot be enforced"):
+        asked(tokenizer, call_format.QWEN_XML, pattern)
+    length = (Tool(name="f", parameters={"properties": {"a": {"type": "string", "maxLength": "9}/"}}}, strict=True),)
+    with pytest.raises(InvalidRequest, match="must be integers"):
+        asked(tokenizer, call_format.QWEN_XML, length)
+    large = tuple(Tool(name=f"t{i}", parameters={"description": "x" * 2000}) for i in range(100))
+    with pytest.raises(InvalidRequest, match="need a grammar of"):
+        asked(tokenizer, call_format.HERMES, large, use=ToolUse.REQUIRED)
+
+
+def test_arguments_of_any_kind_come_as_tags(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    free = (Tool(name="now"),)
+    for seed in range(4):
+        params = asked(tokenizer, call_format.QWEN_XML, free, use=ToolUse.REQUIRED, name="now")
+        text, calls = read(call_format.QWEN_XML, written(compiler, params, tokenizer, seed))
+        assert calls[0].name == "now"
+        assert text == ""
+        json.loads(calls[0].arguments)
