@@ -278,7 +278,7 @@ class TagCalls:
         words = ""
         while True:
             tag = self._tags.tag.search(self._held)
-            closed = self._tags.closes.find(self._held, is_end=is_end)
+            closed = self._tags.closes.find(self._held, is_end=is_end or bool(self._tags.last_letter))
             if tag is not None and (closed.end is None or tag.end() <= closed.end):
                 words += self._held[: tag.start()].strip()
                 value = typed_text(tag["value"], self._schemas.get(tag["key"]))

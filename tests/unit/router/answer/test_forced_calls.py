@@ -227,6 +227,19 @@ def test_what_cannot_be_forced_is_refused(tokenizer: Tokenizer) -> None:
         asked(tokenizer, call_format.HERMES, large, use=ToolUse.REQUIRED)
 
 
+def test_what_is_not_required_may_be_left_out(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    tag = "<parameter={}>\n{}\n</parameter>\n".format
+    params = asked(tokenizer, call_format.QWEN_XML, use=ToolUse.REQUIRED, name="weather")
+    assert params.structured_outputs is not None
+    matcher = compiler.compile(params.structured_outputs)
+    begin = "<tool_call>\n<function=weather>\n"
+    matcher.copy().take(tokenizer.encode(f"{begin}{tag('city', 'a')}{tag('days', 3)}{tag('unit', 'C')}</function>"))
+    matcher.copy().take(tokenizer.encode(f"{begin}{tag('city', 'a')}{tag('unit', 'F°')}</function>"))
+    for wrong in (f"{tag('unit', 'C')}", f"{tag('city', 'a')}{tag('unit', 'K')}", f"{tag('city', 'a')}</function>"):
+        with pytest.raises(InvalidRequest):
+            matcher.copy().take(tokenizer.encode(begin + wrong))
+
+
 def test_arguments_of_any_kind_come_as_tags(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     free = (Tool(name="now"),)
     for seed in range(4):

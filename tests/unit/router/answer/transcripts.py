@@ -63,6 +63,12 @@ HERMES = [
     Transcript(
         '<tool_call>\n{"name": "weather", "arguments": {"a": 1\n</tool_call>x', "x", (("weather", '{"a": 1\n'),)
     ),
+    Transcript(f"\n{hermes(*ONE)}\nDone", "Done", ONE),
+    Transcript(
+        '<tool_call>{"name": "add", "arguments": {}, "parameters": {"a": 1}, "name": "x"}</tool_call>',
+        "",
+        (("add", "{}"),),
+    ),
     Transcript("no call <tool_call", "no call <tool_call"),
     Transcript('<tool_call>\n{"name": "weath', '<tool_call>\n{"name": "weath'),
     Transcript("<tool_call>\nweather(Paris)\n</tool_call>", "<tool_call>\nweather(Paris)\n</tool_call>"),
