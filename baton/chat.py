@@ -11,6 +11,7 @@ from baton.errors import InvalidRequest, Unsupported
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 FIELDS = ("role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id")
+_KNOWN = frozenset(FIELDS)
 NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
 """Fields of OpenAI's messages that are not built yet -> the values that ask for nothing, as null always does: a client
 sends an answer back with all its fields."""
@@ -50,7 +51,7 @@ class ChatMessage:
         where = f"messages[{index}]"
         if not isinstance(value, Mapping):
             raise InvalidRequest(f"{where} must be an object with role and content", where)
-        for field in value.keys() - set(FIELDS):
+        for field in value.keys() - _KNOWN:
             if field not in NEUTRAL_FIELDS:
                 raise unsupported_field(f"{where}.{field}")
             check_asks_for_nothing(f"{where}.{field}", value[field], NEUTRAL_FIELDS[field])

@@ -99,7 +99,7 @@ class ToolChoice:
         is_parallel = parallel is not False
         match value:
             case None:
-                return ToolChoice(is_parallel=is_parallel)
+                return ANY_TOOL if is_parallel else ToolChoice(is_parallel=False)
             case "none" | "auto" | "required":
                 return ToolChoice(use=ToolUse(value), is_parallel=is_parallel)
             case {"type": "function", "function": {"name": str(name), **more}, **others} if not (more or others):

@@ -100,15 +100,14 @@ def generate_response(chunk: api.GenerateChunk) -> inference_pb2.GenerateRespons
         choice_index=chunk.choice_index,
         text=chunk.text,
         token_ids=chunk.token_ids,
-        reasoning=chunk.reasoning,
-        tool_calls=[
-            inference_pb2.ToolCall(index=call.index, id=call.call_id, name=call.name, arguments_json=call.arguments)
-            for call in chunk.tool_calls
-        ],
         finish_reason=chunk.finish_reason or "",
         usage=to_pb(chunk.usage, inference_pb2.Usage) if chunk.usage else None,
         timing=to_pb(chunk.timing, inference_pb2.Timing) if chunk.timing else None,
     )
+    if chunk.reasoning:
+        message.reasoning = chunk.reasoning
+    for call in chunk.tool_calls:
+        message.tool_calls.add(index=call.index, id=call.call_id, name=call.name, arguments_json=call.arguments)
     for index, logprob in enumerate(chunk.scores.logprobs):
         token = message.logprobs.add(token_id=chunk.token_ids[index], logprob=logprob)
         for token_id, of_top in chunk.scores.top(index):

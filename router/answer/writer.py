@@ -111,7 +111,7 @@ class AnswerWriter:
             tool_calls=delta.calls,
             num_reasoning_tokens=self._num_reasoning,
             stop_reason=self._stop_reason(token_ids, finish_reason),
-            scores=scores.part(begin, len(token_ids)),
+            scores=scores.part(begin, len(token_ids)) if scores else scores,
         )
 
     def _delta(self, text: str) -> Delta:

@@ -47,6 +47,11 @@ class ChatTemplate:
             }
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"The model's chat template is not valid: {error}") from error
+        self._known_words = {
+            name: frozenset(word for word in ("developer", "tool_calls") if word in source)
+            for name, source in templates.items()
+        }
+        """What the templates look for, by name."""
         for template in self._templates.values():
             # Each rendering copies them, and Jinja's chain of dicts is slow to copy.
             template.globals = dict(template.globals)
@@ -100,13 +105,14 @@ class ChatTemplate:
             )
         check_tools(chat.tools, chat.tool_choice)
         self._check_read(chat, name)
-        knows_developer = "developer" in self._sources[name]
+        known, is_read = self._known_words[name], "tools" in self._names[name]
+        knows_developer = "developer" in known
         messages = [
             _for_template(message, i, knows_developer=knows_developer) for i, message in enumerate(chat.messages)
         ]
-        if "tool_calls" not in self._sources[name]:
+        has_calls = any(message.tool_calls or message.role in ("tool", "function") for message in chat.messages)
+        if has_calls and "tool_calls" not in known:
             messages = with_calls_as_text(messages)
-        is_read = "tools" in self._names[name]
         if chat.tools and not is_read:
             messages = with_tools(messages, chat.tools)
         if chat.continue_final_message:

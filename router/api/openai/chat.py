@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from baton.api import Chat, PromptInput, Text
 from baton.chat import ChatMessage, check_one_end
 from baton.errors import InvalidRequest
-from baton.tools import Tool, ToolChoice
+from baton.tools import ANY_TOOL, Tool, ToolChoice
 from router.api.openai.body import Body
 from router.api.openai.tokens import TokenizeBody
 
@@ -37,7 +36,7 @@ class ChatBody(Body):
     top_logprobs: int | None = None
 
     def prompt(self) -> PromptInput:
-        return replace(chat_of(self), tool_choice=ToolChoice.parse(self.tool_choice, self.parallel_tool_calls))
+        return chat_of(self, ToolChoice.parse(self.tool_choice, self.parallel_tool_calls))
 
     def sampling(self) -> dict[str, Any]:
         asked = super().sampling()
@@ -51,7 +50,7 @@ class ChatBody(Body):
         return asked
 
 
-def chat_of(body: ChatBody | TokenizeBody) -> Chat:
+def chat_of(body: ChatBody | TokenizeBody, tool_choice: ToolChoice = ANY_TOOL) -> Chat:
     """The chat that a body has.
 
     Raises:
@@ -67,6 +66,7 @@ def chat_of(body: ChatBody | TokenizeBody) -> Chat:
     check_one_end(begins=begins, continues=continues)
     return Chat(
         messages=tuple(ChatMessage.parse(message, index) for index, message in enumerate(body.messages or ())),
+        tool_choice=tool_choice,
         tools=tuple(Tool.parse(tool, index) for index, tool in enumerate(body.tools or ())),
         documents=tuple(body.documents or ()),
         template_kwargs=variables,
