@@ -79,6 +79,7 @@ proto: $(STAMP)
 generated: $(STAMP)
 	$(BIN)/python -m tools.dashboards
 	$(BIN)/python -m tools.chart_docs
+	$(BIN)/python -m tools.api_docs
 
 .PHONY: proto-is-current
 proto-is-current: $(STAMP)

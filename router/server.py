@@ -32,6 +32,7 @@ from router.admission import Limiter, ModelFacts, SloCounts
 from router.admission.tenants import TenantBook
 from router.answer import AnswerFormat
 from router.api.controller_client import ControllerClient
+from router.api.exchange import MAX_BODY_BYTES
 from router.api.grpc_api import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
 from router.api.http import create_app
 from router.cluster.readiness import Readiness
@@ -271,6 +272,7 @@ def _bind(config: Config, tenants: TenantBook) -> tuple[RpcServer, int, list[soc
         SERVICE_NAMES,
         [Authentication(tenants)],
         shares_port=shares_ports,
+        max_message_bytes=MAX_BODY_BYTES,
         max_connection_age_s=config.router.max_connection_age_s,
         ping_timeout_s=CLIENTS_PING_TIMEOUT_S,
     )

@@ -6,4 +6,4 @@ mutants      faults of one line, each of which a test must see
 walk         the files that a prompt passes, from a traced request
 """
 
-__all__ = ["chart_docs", "dashboards", "mutants", "walk"]
+__all__ = ["api_docs", "chart_docs", "dashboards", "mutants", "walk"]

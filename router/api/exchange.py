@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import email.message
 import json
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import Any, TypeVar
 
@@ -18,7 +19,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from baton.tasks import cancel_and_wait
+from router.admission import check_request_id
 
+MAX_BODY_BYTES = 8 * 2**20
+"""Longest body of a request, over HTTP and gRPC."""
+REQUEST_ID = "x-request-id"
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 T = TypeVar("T")
 
@@ -55,13 +60,35 @@ def _is_json(content_type: str) -> bool:
     return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
+def named(request: Request, own: str | None, kind: str) -> str:
+    """Returns the id of a request: the one that its body has, else one made of its header x-request-id, else a new one.
+
+    Args:
+        kind: what an id begins with that the body does not have.
+
+    Raises:
+        InvalidRequest: see `check_request_id`.
+    """
+    given = request.headers.get(REQUEST_ID)
+    request_id = own or f"{kind}-{given or uuid.uuid4().hex}"
+    check_request_id(request_id)
+    request.state.request_id = given or request_id
+    return request_id
+
+
+def id_headers(request: Request) -> dict[str, str]:
+    """The header x-request-id of an answer: as the request has it, else the request's id, if it has got that far."""
+    found = request.scope.get("state", {}).get("request_id") or request.headers.get(REQUEST_ID)
+    return {REQUEST_ID: found} if found else {}
+
+
 class EventStream(StreamingResponse):
     """Closes its generator when the client leaves, at whatever point, so that the request ends everywhere at once."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache"})
+    def __init__(self, events: AsyncGenerator[str], headers: Mapping[str, str]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", **headers})
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -21,15 +21,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated
 from router.admission.tenants import TenantBook, api_key_of
-from router.api.openai import add_endpoints, error_body
+from router.api.exchange import MAX_BODY_BYTES, id_headers
+from router.api.openai import OPENAPI_PATH, add_endpoints, error_body
 from router.api.page import HEADERS, PAGE
 from router.service import RouterService
 
-MAX_BODY_BYTES = 8 * 2**20
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 """FastAPI's own telemetry, which would ask the environment with every request: the service has ours."""
-OPEN_PATHS = {"/", "/health", "/healthz", "/readyz", "/metrics"}
-"""Paths that need no API key: probes and scrapers have none, and the page at / shows only what /metrics shows."""
+OPEN_PATHS = {"/", OPENAPI_PATH, "/health", "/healthz", "/readyz", "/metrics"}
+"""Paths that need no API key: probes and scrapers have none, the page at / shows only what /metrics shows, and the
+document of the API nothing of this cluster."""
 
 
 def create_app(
@@ -122,7 +123,7 @@ class _JsonAnswer(JSONResponse):
 
 async def _on_baton_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, BatonError)
-    headers = {}
+    headers = id_headers(request)
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, Unauthenticated):
@@ -138,18 +139,19 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
         param += f"[{part}]" if param and isinstance(part, int) else f"{'.' if param else ''}{part}"
     is_unknown = first.get("type") == "extra_forbidden"
     reason = "unknown field; remove it or correct its name" if is_unknown else first["msg"]
-    return _JsonAnswer(error_body(InvalidRequest(f"{param or 'the body'}: {reason}", param or None)), 400)
+    refusal = InvalidRequest(f"{param or 'the body'}: {reason}", param or None)
+    return _JsonAnswer(error_body(refusal), 400, id_headers(request))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
-    return _JsonAnswer({"error": body}, error.status_code)
+    return _JsonAnswer({"error": body}, error.status_code, id_headers(request))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
     """A defect of ours; uvicorn logs the traceback."""
-    return _JsonAnswer(error_body(BatonError("internal error; the server's log says more")), 500)
+    return _JsonAnswer(error_body(BatonError("internal error; the server's log says more")), 500, id_headers(request))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

@@ -239,7 +239,7 @@ def of_chat(number: int) -> GenerateRequest:
     if "structured_outputs" not in asked and rng.random() < 0.75:
         choice = ToolChoice(use=ToolUse.REQUIRED, is_parallel=rng.random() < 0.75)
         chat = replace(chat, tools=_TOOLS, tool_choice=choice)
-        sampling |= {"max_tokens": 120, "thinking_budget": rng.randrange(6)}
+        sampling |= {"max_tokens": 90, "thinking_budget": rng.randrange(6)}
     return GenerateRequest(prompt=chat, sampling=sampling)
 
 

@@ -502,10 +502,10 @@ def test_spoiled_blocks_are_detected_and_recomputed(spoiling_fleet: Fleet) -> No
             {
                 "chat": inference_pb2.ChatInput(
                     messages=[inference_pb2.ChatMessage(role="user", content="hi")],
-                    tools=[inference_pb2.Tool(name="f")],
+                    tools=[inference_pb2.Tool(name="f g")],
                 )
             },
-            grpc.StatusCode.UNIMPLEMENTED,
+            grpc.StatusCode.INVALID_ARGUMENT,
             "tools",
         ),
     ],

@@ -28,7 +28,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
 
-NUM_REQUESTS = 304
+NUM_REQUESTS = 240
 NUM_CLIENTS = 16
 NUM_EXPECTED = 76
 """Answers that are worked out without a cluster, too."""
@@ -37,7 +37,7 @@ NUM_BETWEEN_LEAVES = 12
 STEP_MS = 8.0
 LEASE_S = 15.0
 TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
-NUM_CHATS = 48
+NUM_CHATS = 40
 """Requests whose answers may reason: the last ones."""
 REQUESTS = [
     replace(asked, request_id=f"transparent-{number}")

@@ -16,20 +16,9 @@ from baton.api import Truncation, TruncationSide
 from baton.chat import check_asks_for_nothing, unsupported_field
 from baton.errors import InvalidRequest
 from baton.sampling import EarlyStopping, SamplingParams
+from router.api.openai.fields import check_unserved
 from router.api.openai.strict import StrictBody
 from router.api.openai.structure import ResponseFormatBody, StructuredOutputsBody, structure_of
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (), "chat_template": (), "detokenize": (True,),
-    "function_call": ("none",), "functions": ([],), "max_logprobs": (),
-    "modalities": (["text"],), "parallel_tool_calls": (True, False), "prediction": (),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,), "suffix": ("",),
-    "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
-    "verbosity": ("medium",), "web_search_options": (),
-}  # fmt: skip
-"""OpenAI's and vLLM's fields that are not built yet -> the values that ask for nothing. null always does."""
-
 
 _SAME_NAME = {field.name for field in fields(SamplingParams)} - {"logprobs", "structured_outputs"}
 
@@ -147,8 +136,9 @@ class Body(BaseModel):
     truncation_side: Annotated[TruncationSide | None, BeforeValidator(_side)] = None
     store: bool | None = None
     """Nothing is stored: true is refused."""
-    # These do not change an answer.
+    # See `WITHOUT_EFFECT`.
     metadata: dict[str, Any] | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
@@ -156,10 +146,7 @@ class Body(BaseModel):
 
     def sampling(self) -> dict[str, Any]:
         """What the client set, by our names."""
-        for name, value in (self.model_extra or {}).items():
-            if name not in NEUTRAL:
-                raise InvalidRequest(f"unknown field {name!a}; remove it or correct its name", name)
-            check_asks_for_nothing(name, value, NEUTRAL[name])
+        check_unserved(self.model_extra or {})
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options belongs to streams; set stream to true, or unset it", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
@@ -17,17 +16,20 @@ from baton.api import GenerateChunk, GenerateRequest, PromptInput, PromptScores,
 from baton.errors import BatonError, InvalidRequest
 from baton.telemetry import tracing
 from router.admission import check_model
-from router.api.exchange import EventStream, event, read_body, unless_disconnected
+from router.api.exchange import EventStream, event, id_headers, named, read_body, unless_disconnected
 from router.api.openai.answers import ChoiceAnswer, Shape
 from router.api.openai.body import SloBody
 from router.api.openai.chat import ChatBody, prompt_of
 from router.api.openai.completions import CompletionBody
+from router.api.openai.document import document
 from router.api.openai.errors import error_body
 from router.api.openai.logprobs import CompletionLogprobs
 from router.api.openai.several import together
 from router.api.openai.tokens import DetokenizeBody, TokenizeBody
 from router.request.model import Ingress
 from router.service import RouterService
+
+OPENAPI_PATH = "/openapi.json"
 
 
 def add_endpoints(app: FastAPI, service: RouterService) -> None:
@@ -48,6 +50,10 @@ def _add_openai(app: FastAPI, service: RouterService) -> None:
     # Not as FastAPI's own routes, whose machinery for dependencies costs half as much as the rest of a request.
     app.add_route("/v1/chat/completions", chat_completions, ["POST"])
     app.add_route("/v1/completions", completions, ["POST"])
+
+    @app.get(OPENAPI_PATH)
+    async def openapi() -> JSONResponse:
+        return JSONResponse(document())
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -86,7 +92,7 @@ async def _answer(
     *,
     is_chat: bool,
 ) -> Response:
-    request_id = body.request_id or f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    request_id = named(request, body.request_id, "chatcmpl" if is_chat else "cmpl")
     shape = Shape(
         id=request_id,
         created=int(time.time()),
@@ -121,10 +127,10 @@ async def _answer(
     starts = [partial(service.generate, each, trace, request.state.tenant, ingress) for each in requests]
     chunks = together(starts, shape.num_choices)
     if not body.stream:
-        return JSONResponse(await unless_disconnected(request, _whole(chunks, shape)))
+        return JSONResponse(await unless_disconnected(request, _whole(chunks, shape)), headers=id_headers(request))
     # The first chunk is awaited here, so that a refusal still becomes a status code.
     first = await unless_disconnected(request, anext(chunks))
-    return EventStream(_events(first, chunks, shape, body.include_usage))
+    return EventStream(_events(first, chunks, shape, body.include_usage), id_headers(request))
 
 
 async def _whole(chunks: AsyncGenerator[GenerateChunk], shape: Shape) -> dict[str, Any]:

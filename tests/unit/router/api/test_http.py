@@ -510,3 +510,31 @@ async def test_a_client_that_leaves_before_the_first_token_cancels_its_request(s
         leaving.set()
         await service.cancelled.wait()
         await serving
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_has_the_requests_id_in_a_header(stream: bool) -> None:
+    service = Service()
+    service.may_answer.set()
+
+    async def answered(given: str | None, **fields: Any) -> httpx2.Response:
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": stream, **fields}
+        headers = {"x-request-id": given} if given is not None else {}
+        transport = httpx2.ASGITransport(app_of(service))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://baton") as client:
+            return await client.post("/v1/chat/completions", json=body, headers=headers)
+
+    assert (await answered("abc")).headers["x-request-id"] == "abc"
+    assert service.asked[-1].request_id == "chatcmpl-abc"
+    own = await answered(None)
+    assert own.headers["x-request-id"] == service.asked[-1].request_id
+    assert service.asked[-1].request_id.startswith("chatcmpl-")
+    assert (await answered("gateway's", request_id="mine")).headers["x-request-id"] == "gateway's"
+    assert service.asked[-1].request_id == "mine", "with which the client resumes"
+    num_asked = len(service.asked)
+    for given, fields in (("x" * 128, {}), ("abc", {"temperature": "hot"}), ("abc", {"request_id": "a\nb"})):
+        refused = await answered(given, **fields)
+        assert refused.status_code == 400
+        assert refused.headers["x-request-id"] == given
+    assert "x-request-id" not in (await answered(None, request_id="a\nb")).headers
+    assert len(service.asked) == num_asked
