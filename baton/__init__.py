@@ -23,6 +23,7 @@ __all__ = [
     "memory",
     "messages",
     "model_files",
+    "nesting",
     "parent",
     "rpc",
     "sampling",

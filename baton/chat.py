@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import InvalidRequest, Unsupported
+from baton.nesting import check_levels
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 FIELDS = ("role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id")
@@ -181,6 +182,7 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"The arguments of a tool call are not valid JSON: {error}.", "messages") from error
+    check_levels(arguments, "messages")
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -22,11 +22,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.errors import InvalidRequest
+from baton.nesting import MAX_LEVELS, levels
 from baton.parent import die_with
 from baton.structure import JSON_OPTIONS, LARK_HEAD, StructuredOutputs, invalid_structure
 
-MAX_LEVELS = 64
-"""Deepest nesting of a schema, and of brackets in a grammar."""
 _LIMITS = LLParserLimits(max_grammar_size=100_000, precompute_large_lexemes=False, verbose_errors=False)
 _BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|(?P<open>[(\[{])|(?P<close>[)\]}])')
 
@@ -142,18 +141,9 @@ def _schema(text: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise invalid_structure("a schema must be an object, or true")
-    if _levels(schema) > MAX_LEVELS:
+    if levels(schema) > MAX_LEVELS:
         raise invalid_structure(f"the schema is nested deeper than {MAX_LEVELS} levels")
     return json.dumps(schema | {"x-guidance": JSON_OPTIONS})
-
-
-def _levels(value: object) -> int:
-    levels, layer = 0, [value]
-    while layer:
-        levels += 1
-        values = [each.values() if isinstance(each, dict) else each for each in layer if isinstance(each, dict | list)]
-        layer = [inner for each in values for inner in each if isinstance(inner, dict | list)]
-    return levels
 
 
 def _check_brackets(grammar: str) -> None:

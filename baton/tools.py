@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from baton.errors import InvalidRequest, Unsupported
+from baton.nesting import check_levels
 
 MAX_TOOLS = 128
 MAX_TOOL_CHARACTERS = 256 * 1024
@@ -58,6 +59,20 @@ class Tool:
             if name in given and not isinstance(given[name], kind):
                 raise InvalidRequest(f"{where}.function.{name} has another type than it should", where)
         return Tool(**given)
+
+    @property
+    def num_characters(self) -> int:
+        """The length of the tool as JSON.
+
+        Raises:
+            InvalidRequest: it is no JSON, or nested too deeply.
+        """
+        try:
+            return len(json.dumps(self.in_openai_form(), ensure_ascii=False))
+        except (RecursionError, ValueError) as error:
+            raise InvalidRequest(
+                f"the tool {self.name[:80]!a} is no JSON, or nested too deeply: {error}", "tools"
+            ) from error
 
     def in_openai_form(self) -> dict[str, Any]:
         """The tool as chat templates get it."""
@@ -133,7 +148,8 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
         if tool.name in names:
             raise InvalidRequest(f"two tools have the name {tool.name!r}; rename one", f"tools[{index}]")
         names.add(tool.name)
-        num_characters += _num_characters(tool, index)
+        check_levels(tool.parameters, "tools")
+        num_characters += tool.num_characters
     if num_characters > MAX_TOOL_CHARACTERS:
         raise InvalidRequest(
             f"the tools have {num_characters} characters as JSON; shorten them to {MAX_TOOL_CHARACTERS}", "tools"
@@ -142,13 +158,6 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
         raise InvalidRequest("tool_choice asks for a call, but there are no tools; set tools", "tool_choice")
     if choice.name and choice.name not in names:
         raise InvalidRequest(f"tool_choice names {choice.name[:80]!a}, which is none of the tools", "tool_choice")
-
-
-def _num_characters(tool: Tool, index: int) -> int:
-    try:
-        return len(json.dumps(tool.in_openai_form(), ensure_ascii=False))
-    except (RecursionError, ValueError) as error:
-        raise InvalidRequest(f"tools[{index}] is no JSON, or nested too deeply: {error}", f"tools[{index}]") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Programs that run in a checkout only: what they read and write is not in a wheel or an image.
 
 dashboards   Grafana dashboards and the catalogue of metrics, from the instruments
+api_docs     the tables of docs/http.md, from the declared fields
 chart_docs   the chart's schema and table of values, from the settings
 mutants      faults of one line, each of which a test must see
 walk         the files that a prompt passes, from a traced request

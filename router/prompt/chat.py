@@ -22,6 +22,7 @@ import jinja2.sandbox
 from baton.api import Chat
 from baton.chat import MAX_MESSAGES, ChatMessage
 from baton.errors import InvalidRequest, ModelLoadError
+from baton.nesting import check_levels
 from baton.tools import check_tools
 from router.prompt.tools import with_calls_as_text, with_tools
 
@@ -104,6 +105,8 @@ class ChatTemplate:
                 f"messages must hold 1 to {MAX_MESSAGES} messages; it holds {len(chat.messages)}.", "messages"
             )
         check_tools(chat.tools, chat.tool_choice)
+        check_levels(chat.documents, "documents")
+        check_levels(chat.template_kwargs, "chat_template_kwargs")
         self._check_read(chat, name)
         known, is_read = self._known_words[name], "tools" in self._names[name]
         knows_developer = "developer" in known

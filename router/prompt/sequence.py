@@ -47,8 +47,9 @@ class PromptEncoder:
         match prompt:
             case Text(text):
                 num_characters = len(text)
-            case Chat(messages=messages):
+            case Chat(messages=messages, tools=tools):
                 num_characters = sum(message.num_characters for message in messages)
+                num_characters += sum(tool.num_characters for tool in tools)
         if truncation is None:
             check_length(num_characters, self._tokenizer.longest_token, facts)
         if num_characters > MAX_INLINE_CHARACTERS:

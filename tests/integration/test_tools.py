@@ -182,6 +182,7 @@ def test_grpc_has_the_same_calls(cluster: Served, client: openai.OpenAI) -> None
     assert parts[0].usage.prompt_tokens == 0
 
 
+DEEP = json.loads('{"a":' * 65 + "1" + "}" * 65)
 REFUSED = [
     ({"tool_choice": "required", "tools": []}, "there are no tools"),
     ({"tool_choice": named("nothing")}, "none of the tools"),
@@ -196,6 +197,7 @@ REFUSED = [
     ({"tools": [{"type": "function", "function": {"name": f"t{i}"}} for i in range(129)]}, "at most 128"),
     ({"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 2**18}}]}, "shorten them"),
     ({"tools": [7]}, "must be an object"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": DEEP}}]}, "deeper than 64 levels"),
     ({"structured_outputs": {"regex": "a"}}, "no other structure"),
     ({"tool_choice": "required", "tools": [{"type": "function", "function": {
         "name": "a", "parameters": {"not": {"type": "string"}}}}]}, "cannot be served"),

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.grammar import MAX_LEVELS, GrammarCompiler
+from baton.grammar import GrammarCompiler
+from baton.nesting import MAX_LEVELS
 from baton.sampling import MAX_REASONING_END, SamplingParams
 from baton.structure import MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, MAX_STRUCTURE_CHOICES, StructuredOutputs
 

@@ -28,6 +28,10 @@ CALL = {
 RESULT = {"role": "tool", "content": "42", "tool_call_id": "1"}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<i>", "parameters": {"type": "object"}}}]
 
+DEEP = json.loads('{"a":' * 65 + "1" + "}" * 65)
+DEEP_CALL = ChatMessage(
+    role="assistant", content="", tool_calls=(tool_call(call_id="1", name="f", arguments=json.dumps(DEEP)),)
+)
 TEMPLATES = {
     "blocks and loop controls": """
         {%- for m in messages %}
@@ -160,6 +164,10 @@ def test_templates_render_as_in_transformers(name: str, tools: list[dict[str, An
         ({"documents": ({"text": "x"},)}, "documents", "does not read 'documents'"),
         ({"continue_final_message": True}, "messages", "leaves the end of the last message out"),
         ({"messages": (ChatMessage(role="user", content="x"),) * 1025}, "messages", "1 to 1024 messages"),
+        ({"documents": (DEEP,)}, "documents", "deeper than 64 levels"),
+        ({"template_kwargs": DEEP}, "chat_template_kwargs", "deeper than 64 levels"),
+        ({"tools": (Tool(name="f", parameters=DEEP),)}, "tools", "deeper than 64 levels"),
+        ({"messages": (DEEP_CALL,)}, "messages", "deeper than 64 levels"),
     ],
 )
 def test_what_a_template_would_ignore_is_refused(chat: Json, param: str, sentence: str) -> None:
