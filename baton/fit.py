@@ -16,6 +16,9 @@ FORGETTING = 0.995
 PRIOR_WEIGHT = 0.1
 """Weight of each of the prior's coefficients, in observations that it makes up wholly; it fades as they come in."""
 
+SMALLEST_PIVOT = 1e-14
+"""Share of its diagonal element that a pivot must keep to be more than the rest of rounding."""
+
 
 class CostFit:
     """`y = sum(c_i * x_i)` for costs `c`, as far as has been seen."""
@@ -66,7 +69,9 @@ class CostFit:
             del active[worst]
 
     def _solve_for(self, active: Sequence[int]) -> list[float]:
-        """Gaussian elimination; the prior keeps the matrix positive definite."""
+        """Gaussian elimination; the prior keeps the matrix positive definite, as far as 53 bits can tell: a cost that
+        they cannot tell from those before it is nothing.
+        """
         matrix = []
         weight = PRIOR_WEIGHT / self.num_observations
         for i in active:
@@ -74,9 +79,10 @@ class CostFit:
             row = [self._products[i][j] + (pull if i == j else 0.0) for j in active]
             matrix.append([*row, self._targets[i] + pull * self._prior[i]])
         size = len(matrix)
+        smallest = [SMALLEST_PIVOT * matrix[k][k] for k in range(size)]
         for k in range(size):
-            pivot = max(range(k, size), key=lambda r: abs(matrix[r][k]))
-            matrix[k], matrix[pivot] = matrix[pivot], matrix[k]
+            if matrix[k][k] <= smallest[k]:
+                continue
             for r in range(k + 1, size):
                 factor = matrix[r][k] / matrix[k][k]
                 for c in range(k, size + 1):
@@ -84,5 +90,5 @@ class CostFit:
         found = [0.0] * size
         for k in reversed(range(size)):
             rest = sum(matrix[k][c] * found[c] for c in range(k + 1, size))
-            found[k] = (matrix[k][size] - rest) / matrix[k][k]
+            found[k] = (matrix[k][size] - rest) / matrix[k][k] if matrix[k][k] > smallest[k] else 0.0
         return found
