@@ -217,6 +217,15 @@ def test_no_cost_is_ever_negative(measurements: list[tuple[tuple[float, ...], fl
         assert fit.predict((1.0, 100.0, 5000.0)) < 1e6
 
 
+def test_costs_that_nothing_tells_apart_any_more_are_one() -> None:
+    """The second measurement is so much smaller that rounding leaves nothing of the prior, which told them apart."""
+    fit = CostFit((1.0, 1.0, 1.0))
+    fit.observe((2.0, 2.0, 2.0), 1.0)
+    assert fit.coefficients == pytest.approx((1 / 6,) * 3)
+    fit.observe((2.0, 2.0, 2.0), 1e-9)
+    assert fit.coefficients == pytest.approx((0.5e-9, 0.0, 0.0))
+
+
 def test_a_cost_that_measurements_contradict_is_nothing() -> None:
     """It takes less, the more there is: the best line that does not fall is flat."""
     fit = CostFit((1.0, 1.0))
