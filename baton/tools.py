@@ -149,6 +149,7 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
             raise InvalidRequest(f"two tools have the name {tool.name!r}; rename one", f"tools[{index}]")
         names.add(tool.name)
         check_levels(tool.parameters, "tools")
+        _check_parameters(tool, index)
         num_characters += tool.num_characters
     if num_characters > MAX_TOOL_CHARACTERS:
         raise InvalidRequest(
@@ -158,6 +159,15 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
         raise InvalidRequest("tool_choice asks for a call, but there are no tools; set tools", "tool_choice")
     if choice.name and choice.name not in names:
         raise InvalidRequest(f"tool_choice names {choice.name[:80]!a}, which is none of the tools", "tool_choice")
+
+
+def _check_parameters(tool: Tool, index: int) -> None:
+    schema = tool.parameters or {}
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping):
+        raise InvalidRequest(f"tools[{index}]: properties of the parameters must be an object", f"tools[{index}]")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise InvalidRequest(f"tools[{index}]: required of the parameters must be a list of names", f"tools[{index}]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,6 +180,11 @@ def _tag_rules(prefix: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
     if not properties:
         any_tag = r'"<parameter=" /[^>\n]{1,64}/ ">\n" ' + f"{prefix}_text"
         return f"{prefix}_any*", [f"{prefix}_any: {any_tag}", _text_rule(f"{prefix}_text")]
+    if bad := next((key for key in properties if not _TAG_KEY.fullmatch(key)), None):
+        raise InvalidRequest(
+            f"this model writes arguments as tags, whose name cannot be {bad[:64]!a}; rename it", "tools"
+        )
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     names, rules = [], []
     for index, (key, value) in enumerate(properties.items()):
         name = f"{prefix}_{index}"
@@ -192,11 +197,12 @@ def _tag_rules(prefix: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
         if isinstance(texts, list) and all(isinstance(each, str) for each in texts):
             of_value = "(" + " | ".join(map(_quoted, texts)) + ")"
         else:
-            of_value = _json_rule(value if isinstance(value, Mapping) else {})
+            of_value = _json_rule({**shared, **value} if isinstance(value, Mapping) else {})
         rules.append(f"{name}: {begin} {of_value} {_quoted(_TAG_END)}")
     return " ".join(names), rules
 
 
+_TAG_KEY = regex.compile(r"[^>\n]+")
 _TAG_END = "\n</parameter>\n"
 _TEXT_KEYS = ("type", "title", "description", "default", "examples", "minLength", "maxLength")
 """What the schema of a text that stands in a tag may have."""

@@ -198,6 +198,8 @@ REFUSED = [
     ({"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 2**18}}]}, "shorten them"),
     ({"tools": [7]}, "must be an object"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": DEEP}}]}, "deeper than 64 levels"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": 7}}}]}, "be an object"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"required": [7]}}}]}, "a list of names"),
     ({"structured_outputs": {"regex": "a"}}, "no other structure"),
     ({"tool_choice": "required", "tools": [{"type": "function", "function": {
         "name": "a", "parameters": {"not": {"type": "string"}}}}]}, "cannot be served"),

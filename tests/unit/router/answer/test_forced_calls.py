@@ -219,6 +219,9 @@ def test_what_cannot_be_forced_is_refused(tokenizer: Tokenizer) -> None:
     pattern = (Tool(name="f", parameters={"properties": {"a": {"type": "string", "pattern": "a+"}}}, strict=True),)
     with pytest.raises(InvalidRequest, match="'pattern' of a string cannot be enforced"):
         asked(tokenizer, call_format.QWEN_XML, pattern)
+    name = (Tool(name="f", parameters={"properties": {"a>b": {}}}, strict=True),)
+    with pytest.raises(InvalidRequest, match="whose name cannot be 'a>b'"):
+        asked(tokenizer, call_format.QWEN_XML, name)
     length = (Tool(name="f", parameters={"properties": {"a": {"type": "string", "maxLength": "9}/"}}}, strict=True),)
     with pytest.raises(InvalidRequest, match="must be integers"):
         asked(tokenizer, call_format.QWEN_XML, length)
@@ -238,6 +241,18 @@ def test_what_is_not_required_may_be_left_out(compiler: GrammarCompiler, tokeniz
     for wrong in (f"{tag('unit', 'C')}", f"{tag('city', 'a')}{tag('unit', 'K')}", f"{tag('city', 'a')}</function>"):
         with pytest.raises(InvalidRequest):
             matcher.copy().take(tokenizer.encode(begin + wrong))
+
+
+def test_a_tag_may_refer_to_a_definition_of_its_tool(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    schema = {"$defs": {"n": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
+    tools = (Tool(name="f", parameters=schema, strict=True),)
+    params = asked(tokenizer, call_format.QWEN_XML, tools, use=ToolUse.REQUIRED)
+    assert params.structured_outputs is not None
+    begin = "<tool_call>\n<function=f>\n<parameter=a>\n"
+    matcher = compiler.compile(params.structured_outputs)
+    matcher.copy().take(tokenizer.encode(f"{begin}17\n</parameter>\n</function>\n</tool_call>"))
+    with pytest.raises(InvalidRequest):
+        matcher.take(tokenizer.encode(f"{begin}x"))
 
 
 def test_arguments_of_any_kind_come_as_tags(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
