@@ -164,6 +164,7 @@ QWEN_XML = CallForm(
     tags=Tags(
         regex.compile(r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>", regex.DOTALL),
         _pattern(r"</function>\s*</tool_call>"),
+        ("</parameter>", "</tool_call>"),
     ),
     signs=("<tool_call>",),
     written=Written(begin="<tool_call>\n<function=", middle=">\n", end="</function>\n</tool_call>", between="\n"),
@@ -189,7 +190,7 @@ MISTRAL_11 = CallForm(
 DEEPSEEK = CallForm(
     opens=_pattern(
         "(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>"
-        r"(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\s*```json|(?P<name>[^\n<]+)<｜tool▁sep｜>)"
+        r"(?:function<｜tool▁sep｜>(?P<name>[^\s<]+)\s*```json|(?P<name>[^\s<]+)<｜tool▁sep｜>)"
     ),
     closes=_pattern(r"(?:```\s*)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?"),
     signs=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),

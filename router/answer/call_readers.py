@@ -135,7 +135,9 @@ class JsonCalls:
                 if early:
                     self._begin(name, "".join(early))
                 letter = yield from _space()
-            elif key in self._keys.arguments and not has_arguments and letter == "{":
+            elif key in self._keys.arguments and not has_arguments and letter != "n":
+                if letter != "{":
+                    raise _NotJson
                 has_arguments = True
                 if name:
                     self._begin(name)
@@ -240,11 +242,8 @@ class Tags:
     closes: Mark
     """Stands behind the last one."""
 
-    @property
-    def last_letter(self) -> str:
-        """The letter with which tags and the mark end; empty: they end in different ways."""
-        last = {self.tag.pattern[-1], self.closes.pattern.pattern[-1]}
-        return ">" if last == {">"} else ""
+    endings: tuple[str, ...] = ("",)
+    """Texts of which each tag and the mark end with one; an empty one: nothing is known of their ends."""
 
 
 class TagCalls:
@@ -267,7 +266,8 @@ class TagCalls:
     def take(self, text: str) -> Taken:
         """Takes more text of the part."""
         self._held += text
-        return self._read(is_end=False) if self._tags.last_letter in text else self._taken()
+        tail = self._held[-len(text) - max(map(len, self._tags.endings)) :]  # all is searched when one has come
+        return self._read(is_end=False) if any(end in tail for end in self._tags.endings) else self._taken()
 
     def flush(self) -> Taken:
         """Returns what was held back, now that the answer has ended: the begin of an argument is text."""
@@ -278,7 +278,7 @@ class TagCalls:
         words = ""
         while True:
             tag = self._tags.tag.search(self._held)
-            closed = self._tags.closes.find(self._held, is_end=is_end or bool(self._tags.last_letter))
+            closed = self._tags.closes.find(self._held, is_end=is_end or self._tags.endings != ("",))
             if tag is not None and (closed.end is None or tag.end() <= closed.end):
                 words += self._held[: tag.start()].strip()
                 value = typed_text(tag["value"], self._schemas.get(tag["key"]))
@@ -305,7 +305,7 @@ def typed_text(text: str, schema: Any) -> str:
     Args:
         schema: the value's, a JSON schema; None: it is a string.
     """
-    for kind in _types(schema):
+    for kind in dict.fromkeys(_types(schema)):
         try:
             if (found := _as_type(text, kind)) is not None:
                 return found
@@ -341,9 +341,12 @@ def _as_type(text: str, kind: str) -> str | None:
         case "null" if bare in ("null", "None"):
             return "null"
         case "object" | "array":
-            value = json.loads(text)
-            return json.dumps(value, ensure_ascii=False) if isinstance(value, _CLASSES[kind]) else None
+            return bare if isinstance(json.loads(bare, parse_constant=_no_constant), _CLASSES[kind]) else None
     return None
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
 
 
 _CLASSES = {"object": dict, "array": list}

@@ -117,6 +117,8 @@ class Calls:
             self._held = text
             return None
         self._is_behind = False
+        found = self._form.closes.find(text, is_end=True)
+        is_next = not text[: found.begin].strip()
         return text[found.end :] if is_next and found.end is not None else text
 
     def _opened(self, text: str, *, is_end: bool) -> tuple[str, str | None]:

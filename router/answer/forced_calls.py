@@ -60,10 +60,11 @@ def with_tool_choice(
     grammar = _Grammar(form, form.written, tokenizer)
     is_single = bool(choice.name) or not choice.is_parallel
     text = grammar.forced(tools, is_single) if is_forced else grammar.free(tools, is_single, content)
-    if len(text.encode()) > MAX_GRAMMAR_BYTES:
+    num_bytes = len(text.encode("utf-8", "replace"))
+    if num_bytes > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
-            f"calls that are forced or strict need a grammar of {len(text.encode())} bytes for these tools; it may "
-            f"have at most {MAX_GRAMMAR_BYTES}",
+            f"calls that are forced or strict need a grammar of {num_bytes} bytes for these tools; it may have at most "
+            f"{MAX_GRAMMAR_BYTES}",
             "tools",
         )
     return replace(params, structured_outputs=StructuredOutputs(grammar=text))
@@ -90,7 +91,7 @@ class _Grammar:
         """
         written = self._written
         if content is not None or self._form.only_at_begin:
-            other = r"/[^\[{\s](.|\n)*/" if content is None else _json_rule(_schema_of_content(content))
+            other = r"/[^\[{<\s](.|\n)*/" if content is None else _json_rule(_schema_of_content(content))
             start = f"start: {self._list(is_single)} | other"
             return _lark([start, f"other: {other}", *self._calls(tools, written.begin)])
         sign = self._form.signs[0]
@@ -174,7 +175,7 @@ def _tag_rules(prefix: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
         InvalidRequest: a text has a rule that is not known to be kept.
     """
     properties = schema.get("properties") or {}
-    required = schema.get("required") or ()
+    required = frozenset(schema.get("required") or ())
     if not properties and schema.get("additionalProperties") is False:
         return "", []
     if not properties:
@@ -185,6 +186,8 @@ def _tag_rules(prefix: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
             f"this model writes arguments as tags, whose name cannot be {bad[:64]!a}; rename it", "tools"
         )
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    for key, value in properties.items():
+        _check_tag(key, value)
     names, rules = [], []
     for index, (key, value) in enumerate(properties.items()):
         name = f"{prefix}_{index}"
@@ -197,15 +200,29 @@ def _tag_rules(prefix: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
         if isinstance(texts, list) and all(isinstance(each, str) for each in texts):
             of_value = "(" + " | ".join(map(_quoted, texts)) + ")"
         else:
-            of_value = _json_rule({**shared, **value} if isinstance(value, Mapping) else {})
+            of_value = _json_rule({**shared, **value} if '"$ref"' in json.dumps(value) else value)
         rules.append(f"{name}: {begin} {of_value} {_quoted(_TAG_END)}")
     return " ".join(names), rules
 
 
+_TAG_TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
 _TAG_KEY = regex.compile(r"[^>\n]+")
 _TAG_END = "\n</parameter>\n"
 _TEXT_KEYS = ("type", "title", "description", "default", "examples", "minLength", "maxLength")
 """What the schema of a text that stands in a tag may have."""
+
+
+def _check_tag(key: str, schema: Any) -> None:
+    """Raises InvalidRequest for a property that would be read as another type than it is written."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    texts = schema.get("enum", ()) if kind == "string" else ()
+    bare = all(isinstance(each, str) and each == each.strip() and "<" not in each for each in texts)
+    if kind not in _TAG_TYPES or not bare:
+        raise InvalidRequest(
+            f"this model writes arguments as tags, in which {key[:64]!a} must have one type, and texts of an enum no "
+            "white space around them and no '<', to be enforced",
+            "tools",
+        )
 
 
 def _text_rule(name: str, schema: Mapping[str, Any] = MappingProxyType({})) -> str:
@@ -217,8 +234,9 @@ def _text_rule(name: str, schema: Mapping[str, Any] = MappingProxyType({})) -> s
             "tools",
         )
     least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if type(least) is not int or type(most) not in (int, NoneType):
-        raise InvalidRequest("minLength and maxLength in the schema of a tool must be integers", "tools")
+    if type(least) is not int or type(most) not in (int, NoneType) or not 0 <= least <= (most or least):
+        raise InvalidRequest("minLength and maxLength in the schema of a tool must be integers that fit", "tools")
     if not least and most is None:
         return f"{name}[lazy]: /(.|\\n)*/ {_quoted(_TAG_END)}"
-    return f"{name}: /(.|\\n){{{least},{'' if most is None else most}}}\\n<\\/parameter>\\n/"
+    # No "<": the end of the tag would count as text.
+    return f"{name}: /[^<]{{{least},{'' if most is None else most}}}\\n<\\/parameter>\\n/"

@@ -219,11 +219,14 @@ def test_what_cannot_be_forced_is_refused(tokenizer: Tokenizer) -> None:
     pattern = (Tool(name="f", parameters={"properties": {"a": {"type": "string", "pattern": "a+"}}}, strict=True),)
     with pytest.raises(InvalidRequest, match="'pattern' of a string cannot be enforced"):
         asked(tokenizer, call_format.QWEN_XML, pattern)
-    name = (Tool(name="f", parameters={"properties": {"a>b": {}}}, strict=True),)
+    name = (Tool(name="f", parameters={"properties": {"a>b": {"type": "null"}}}, strict=True),)
     with pytest.raises(InvalidRequest, match="whose name cannot be 'a>b'"):
         asked(tokenizer, call_format.QWEN_XML, name)
+    union = (Tool(name="f", parameters={"properties": {"a": {"anyOf": [{"type": "string"}]}}}, strict=True),)
+    with pytest.raises(InvalidRequest, match="must have one type"):
+        asked(tokenizer, call_format.QWEN_XML, union)
     length = (Tool(name="f", parameters={"properties": {"a": {"type": "string", "maxLength": "9}/"}}}, strict=True),)
-    with pytest.raises(InvalidRequest, match="must be integers"):
+    with pytest.raises(InvalidRequest, match="must be integers that fit"):
         asked(tokenizer, call_format.QWEN_XML, length)
     large = tuple(Tool(name=f"t{i}", parameters={"description": "x" * 2000}) for i in range(100))
     with pytest.raises(InvalidRequest, match="need a grammar of"):
@@ -244,15 +247,19 @@ def test_what_is_not_required_may_be_left_out(compiler: GrammarCompiler, tokeniz
 
 
 def test_a_tag_may_refer_to_a_definition_of_its_tool(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    schema = {"$defs": {"n": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
+    schema = {
+        "$defs": {"n": {"type": "integer"}},
+        "properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/n"}}},
+        "required": ["a"],
+    }
     tools = (Tool(name="f", parameters=schema, strict=True),)
     params = asked(tokenizer, call_format.QWEN_XML, tools, use=ToolUse.REQUIRED)
     assert params.structured_outputs is not None
     begin = "<tool_call>\n<function=f>\n<parameter=a>\n"
     matcher = compiler.compile(params.structured_outputs)
-    matcher.copy().take(tokenizer.encode(f"{begin}17\n</parameter>\n</function>\n</tool_call>"))
+    matcher.copy().take(tokenizer.encode(f"{begin}[17]\n</parameter>\n</function>\n</tool_call>"))
     with pytest.raises(InvalidRequest):
-        matcher.take(tokenizer.encode(f"{begin}x"))
+        matcher.take(tokenizer.encode(f"{begin}[x"))
 
 
 def test_arguments_of_any_kind_come_as_tags(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:

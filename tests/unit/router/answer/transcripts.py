@@ -73,7 +73,11 @@ HERMES = [
     Transcript('<tool_call>\n{"name": "weath', '<tool_call>\n{"name": "weath'),
     Transcript("<tool_call>\nweather(Paris)\n</tool_call>", "<tool_call>\nweather(Paris)\n</tool_call>"),
     Transcript(hermes(("unknown", "{}")), hermes(("unknown", "{}"))),
-    Transcript('<tool_call>{"arguments": "{}", "name": "add"}</tool_call>', calls=(("add", "{}"),)),
+    Transcript(
+        '<tool_call>{"arguments": "{}", "name": "add"}</tool_call>',
+        '<tool_call>{"arguments": "{}", "name": "add"}</tool_call>',
+    ),
+    Transcript('<tool_call>{"arguments": null, "name": "add"}</tool_call>', calls=(("add", "{}"),)),
     Transcript('<tool_call>{"name": 7}</tool_call>', '<tool_call>{"name": 7}</tool_call>'),
     Transcript(f"<tool_call>[{hermes(*ONE)}", "<tool_call>[", ONE),
     Transcript("plain text, {} and [] \n", "plain text, {} and [] \n"),
