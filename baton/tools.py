@@ -170,7 +170,7 @@ def _check_parameters(tool: Tool, index: int) -> None:
         raise InvalidRequest(f"tools[{index}]: required of the parameters must be a list of names", f"tools[{index}]")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallDelta:
     """What is new of a call in an answer."""
 
@@ -182,6 +182,9 @@ class ToolCallDelta:
     """The call's id, in its first delta; else empty."""
     name: str = ""
     """The tool's name, in the first delta; else empty."""
+    content_offset: int = 0
+    """Characters of the answer's content that stand before the call, in its first delta; else 0. Those come with it or
+    have come before, and all others stand behind it."""
 
 
 def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:

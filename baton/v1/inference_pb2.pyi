@@ -278,11 +278,16 @@ class ToolCall(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    CONTENT_OFFSET_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     arguments_json: _builtins.str
     index: _builtins.int
     """Which call of the answer it is."""
+    content_offset: _builtins.int
+    """In an answer: how many characters (code points) of its text stand before the call, in the first message that has it.
+    They are in that message or in earlier ones, and all other text stands behind the call.
+    """
     def __init__(
         self,
         *,
@@ -290,10 +295,11 @@ class ToolCall(_message.Message):
         name: _builtins.str = ...,
         arguments_json: _builtins.str = ...,
         index: _builtins.int = ...,
+        content_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "content_offset", b"content_offset", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -107,7 +107,13 @@ def generate_response(chunk: api.GenerateChunk) -> inference_pb2.GenerateRespons
     if chunk.reasoning:
         message.reasoning = chunk.reasoning
     for call in chunk.tool_calls:
-        message.tool_calls.add(index=call.index, id=call.call_id, name=call.name, arguments_json=call.arguments)
+        message.tool_calls.add(
+            index=call.index,
+            id=call.call_id,
+            name=call.name,
+            arguments_json=call.arguments,
+            content_offset=call.content_offset,
+        )
     for index, logprob in enumerate(chunk.scores.logprobs):
         token = message.logprobs.add(token_id=chunk.token_ids[index], logprob=logprob)
         for token_id, of_top in chunk.scores.top(index):
@@ -216,15 +222,23 @@ def generate_chunk(message: inference_pb2.GenerateResponse) -> api.GenerateChunk
         text=message.text,
         token_ids=tuple(message.token_ids),
         reasoning=message.reasoning,
-        tool_calls=tuple(
-            ToolCallDelta(call.index, call.arguments_json, call.id, call.name) for call in message.tool_calls
-        ),
+        tool_calls=tuple(map(_tool_call_delta, message.tool_calls)),
         finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
         stop_reason=getattr(message, which) if (which := message.WhichOneof("stop_reason")) else None,
         usage=from_pb(message.usage, api.Usage) if message.HasField("usage") else None,
         timing=from_pb(message.timing, api.Timing) if message.HasField("timing") else None,
         scores=_scores(message.logprobs) if message.logprobs else NO_SCORES,
         prompt_scores=_prompt_scores(message.prompt_logprobs) if message.prompt_logprobs else None,
+    )
+
+
+def _tool_call_delta(call: inference_pb2.ToolCall) -> ToolCallDelta:
+    return ToolCallDelta(
+        index=call.index,
+        arguments=call.arguments_json,
+        call_id=call.id,
+        name=call.name,
+        content_offset=call.content_offset,
     )
 
 

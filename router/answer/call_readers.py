@@ -260,6 +260,8 @@ class TagCalls:
         self._schemas = properties if isinstance(properties, Mapping) else {}
         self._tags = tags
         self._held = ""
+        self._words = ""
+        """Text between the arguments: it stands behind the call."""
         self._num_given = 0
         self._new: list[tuple[str, str]] = [(name, "")]
 
@@ -272,26 +274,25 @@ class TagCalls:
     def flush(self) -> Taken:
         """Returns what was held back, now that the answer has ended: the begin of an argument is text."""
         taken = self._read(is_end=True)
-        return taken._replace(text=taken.text + ("" if taken.rest is not None else self._held.strip()))
+        return taken if taken.rest is not None else taken._replace(text=self._words + self._held.strip())
 
     def _read(self, *, is_end: bool) -> Taken:
-        words = ""
         while True:
             tag = self._tags.tag.search(self._held)
             closed = self._tags.closes.find(self._held, is_end=is_end or self._tags.endings != ("",))
             if tag is not None and (closed.end is None or tag.end() <= closed.end):
-                words += self._held[: tag.start()].strip()
+                self._words += self._held[: tag.start()].strip()
                 value = typed_text(tag["value"], self._schemas.get(tag["key"]))
                 begin = ", " if self._num_given else "{"
                 self._new.append(("", f"{begin}{json.dumps(tag['key'], ensure_ascii=False)}: {value}"))
                 self._num_given += 1
                 self._held = self._held[tag.end() :]
             elif closed.end is not None:
-                words += self._held[: closed.begin].strip()
+                words = self._words + self._held[: closed.begin].strip()
                 self._new.append(("", "}" if self._num_given else "{}"))
                 return self._taken(words, self._held[closed.end :])
             else:
-                return self._taken(words)
+                return self._taken()
 
     def _taken(self, text: str = "", rest: str | None = None) -> Taken:
         new, self._new = self._new, []

@@ -61,6 +61,8 @@ class Calls:
         """White space that is text if more text follows, or no call."""
         self._has_text = False
         self._follows_call = False
+        self._num_shown = 0
+        """Characters of the text that have been given out."""
         self.num_calls = 0
         """Calls that have begun."""
 
@@ -102,10 +104,18 @@ class Calls:
                 self._follows_call = True
                 if not self._has_text:
                     self._space = ""
-                calls.append(ToolCallDelta(self.num_calls, arguments, self._ids.of(self.num_calls), name))
+                calls.append(
+                    ToolCallDelta(
+                        index=self.num_calls,
+                        arguments=arguments,
+                        call_id=self._ids.of(self.num_calls),
+                        name=name,
+                        content_offset=self._num_shown,
+                    )
+                )
                 self.num_calls += 1
             elif arguments:
-                calls.append(ToolCallDelta(self.num_calls - 1, arguments))
+                calls.append(ToolCallDelta(index=self.num_calls - 1, arguments=arguments))
         return self._text(taken.text)
 
     def _closed(self, text: str, *, is_end: bool) -> str | None:
@@ -146,4 +156,5 @@ class Calls:
             return ""
         self._has_text, self._follows_call = True, False
         shown, self._space = self._space + bare, text[len(bare) :]
+        self._num_shown += len(shown)
         return shown

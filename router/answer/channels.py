@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from baton.tools import ToolCallDelta
+from baton.tools import ToolCallDelta, joined_calls
 from router.answer.calls import Calls
 from router.answer.reasoning import ReasoningReader
 
@@ -25,13 +25,12 @@ class Delta(NamedTuple):
 
     @staticmethod
     def joined(deltas: Sequence[Delta]) -> Delta:
-        """Returns what several add together."""
-        if len(deltas) == 1:
-            return deltas[0]
+        """Returns what several add together, each call in one delta."""
+        calls = [call for delta in deltas for call in delta.calls]
         return Delta(
             "".join([delta.text for delta in deltas]),
             "".join([delta.reasoning for delta in deltas]),
-            tuple([call for delta in deltas for call in delta.calls]),
+            joined_calls(calls) if len(calls) > 1 else tuple(calls),
         )
 
 

@@ -578,7 +578,10 @@ def test_tools_come_as_they_were_sent(tools: tuple[Tool, ...], choice: ToolChoic
     chat = api.Chat(messages=(ChatMessage(role="user", content="x"),), tools=tools, tool_choice=choice)
     sent = wire.generate_request(api.GenerateRequest(prompt=chat))
     assert wire.generate_request_from_pb(sent).prompt == chat
-    calls = (ToolCallDelta(3, "{", "id", "name"), ToolCallDelta(3, "}"))
+    calls = (
+        ToolCallDelta(index=3, arguments="{", call_id="id", name="name", content_offset=7),
+        ToolCallDelta(index=3, arguments="}"),
+    )
     chunk = api.GenerateChunk(request_id="r", choice_index=0, tool_calls=calls, reasoning="so")
     assert wire.generate_chunk(wire.generate_response(chunk)) == chunk
 

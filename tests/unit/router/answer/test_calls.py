@@ -89,13 +89,52 @@ def test_any_split_gives_the_same(form: CallForm, data: st.DataObject) -> None:
         assert whole.text == raw, "no character is lost"
 
 
+@pytest.mark.parametrize(
+    ("form", "raw", "text", "offsets"),
+    [
+        (call_format.HERMES, f"One: {transcripts.hermes(*transcripts.TWO)}\nDone", "One: \n\nDone", [4, 4]),
+        (call_format.HERMES, f"a {transcripts.hermes(*transcripts.ONE)} é🐈 {transcripts.hermes(*transcripts.ONE)}.",
+         "a  é🐈 .", [1, 5]),
+        (call_format.HERMES, f" \n{transcripts.hermes(*transcripts.ONE)}", "", [0]),
+        (call_format.QWEN_XML, "a<tool_call><function=add>b<parameter=x>1</parameter>c<parameter=y>2</parameter>d"
+         f"</function></tool_call>{transcripts.tagged('add')}", "abcd", [1, 4]),
+        (call_format.QWEN_XML, "<tool_call><function=add>a<parameter=x>1</parameter>b<param", "ab<param", [0]),
+        (call_format.PLAIN_JSON, '{"name": "add", "parameters": {}} x', "x", [0]),
+    ],
+)  # fmt: skip
+def test_a_call_says_how_much_content_stands_before_it(form: CallForm, raw: str, text: str, offsets: list[int]) -> None:
+    whole = found(form, list(raw))
+    assert whole.text == text
+    assert [call.content_offset for call in whole.calls] == offsets
+
+
+@pytest.mark.parametrize("form", {id(form): form for form, _ in TRANSCRIPTS}.values())
+@settings(max_examples=100)
+@given(data=st.data())
+def test_content_that_comes_after_a_call_stands_behind_it(form: CallForm, data: st.DataObject) -> None:
+    raw = data.draw(of_parts(form))
+    calls, num_shown, begun = calls_of(form), 0, list[ToolCallDelta]()
+    for part in [*map(calls.push, parts(raw, data.draw(CUTS))), calls.flush()]:
+        for call in part.calls:
+            if call.name:
+                assert num_shown <= call.content_offset <= num_shown + len(part.text)
+                begun.append(call)
+            else:
+                assert call.content_offset == 0
+                assert begun[-1].index == call.index
+                assert num_shown <= begun[-1].content_offset or call.arguments == "", "no text within a call"
+        num_shown += len(part.text)
+    offsets = [call.content_offset for call in begun]
+    assert offsets == sorted(offsets)
+
+
 def test_arguments_come_as_they_are_written() -> None:
     calls = calls_of(call_format.HERMES)
     assert calls.push('Well.\n<tool_call>\n{"name": "weather"') == Parted("Well.")
     (first,) = calls.push(', "arguments": {"ci').calls
     assert (first.index, first.name, first.arguments) == (0, "weather", '{"ci')
-    assert calls.push('ty": "Pa').calls == (ToolCallDelta(0, 'ty": "Pa'),)
-    assert calls.push('ris"}}\n</tool').calls == (ToolCallDelta(0, 'ris"}'),)
+    assert calls.push('ty": "Pa').calls == (ToolCallDelta(index=0, arguments='ty": "Pa'),)
+    assert calls.push('ris"}}\n</tool').calls == (ToolCallDelta(index=0, arguments='ris"}'),)
     assert calls.push("_call>") == Parted("")
     assert calls.num_calls == 1
 
@@ -105,9 +144,9 @@ def test_arguments_that_are_tags_come_one_by_one() -> None:
     (first,) = calls.push("<tool_call>\n<function=typed>\n<parameter=n>").calls
     assert (first.name, first.arguments) == ("typed", "")
     assert calls.push("\n7\n") == Parted("")
-    assert calls.push("</parameter>\n").calls == (ToolCallDelta(0, '{"n": 7'),)
-    assert calls.push("<parameter=text>a</parameter>").calls == (ToolCallDelta(0, ', "text": "a"'),)
-    assert calls.push("</function></tool_call>").calls == (ToolCallDelta(0, "}"),)
+    assert calls.push("</parameter>\n").calls == (ToolCallDelta(index=0, arguments='{"n": 7'),)
+    assert calls.push("<parameter=text>a</parameter>").calls == (ToolCallDelta(index=0, arguments=', "text": "a"'),)
+    assert calls.push("</function></tool_call>").calls == (ToolCallDelta(index=0, arguments="}"),)
 
 
 def test_ids_are_those_of_request_choice_and_place() -> None:

@@ -15,8 +15,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import TokenScores
-from router.answer import AnswerWriter, Channels, Mark, Piece, Reasoning, ReasoningReader
+from baton.tools import Tool, ToolCallDelta, joined_calls
+from router.answer import AnswerWriter, CallIds, Calls, Channels, Mark, Piece, Reasoning, ReasoningReader, call_format
 from router.prompt import Tokenizer
+from tests.unit.router.answer import transcripts
 
 CAT = "🐈".encode()
 MERGES = [(CAT[0], CAT[1]), (0x0A, 0x0A), (0x61, 0x62)]
@@ -77,14 +79,14 @@ def written(writer: AnswerWriter, groups: list[list[int]], finish: FinishReason 
     """
     while len(groups) > 1 and not groups[-1]:
         groups = groups[:-1]
-    text, reasoning, token_ids = "", "", tuple[int, ...]()
+    text, reasoning, token_ids, calls = "", "", tuple[int, ...](), tuple[ToolCallDelta, ...]()
     for number, group in enumerate(groups):
         piece = writer.push(group, finish if number == len(groups) - 1 else None)
         text, reasoning = text + piece.text, reasoning + piece.reasoning
-        token_ids += piece.token_ids
+        token_ids, calls = token_ids + piece.token_ids, joined_calls((*calls, *piece.tool_calls))
         if piece.finish_reason is not None:
             break
-    return piece._replace(text=text, reasoning=reasoning, token_ids=token_ids)
+    return piece._replace(text=text, reasoning=reasoning, token_ids=token_ids, tool_calls=calls)
 
 
 def channels_of(plan: tuple[tuple[str, str], bool] | None) -> Channels | None:
@@ -133,6 +135,50 @@ def test_a_stream_goes_on_byte_for_byte_wherever_it_broke(tokenizer: Tokenizer, 
     assert after.num_reasoning_tokens == whole.num_reasoning_tokens
     assert (after.finish_reason, after.stop_reason) == (whole.finish_reason, whole.stop_reason)
     assert writer.num_awaited == 0
+
+
+def joined_text(form: str) -> st.SearchStrategy[str]:
+    """Answers with calls, words between them and in them."""
+    one, other = {
+        "hermes": (transcripts.hermes(*transcripts.ONE), transcripts.hermes(("add", '{"é🐈": 1}'))),
+        "qwen xml": (
+            transcripts.tagged("weather", ("city", "é🐈")),
+            "<tool_call>\n<function=add>a<parameter=x>\n1\n</parameter><parameter=y>2</parameter>b\n</function></tool_call>",
+        ),
+    }[form]
+    return st.lists(st.sampled_from([one, other, one[:-8], "a", " ", "🐈\n"]), min_size=1, max_size=6).map("".join)
+
+
+@pytest.mark.parametrize(("name", "form"), [("hermes", call_format.HERMES), ("qwen xml", call_format.QWEN_XML)])
+@settings(max_examples=150)
+@given(data=st.data())
+def test_calls_go_on_wherever_a_stream_broke(
+    tokenizer: Tokenizer, name: str, form: call_format.CallForm, data: st.DataObject
+) -> None:
+    token_ids = tokenizer.encode(data.draw(joined_text(name)))
+    tools = {each: Tool(name=each) for each in ("weather", "add")}
+    cuts = st.lists(st.integers(0, 400), max_size=12)
+
+    def writer_of(num_delivered: int = 0) -> AnswerWriter:
+        channels = Channels(None, Calls(form, tools, CallIds("r", 0, 29)))
+        return AnswerWriter(tokenizer, (), SamplingParams(), num_delivered=num_delivered, channels=channels)
+
+    whole = written(writer_of(), [[i] for i in token_ids], FinishReason.LENGTH)
+    num_delivered = data.draw(st.integers(0, len(token_ids) - 1))
+    before = written(writer_of(), grouped(token_ids[:num_delivered], data.draw(cuts)), None)
+    after = written(writer_of(num_delivered), grouped(token_ids, data.draw(cuts)), FinishReason.LENGTH)
+    assert before.text + after.text == whole.text
+    assert joined_calls((*before.tool_calls, *after.tool_calls)) == whole.tool_calls
+    for call in after.tool_calls:
+        assert not call.name or len(before.text) <= call.content_offset <= len(whole.text)
+
+
+def test_a_chunk_has_each_call_once(tokenizer: Tokenizer) -> None:
+    raw = transcripts.tagged("add", ("x", "1"), ("y", "2"))
+    channels = Channels(None, Calls(call_format.QWEN_XML, {"add": Tool(name="add")}, CallIds("r", 0, 29)))
+    writer = AnswerWriter(tokenizer, (), SamplingParams(), channels=channels)
+    (call,) = writer.push(tokenizer.encode(f"🐈{raw}"), FinishReason.LENGTH).tool_calls
+    assert (call.name, call.arguments, call.content_offset) == ("add", '{"x": "1", "y": "2"}', 1)
 
 
 def test_an_unfinished_character_at_the_end_is_not_given_out_twice(tokenizer: Tokenizer) -> None:
