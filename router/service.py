@@ -200,7 +200,7 @@ class RouterService:
         these parts go.
         """
         tokenizer, form = self.model.tokenizer, self.model.format
-        plan = form.plan(prompt, prompt_ids, tokenizer)
+        plan = form.plan(prompt, prompt_ids, tokenizer, params)
         params = with_tool_choice(params, prompt, form.calls, tokenizer)
         return with_reasoning(in_tokens(params, tokenizer), plan), plan
 

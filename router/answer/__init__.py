@@ -6,7 +6,7 @@ out the same.
 
 from router.answer.best_of import AnswerSelection
 from router.answer.call_format import CallForm, Written, form_of, known_form
-from router.answer.call_readers import JsonCalls, JsonKeys, TagCalls, Tags, Taken, typed_text
+from router.answer.call_readers import JsonCalls, JsonKeys, Taken
 from router.answer.calls import CallIds, Calls, Parted
 from router.answer.channels import Channels, Delta
 from router.answer.detokenizer import IncrementalDetokenizer
@@ -15,6 +15,7 @@ from router.answer.format import PLAIN, AnswerFormat, AnswerPlan, with_reasoning
 from router.answer.marks import Mark, Reasoning
 from router.answer.reasoning import ReasoningReader, Split
 from router.answer.stop_strings import StopChecker
+from router.answer.tag_calls import TagCalls, Tags, typed_text
 from router.answer.writer import AnswerChunks, AnswerWriter, Piece
 
 __all__ = [

@@ -15,8 +15,9 @@ import regex
 
 from baton.errors import ModelLoadError
 from baton.tools import Tool
-from router.answer.call_readers import JsonCalls, JsonKeys, TagCalls, Tags
+from router.answer.call_readers import JsonCalls, JsonKeys
 from router.answer.marks import Mark
+from router.answer.tag_calls import TagCalls, Tags
 
 NAME_AND_ARGUMENTS = JsonKeys()
 _PLACE = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
@@ -69,10 +70,10 @@ class CallForm:
         """Returns a reader of what is behind a mark; None: it is the call of no tool.
 
         Args:
-            raw: the mark.
+            raw: the mark, and what else becomes text if no call follows.
             tools: those that there are, by name.
         """
-        found = self.opens.pattern.fullmatch(raw)
+        found = self.opens.pattern.search(raw)
         name = (found.groupdict().get("name") or "").strip() if found else ""
         if name and name not in tools:
             return None
@@ -162,7 +163,7 @@ QWEN_XML = CallForm(
     opens=_pattern(r"<tool_call>\s*<function=(?P<name>[^>\n]+)>"),
     closes=None,
     tags=Tags(
-        regex.compile(r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>", regex.DOTALL),
+        regex.compile(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>", regex.DOTALL),
         _pattern(r"</function>\s*</tool_call>"),
         ("</parameter>", "</tool_call>"),
     ),

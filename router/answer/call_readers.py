@@ -1,20 +1,15 @@
-"""Read the calls in one part of an answer, whose mark has been found: as JSON, or as tags.
+"""Reads calls written as JSON in one part of an answer, whose mark has been found.
 
-Arguments are given out as they come. As JSON they come as they are written; what is inside of them is only followed to
-its end, so that a mark in one of their strings is no mark. As tags they come one after the other, made JSON.
+Arguments are given out as they come and as they are written; what is inside of them is only followed to its end, so
+that a mark in one of their strings is no mark.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import regex
-
-from router.answer.marks import Mark
+from typing import NamedTuple
 
 _SPACE = frozenset(" \t\r\n")
 _OUTSIDE_STRINGS = _SPACE | frozenset('{}[]:,"0123456789+-.eEtrufalsn')
@@ -233,121 +228,34 @@ def _other(letter: str) -> _Letter:
     return letter
 
 
-@dataclass(frozen=True, slots=True)
-class Tags:
-    """How arguments are written as tags."""
+class JsonEnd:
+    """Follows an object or a list to its end, in text that grows."""
 
-    tag: regex.Pattern[str]
-    """One argument; its groups are `key` and `value`."""
-    closes: Mark
-    """Stands behind the last one."""
+    def __init__(self) -> None:
+        self._letters: _Reading | None = None
+        self._num_taken = 0
+        self._length: int | None = None
 
-    endings: tuple[str, ...] = ("",)
-    """Texts of which each tag and the mark end with one; an empty one: nothing is known of their ends."""
+    def length(self, text: str) -> int | None:
+        """Returns how many characters it has: 0 if the text does not begin with one, None if it goes on.
 
-
-class TagCalls:
-    """Reads a call whose arguments are tags.
-
-    Args:
-        tags: says how they are written.
-        name: the tool's, which the mark before them has.
-        parameters: JSON schema of the arguments, which says of what type they are.
-    """
-
-    def __init__(self, tags: Tags, name: str, parameters: Mapping[str, Any]) -> None:
-        properties = parameters.get("properties")
-        self._schemas = properties if isinstance(properties, Mapping) else {}
-        self._tags = tags
-        self._held = ""
-        self._words = ""
-        """Text between the arguments: it stands behind the call."""
-        self._num_given = 0
-        self._new: list[tuple[str, str]] = [(name, "")]
-
-    def take(self, text: str) -> Taken:
-        """Takes more text of the part."""
-        self._held += text
-        tail = self._held[-len(text) - max(map(len, self._tags.endings)) :]  # all is searched when one has come
-        return self._read(is_end=False) if any(end in tail for end in self._tags.endings) else self._taken()
-
-    def flush(self) -> Taken:
-        """Returns what was held back, now that the answer has ended: the begin of an argument is text."""
-        taken = self._read(is_end=True)
-        return taken if taken.rest is not None else taken._replace(text=self._words + self._held.strip())
-
-    def _read(self, *, is_end: bool) -> Taken:
-        while True:
-            tag = self._tags.tag.search(self._held)
-            closed = self._tags.closes.find(self._held, is_end=is_end or self._tags.endings != ("",))
-            if tag is not None and (closed.end is None or tag.end() <= closed.end):
-                self._words += self._held[: tag.start()].strip()
-                value = typed_text(tag["value"], self._schemas.get(tag["key"]))
-                begin = ", " if self._num_given else "{"
-                self._new.append(("", f"{begin}{json.dumps(tag['key'], ensure_ascii=False)}: {value}"))
-                self._num_given += 1
-                self._held = self._held[tag.end() :]
-            elif closed.end is not None:
-                words = self._words + self._held[: closed.begin].strip()
-                self._new.append(("", "}" if self._num_given else "{}"))
-                return self._taken(words, self._held[closed.end :])
-            else:
-                return self._taken()
-
-    def _taken(self, text: str = "", rest: str | None = None) -> Taken:
-        new, self._new = self._new, []
-        return Taken(new, text, rest)
-
-
-def typed_text(text: str, schema: Any) -> str:
-    """Returns a value that is written as text as JSON: of the first of its types as which it can be read, else a
-    string, as transformers reads it (utils/chat_parsing/response_parser.py, `_coerce`).
-
-    Args:
-        schema: the value's, a JSON schema; None: it is a string.
-    """
-    for kind in dict.fromkeys(_types(schema)):
-        try:
-            if (found := _as_type(text, kind)) is not None:
-                return found
-        except (ValueError, RecursionError, OverflowError):
-            continue
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _types(schema: Any) -> list[str]:
-    if not isinstance(schema, Mapping):
-        return []
-    said = schema.get("type")
-    types = [each for each in (said if isinstance(said, list) else [said]) if isinstance(each, str)]
-    for union in ("anyOf", "oneOf"):
-        choices = schema.get(union)
-        for choice in choices if isinstance(choices, list) else ():
-            types += _types(choice)
-    return types + ["null"] * bool(schema.get("nullable"))
-
-
-def _as_type(text: str, kind: str) -> str | None:
-    """Returns JSON of a text that is of a type; None: it is of another. Raises ValueError, too, if it is of another."""
-    bare = text.strip()
-    match kind:
-        case "integer" | "number":
-            number = float(text)
-            if not math.isfinite(number) or (kind == "integer" and not number.is_integer()):
-                return None
-            is_whole = number.is_integer() and (kind == "integer" or "." not in text)
-            return str(int(bare) if is_whole and bare.lstrip("+-").isdigit() else int(number) if is_whole else number)
-        case "boolean" if bare.lower() in ("true", "1", "false", "0"):
-            return "true" if bare.lower() in ("true", "1") else "false"
-        case "null" if bare in ("null", "None"):
-            return "null"
-        case "object" | "array":
-            return bare if isinstance(json.loads(bare, parse_constant=_no_constant), _CLASSES[kind]) else None
-    return None
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
-
-
-_CLASSES = {"object": dict, "array": list}
+        Args:
+            text: that of the call before, and what has come since.
+        """
+        for letter in text[self._num_taken :] if self._length is None else "":
+            self._num_taken += 1
+            try:
+                if self._letters is not None:
+                    self._letters.send(letter)
+                elif letter in "{[":
+                    self._letters = _nested(letter, _SPACE.issuperset)
+                    next(self._letters)
+                else:
+                    raise _NotJson
+            except StopIteration:
+                self._length = self._num_taken
+                break
+            except _NotJson:
+                self._length = 0
+                break
+        return self._length

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from baton.tools import Tool, ToolCallDelta
 from router.answer.call_format import CallForm
-from router.answer.call_readers import JsonCalls, TagCalls, Taken
+from router.answer.call_readers import JsonCalls, Taken
 from router.answer.marks import MAX_HELD
+from router.answer.tag_calls import TagCalls
 
 
 class Parted(NamedTuple):

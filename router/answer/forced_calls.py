@@ -70,6 +70,12 @@ def with_tool_choice(
     return replace(params, structured_outputs=StructuredOutputs(grammar=text))
 
 
+_SPACE = r"\s\x1c-\x1f"
+"""White space as Python has it, in a class of a regular expression of llguidance."""
+_IN_TAG = (rf'ENDS: "</parameter>" | /<\/function>[{_SPACE}]*<\/tool_call>/', "IN_TAG: ANY & ~(ANY ENDS ANY)")
+"""The rules of a text in a tag, however it is spelled: nothing that ends the tag, or the call."""
+
+
 class _Grammar:
     """Writes grammars for one model."""
 
@@ -91,7 +97,7 @@ class _Grammar:
         """
         written = self._written
         if content is not None or self._form.only_at_begin:
-            other = r"/[^\[{<\s](.|\n)*/" if content is None else _json_rule(_schema_of_content(content))
+            other = rf"/[^\[{{<{_SPACE}]/ ANY" if content is None else _json_rule(_schema_of_content(content))
             start = f"start: {self._list(is_single)} | other"
             return _lark([start, f"other: {other}", *self._calls(tools, written.begin)])
         sign = self._form.signs[0]
@@ -103,7 +109,8 @@ class _Grammar:
         else:
             start = "start: head call | TEXT" if is_single else "start: (head call)* TEXT"
             calls = self._calls(tools, written.begin.removeprefix(sign))
-        return _lark([start, head, r"TEXT: /(.|\n)*/", *calls])
+        signs = " | ".join(map(_quoted, self._form.signs))
+        return _lark([start, head, f"SIGN: {signs}", "TEXT: ANY & ~(ANY SIGN ANY)", *calls])
 
     def _list(self, is_single: bool) -> str:
         return f"{self._literal(self._written.first)} {self._some(is_single)} {self._literal(self._written.last)}"
@@ -115,6 +122,7 @@ class _Grammar:
         """The rules of one call."""
         written = self._written
         rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
+        rules += _IN_TAG if self._form.tags is not None else ()
         for index, tool in enumerate(tools):
             head, end = self._literal(begin + tool.name + written.middle), self._literal(written.end)
             if self._form.tags is None:
@@ -136,7 +144,7 @@ class _Grammar:
 
 
 def _lark(rules: Sequence[str]) -> str:
-    return "\n".join([LARK_HEAD, *rules])
+    return "\n".join([LARK_HEAD, *rules, r"ANY: /(.|\n)*/"])
 
 
 def _quoted(text: str) -> str:
@@ -181,7 +189,7 @@ def _tag_rules(prefix: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
     if not properties:
         any_tag = r'"<parameter=" /[^>\n]{1,64}/ ">\n" ' + f"{prefix}_text"
         return f"{prefix}_any*", [f"{prefix}_any: {any_tag}", _text_rule(f"{prefix}_text")]
-    if bad := next((key for key in properties if not _TAG_KEY.fullmatch(key)), None):
+    if (bad := next((key for key in properties if not _TAG_KEY.fullmatch(key)), None)) is not None:
         raise InvalidRequest(
             f"this model writes arguments as tags, whose name cannot be {bad[:64]!a}; rename it", "tools"
         )
@@ -216,27 +224,31 @@ def _check_tag(key: str, schema: Any) -> None:
     """Raises InvalidRequest for a property that would be read as another type than it is written."""
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     texts = schema.get("enum", ()) if kind == "string" else ()
-    bare = all(isinstance(each, str) and each == each.strip() and "<" not in each for each in texts)
+    bare = all(isinstance(each, str) and "<" not in each for each in texts)
     if kind not in _TAG_TYPES or not bare:
         raise InvalidRequest(
             f"this model writes arguments as tags, in which {key[:64]!a} must have one type, and texts of an enum no "
-            "white space around them and no '<', to be enforced",
+            "'<', to be enforced",
             "tools",
         )
 
 
 def _text_rule(name: str, schema: Mapping[str, Any] = MappingProxyType({})) -> str:
     """A rule of a text up to the end of its tag."""
-    if unknown := next((each for each in schema if each not in _TEXT_KEYS), None):
+    if (unknown := next((each for each in schema if each not in _TEXT_KEYS), None)) is not None:
         raise InvalidRequest(
             f"this model writes arguments as tags, in which {unknown[:64]!a} of a string cannot be enforced; leave it "
             "out",
             "tools",
         )
     least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if type(least) is not int or type(most) not in (int, NoneType) or not 0 <= least <= (most or least):
+    if (
+        type(least) is not int
+        or type(most) not in (int, NoneType)
+        or not 0 <= least <= (least if most is None else most)
+    ):
         raise InvalidRequest("minLength and maxLength in the schema of a tool must be integers that fit", "tools")
     if not least and most is None:
-        return f"{name}[lazy]: /(.|\\n)*/ {_quoted(_TAG_END)}"
+        return f"{name}[lazy]: IN_TAG {_quoted(_TAG_END)}"
     # No "<": the end of the tag would count as text.
     return f"{name}: /[^<]{{{least},{'' if most is None else most}}}\\n<\\/parameter>\\n/"

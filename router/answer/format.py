@@ -80,11 +80,15 @@ class AnswerFormat:
         shown_ids = frozenset(i for i, text in special.items() if any(mark.names(text) for mark in all_marks))
         return AnswerFormat(reasoning=reasoning, calls=calls, shown_ids=shown_ids)
 
-    def plan(self, prompt: PromptInput, prompt_ids: Sequence[int], tokenizer: Tokenizer) -> AnswerPlan | None:
+    def plan(
+        self, prompt: PromptInput, prompt_ids: Sequence[int], tokenizer: Tokenizer, params: SamplingParams
+    ) -> AnswerPlan | None:
         """Returns where the text of answers to a prompt goes; None: all of it is content, as all that follows a text.
 
         Args:
             prompt_ids: the tokens of the prompt.
+            params: the client's. Content with a structure may have marks in its texts: calls stand at its begin, or
+                nowhere.
         """
         if not isinstance(prompt, Chat):
             return None
@@ -93,6 +97,8 @@ class AnswerFormat:
         calls = self.calls if prompt.tools and prompt.tool_choice.use is not ToolUse.NONE else None
         if reasoning is None and calls is None:
             return None
+        if calls is not None and params.is_structured:
+            calls = replace(calls, only_at_begin=True)
         tools = {tool.name: tool for tool in prompt.tools}
         return AnswerPlan(reasoning=reasoning, is_open=is_open, calls=calls, tools=tools, shown_ids=self.shown_ids)
 

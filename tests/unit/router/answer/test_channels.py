@@ -152,7 +152,7 @@ def tokenizer_of(folder: Path, template: str = "", special: Sequence[str] = (), 
 
 def plan_of(tokenizer: Tokenizer, prompt: PromptInput) -> Any:
     ids = tokenizer.encode_chat(prompt, scope="") if isinstance(prompt, Chat) else [0]
-    return AnswerFormat.load(tokenizer).plan(prompt, ids, tokenizer)
+    return AnswerFormat.load(tokenizer).plan(prompt, ids, tokenizer, SamplingParams())
 
 
 def test_a_chat_template_tells_the_marks(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_models_own_response_template_wins(tmp_path: Path) -> None:
 def test_special_tokens_reach_the_marks(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path / "special", "[THINK]", ["[THINK]", "[/THINK]", "<pad>"])
     form = AnswerFormat.load(tokenizer)
-    plan = form.plan(chat("Hi"), (), tokenizer)
+    plan = form.plan(chat("Hi"), (), tokenizer, SamplingParams())
     assert plan is not None
     ids = [tokenizer.encode_fragment(text)[0] for text in ("[THINK]", "Hi", "<pad>", "[/THINK]", "yes", "<pad>")]
     for skips, end in ((True, ""), (False, "<pad>")):
@@ -252,7 +252,7 @@ def test_a_structure_begins_behind_the_reasoning(tmp_path: Path, model_dir: Path
     begin, end = (one_token.encode_fragment(text) for text in ("<think>", "</think>"))
     open_plan, free_plan = (
         plan_of(one_token, chat("Hi")),
-        AnswerFormat.load(one_token).plan(chat("Hi"), (), one_token),
+        AnswerFormat.load(one_token).plan(chat("Hi"), (), one_token, SamplingParams()),
     )
     for params in (structured, budgeted):
         found = with_reasoning(params, open_plan)

@@ -19,7 +19,7 @@ from baton.grammar import GrammarCompiler
 from baton.sampling import SamplingParams
 from baton.structure import StructuredOutputs
 from baton.tools import Tool, ToolCallDelta, ToolChoice, ToolUse, joined_calls
-from router.answer import CallForm, CallIds, Calls, call_format, with_tool_choice
+from router.answer import AnswerFormat, CallForm, CallIds, Calls, call_format, with_tool_choice
 from router.prompt import Tokenizer
 
 CITY = {
@@ -173,6 +173,87 @@ def test_strict_tools_leave_text_free(compiler: GrammarCompiler, tokenizer: Toke
     assert said.startswith("I say {} and <this>, ünïcode 🐈")
 
 
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.signs])
+def test_a_mark_that_other_tokens_spell_begins_no_call(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, name: str
+) -> None:
+    form = FORMS[name]
+    params = asked(tokenizer, form)
+    assert params.structured_outputs is not None
+    for before in ("", "Well, "):
+        for sign in form.signs:
+            letters = [token_id for letter in before + sign for token_id in tokenizer.encode_fragment(letter)]
+            assert tokenizer.decode_all(letters) == before + sign
+            matcher = compiler.compile(params.structured_outputs)
+            matcher.copy().take(letters[:-1])
+            with pytest.raises(InvalidRequest):
+                matcher.take([*letters, *tokenizer.encode_fragment("oh")])
+
+
+def test_json_that_marks_calls_begins_none_behind_white_space(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    params = asked(tokenizer, call_format.PLAIN_JSON)
+    assert params.structured_outputs is not None
+    call = '{"name": "weather", "parameters": {}}'
+    for space in ("", " ", "\n", "\x1c", "\x1f", "\x85", "\u3000"):
+        assert read(call_format.PLAIN_JSON, space + call)[1], "it is a call"
+        with pytest.raises(InvalidRequest):
+            compiler.compile(params.structured_outputs).take(tokenizer.encode(space + call))
+    assert not read(call_format.PLAIN_JSON, f"x {call}")[1]
+    compiler.compile(params.structured_outputs).take(tokenizer.encode(f"x {call}"))
+
+
+TEXT = Tool(name="say", parameters={"properties": {"text": {"type": "string"}, "list": {"type": "array"}}}, strict=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n", "  two\n\n ", "<b></function> x", "</tool_call>", "<parameter=text>\n", "</parameter"]
+)
+def test_a_text_in_a_tag_is_what_the_model_writes(compiler: GrammarCompiler, tokenizer: Tokenizer, text: str) -> None:
+    params = asked(tokenizer, call_format.QWEN_XML, (TEXT,), use=ToolUse.REQUIRED)
+    assert params.structured_outputs is not None
+    marks = '["</parameter>\\n", "</function></tool_call>"]'
+    raw = (
+        f"<tool_call>\n<function=say>\n<parameter=text>\n{text}\n</parameter>\n<parameter=list>\n{marks}\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    compiler.compile(params.structured_outputs).take(tokenizer.encode(raw))
+    calls = Calls(call_format.QWEN_XML, {"say": TEXT}, CallIds("r", 0, 29))
+    parts = [calls.push(raw), calls.flush()]
+    (call,) = joined_calls(call for part in parts for call in part.calls)
+    assert json.loads(call.arguments) == {"text": text, "list": json.loads(marks)}
+    assert "".join(part.text for part in parts) == ""
+
+
+@pytest.mark.parametrize(
+    "end", ["</parameter>", "</function></tool_call>", "</function>\n</tool_call>", "</function> \x1c</tool_call>"]
+)
+def test_a_text_in_a_tag_holds_no_end_of_it(compiler: GrammarCompiler, tokenizer: Tokenizer, end: str) -> None:
+    params = asked(tokenizer, call_format.QWEN_XML, (TEXT, Tool(name="any")), use=ToolUse.REQUIRED)
+    assert params.structured_outputs is not None
+    for name in ("say", "any"):
+        matcher = compiler.compile(params.structured_outputs)
+        begin = f"<tool_call>\n<function={name}>\n<parameter=text>\nso "
+        matcher.copy().take(tokenizer.encode(f"{begin}\n</parameter>\n</function>\n</tool_call>"))
+        letters = [token_id for letter in begin + end for token_id in tokenizer.encode_fragment(letter)]
+        matcher.copy().take(letters[:-1])
+        with pytest.raises(InvalidRequest):
+            matcher.take(letters)
+
+
+def test_marks_in_content_that_has_a_structure_are_text(tokenizer: Tokenizer) -> None:
+    chat = Chat(messages=(ChatMessage(role="user", content="Hi"),), tools=TOOLS)
+    call = "<tool_call><function=now></function></tool_call>"
+    for raw, calls in ((f'{{"a": "{call}"}}', {True: 0, False: 1}), (f"\n{call}\n{call}", {True: 2, False: 2})):
+        for is_structured, num_calls in calls.items():
+            params = SamplingParams(structured_outputs=StructuredOutputs(json_object=True) if is_structured else None)
+            plan = AnswerFormat(calls=call_format.QWEN_XML).plan(chat, (), tokenizer, params)
+            assert plan is not None
+            channels = plan.channels("r", 0)
+            deltas = [*map(channels.push, raw), channels.flush()]
+            assert len(joined_calls(call for delta in deltas for call in delta.calls)) == num_calls
+            assert "".join(delta.text for delta in deltas) == (raw if not num_calls else raw.replace(call, "").strip())
+
+
 def test_content_may_have_a_schema_where_no_call_comes(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     closed = {**CITY, "additionalProperties": False}
     params = asked(
@@ -228,6 +309,19 @@ def test_what_cannot_be_forced_is_refused(tokenizer: Tokenizer) -> None:
     length = (Tool(name="f", parameters={"properties": {"a": {"type": "string", "maxLength": "9}/"}}}, strict=True),)
     with pytest.raises(InvalidRequest, match="must be integers that fit"):
         asked(tokenizer, call_format.QWEN_XML, length)
+    zero = (
+        Tool(
+            name="f", parameters={"properties": {"a": {"type": "string", "minLength": 1, "maxLength": 0}}}, strict=True
+        ),
+    )
+    with pytest.raises(InvalidRequest, match="must be integers that fit"):
+        asked(tokenizer, call_format.QWEN_XML, zero)
+    unnamed = (Tool(name="f", parameters={"properties": {"": {"type": "null"}}}, strict=True),)
+    with pytest.raises(InvalidRequest, match="whose name cannot be ''"):
+        asked(tokenizer, call_format.QWEN_XML, unnamed)
+    odd = (Tool(name="f", parameters={"properties": {"a": {"type": "string", "": 1}}}, strict=True),)
+    with pytest.raises(InvalidRequest, match="'' of a string cannot be enforced"):
+        asked(tokenizer, call_format.QWEN_XML, odd)
     large = tuple(Tool(name=f"t{i}", parameters={"description": "x" * 2000}) for i in range(100))
     with pytest.raises(InvalidRequest, match="need a grammar of"):
         asked(tokenizer, call_format.HERMES, large, use=ToolUse.REQUIRED)

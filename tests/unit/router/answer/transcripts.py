@@ -88,9 +88,9 @@ QWEN_XML = [
     Transcript(f"Let me see.\n{tagged('weather', ('city', 'Paris'))}\n{tagged('add')}", "Let me see.", TWO),
     Transcript(tagged("typed", ("n", "7"), ("on", "true"), ("list", "[1, 2]")),
                calls=(("typed", '{"n": 7, "on": true, "list": [1, 2]}'),)),
-    Transcript(tagged("typed", ("n", "seven"), ("text", "7"), ("none", "null"), ("x", "1.50")),
-               calls=(("typed", '{"n": "seven", "text": "7", "none": null, "x": 1.5}'),)),
-    Transcript(tagged("weather", ("city", "a\n  <b> 🐈\n")), calls=(("weather", '{"city": "a\\n  <b> 🐈"}'),)),
+    Transcript(tagged("typed", ("n", "seven"), ("text", "7"), ("none", "null"), ("x", "1.50"), ("big", "9" * 5000)),
+               calls=(("typed", '{"n": "seven", "text": "7", "none": null, "x": 1.50, "big": "' + "9" * 5000 + '"}'),)),
+    Transcript(tagged("weather", ("city", "a\n  <b> 🐈\n")), calls=(("weather", '{"city": "a\\n  <b> 🐈\\n"}'),)),
     Transcript("<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=x>\nPa",
                "<parameter=x>\nPa", (("weather", '{"city": "Paris"'),)),
     Transcript("<tool_call>\n<function=add>\n</function>\n</tool_call> Done", "Done", (("add", "{}"),)),
@@ -99,6 +99,17 @@ QWEN_XML = [
     Transcript(tagged("unknown"), tagged("unknown")),
     Transcript("<tool_call> only a mark", "<tool_call> only a mark"),
 ]  # fmt: skip
+QWEN_XML_MARKS = [
+    Transcript(tagged("typed", ("list", '["</parameter>", "</function></tool_call>", "\\"<parameter=n>"]'), ("n", "7")),
+               calls=(("typed", '{"list": ["</parameter>", "</function></tool_call>", "\\"<parameter=n>"], "n": 7}'),)),
+    Transcript(tagged("typed", ("list", '[\n"</parameter> '), ("n", "7")) + " So.",
+               "</parameter> So.", (("typed", '{"list": "[\\n\\"", "n": 7}'),)),
+    Transcript('<tool_call>\n<function=typed>\n<parameter=list>\n["</parameter>"', '"',
+               (("typed", '{"list": "[\\""'),)),
+    Transcript(tagged("weather", ("city", '["a</parameter>b"]')), 'b"]\n</parameter>',
+               (("weather", '{"city": "[\\"a"}'),)),
+]  # fmt: skip
+"""Marks in the strings of arguments: in JSON they are none. The library takes them for marks."""
 MISTRAL = [
     Transcript(f"[TOOL_CALLS]{listed(*ONE)}", calls=ONE),
     Transcript(f"[TOOL_CALLS] {listed(*TWO)}", calls=TWO),
@@ -161,7 +172,7 @@ TRANSCRIPTS: list[tuple[CallForm, Transcript]] = [
     (form, transcript)
     for form, transcripts in (
         (call_format.HERMES, HERMES),
-        (call_format.QWEN_XML, QWEN_XML),
+        (call_format.QWEN_XML, [*QWEN_XML, *QWEN_XML_MARKS]),
         (call_format.MISTRAL, MISTRAL),
         (call_format.MISTRAL_11, MISTRAL_11),
         (call_format.DEEPSEEK, DEEPSEEK),
