@@ -52,8 +52,8 @@ class Tool:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidRequest(f"{where}.function must be an object with a name", where)
         for fields, known, path in ((value, ("type", "function"), where), (function, _FIELDS, f"{where}.function")):
-            if unknown := next((name for name in fields if name not in known), None):
-                raise Unsupported(f"{path}.{unknown!a} is not supported; leave it out", f"{path}.{unknown}")
+            if unknown := [name for name in fields if name not in known]:
+                raise Unsupported(f"{path}.{unknown[0]!a} is not supported; leave it out", f"{path}.{unknown[0]}")
         given = {name: function[name] for name in _FIELDS if function.get(name) is not None}
         for name, kind in (("description", str), ("parameters", Mapping), ("strict", bool)):
             if name in given and not isinstance(given[name], kind):

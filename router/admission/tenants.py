@@ -103,8 +103,8 @@ class TenantBook:
             raise ConfigError(f"{path} must hold tenants, such as 'acme: {{key_sha256: [...]}}'")
         assert isinstance(root, yaml.MappingNode)
         names = Counter(str(name.value) for name, _ in root.value)  # the dict has the last of each only
-        if repeated := next((name for name, count in names.items() if count > 1), None):
-            raise ConfigError(f"{path}: tenant {repeated!r} is listed twice")
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise ConfigError(f"{path}: tenant {repeated[0]!r} is listed twice")
         by_digest: dict[bytes, Tenant] = {}
         for tenant_id, fields in entries.items():
             tenant, digests = _entry(tenant_id, fields, f"{path}: tenant {tenant_id!r}")

@@ -189,9 +189,9 @@ def _tag_rules(prefix: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
     if not properties:
         any_tag = r'"<parameter=" /[^>\n]{1,64}/ ">\n" ' + f"{prefix}_text"
         return f"{prefix}_any*", [f"{prefix}_any: {any_tag}", _text_rule(f"{prefix}_text")]
-    if (bad := next((key for key in properties if not _TAG_KEY.fullmatch(key)), None)) is not None:
+    if odd := [key for key in properties if not _TAG_KEY.fullmatch(key)]:
         raise InvalidRequest(
-            f"this model writes arguments as tags, whose name cannot be {bad[:64]!a}; rename it", "tools"
+            f"this model writes arguments as tags, whose name cannot be {odd[0][:64]!a}; rename it", "tools"
         )
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     for key, value in properties.items():
@@ -235,9 +235,9 @@ def _check_tag(key: str, schema: Any) -> None:
 
 def _text_rule(name: str, schema: Mapping[str, Any] = MappingProxyType({})) -> str:
     """A rule of a text up to the end of its tag."""
-    if (unknown := next((each for each in schema if each not in _TEXT_KEYS), None)) is not None:
+    if unknown := [each for each in schema if each not in _TEXT_KEYS]:
         raise InvalidRequest(
-            f"this model writes arguments as tags, in which {unknown[:64]!a} of a string cannot be enforced; leave it "
+            f"this model writes arguments as tags, in which {unknown[0][:64]!a} of a string cannot be enforced; leave it "
             "out",
             "tools",
         )

@@ -58,8 +58,8 @@ def _plain(name: str, value: Any) -> Any:
         InvalidRequest: a key of logit_bias is no token id.
     """
     if name == "logit_bias":
-        if bad := next((key for key in value if not (key.isascii() and key.isdigit() and len(key) < 20)), None):
-            raise InvalidRequest(f"logit_bias has a key {bad[:40]!a}; its keys must be token ids", name)
+        if odd := [key for key in value if not (key.isascii() and key.isdigit() and len(key) < 20)]:
+            raise InvalidRequest(f"logit_bias has a key {odd[0][:40]!a}; its keys must be token ids", name)
         if len({int(key) for key in value}) < len(value):
             raise InvalidRequest("logit_bias names a token id twice; name each once", name)
         return tuple(sorted((int(key), bias) for key, bias in value.items()))

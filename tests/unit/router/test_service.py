@@ -313,6 +313,21 @@ BODIES: list[tuple[str, object, int]] = [
     ("/v1/completions", {**COMPLETION, "logit_bias": {"1000000": 1}}, 400),
     ("/v1/completions", {**COMPLETION, "logit_bias": {"1": 1, "01": 2}}, 400),
     ("/v1/completions", {**COMPLETION, "logit_bias": [1]}, 400),
+    ("/v1/completions", {**COMPLETION, "logit_bias": {"": 1}}, 400),
+    ("/v1/completions", {**COMPLETION, "": 1}, 400),
+    ("/v1/completions", {**COMPLETION, "slo": {"": 1}}, 400),
+    ("/v1/completions", {**COMPLETION, "structured_outputs": {"regex": "a", "": 1}}, 400),
+    ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": "hi", "": 1}]}, 400),
+    ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"": 1}}, 400),
+    *(
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}, **odd}]}, status)
+        for odd, status in (
+            ({}, 200),
+            ({"": 1}, 400),
+            ({"function": {"name": "f", "": 1}}, 400),
+            ({"function": {"name": "f", "\ud800": 1}}, 400),
+        )
+    ),
     ("/v1/completions", {**COMPLETION, "logit_bias": {"4": "1"}}, 400),
     ("/v1/completions", {**COMPLETION, "allowed_token_ids": [2**32]}, 400),
     ("/v1/completions", {**COMPLETION, "allowed_token_ids": [-1]}, 400),

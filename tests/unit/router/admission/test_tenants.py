@@ -138,6 +138,7 @@ A, B = digest("a"), digest("b")
         (f'"": {{key_sha256: [{A}]}}', "tenant '': the id must be"),
         (f'"a\\nb": {{key_sha256: [{A}]}}', "the id must be a string of printable"),
         (f"a: {{key_sha256: [{A}]}}\na: {{key_sha256: [{B}]}}", "tenant 'a' is listed twice"),
+        (f'"": {{key_sha256: [{A}]}}\n"": {{key_sha256: [{B}]}}', "tenant '' is listed twice"),
         (f"a: {{key_sha256: [{A}]}}\nb: {{key_sha256: [{B}, {A}]}}", "tenants 'a' and 'b' have a key in common"),
     ],
 )
