@@ -237,8 +237,8 @@ def _text_rule(name: str, schema: Mapping[str, Any] = MappingProxyType({})) -> s
     """A rule of a text up to the end of its tag."""
     if unknown := [each for each in schema if each not in _TEXT_KEYS]:
         raise InvalidRequest(
-            f"this model writes arguments as tags, in which {unknown[0][:64]!a} of a string cannot be enforced; leave it "
-            "out",
+            f"this model writes arguments as tags, in which {unknown[0][:64]!a} of a string cannot be enforced; "
+            "leave it out",
             "tools",
         )
     least, most = schema.get("minLength", 0), schema.get("maxLength")

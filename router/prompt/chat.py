@@ -7,7 +7,7 @@ The names they may use follow transformers/utils/chat_template_utils.py (5.23).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,11 @@ from router.prompt.tools import with_calls_as_text, with_tools
 
 CONTINUES = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands where the last message is continued: transformers' mark, by which the two write the same."""
+_NAMING = (
+    jinja2.nodes.Getattr, jinja2.nodes.Getitem, jinja2.nodes.Compare, jinja2.nodes.Operand, jinja2.nodes.Call,
+    jinja2.nodes.Keyword, jinja2.nodes.Filter, jinja2.nodes.Test, jinja2.nodes.List, jinja2.nodes.Tuple,
+)  # fmt: skip
+"""Parts of a template whose texts may be names of members."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a template that are set from the request's own fields."""
 
@@ -42,10 +47,8 @@ class ChatTemplate:
         self._sources = dict(templates)
         try:
             self._templates = {name: environment.from_string(source) for name, source in templates.items()}
-            self._names = {
-                name: jinja2.meta.find_undeclared_variables(environment.parse(source))
-                for name, source in templates.items()
-            }
+            trees = {name: environment.parse(source) for name, source in templates.items()}
+            self._names = {name: jinja2.meta.find_undeclared_variables(tree) for name, tree in trees.items()}
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"The model's chat template is not valid: {error}") from error
         self._known_words = {
@@ -53,6 +56,10 @@ class ChatTemplate:
             for name, source in templates.items()
         }
         """What the templates look for, by name."""
+        self.words = frozenset(word for tree in trees.values() for word in _words(tree)) | set(special_tokens.values())
+        """All texts that the templates have: what they may write, and more."""
+        self.names = frozenset(name for tree in trees.values() for name in _names(tree))
+        """What the templates may ask objects for."""
         for template in self._templates.values():
             # Each rendering copies them, and Jinja's chain of dicts is slow to copy.
             template.globals = dict(template.globals)
@@ -184,6 +191,24 @@ def _for_template(message: ChatMessage, index: int, *, knows_developer: bool) ->
     if message.reasoning is not None:
         plain |= {"thinking": message.reasoning, "reasoning_content": message.reasoning}
     return plain
+
+
+def _words(tree: jinja2.nodes.Template) -> Iterator[str]:
+    for node in tree.find_all((jinja2.nodes.TemplateData, jinja2.nodes.Const)):
+        match node:
+            case jinja2.nodes.TemplateData(data=text) | jinja2.nodes.Const(value=str(text)):
+                yield text
+
+
+def _names(tree: jinja2.nodes.Template) -> Iterator[str]:
+    for node in tree.find_all(_NAMING):
+        if isinstance(node, jinja2.nodes.Getattr):
+            yield node.attr
+        yield from (
+            each.value
+            for each in node.iter_child_nodes()
+            if isinstance(each, jinja2.nodes.Const) and isinstance(each.value, str)
+        )
 
 
 def _until_continued(text: str) -> str:

@@ -2,8 +2,9 @@ r"""Special tokens in a client's text are text.
 
 A tokenizer takes `<|im_end|>` for the token that ends a message, be it the chat template's or a user's. Here
 only the template's are tokens. A client's texts that could be taken for one are marked before the template writes them
-out: a mark, a noncharacter of Unicode that is in none of the client's texts, stands before the place or in it. What the
-template wrote itself has none. Then the prompt is cut at the template's special tokens, and what lies between them is
+out: a mark, a noncharacter of Unicode that is in none of the client's texts, stands before the place or in it. That
+goes for the part of one, too, where the template or another text may write the rest beside it. What the template wrote
+itself has none. Then the prompt is cut at the template's special tokens, and what lies between them is
 encoded by a copy of the tokenizer that knows no special token (`encode_special_tokens`).
 
     client      "see <|im_end|>"          template   <|im_start|>user\n + text + <|im_end|>
@@ -18,9 +19,9 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -37,10 +38,23 @@ ANCHOR, STRIPS_RIGHT, STRIPS_LEFT = (f"\U0001fffe{secrets.token_hex(16)}" for _ 
 No client can guess one."""
 
 
-class LiteralEncoder:
-    """Encodes a client's text so that none of it becomes a special token."""
+_TYPES = frozenset(("function", "object", "array", "string", "number", "integer", "boolean", "null"))
+"""Words of tools and of schemas, with which templates compare."""
+_INSERTED = re.compile(r"%[-\d.]*[a-z]|\{[^{}]*\}")
+"""Where formatting puts another text in."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+
+class LiteralEncoder:
+    """Encodes a client's text so that none of it becomes a special token.
+
+    Args:
+        words: the texts that the model's chat templates have.
+        names: members of objects that they ask for: none of the client's text.
+    """
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, words: Collection[str] = (), names: Collection[str] = ()
+    ) -> None:
         tokens = tokenizer.get_added_tokens_decoder()
         self._special = {token.content: (token_id, token) for token_id, token in tokens.items() if token.special}
         self._literal = tokenizers.Tokenizer.from_str(tokenizer.to_str())
@@ -55,7 +69,8 @@ class LiteralEncoder:
         self._anchors = {self._literal.token_to_id(name) for name in (ANCHOR, STRIPS_RIGHT, STRIPS_LEFT)}
         ordinary = {token.content for token in tokens.values()} - self._special.keys()
         self._cuts = longest_of(self._special.keys() | ordinary) if self._special else ""
-        self._finder = _Finder(tokenizer, self._special)
+        self._finder = _Finder(tokenizer, self._special, words)
+        self._names = frozenset(names) - self._special.keys()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a prompt of plain text.
@@ -72,7 +87,8 @@ class LiteralEncoder:
         """Marks what a template gets from a client.
 
         Args:
-            context: plain JSON values; the role of a message is none of the client's text.
+            context: plain JSON values; the role of a message is none of the client's text, nor are names that the
+                template asks for.
 
         Returns:
             None: nothing of it can be taken for a special token.
@@ -80,7 +96,7 @@ class LiteralEncoder:
         Raises:
             InvalidRequest: the texts hold every character that could be the mark.
         """
-        everything = EDGE + EDGE.join(_texts(context)) + EDGE
+        everything = EDGE + EDGE.join(_texts(context, self._names)) + EDGE
         if not self._finder.is_suspect(everything):
             return None
         everything = everything.lower()
@@ -91,7 +107,7 @@ class LiteralEncoder:
                 "must be free; remove one of them.",
                 "messages",
             )
-        return Marked(mark, _marked(context, self._finder, mark))
+        return Marked(mark, _marked(context, self._finder, mark, self._names))
 
     def encode_marked(self, text: str, mark: str) -> list[int]:
         """The tokens of a prompt that a template has written of marked texts.
@@ -130,21 +146,19 @@ class Marked:
 class _Finder:
     """Finds what could be taken for a special token, alone or together with what the template writes beside it."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, special: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special: Mapping[str, Any], words: Collection[str]) -> None:
         self._longest = max(map(len, special), default=0)
         self._whole = re.compile(longest_of(special)) if special else None
-        self._begins = {content[:end] for content in special for end in range(1, len(content))}
-        self._ends = {content[begin:] for content in special for begin in range(1, len(content))}
-        sought = [longest_of(special)] if special else []
-        if self._begins:
-            sought.append(longest_of(begin + EDGE for begin in self._begins))
-            sought.append(longest_of(EDGE + end for end in self._ends))
-        self._sought = [re.compile(pattern) for pattern in sought]
+        self._begins, self._ends, self._middles = _parts(special, words)
+        self._sought = _patterns(special, words)
         self._first = {content[0] for content in special}
         self._last = {content[-1] for content in special}
         self._normalizer = tokenizer.normalizer
         normalized = [content for content, (_, token) in special.items() if token.normalized and self._normalizer]
-        self._normalized = [_core(self._normalizer, content) for content in normalized]
+        cores, own = (
+            [_core(self._normalizer, text) for text in texts] for texts in (normalized, words if normalized else ())
+        )
+        self._normalized = _patterns(cores, own)
 
     def is_suspect(self, texts: str) -> bool:
         """Whether there is anything of that kind in texts, each of which stands between two edges."""
@@ -153,7 +167,7 @@ class _Finder:
         if not self._normalized:
             return False
         normal = self._normalizer.normalize_str(texts)
-        return any(content in normal for content in self._normalized)
+        return EDGE not in normal or any(pattern.search(normal) for pattern in self._normalized)
 
     def places(self, text: str) -> Iterator[int]:
         """Yields where a special token begins or, at its end or begin, the text continues one that others began."""
@@ -163,18 +177,66 @@ class _Finder:
         while (match := self._whole.search(text, place + 1)) is not None:  # one may begin within another
             place = match.start()
             yield place
+        bare = text.strip()  # as a template may write it
+        yield from self._places_of_parts(text, 0)
+        yield from self._places_of_parts(bare, text.find(bare))
+
+    def _places_of_parts(self, text: str, offset: int) -> Iterator[int]:
+        """Yields where parts of special tokens are at the begin and the end of a text, counted from an offset."""
+        if text in self._middles:
+            yield offset
         for last in self._last:
             end = text.find(last, 0, self._longest) + 1
             while end:
                 if text[:end] in self._ends:
-                    yield 0
+                    yield offset
                 end = text.find(last, end, self._longest) + 1
         for first in self._first:
             begin = text.rfind(first, max(0, len(text) - self._longest))
             while begin >= 0:
                 if text[begin:] in self._begins:
-                    yield begin
+                    yield offset + begin
                 begin = text.rfind(first, max(0, len(text) - self._longest), begin)
+
+
+class _Parts(NamedTuple):
+    """What becomes a special token together with what others write beside it."""
+
+    begins: set[str]
+    ends: set[str]
+    middles: set[str]
+    """Those that go on where what the template writes may have begun one."""
+
+
+def _parts(special: Iterable[str], words: Iterable[str]) -> _Parts:
+    pieces = {piece for word in (*words, *ROLES) for piece in _INSERTED.split(word) if piece}
+    special = sorted(special)
+    longest = max(map(len, special), default=0)
+    tails = {piece[-length:] for piece in pieces for length in range(1, min(len(piece), longest) + 1)}
+    middles = set[str]()
+    for content in special:
+        begun = set[int]()
+        for end in range(1, len(content) - 1):
+            if content[:end] in tails or any(content[begin:end] in pieces for begin in begun):
+                begun.add(end)
+        middles |= {content[begin:end] for begin in begun for end in range(begin + 1, len(content))}
+    return _Parts(
+        {content[:end] for content in special for end in range(1, len(content))},
+        {content[begin:] for content in special for begin in range(1, len(content))},
+        middles,
+    )
+
+
+def _patterns(special: Collection[str], words: Iterable[str]) -> list[re.Pattern[str]]:
+    """What is suspect in texts, each of which stands between two edges."""
+    parts = _parts(special, words)
+    sought = [longest_of(special)] if special else []
+    if parts.begins:
+        sought.append(f"(?:{longest_of(parts.begins)})\\s*{EDGE}")
+        sought.append(f"{EDGE}\\s*(?:{longest_of(parts.ends)})")
+    if parts.middles:
+        sought.append(f"{EDGE}\\s*(?:{longest_of(parts.middles)})\\s*{EDGE}")
+    return [re.compile(pattern) for pattern in sought]
 
 
 def _core(normalizer: Any, content: str) -> str:
@@ -190,21 +252,22 @@ def _is_in_a_word(token: tokenizers.AddedToken, text: str, match: re.Match[str])
     return token.single_word and any(character.isalnum() or character == "_" for character in beside)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: Any, names: Collection[str]) -> Iterator[str]:
     match value:
         case str():
             yield value
         case Mapping():
             for key, each in value.items():
-                yield key
-                if not _is_role(key, each):
-                    yield from _texts(each)
+                if key not in names:
+                    yield key
+                if not _is_word(key, each, names):
+                    yield from _texts(each, names)
         case list() | tuple():
             for each in value:
-                yield from _texts(each)
+                yield from _texts(each, names)
 
 
-def _marked(value: Any, finder: _Finder, mark: str) -> Any:
+def _marked(value: Any, finder: _Finder, mark: str, names: Collection[str]) -> Any:
     match value:
         case str():
             for place in sorted(set(finder.places(value)), reverse=True):
@@ -212,16 +275,21 @@ def _marked(value: Any, finder: _Finder, mark: str) -> Any:
             return value
         case Mapping():
             return {
-                _marked(key, finder, mark): each if _is_role(key, each) else _marked(each, finder, mark)
+                key if key in names else _marked(key, finder, mark, names): (
+                    each if _is_word(key, each, names) else _marked(each, finder, mark, names)
+                )
                 for key, each in value.items()
             }
         case list() | tuple():
-            return [_marked(each, finder, mark) for each in value]
+            return [_marked(each, finder, mark, names) for each in value]
     return value
 
 
-def _is_role(key: str, value: Any) -> bool:
-    return key == "role" and isinstance(value, str) and value in ROLES
+def _is_word(key: str, value: Any, names: Collection[str]) -> bool:
+    """Whether a value is none of the client's text, but a word with which templates compare."""
+    if not isinstance(value, str):
+        return False
+    return value in ROLES if key == "role" else key == "type" and value in _TYPES and value in names
 
 
 def _code(mark: str) -> str:

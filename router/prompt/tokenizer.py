@@ -85,6 +85,7 @@ class Tokenizer:
         tokenizer.no_padding()
         config = read_json(folder / "config.json", required=True)
         tokenizer_config = read_json(folder / "tokenizer_config.json")
+        template = ChatTemplate.load(folder, tokenizer_config, special_tokens(folder))
         if unapplied := unapplied_recommendations(folder):
             logger.warning(
                 "%s recommends %s, which this version does not apply: answers may differ from those that the model's "
@@ -94,7 +95,7 @@ class Tokenizer:
             )
         return Tokenizer(
             folder=folder,
-            chat_template=ChatTemplate.load(folder, tokenizer_config, special_tokens(folder)),
+            chat_template=template,
             vocab_size=max(vocabulary.values(), default=-1) + 1,
             longest_token=max(map(len, vocabulary), default=1),
             special_ids=frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special),
@@ -107,7 +108,7 @@ class Tokenizer:
             _is_byte_level='"ByteLevel"' in tokenizer.decoder.__getstate__().decode() if tokenizer.decoder else False,
             _tokenizer=tokenizer,
             _segments=SegmentEncoder(tokenizer),
-            _literal=LiteralEncoder(tokenizer),
+            _literal=LiteralEncoder(tokenizer, template.words, template.names),
         )
 
     def encode(self, text: str, *, parse_special: bool = False, add_special_tokens: bool = True) -> list[int]:

@@ -29,6 +29,7 @@ TYPED = {
         "none": {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}], "nullable": True, "type": "null"},
         "x": {"type": ["number", "null"]},
         "big": {"type": "string"},
+        "more": {"type": "object"},
     },
 }
 TOOLS = {

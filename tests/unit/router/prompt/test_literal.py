@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -20,7 +21,7 @@ from baton.errors import InvalidRequest
 from baton.tools import Tool
 from router.prompt import ChatTemplate, Tokenizer
 from router.prompt.literal import MARKS, LiteralEncoder
-from tests.unit.router.prompt.test_segment_cache import BYTES, CHAT, KINDS, LONG, PARTS, TEXTS, tokenizer
+from tests.unit.router.prompt.test_segment_cache import BYTES, CHAT, KINDS, LONG, PARTS, TEXTS, special, tokenizer
 
 ENCODERS = {name: LiteralEncoder(kind) for name, kind in KINDS.items()}
 KIND = tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), CHAT, alphabet=BYTES)
@@ -46,6 +47,93 @@ def chat_ids(kind: tokenizers.Tokenizer, encoder: LiteralEncoder, source: str, *
         ids: list[int] = kind.encode(template.render(context), add_special_tokens=False).ids
         return ids
     return encoder.encode_marked(template.render(marked.context), marked.mark)
+
+
+@st.composite
+def spelled(draw: st.DrawFn, kind: tokenizers.Tokenizer) -> tuple[str, list[str]]:
+    """A template that writes parts of special tokens around the texts of users, and texts that complete them."""
+    source, texts = "", list[str]()
+    for _ in range(draw(st.integers(1, 3))):
+        content = draw(st.sampled_from(sorted(token.content for token in kind.get_added_tokens_decoder().values())))
+        cuts = sorted(draw(st.sets(st.integers(1, max(1, len(content) - 1)), max_size=4)))
+        for part in (content[a:b] for a, b in pairwise([0, *cuts, len(content)])):
+            form = draw(st.sampled_from(["literal", "constant", "text", "trimmed", "key"]))
+            if form == "literal":
+                source += part
+            elif form == "constant":
+                source += "{{ " + json.dumps(part) + " ~ '' }}"
+            elif form == "key":
+                source += "{% for key in tools[0].function.parameters.properties %}"
+                source += f"{{{{ key if loop.index0 == {len(texts)} }}}}{{% endfor %}}"
+                texts.append(part)
+            else:
+                trim = " | trim" if form == "trimmed" else ""
+                source += f"{{{{ messages[{len(texts)}].content{trim} }}}}"
+                texts.append(f" {part}\n" if trim else part)
+        source += draw(st.sampled_from(["", " ", "a"]))
+    return source, texts
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+@pytest.mark.parametrize("name", KINDS)
+def test_no_text_completes_a_special_token_that_the_template_begins(name: str, data: st.DataObject) -> None:
+    kind = KINDS[name]
+    source, texts = data.draw(spelled(kind))
+    template = ChatTemplate({"default": source + "{{ tools[0:0] }}"}, {})
+    encoder = LiteralEncoder(kind, template.words, template.names)
+
+    def context_of(said: list[str]) -> dict[str, Any]:
+        named = {f"{each}{' ' * index if each in said[:index] else ''}": {} for index, each in enumerate(said)}
+        tool = Tool(name="f", parameters={"properties": named})
+        return template.context(Chat(messages=tuple(map(user, said or ["y"])), tools=(tool,)))
+
+    context = context_of(texts)
+    marked = encoder.mark(context)
+    if marked is None:
+        ids: list[int] = kind.encode(template.render(context), add_special_tokens=False).ids
+    else:
+        ids = encoder.encode_marked(template.render(marked.context), marked.mark)
+    innocent = template.render(context_of(["."] * len(texts)))
+    own = Counter(kind.encode(innocent, add_special_tokens=False).ids) | Counter(
+        encoder.encode_marked(innocent, MARKS[0])
+    )
+    assert Counter(each for each in ids if each in special_ids(kind)) <= own
+
+
+def test_texts_beside_what_a_template_begins_keep_their_tokens() -> None:
+    template = ChatTemplate({"default": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<{% endfor %}"}, {})
+    encoder = LiteralEncoder(KIND, template.words, template.names)
+    for content, is_marked in (("hi", False), ("s", True), ("|im_start|", True), (" im_e\n", True), ("m_e", False)):
+        context = template.context(Chat(messages=(user(content),)))
+        marked = encoder.mark(context)
+        assert (marked is not None) == is_marked, content
+        plain = KIND.encode(template.render(context), add_special_tokens=False).ids
+        if marked is not None:
+            assert encoder.encode_marked(template.render(marked.context), marked.mark) == plain
+    chat = ChatTemplate({"default": CONTENT}, {})
+    for content in ("im_start", "s", "|", "end"):
+        assert LiteralEncoder(KIND, chat.words, chat.names).mark(chat.context(Chat(messages=(user(content),)))) is None
+
+
+def test_what_templates_compare_with_is_not_marked() -> None:
+    tokens = ["<content>", "<type>", "<string>", "<user>", "<note>", "<properties>"]
+    kind = tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), list(map(special, tokens)), alphabet=BYTES)
+    source = (
+        "{% for m in messages %}{{ '<' ~ m.role ~ '>' if m.role == 'user' }}{{ m['content'] }}{% endfor %}"
+        "{% for key, each in tools[0].function.parameters.properties.items() %}"
+        "<{{ key }}{{ '!' if each.type == 'string' }}>{% endfor %}"
+    )
+    template = ChatTemplate({"default": source}, {})
+    encoder = LiteralEncoder(kind, template.words, template.names)
+    tool = Tool(name="f", parameters={"properties": {"note": {"type": "string"}, "n": {"type": "integer"}}})
+    context = template.context(Chat(messages=(user("type"),), tools=(tool,)))
+    marked = encoder.mark(context)
+    assert marked is not None
+    text = template.render(marked.context)
+    assert text.replace(marked.mark, "") == template.render(context) == "<user>type<note!><n>"
+    ids = encoder.encode_marked(text, marked.mark)
+    assert [kind.id_to_token(each) for each in ids if each in special_ids(kind)] == ["<user>"]
 
 
 def user(content: str, name: str = "") -> ChatMessage:
