@@ -126,8 +126,13 @@ def check_one_end(*, begins: bool, continues: bool) -> None:
 
 def check_asks_for_nothing(where: str, value: Any, neutral: tuple[Any, ...]) -> None:
     """Raises Unsupported unless the value of a field that is not built yet asks for what happens anyway."""
-    if value is not None and not any(_is_same(value, each) for each in neutral):
+    if not asks_for_nothing(value, neutral):
         raise unsupported_field(where)
+
+
+def asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Returns whether a field that is not served asks for what happens anyway, as null and the neutral values do."""
+    return value is None or any(_is_same(value, each) for each in neutral)
 
 
 def unsupported_field(where: str) -> Unsupported:

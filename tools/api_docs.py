@@ -1,7 +1,7 @@
 """Generates the tables of docs/http.md: `python -m tools.api_docs`.
 
-They say of each field of a body what becomes of it, as `router.api.openai.fields` declares it. The rest of the page is
-written by hand.
+They say of each field of a body what becomes of it, as each API declares it. The rest of the page is written
+by hand.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pydantic import BaseModel
-
-from router.api.openai.document import BODIES, STREAMED
-from router.api.openai.fields import REFUSED, WITHOUT_EFFECT
+from router.api.apis import APIS
+from router.api.document import Endpoint
+from router.api.fields import Refusal
 
 PAGE = Path("docs/http.md")
 BEGIN, END = "<!-- fields: written by `python -m tools.api_docs` -->", "<!-- end of fields -->"
@@ -21,20 +20,23 @@ BEGIN, END = "<!-- fields: written by `python -m tools.api_docs` -->", "<!-- end
 def tables() -> str:
     """The tables of all bodies."""
     lines = []
-    for path, body in BODIES.items():
-        lines += [f"## {path}", "", "| Field | |", "|---|---|", *_rows(body, takes_others=path in STREAMED), ""]
+    for api in APIS:
+        for path, endpoint in api.endpoints.items():
+            lines += [f"## {path}", "", "| Field | |", "|---|---|", *_rows(endpoint), ""]
     return "\n".join(lines)
 
 
-def _rows(body: type[BaseModel], *, takes_others: bool) -> list[str]:
-    rows = dict.fromkeys(body.model_fields, "served")
-    if takes_others:
-        rows |= {name: f"taken, without effect: {why}" for name, why in WITHOUT_EFFECT.items()}
-        for name, refusal in REFUSED.items():
-            if name not in body.model_fields:
-                values = ", ".join(f"`{_json(value)}`" for value in refusal.neutral)
-                rows[name] = f"refused{f' but for {values}' if values else ''}: {refusal.why}"
+def _rows(endpoint: Endpoint) -> list[str]:
+    fields = endpoint.body.model_fields
+    rows = dict.fromkeys(fields, "served")
+    rows |= {name: f"taken, without effect: {why}" for name, why in endpoint.without_effect.items()}
+    rows |= {name: _refused(refusal) for name, refusal in endpoint.refused.items() if name not in fields}
     return [f"| `{name}` | {text} |" for name, text in sorted(rows.items())]
+
+
+def _refused(refusal: Refusal) -> str:
+    values = ", ".join(f"`{_json(value)}`" for value in refusal.neutral)
+    return f"refused{f' but for {values}' if values else ''}: {refusal.why}"
 
 
 def _json(value: object) -> str:

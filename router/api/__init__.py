@@ -1,7 +1,20 @@
 """The router's interfaces: gRPC and HTTP over one service, the web page, and orders passed on to the controller.
 
-Each turns its bytes into a `GenerateRequest` and the chunks back; `openai` has OpenAI's endpoints. Nothing here knows
-workers.
+Each turns its bytes into a `GenerateRequest` and the chunks back. `openai` has OpenAI's endpoints; what the APIs of the
+HTTP port share stands beside it. Nothing here knows workers.
 """
 
-__all__ = ["controller_client", "exchange", "grpc_api", "http", "openai", "page"]
+__all__ = [
+    "answering",
+    "apis",
+    "controller_client",
+    "document",
+    "exchange",
+    "fields",
+    "grpc_api",
+    "http",
+    "openai",
+    "page",
+    "several",
+    "strict",
+]

@@ -60,17 +60,17 @@ def _is_json(content_type: str) -> bool:
     return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
-def named(request: Request, own: str | None, kind: str) -> str:
+def named(request: Request, own: str | None, prefix: str) -> str:
     """Returns the id of a request: the one that its body has, else one made of its header x-request-id, else a new one.
 
     Args:
-        kind: what an id begins with that the body does not have.
+        prefix: what an id begins with that the body does not have.
 
     Raises:
         InvalidRequest: see `check_request_id`.
     """
     given = request.headers.get(REQUEST_ID)
-    request_id = own or f"{kind}-{given or uuid.uuid4().hex}"
+    request_id = own or f"{prefix}{given or uuid.uuid4().hex}"
     check_request_id(request_id)
     request.state.request_id = given or request_id
     return request_id
@@ -126,6 +126,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def event(body: Mapping[str, Any]) -> str:
-    """A server-sent event of one JSON value."""
-    return f"data: {json.dumps(body)}\n\n"  # ASCII: some clients take U+2028 for the end of a line
+def event(body: Mapping[str, Any], name: str = "") -> str:
+    """A server-sent event of one JSON value, with a name or without."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(body)}\n\n"  # ASCII: some clients take U+2028 for the end of a line

@@ -1,7 +1,7 @@
 """The HTTP server: APIs over the router's service, thin clients of the same path that gRPC takes.
 
-`router.api.openai` has OpenAI's endpoints. This file has what all share: authentication, limits, the answers to errors,
-the page and the probes.
+`router.api.apis` has their endpoints. This file has what all share: authentication, limits, the answers to errors, the
+page and the probes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated
+from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated, Unsupported
 from router.admission.tenants import TenantBook, api_key_of
+from router.api.apis import add_apis, error_body
+from router.api.document import OPENAPI_PATH
 from router.api.exchange import MAX_BODY_BYTES, id_headers
-from router.api.openai import OPENAPI_PATH, add_endpoints, error_body
+from router.api.fields import UNSUPPORTED
 from router.api.page import HEADERS, PAGE
 from router.service import RouterService
 
@@ -51,7 +53,7 @@ def create_app(
     app.add_middleware(_BodyLimit)
     app.add_middleware(_HttpAuthentication, tenants=tenants)  # the last is the first that a request meets
 
-    add_endpoints(app, service)
+    add_apis(app, service)
     _add_page_and_probes(app, is_ready, metrics)
     return app
 
@@ -128,7 +130,7 @@ async def _on_baton_error(request: Request, error: Exception) -> JSONResponse:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    return _JsonAnswer(error_body(error), error.http, headers)
+    return _JsonAnswer(error_body(request.url.path, error), error.http, headers)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
@@ -136,22 +138,26 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
     first = error.errors()[0]
     param = ""
     for part in first["loc"][first["loc"][:1] == ("body",) :]:
-        param += f"[{part}]" if param and isinstance(part, int) else f"{'.' if param else ''}{part}"
-    is_unknown = first.get("type") == "extra_forbidden"
-    reason = "unknown field; remove it or correct its name" if is_unknown else first["msg"]
-    refusal = InvalidRequest(f"{param or 'the body'}: {reason}", param or None)
-    return _JsonAnswer(error_body(refusal), 400, id_headers(request))
+        if not str(part).startswith("<"):  # which of several forms pydantic took a value for
+            param += f"[{part}]" if param and isinstance(part, int) else f"{'.' if param else ''}{part}"
+    refusal: InvalidRequest | Unsupported
+    if first.get("type") == UNSUPPORTED:
+        refusal = Unsupported(f"{param} {first['msg']}", param)
+    else:
+        is_unknown = first.get("type") == "extra_forbidden"
+        reason = "unknown field; remove it or correct its name" if is_unknown else first["msg"]
+        refusal = InvalidRequest(f"{param or 'the body'}: {reason}", param or None)
+    return await _on_baton_error(request, refusal)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
-    return _JsonAnswer({"error": body}, error.status_code, id_headers(request))
+    return _JsonAnswer(error_body(request.url.path, error), error.status_code, id_headers(request))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
     """A defect of ours; uvicorn logs the traceback."""
-    return _JsonAnswer(error_body(BatonError("internal error; the server's log says more")), 500, id_headers(request))
+    return await _on_baton_error(request, BatonError("internal error; the server's log says more"))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

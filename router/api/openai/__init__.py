@@ -3,7 +3,17 @@
 Bodies are validated here and become a `GenerateRequest`; what is not built is refused by name, never ignored.
 """
 
-from router.api.openai.endpoints import OPENAPI_PATH, add_endpoints
-from router.api.openai.errors import error_body
+from router.api.openai.description import OPENAI
+from router.api.openai.endpoints import add_endpoints
+from router.api.openai.errors import ERROR_NAME, ERROR_SCHEMA, error_body
+from router.api.openai.structure import ResponseFormatBody, structure_of
 
-__all__ = ["OPENAPI_PATH", "add_endpoints", "error_body"]
+__all__ = [
+    "ERROR_NAME",
+    "ERROR_SCHEMA",
+    "OPENAI",
+    "ResponseFormatBody",
+    "add_endpoints",
+    "error_body",
+    "structure_of",
+]

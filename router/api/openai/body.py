@@ -16,9 +16,10 @@ from baton.api import Truncation, TruncationSide
 from baton.chat import check_asks_for_nothing, unsupported_field
 from baton.errors import InvalidRequest
 from baton.sampling import EarlyStopping, SamplingParams
-from router.api.openai.fields import check_unserved
-from router.api.openai.strict import StrictBody
+from router.api.fields import check_unserved
+from router.api.openai.fields import REFUSED
 from router.api.openai.structure import ResponseFormatBody, StructuredOutputsBody, structure_of
+from router.api.strict import StrictBody
 
 _SAME_NAME = {field.name for field in fields(SamplingParams)} - {"logprobs", "structured_outputs"}
 
@@ -146,7 +147,7 @@ class Body(BaseModel):
 
     def sampling(self) -> dict[str, Any]:
         """What the client set, by our names."""
-        check_unserved(self.model_extra or {})
+        check_unserved(self.model_extra or {}, REFUSED)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options belongs to streams; set stream to true, or unset it", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:

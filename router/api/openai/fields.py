@@ -1,17 +1,10 @@
-"""What becomes of every field that a client of OpenAI or vLLM may send: the one declaration of it.
-
-A field that a body declares is served, or has no effect on an answer, and why is said here; others are refused by
-name, and those that are not here as unknown. `/openapi.json` and docs/http.md are made of it.
-"""
+"""What becomes of the fields of OpenAI's and vLLM's bodies that are not served: the one declaration of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-from baton.chat import check_asks_for_nothing
-from baton.errors import InvalidRequest
+from router.api.fields import Refusal
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "metadata": "stored with stored answers; nothing is stored",
@@ -22,16 +15,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "user": "names the client's own user",
 }
 """Fields that are taken, and change no answer -> why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A field that is refused unless it asks for what happens anyway."""
-
-    why: str
-    neutral: tuple[Any, ...] = ()
-    """Values that ask for what happens anyway, as null always does."""
-
 
 REFUSED: Mapping[str, Refusal] = {
     "audio": Refusal("answers are text"),
@@ -54,16 +37,3 @@ REFUSED: Mapping[str, Refusal] = {
     "web_search_options": Refusal("the cluster searches nothing"),
 }
 """Fields that no body serves, or only the other one's -> what becomes of them."""
-
-
-def check_unserved(fields: Mapping[str, Any]) -> None:
-    """Checks the fields of a body that it does not serve.
-
-    Raises:
-        InvalidRequest: one is not known.
-        Unsupported: one is refused.
-    """
-    for name, value in fields.items():
-        if name not in REFUSED:
-            raise InvalidRequest(f"unknown field {name!a}; remove it or correct its name", name)
-        check_asks_for_nothing(name, value, REFUSED[name].neutral)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from baton.errors import InvalidRequest
 from baton.structure import StructuredOutputs
-from router.api.openai.strict import StrictBody
+from router.api.strict import StrictBody
 
 
 class JsonSchemaBody(StrictBody):

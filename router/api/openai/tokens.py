@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.api.openai.strict import StrictBody
+from router.api.strict import StrictBody
 
 
 class TokenizeBody(StrictBody):

@@ -12,7 +12,7 @@ import pytest
 from baton.api import GenerateChunk, Timing, Usage
 from baton.errors import Overloaded
 from baton.sampling import FinishReason
-from router.api.openai.several import MAX_AT_ONCE, Start, together
+from router.api.several import MAX_AT_ONCE, Start, together
 
 
 async def answers(prompt: int, num_choices: int = 2, num_tokens: int = 3) -> AsyncGenerator[GenerateChunk]:

@@ -1,0 +1,127 @@
+"""The OpenAPI document of the HTTP port, made of what each API says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from router.api.fields import Refusal
+
+REFUSALS = {
+    "400": "The request cannot be served; the error says what to change.",
+    "401": "The API key is missing or not known.",
+    "403": "The tenant may not ask for this.",
+    "404": "Another model is served.",
+    "409": "Another call has taken the request over, to continue it.",
+    "413": "The body is too long.",
+    "429": "The tenant or the router has as many requests as it takes; Retry-After says when to try again.",
+    "503": "The cluster cannot serve it now; Retry-After says when to try again.",
+}
+OPENAPI_PATH = "/openapi.json"
+_REF = "#/components/schemas/{model}"
+_JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+_EVENTS: dict[str, Any] = {
+    # In OpenAPI 3.1 the schema of a stream is that of each event.
+    "text/event-stream": {
+        "schema": {
+            "type": "object",
+            "required": ["data"],
+            "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+        }
+    }
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """A path that takes a body by POST."""
+
+    body: type[BaseModel]
+    is_streamed: bool = False
+    """Whether answers may be streams."""
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    """What of the body's fields is refused by name, beside those that it declares."""
+    without_effect: Mapping[str, str] = field(default_factory=dict)
+    """Which of the body's fields change no answer -> why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """What one API serves."""
+
+    endpoints: Mapping[str, Endpoint]
+    """Path -> what it takes."""
+    read: Mapping[str, str] = field(default_factory=dict)
+    """Path to be read by GET -> what it gives."""
+    error_name: str
+    """The name of the form of its errors; APIs may share one."""
+    error: Mapping[str, Any]
+    """The JSON schema of its errors."""
+
+
+def document(apis: Sequence[Api]) -> dict[str, Any]:
+    """The document of all APIs, in the form of OpenAPI 3.1."""
+    bodies = dict.fromkeys(endpoint.body for api in apis for endpoint in api.endpoints.values())
+    _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
+    components = schemas["$defs"]
+    paths: dict[str, Any] = {}
+    for api in apis:
+        components[api.error_name] = dict(api.error)
+        for path, endpoint in api.endpoints.items():
+            _add_unserved(components[endpoint.body.__name__], endpoint)
+            paths[path] = {"post": _operation(endpoint, api)}
+        paths |= {path: {"get": _reading(path, what, api)} for path, what in api.read.items()}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton", "version": "1"},
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        "security": [{"key": []}, {"x_api_key": []}, {}],
+        "paths": paths,
+    }
+
+
+def _add_unserved(schema: dict[str, Any], endpoint: Endpoint) -> None:
+    """Adds what a body takes without serving it: values that ask for nothing."""
+    properties = schema["properties"]
+    for name, refusal in endpoint.refused.items():
+        if name not in properties:
+            properties[name] = refusal.schema()
+    for name, why in endpoint.without_effect.items():
+        properties[name]["description"] = f"Has no effect: {why}."
+    schema["additionalProperties"] = False
+
+
+def _operation(endpoint: Endpoint, api: Api) -> dict[str, Any]:
+    content = {**_JSON, **(_EVENTS if endpoint.is_streamed else {})}
+    return {
+        "summary": (endpoint.body.__doc__ or "").partition("\n")[0],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"$ref": _REF.format(model=endpoint.body.__name__)}}},
+        },
+        "responses": {"200": {"description": "The answer.", "content": content}, **_refusals(api)},
+    }
+
+
+def _reading(path: str, what: str, api: Api) -> dict[str, Any]:
+    parameters = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}] * ("{" in path)
+    return {
+        "summary": what,
+        "parameters": parameters,
+        "responses": {"200": {"description": "The answer.", "content": _JSON}, **_refusals(api)},
+    }
+
+
+def _refusals(api: Api) -> dict[str, Any]:
+    schema = {"application/json": {"schema": {"$ref": _REF.format(model=api.error_name)}}}
+    return {status: {"description": why, "content": schema} for status, why in REFUSALS.items()}
