@@ -15,6 +15,7 @@ __all__ = [
     "http",
     "openai",
     "page",
+    "parts",
     "several",
     "strict",
 ]
