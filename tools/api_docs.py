@@ -6,41 +6,79 @@ by hand.
 
 from __future__ import annotations
 
+import json
 import re
+import typing
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from router.api.apis import APIS
 from router.api.document import Endpoint
-from router.api.fields import Refusal
+from router.api.fields import Refusal, WithoutEffect
+from router.api.unserved import ANTHROPICS, OPENAIS
 
 PAGE = Path("docs/http.md")
 BEGIN, END = "<!-- fields: written by `python -m tools.api_docs` -->", "<!-- end of fields -->"
 
 
 def tables() -> str:
-    """The tables of all bodies."""
+    """The tables of all bodies, and of what is not served at all."""
     lines = []
     for api in APIS:
         for path, endpoint in api.endpoints.items():
             lines += [f"## {path}", "", "| Field | |", "|---|---|", *_rows(endpoint), ""]
-    return "\n".join(lines)
+    lines += ["## What is not served", "", "| Path, and what is below it | Why |", "|---|---|"]
+    lines += [f"| `{path}` | {why} |" for path, why in sorted({**OPENAIS, **ANTHROPICS}.items())]
+    return "\n".join([*lines, ""])
 
 
 def _rows(endpoint: Endpoint) -> list[str]:
     fields = endpoint.body.model_fields
-    rows = dict.fromkeys(fields, "served")
-    rows |= {name: f"taken, without effect: {why}" for name, why in endpoint.without_effect.items()}
+    rows = {name: _declared(field) or "served" for name, field in fields.items()}
+    rows |= {name: _without_effect(why) for name, why in endpoint.without_effect.items()}
     rows |= {name: _refused(refusal) for name, refusal in endpoint.refused.items() if name not in fields}
+    for name, field in fields.items():
+        rows |= _at_depth(field.annotation, name)
     return [f"| `{name}` | {text} |" for name, text in sorted(rows.items())]
 
 
+def _at_depth(annotation: Any, where: str) -> dict[str, str]:
+    """What is not served of the fields of a field, by their paths."""
+    if typing.get_origin(annotation) is list:
+        where += "[]"
+    rows: dict[str, str] = {}
+    for inner in typing.get_args(annotation):
+        rows |= _at_depth(inner, where)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, field in annotation.model_fields.items():
+            path = f"{where}.{field.alias or name}"
+            if declared := _declared(field):
+                rows[path] = declared
+            rows |= _at_depth(field.annotation, path)
+    return rows
+
+
+def _declared(field: FieldInfo) -> str:
+    """What a field says of itself; empty: it is served."""
+    for each in field.metadata:
+        match each:
+            case Refusal():
+                return _refused(each)
+            case WithoutEffect(why):
+                return _without_effect(why)
+    return ""
+
+
+def _without_effect(why: str) -> str:
+    return f"taken, without effect: {why}"
+
+
 def _refused(refusal: Refusal) -> str:
-    values = ", ".join(f"`{_json(value)}`" for value in refusal.neutral)
+    values = ", ".join(f"`{json.dumps(value)}`" for value in refusal.neutral)
     return f"refused{f' but for {values}' if values else ''}: {refusal.why}"
-
-
-def _json(value: object) -> str:
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
 
 
 def written(page: Path) -> str:

@@ -1,11 +1,13 @@
 """The router's interfaces: gRPC and HTTP over one service, the web page, and orders passed on to the controller.
 
-Each turns its bytes into a `GenerateRequest` and the chunks back. `openai` has OpenAI's endpoints; what the APIs of the
+Each turns its bytes into a `GenerateRequest` and the chunks back. `openai` and `anthropic` have the endpoints of
+these APIs; what the APIs of the
 HTTP port share stands beside it. Nothing here knows workers.
 """
 
 __all__ = [
     "answering",
+    "anthropic",
     "apis",
     "controller_client",
     "document",
@@ -18,4 +20,5 @@ __all__ = [
     "parts",
     "several",
     "strict",
+    "unserved",
 ]

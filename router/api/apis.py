@@ -10,25 +10,31 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from baton.errors import BatonError
-from router.api import openai
+from router.api import anthropic, openai
 from router.api.document import OPENAPI_PATH, document
+from router.api.unserved import is_anthropics
 from router.service import RouterService
 
-APIS = (openai.OPENAI,)
+APIS = (openai.OPENAI, anthropic.ANTHROPIC)
 
 
 def add_apis(app: FastAPI, service: RouterService) -> None:
     """Adds the endpoints of all APIs, and the document of them."""
     openai.add_endpoints(app, service)
+    anthropic.add_endpoints(app, service)
 
     @app.get(OPENAPI_PATH)
     async def openapi() -> JSONResponse:
         return JSONResponse(_document())
 
 
-def error_body(path: str, error: BatonError | HTTPException) -> dict[str, Any]:
-    """Returns the body that says what went wrong, in the form of the API to which the path belongs."""
-    return openai.error_body(error)
+def error_body(path: str, error: BatonError | HTTPException, request_id: str | None) -> dict[str, Any]:
+    """Returns the body that says what went wrong, in the form of the API to which the path belongs.
+
+    Args:
+        request_id: None: the request has none yet.
+    """
+    return anthropic.error_body(error, request_id) if is_anthropics(path) else openai.error_body(error)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.tasks import cancel_and_wait
 from router.admission import check_request_id
+from router.api.unserved import is_anthropics
 
 MAX_BODY_BYTES = 8 * 2**20
 """Longest body of a request, over HTTP and gRPC."""
@@ -77,9 +78,13 @@ def named(request: Request, own: str | None, prefix: str) -> str:
 
 
 def id_headers(request: Request) -> dict[str, str]:
-    """The header x-request-id of an answer: as the request has it, else the request's id, if it has got that far."""
+    """The header x-request-id of an answer: as the request has it, else the request's id, if it has got that far.
+
+    Anthropic's clients look for it under another name.
+    """
     found = request.scope.get("state", {}).get("request_id") or request.headers.get(REQUEST_ID)
-    return {REQUEST_ID: found} if found else {}
+    names = (REQUEST_ID, "request-id") if is_anthropics(request.url.path) else (REQUEST_ID,)
+    return dict.fromkeys(names, found) if found else {}
 
 
 class EventStream(StreamingResponse):

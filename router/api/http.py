@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,9 +23,10 @@ from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated
 from router.admission.tenants import TenantBook, api_key_of
 from router.api.apis import add_apis, error_body
 from router.api.document import OPENAPI_PATH
-from router.api.exchange import MAX_BODY_BYTES, id_headers
+from router.api.exchange import MAX_BODY_BYTES, REQUEST_ID, id_headers
 from router.api.fields import UNSUPPORTED
 from router.api.page import HEADERS, PAGE
+from router.api.unserved import why_unserved
 from router.service import RouterService
 
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
@@ -123,14 +124,22 @@ class _JsonAnswer(JSONResponse):
         return json.dumps(content).encode()
 
 
+def _refused(
+    request: Request, error: BatonError | HTTPException, status: int, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    named = id_headers(request)
+    body = error_body(request.url.path, error, named.get(REQUEST_ID))
+    return _JsonAnswer(body, status, {**named, **(headers or {})})
+
+
 async def _on_baton_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, BatonError)
-    headers = id_headers(request)
+    headers = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    return _JsonAnswer(error_body(request.url.path, error), error.http, headers)
+    return _refused(request, error, error.http, headers)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
@@ -152,7 +161,9 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return _JsonAnswer(error_body(request.url.path, error), error.status_code, id_headers(request))
+    if error.status_code in (404, 405) and (found := why_unserved(request.url.path)):
+        error = HTTPException(404, f"{request.method} {found[0]} is not served: {found[1]}")
+    return _refused(request, error, error.status_code)
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -77,7 +77,11 @@ class ChatTemplate:
     @property
     def reads_tools(self) -> bool:
         """Whether the template of chats with tools reads `tools`."""
-        return "tools" in self._names.get(self._name(has_tools=True), ())
+        return self.reads("tools", has_tools=True)
+
+    def reads(self, variable: str, *, has_tools: bool) -> bool:
+        """Returns whether the template of chats with or without tools reads a variable."""
+        return variable in self._names.get(self._name(has_tools=has_tools), ())
 
     @staticmethod
     def load(folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate:

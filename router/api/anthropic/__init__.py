@@ -1,0 +1,10 @@
+"""Anthropic's Messages API: bodies become the chats that all APIs share, and answers its blocks and typed events.
+
+Bodies are validated here, at every depth; what is not built is refused by name, never ignored.
+"""
+
+from router.api.anthropic.description import ANTHROPIC
+from router.api.anthropic.endpoints import add_endpoints
+from router.api.anthropic.errors import error_body
+
+__all__ = ["ANTHROPIC", "add_endpoints", "error_body"]

@@ -1,0 +1,190 @@
+"""The blocks that Anthropic's messages consist of, as clients send them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from baton.chat import MAX_NAME
+from router.api.fields import UNSUPPORTED, Refusal, WithoutEffect
+from router.api.strict import StrictBody
+
+CACHED = WithoutEffect("prefixes are found by their tokens, of whatever request")
+NO_TOOLSETS = Refusal("the cluster has no tools of its own")
+NO_FILES = "the model reads text"
+NO_SERVER_TOOLS = "the cluster runs no tools of its own"
+REFUSED_BLOCKS: Mapping[str, str] = {
+    "advisor_tool_result": NO_SERVER_TOOLS,
+    "bash_code_execution_tool_result": NO_SERVER_TOOLS,
+    "browser_state": NO_SERVER_TOOLS,
+    "code_execution_tool_result": NO_SERVER_TOOLS,
+    "compaction": "nothing is compacted here",
+    "container_upload": NO_SERVER_TOOLS,
+    "document": NO_FILES,
+    "fallback": "one model is served",
+    "image": NO_FILES,
+    "mcp_tool_listing": NO_SERVER_TOOLS,
+    "mcp_tool_result": NO_SERVER_TOOLS,
+    "mcp_tool_use": NO_SERVER_TOOLS,
+    "search_result": NO_FILES,
+    "server_tool_use": NO_SERVER_TOOLS,
+    "text_editor_code_execution_tool_result": NO_SERVER_TOOLS,
+    "tool_addition": "tools are those of the request",
+    "tool_reference": NO_SERVER_TOOLS,
+    "tool_removal": "tools are those of the request",
+    "tool_search_tool_result": NO_SERVER_TOOLS,
+    "web_fetch_tool_result": NO_SERVER_TOOLS,
+    "web_search_tool_result": NO_SERVER_TOOLS,
+}
+"""Types of blocks that are refused by name -> why."""
+
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+
+
+class CacheControlBody(StrictBody):
+    """The field `cache_control`."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TextBlock(StrictBody):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Annotated[CacheControlBody | None, CACHED] = None
+    citations: Annotated[Any, Refusal("answers cite nothing", ([],))] = None
+
+
+class ThinkingBlock(StrictBody):
+    """What an assistant thought."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Annotated[str, WithoutEffect("a thought is taken as it is")]
+
+
+class RedactedThinkingBlock(StrictBody):
+    """A thought whose text only another service knows."""
+
+    type: Literal["redacted_thinking"]
+    data: Annotated[str, WithoutEffect("nobody here can read it")]
+
+
+class ToolUseBlock(StrictBody):
+    """A call that an assistant asked for."""
+
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: dict[str, Any]
+    cache_control: Annotated[CacheControlBody | None, CACHED] = None
+    caller: Annotated[Any, Refusal("calls are the model's own", ({"type": "direct"},))] = None
+    toolset_name: Annotated[Any, NO_TOOLSETS] = None
+
+
+def refuse_by_name(value: Any) -> Any:
+    """Refuses a block of a type that is known and not served."""
+    found = value.get("type") if isinstance(value, Mapping) else None
+    if isinstance(found, str) and found in REFUSED_BLOCKS:
+        raise PydanticCustomError(
+            UNSUPPORTED, "has type {type}, which is not supported: {why}", {"type": found, "why": REFUSED_BLOCKS[found]}
+        )
+    return value
+
+
+def by_type(*types: str) -> Discriminator:
+    """Returns what chooses among bodies by their `type`. Each has the tag `<type>`."""
+
+    def kind(value: Any) -> str | None:
+        found = value.get("type") if isinstance(value, Mapping) else None
+        return f"<{found}>" if found in types else None
+
+    what = f"must be an object whose type is {', '.join(types[:-1])} or {types[-1]}"
+    return Discriminator(kind, custom_error_type="type", custom_error_message=what)
+
+
+def _form(value: Any) -> str:
+    return "<text>" if isinstance(value, str) else "<blocks>"
+
+
+TEXT_OR_BLOCKS = Discriminator(_form)
+"""Chooses between a text and a list of blocks."""
+OnlyText = Annotated[TextBlock, BeforeValidator(refuse_by_name)]
+Texts = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[OnlyText], Tag("<blocks>")], TEXT_OR_BLOCKS]
+
+
+class ToolResultBlock(StrictBody):
+    """What a call of a tool has given."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: Texts | None = None
+    is_error: bool | None = None
+    cache_control: Annotated[CacheControlBody | None, CACHED] = None
+    toolset_name: Annotated[Any, NO_TOOLSETS] = None
+
+
+UserBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    by_type("text", "tool_result"),
+    BeforeValidator(refuse_by_name),
+]
+AssistantBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
+    by_type("text", "tool_use", "thinking", "redacted_thinking"),
+    BeforeValidator(refuse_by_name),
+]
+
+
+class UserMessage(StrictBody):
+    """A message of the user: texts, and results of calls."""
+
+    role: Literal["user"]
+    content: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[list[UserBlock], Tag("<blocks>")],
+        TEXT_OR_BLOCKS,
+    ]
+
+
+class AssistantMessage(StrictBody):
+    """A message of the assistant: thoughts, texts and calls."""
+
+    role: Literal["assistant"]
+    content: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[list[AssistantBlock], Tag("<blocks>")],
+        TEXT_OR_BLOCKS,
+    ]
+
+
+class SystemMessage(StrictBody):
+    """An instruction in the midst of a chat."""
+
+    role: Literal["system"]
+    content: Texts
+    clear_at: Annotated[Any, Refusal("messages stay", ("never",))] = None
+    output_config: Annotated[Any, Refusal("the request's own holds for the whole answer")] = None
+
+
+def _role(value: Any) -> str | None:
+    found = value.get("role") if isinstance(value, Mapping) else None
+    return f"<{found}>" if found in ("user", "assistant", "system") else None
+
+
+MessageBlocks = Annotated[
+    Annotated[UserMessage, Tag("<user>")]
+    | Annotated[AssistantMessage, Tag("<assistant>")]
+    | Annotated[SystemMessage, Tag("<system>")],
+    Discriminator(
+        _role,
+        custom_error_type="role",
+        custom_error_message="must be an object whose role is user, assistant or system",
+    ),
+]

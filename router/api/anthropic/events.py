@@ -1,0 +1,169 @@
+"""An answer as Anthropic's typed events, and the whole answer that they add up to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+
+from baton.api import GenerateChunk, Usage
+from baton.errors import BatonError
+from baton.sampling import FinishReason
+from router.api.anthropic.errors import error_body
+from router.api.exchange import event
+from router.api.parts import PartBegin, PartEnd, PartEvent, PartKind, PartMore, Parts
+
+STOP_REASONS = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.TOOL_CALLS: "tool_use",
+}
+SIGNATURE = "unsigned"
+"""Stands in the field of a thought for which clients hold another service's proof."""
+INVALID_JSON = "INVALID_JSON"
+"""What clients are asked to wrap arguments in that are no JSON object; so does the whole answer."""
+
+Event = dict[str, Any]
+_BLOCKS: dict[PartKind, dict[str, Any]] = {
+    PartKind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
+    PartKind.TEXT: {"type": "text", "text": ""},
+    PartKind.CALL: {"type": "tool_use"},
+}
+_DELTAS = {
+    PartKind.REASONING: ("thinking_delta", "thinking"),
+    PartKind.TEXT: ("text_delta", "text"),
+    PartKind.CALL: ("input_json_delta", "partial_json"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """Anthropic's form of an answer. See `router.api.answering.AnswerForm`."""
+
+    id: str
+    model: str
+    request_id: str
+    """What an error in a stream names."""
+
+    async def whole(self, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
+        message = WholeMessage()
+        async with contextlib.aclosing(chunks):
+            async for each in self._typed(await anext(chunks), chunks):
+                message.add(each)
+        return message.body
+
+    async def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[str]:
+        async with contextlib.aclosing(chunks):
+            try:
+                async for each in self._typed(first, chunks):
+                    yield event(each, each["type"])
+            except BatonError as error:
+                yield event(error_body(error, self.request_id), "error")
+
+    async def _typed(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[Event]:
+        """Yields the events of all chunks; the last one comes only if the answer has come to its end."""
+        parts = Parts()
+        usage = first.usage or Usage(0, 0, 0)
+        yield self._start(usage)
+        chunk: GenerateChunk | None = first
+        last = first
+        while chunk is not None:
+            for part in parts.push(chunk):
+                for each in _events_of(part):
+                    yield each
+            usage, last = chunk.usage or usage, chunk if chunk.finish_reason else last
+            chunk = await anext(chunks, None)
+        for part in parts.end():
+            for each in _events_of(part):
+                yield each
+        yield _delta(last, usage)
+        yield {"type": "message_stop"}
+
+    def _start(self, usage: Usage) -> Event:
+        message: Event = {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**_usage(usage), "output_tokens": 0},
+        }
+        return {"type": "message_start", "message": message}
+
+
+class WholeMessage:
+    """Adds events up to a whole answer, as a client does."""
+
+    def __init__(self) -> None:
+        self.body: dict[str, Any] = {}
+        self._arguments = ""
+
+    def add(self, event: Event) -> None:
+        """Takes the next event."""
+        match event:
+            case {"type": "message_start", "message": message}:
+                self.body = message
+            case {"type": "content_block_start", "content_block": block}:
+                self.body["content"].append(block)
+                self._arguments = ""
+            case {"type": "content_block_delta", "delta": {"partial_json": text}}:
+                self._arguments += text
+            case {"type": "content_block_delta", "delta": {"type": _, **more}}:
+                block = self.body["content"][-1]
+                for name, text in more.items():
+                    block[name] += text
+            case {"type": "content_block_stop"} if self.body["content"][-1]["type"] == "tool_use":
+                self.body["content"][-1]["input"] = input_of(self._arguments)
+            case {"type": "message_delta", "delta": delta, "usage": usage}:
+                self.body |= {**delta, "usage": usage}
+
+
+def input_of(arguments: str) -> dict[str, Any]:
+    """Returns the arguments of a call as a value. Those that were cut off are as far as they have come."""
+    if not arguments:
+        return {}
+    try:
+        value = from_json(arguments, allow_inf_nan=False, allow_partial=True)
+        json.dumps(value, allow_nan=False)  # numbers may be too large to be any
+    except (ValueError, RecursionError):
+        return {INVALID_JSON: arguments}
+    return value if isinstance(value, dict) else {INVALID_JSON: arguments}
+
+
+def _events_of(part: PartEvent) -> Iterator[Event]:
+    match part:
+        case PartBegin(index=index, kind=kind):
+            called = {"id": part.call_id, "name": part.name, "input": {}} if kind is PartKind.CALL else {}
+            yield {"type": "content_block_start", "index": index, "content_block": {**_BLOCKS[kind], **called}}
+        case PartMore(index=index, kind=kind, text=text):
+            name, field = _DELTAS[kind]
+            yield {"type": "content_block_delta", "index": index, "delta": {"type": name, field: text}}
+        case PartEnd(index=index, kind=kind):
+            if kind is PartKind.REASONING:
+                signed = {"type": "signature_delta", "signature": SIGNATURE}
+                yield {"type": "content_block_delta", "index": index, "delta": signed}
+            yield {"type": "content_block_stop", "index": index}
+
+
+def _delta(last: GenerateChunk, usage: Usage) -> Event:
+    """How the answer has ended, and what it has used in all."""
+    reason = STOP_REASONS.get(last.finish_reason) if last.finish_reason else None
+    sequence = last.stop_reason if reason == "end_turn" and isinstance(last.stop_reason, str) else None
+    ended = {"stop_reason": reason if sequence is None else "stop_sequence", "stop_sequence": sequence}
+    return {"type": "message_delta", "delta": ended, "usage": _usage(usage)}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }

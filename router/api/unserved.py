@@ -1,0 +1,90 @@
+"""Endpoints of OpenAI's, Anthropic's and vLLM's APIs that are not served, each with the reason.
+
+They are refused by name, so that nobody looks for a mistake of their own. Of a path that is served, other methods and
+what lies below it are meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_NO_FILES = "nothing is stored"
+_NO_MEDIA = "the model reads and writes text"
+_NO_SCORES = "the model writes text, and gives no vectors or scores of one"
+_NO_AGENTS = "the cluster runs no tools or agents; a client calls its tools itself"
+_NO_ACCOUNTS = "tenants and keys are in the operator's file"
+
+OPENAIS: Mapping[str, str] = {
+    "/classify": _NO_SCORES,
+    "/pooling": _NO_SCORES,
+    "/rerank": _NO_SCORES,
+    "/score": _NO_SCORES,
+    "/v1/agents": _NO_AGENTS,
+    "/v1/assistants": _NO_AGENTS,
+    "/v1/audio": _NO_MEDIA,
+    "/v1/batches": "requests are answered as they come",
+    "/v1/chat/completions": "answers are not stored",
+    "/v1/chatkit": _NO_AGENTS,
+    "/v1/classify": _NO_SCORES,
+    "/v1/containers": _NO_AGENTS,
+    "/v1/conversations": "answers are not stored; a request brings its whole chat",
+    "/v1/edits": "superseded by /v1/chat/completions",
+    "/v1/embeddings": _NO_SCORES,
+    "/v1/evals": _NO_FILES,
+    "/v1/files": _NO_FILES,
+    "/v1/fine_tuning": "the model is served as it is",
+    "/v1/images": _NO_MEDIA,
+    "/v1/live": _NO_MEDIA,
+    "/v1/models": "the model is the operator's",
+    "/v1/moderations": "the model is no classifier",
+    "/v1/organization": _NO_ACCOUNTS,
+    "/v1/pooling": _NO_SCORES,
+    "/v1/projects": _NO_ACCOUNTS,
+    "/v1/realtime": _NO_MEDIA,
+    "/v1/rerank": _NO_SCORES,
+    "/v1/responses": "answers are not stored",
+    "/v1/safety": _NO_ACCOUNTS,
+    "/v1/score": _NO_SCORES,
+    "/v1/skills": _NO_AGENTS,
+    "/v1/threads": _NO_AGENTS,
+    "/v1/uploads": _NO_FILES,
+    "/v1/vaults": _NO_AGENTS,
+    "/v1/vector_stores": _NO_FILES,
+    "/v1/videos": _NO_MEDIA,
+    "/v1/webhook_endpoints": "the cluster calls nobody",
+    "/v2/rerank": _NO_SCORES,
+}
+"""Path -> why neither it nor what lies below it is served. OpenAI's own, those that others have as well, and vLLM's."""
+ANTHROPICS: Mapping[str, str] = {
+    "/v1/complete": "superseded by /v1/messages",
+    "/v1/compliance": _NO_ACCOUNTS,
+    "/v1/deployment_runs": _NO_AGENTS,
+    "/v1/deployments": _NO_AGENTS,
+    "/v1/dreams": _NO_AGENTS,
+    "/v1/environments": _NO_AGENTS,
+    "/v1/memory_stores": _NO_FILES,
+    "/v1/messages": "answers are not stored",
+    "/v1/messages/batches": "requests are answered as they come",
+    "/v1/organizations": _NO_ACCOUNTS,
+    "/v1/sessions": _NO_AGENTS,
+    "/v1/tunnels": "the cluster calls nobody",
+    "/v1/user_profiles": _NO_ACCOUNTS,
+}
+"""Anthropic's own. See `OPENAIS`."""
+_ALL = {**OPENAIS, **ANTHROPICS}
+
+
+def why_unserved(path: str) -> tuple[str, str] | None:
+    """Returns the endpoint of which a path is a part, and why it is not served; None: it is not known."""
+    found = max((each for each in _ALL if is_below(path, each)), key=len, default=None)
+    return None if found is None else (found, _ALL[found])
+
+
+def is_anthropics(path: str) -> bool:
+    """Returns whether a path is of Anthropic's API alone."""
+    return any(is_below(path, each) for each in ANTHROPICS)
+
+
+def is_below(path: str, endpoint: str) -> bool:
+    """Returns whether a path is an endpoint, or lies below it."""
+    return path == endpoint or path.startswith(f"{endpoint}/")

@@ -1,0 +1,79 @@
+"""What is not served is refused by name, in the form of the API whose client asked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import anthropic
+import httpx2
+import openai
+import pytest
+from starlette.routing import Match, Route
+
+from router.api.apis import APIS
+from router.api.unserved import ANTHROPICS, OPENAIS, is_below, why_unserved
+from tests.unit.router.api.test_http import Service, app_of
+
+SERVED = {path for api in APIS for path in (*api.endpoints, *api.read)}
+PATHS = re.compile(r'"((?:/v1)?/[a-z_]+(?:/[a-z_/]*(?:\{[a-z_]+\}[a-z_/]*)*)?)(?:\?beta=true)?"')
+"""Paths in the sources of a client."""
+
+
+def paths_of(client: Path, prefix: str) -> set[str]:
+    found: set[str] = set()
+    for file in client.glob("resources/**/*.py"):
+        found |= {prefix + path for path in PATHS.findall(file.read_text())}
+    return found
+
+
+@pytest.mark.parametrize(("client", "prefix"), [(openai, "/v1"), (anthropic, "")], ids=["openai", "anthropic"])
+def test_every_endpoint_of_the_clients_is_known(client: object, prefix: str) -> None:
+    paths = paths_of(Path(str(client.__file__)).parent, prefix)  # type: ignore[attr-defined]
+    assert len(paths) > 40
+    assert {path for path in paths if path not in SERVED and why_unserved(path) is None} == set()
+
+
+def test_what_is_not_served_is_not_served() -> None:
+    routes = [route for route in app_of(Service()).routes if isinstance(route, Route)]
+    for path in {**OPENAIS, **ANTHROPICS}:
+        for method in ("GET", "POST"):
+            scope = {"type": "http", "method": method, "path": path, "headers": []}
+            is_served = any(route.matches(scope)[0] is Match.FULL for route in routes)
+            assert not is_served or path in SERVED
+
+
+CASES = [
+    ("POST", "/v1/embeddings", "vectors"),
+    ("GET", "/v1/files/file-1/content", "nothing is stored"),
+    ("GET", "/v1/chat/completions", "answers are not stored"),
+    ("DELETE", "/v1/chat/completions/chatcmpl-1", "answers are not stored"),
+    ("DELETE", "/v1/models/m", "the model is the operator's"),
+    ("GET", "/v1/responses/resp_1", "answers are not stored"),
+    ("POST", "/v1/messages/batches", "as they come"),
+    ("GET", "/v1/messages", "answers are not stored"),
+    ("POST", "/v1/complete", "superseded by /v1/messages"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "why"), CASES)
+async def test_it_is_refused_with_the_reason(method: str, path: str, why: str) -> None:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app_of(Service())), base_url="http://baton") as client:
+        response = await client.request(method, path, headers={"x-request-id": "mine"})
+    assert response.status_code == 404
+    body = response.json()
+    endpoint = next(each for each in sorted({**OPENAIS, **ANTHROPICS}, reverse=True) if is_below(path, each))
+    assert body["error"]["message"].startswith(f"{method} {endpoint} is not served: ")
+    assert why in body["error"]["message"]
+    if endpoint in ANTHROPICS:
+        assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", "not_found_error", "mine")
+        assert response.headers["request-id"] == "mine"
+    else:
+        assert (body["error"]["type"], body["error"]["param"]) == ("invalid_request_error", None)
+
+
+async def test_other_paths_are_not_found() -> None:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app_of(Service())), base_url="http://baton") as client:
+        for path in ("/v1/embeddingsx", "/hot", "/v1"):
+            response = await client.get(path)
+            assert (response.status_code, response.json()["error"]["message"]) == (404, "Not Found")
