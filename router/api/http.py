@@ -143,17 +143,19 @@ async def _on_baton_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
+    """Names the field. Parts in angle brackets say for which of several forms pydantic took a value."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    is_unknown = first.get("type") == "extra_forbidden"
+    where = first["loc"][first["loc"][:1] == ("body",) :]
     param = ""
-    for part in first["loc"][first["loc"][:1] == ("body",) :]:
-        if not str(part).startswith("<"):  # which of several forms pydantic took a value for
+    for index, part in enumerate(where):
+        if not str(part).startswith("<") or (is_unknown and index == len(where) - 1):
             param += f"[{part}]" if param and isinstance(part, int) else f"{'.' if param else ''}{part}"
     refusal: InvalidRequest | Unsupported
     if first.get("type") == UNSUPPORTED:
         refusal = Unsupported(f"{param} {first['msg']}", param)
     else:
-        is_unknown = first.get("type") == "extra_forbidden"
         reason = "unknown field; remove it or correct its name" if is_unknown else first["msg"]
         refusal = InvalidRequest(f"{param or 'the body'}: {reason}", param or None)
     return await _on_baton_error(request, refusal)

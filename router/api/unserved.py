@@ -27,7 +27,9 @@ OPENAIS: Mapping[str, str] = {
     "/v1/chatkit": _NO_AGENTS,
     "/v1/classify": _NO_SCORES,
     "/v1/containers": _NO_AGENTS,
+    "/v1/content_provenance_checks": _NO_MEDIA,
     "/v1/conversations": "answers are not stored; a request brings its whole chat",
+    "/v1/decisions": "the model is no classifier",
     "/v1/edits": "superseded by /v1/chat/completions",
     "/v1/embeddings": _NO_SCORES,
     "/v1/evals": _NO_FILES,
@@ -52,6 +54,7 @@ OPENAIS: Mapping[str, str] = {
     "/v1/vector_stores": _NO_FILES,
     "/v1/videos": _NO_MEDIA,
     "/v1/webhook_endpoints": "the cluster calls nobody",
+    "/v1/webhook_event_types": "the cluster calls nobody",
     "/v2/rerank": _NO_SCORES,
 }
 """Path -> why neither it nor what lies below it is served. OpenAI's own, those that others have as well, and vLLM's."""

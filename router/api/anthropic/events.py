@@ -92,6 +92,7 @@ class MessageForm:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
+            "stop_details": None,
             "usage": {**_usage(usage), "output_tokens": 0},
         }
         return {"type": "message_start", "message": message}
@@ -155,7 +156,11 @@ def _delta(last: GenerateChunk, usage: Usage) -> Event:
     """How the answer has ended, and what it has used in all."""
     reason = STOP_REASONS.get(last.finish_reason) if last.finish_reason else None
     sequence = last.stop_reason if reason == "end_turn" and isinstance(last.stop_reason, str) else None
-    ended = {"stop_reason": reason if sequence is None else "stop_sequence", "stop_sequence": sequence}
+    ended = {
+        "stop_reason": reason if sequence is None else "stop_sequence",
+        "stop_sequence": sequence,
+        "stop_details": None,
+    }
     return {"type": "message_delta", "delta": ended, "usage": _usage(usage)}
 
 

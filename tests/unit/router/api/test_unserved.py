@@ -23,7 +23,8 @@ PATHS = re.compile(r'"((?:/v1)?/[a-z_]+(?:/[a-z_/]*(?:\{[a-z_]+\}[a-z_/]*)*)?)(?
 def paths_of(client: Path, prefix: str) -> set[str]:
     found: set[str] = set()
     for file in client.glob("resources/**/*.py"):
-        found |= {prefix + path for path in PATHS.findall(file.read_text())}
+        paths = PATHS.findall(file.read_text())
+        found |= {prefix + path for path in paths if not (prefix and path.startswith(prefix))}
     return found
 
 
