@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import httpx2
@@ -39,7 +40,7 @@ def test_what_is_not_served_is_not_served() -> None:
     routes = [route for route in app_of(Service()).routes if isinstance(route, Route)]
     for path in {**OPENAIS, **ANTHROPICS}:
         for method in ("GET", "POST"):
-            scope = {"type": "http", "method": method, "path": path, "headers": []}
+            scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "headers": []}
             is_served = any(route.matches(scope)[0] is Match.FULL for route in routes)
             assert not is_served or path in SERVED
 
