@@ -83,7 +83,7 @@ def id_headers(request: Request) -> dict[str, str]:
     Anthropic's clients look for it under another name.
     """
     found = request.scope.get("state", {}).get("request_id") or request.headers.get(REQUEST_ID)
-    names = (REQUEST_ID, "request-id") if is_anthropics(request.url.path) else (REQUEST_ID,)
+    names = (REQUEST_ID, "request-id") if is_anthropics(request.scope["path"]) else (REQUEST_ID,)
     return dict.fromkeys(names, found) if found else {}
 
 

@@ -128,7 +128,7 @@ def _refused(
     request: Request, error: BatonError | HTTPException, status: int, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     named = id_headers(request)
-    body = error_body(request.url.path, error, named.get(REQUEST_ID))
+    body = error_body(request.scope["path"], error, named.get(REQUEST_ID))
     return _JsonAnswer(body, status, {**named, **(headers or {})})
 
 
@@ -163,7 +163,7 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    if error.status_code in (404, 405) and (found := why_unserved(request.url.path)):
+    if error.status_code in (404, 405) and (found := why_unserved(request.scope["path"])):
         error = HTTPException(404, f"{request.method} {found[0]} is not served: {found[1]}")
     return _refused(request, error, error.status_code)
 

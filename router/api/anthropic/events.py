@@ -27,7 +27,7 @@ SIGNATURE = "unsigned"
 INVALID_JSON = "INVALID_JSON"
 """What clients are asked to wrap arguments in that are no JSON object; so does the whole answer."""
 
-Event = dict[str, Any]
+MessageEvent = dict[str, Any]
 _BLOCKS: dict[PartKind, dict[str, Any]] = {
     PartKind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
     PartKind.TEXT: {"type": "text", "text": ""},
@@ -64,7 +64,7 @@ class MessageForm:
             except BatonError as error:
                 yield event(error_body(error, self.request_id), "error")
 
-    async def _typed(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[Event]:
+    async def _typed(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[MessageEvent]:
         """Yields the events of all chunks; the last one comes only if the answer has come to its end."""
         parts = Parts()
         usage = first.usage or Usage(0, 0, 0)
@@ -83,8 +83,8 @@ class MessageForm:
         yield _delta(last, usage)
         yield {"type": "message_stop"}
 
-    def _start(self, usage: Usage) -> Event:
-        message: Event = {
+    def _start(self, usage: Usage) -> MessageEvent:
+        message: MessageEvent = {
             "id": self.id,
             "type": "message",
             "role": "assistant",
@@ -105,7 +105,7 @@ class WholeMessage:
         self.body: dict[str, Any] = {}
         self._arguments = ""
 
-    def add(self, event: Event) -> None:
+    def add(self, event: MessageEvent) -> None:
         """Takes the next event."""
         match event:
             case {"type": "message_start", "message": message}:
@@ -137,7 +137,7 @@ def input_of(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {INVALID_JSON: arguments}
 
 
-def _events_of(part: PartEvent) -> Iterator[Event]:
+def _events_of(part: PartEvent) -> Iterator[MessageEvent]:
     match part:
         case PartBegin(index=index, kind=kind):
             called = {"id": part.call_id, "name": part.name, "input": {}} if kind is PartKind.CALL else {}
@@ -152,7 +152,7 @@ def _events_of(part: PartEvent) -> Iterator[Event]:
             yield {"type": "content_block_stop", "index": index}
 
 
-def _delta(last: GenerateChunk, usage: Usage) -> Event:
+def _delta(last: GenerateChunk, usage: Usage) -> MessageEvent:
     """How the answer has ended, and what it has used in all."""
     reason = STOP_REASONS.get(last.finish_reason) if last.finish_reason else None
     sequence = last.stop_reason if reason == "end_turn" and isinstance(last.stop_reason, str) else None

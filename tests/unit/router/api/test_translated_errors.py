@@ -30,13 +30,14 @@ from tests.unit.router.api.test_translated_bodies import HI, Asked
 
 
 class Refusing(Asked):
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception | None) -> None:
         super().__init__()
         self._error = error
 
     async def generate(self, *asked: Any) -> AsyncGenerator[GenerateChunk]:
-        raise self._error
-        yield
+        if self._error is not None:
+            raise self._error
+        yield GenerateChunk(request_id="r", choice_index=0)
 
 
 async def answer(error: Exception, path: str = "/v1/messages", body: bytes | None = None) -> httpx2.Response:
