@@ -51,6 +51,8 @@ class FinishReason(StrEnum):
     """`max_tokens` or the context window is used up."""
     TOOL_CALLS = "tool_calls"
     """The answer has called tools, and has stopped. Only routers say so."""
+    CONTENT_FILTER = "content_filter"
+    """The operator's moderation has ended it. Only routers say so."""
 
 
 class EarlyStopping(StrEnum):

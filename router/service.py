@@ -6,7 +6,8 @@
    token ids.
 3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`router.prompt.sequence`).
 4. Place, reserve, prefill, hand over, decode: `router.dispatch`, for all choices, again when a worker fails.
-5. Write the text. Incremental detokenization and stop strings (`router.answer`).
+5. Write the text. Incremental detokenization and stop strings (`router.answer`); where there is a moderation, what is
+   new waits for its verdict (`router.request.moderation`).
 6. Settle. Usage, timing, metrics and the request's spans, exactly once, however the request ended: did it meet its
    objectives, and if not, which stage is to blame (`router.request.settlement`, `router.slo`).
 
@@ -52,6 +53,7 @@ from router.answer import AnswerChunks, AnswerPlan, AnswerSelection, AnswerWrite
 from router.dispatch import Choice, ChoiceGroup, Dispatcher
 from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_tokens
 from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
+from router.request.moderation import ModeratedAnswer, Moderator
 from router.request.resume import Call, CallsInFlight, Journal, digest_of, only_delivered, with_delivered
 from router.request.settlement import Settlement
 
@@ -62,6 +64,9 @@ class RouterService:
     Args:
         slo_counts: filled in here.
         worker_limit: longest sequence that the workers can hold, in tokens; None: not known yet.
+
+    Raises:
+        ConfigError: the function that `router.moderation` names cannot be loaded.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class RouterService:
         self._instruments = instruments
         self._config = config
         self._slo_counts = slo_counts
+        self._moderator = Moderator.of(config, instruments)
         self._encoder = PromptEncoder(model.tokenizer)
         self._structures = StructureChecker(
             model.tokenizer.folder / "tokenizer.json", model.facts.vocab_size, model.tokenizer.eos_ids
@@ -149,24 +155,36 @@ class RouterService:
                 selection = AnswerSelection(params, request.resume_from)
                 writers = self._writers(request, group, params, plan)
                 with self._journal.noting(key, digest, group.choices):
-                    for choice, writer in writers.items():
-                        for chunk in writer.replay(choice.emitted, choice.finish_reason):
+                    async with contextlib.aclosing(self._answers(group, writers)) as chunks:
+                        async for chunk in chunks:
                             for ready in selection.take(chunk):
                                 yield settle.book(ready)
                                 call.driver = asyncio.current_task() or call.driver
-                            await asyncio.sleep(0)
-                        choice.is_answered = writer.has_ended
-                    async with contextlib.aclosing(self._dispatcher.run(group.unanswered())) as messages:
-                        async for choice, message in messages:
-                            writer = writers[choice]
-                            chunk = writer.write(message.token_ids, message.finish_reason, message.scores)
-                            if writer.has_ended:
-                                choice.is_answered = True
-                                self._dispatcher.answered(choice, writer.num_tokens)
-                            for ready in selection.take(_with_prompt_scores(chunk, choice)):
-                                yield settle.book(ready)
-                                call.driver = asyncio.current_task() or call.driver
             self._limiter.record(time.monotonic() - settle.arrived_s)
+
+    async def _answers(
+        self, group: ChoiceGroup, writers: Mapping[Choice, ModeratedAnswer]
+    ) -> AsyncGenerator[GenerateChunk]:
+        """The chunks of a request's answers: what there is already of them, then what workers make of them.
+
+        Raises:
+            BatonError: see `generate`.
+        """
+        for choice, writer in writers.items():
+            async with contextlib.aclosing(writer.replay(choice.emitted, choice.finish_reason)) as replayed:
+                async for chunks in replayed:
+                    for chunk in chunks:
+                        yield chunk
+            choice.is_answered = writer.has_ended
+        async with contextlib.aclosing(self._dispatcher.run(group.unanswered())) as messages:
+            async for choice, message in messages:
+                writer = writers[choice]
+                chunks = await writer.write(message.token_ids, message.finish_reason, message.scores)
+                if writer.has_ended:
+                    choice.is_answered = True
+                    self._dispatcher.answered(choice, writer.num_tokens)
+                for chunk in chunks:
+                    yield _with_prompt_scores(chunk, choice)
 
     async def tokenize(
         self, prompt: PromptInput, tenant: Tenant, truncation: Truncation | None = None
@@ -227,10 +245,10 @@ class RouterService:
 
     def _writers(
         self, request: GenerateRequest, group: ChoiceGroup, params: SamplingParams, plan: AnswerPlan | None
-    ) -> dict[Choice, AnswerChunks]:
+    ) -> dict[Choice, ModeratedAnswer]:
         """The writers of a request's answers."""
         tokenizer, num_delivered = self.model.tokenizer, {} if params.is_selected else request.resume_from
-        return {
+        chunks = {
             choice: AnswerChunks(
                 AnswerWriter(
                     tokenizer,
@@ -245,11 +263,13 @@ class RouterService:
             )
             for choice in group.choices
         }
+        tenant = group.choices[0].claim.tenant.id
+        return {each: ModeratedAnswer(chunks[each], self._moderator, tokenizer, tenant) for each in chunks}
 
 
-def _with_prompt_scores(chunk: GenerateChunk | None, choice: Choice) -> GenerateChunk | None:
+def _with_prompt_scores(chunk: GenerateChunk, choice: Choice) -> GenerateChunk:
     """Returns a choice's chunk with the scores of the prompt, if those are still to be passed on."""
-    if chunk is None or choice.prompt_scores is None:
+    if choice.prompt_scores is None:
         return chunk
     prompt_ids = choice.spec.token_ids[: choice.spec.num_prompt_tokens]
     scores, choice.prompt_scores = PromptScores(prompt_ids, choice.prompt_scores), None

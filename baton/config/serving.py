@@ -99,6 +99,17 @@ class RouterConfig:
     `router.admission.tenants` lists the fields. Read once at start. Empty: every request is accepted, whatever key it
     carries."""
 
+    moderation: String = ""
+    """Function that judges answers, as MODULE:FUNCTION; docs/moderation.md says what it gets and returns. Empty:
+    answers are not judged."""
+    moderation_tokens: AtLeastOne = 32
+    """Tokens of an answer from one verdict to the next. They wait in the router until it has come."""
+    moderation_timeout_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 5.0
+    """Longest wait for a verdict."""
+    moderation_on_failure: Annotated[str, OneOf("end", "pass")] = "end"
+    """What becomes of an answer when the function raises or does not answer in time: end (it ends there, as after a
+    veto) or pass (it is shown so far)."""
+
     def __post_init__(self) -> None:
         if DEFAULT_CLASS not in self.slo_classes:
             raise ConfigError(f"router.slo_classes must have a class {DEFAULT_CLASS!r}")

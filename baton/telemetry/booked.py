@@ -113,6 +113,10 @@ class Booked:
     )
     generation_tokens: Counter = _counter("baton.generation_tokens", "Generated tokens.")
     finished_choices: Counter = _counter(
-        "baton.finished_choices", "Choices generated to their end, by reason: stop or length."
+        "baton.finished_choices",
+        "Choices generated to their end, by reason: stop, length, tool_calls or content_filter.",
     )
     placements: Counter = _counter("baton.placements", "Placements by mode and workers.")
+    moderation_verdicts: Counter = _counter(
+        "baton.moderation_verdicts", "Verdicts of the operator's moderation: allowed, vetoed or failed."
+    )

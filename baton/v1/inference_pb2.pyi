@@ -285,8 +285,8 @@ class ToolCall(_message.Message):
     index: _builtins.int
     """Which call of the answer it is."""
     content_offset: _builtins.int
-    """In an answer: how many characters (code points) of its text stand before the call, in the first message that has it.
-    They are in that message or in earlier ones, and all other text stands behind the call.
+    """How many characters (code points) of an answer's text stand before the call, in the first message that has it. They
+    are in that message or in earlier ones, and all other text stands behind the call.
     """
     def __init__(
         self,
@@ -788,7 +788,7 @@ class GenerateResponse(_message.Message):
     """What is new of the reasoning with which the answer to a chat begins. The marks around it are in neither text."""
     finish_reason: _builtins.str
     """Set in the last message of a choice: "stop" (end of sequence, stop id or stop string), "tool_calls" (the same, after a
-    call) or "length".
+    call), "length", or "content_filter" (the operator's moderation has ended it).
     """
     stop_string: _builtins.str
     stop_token_id: _builtins.int

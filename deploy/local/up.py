@@ -41,6 +41,7 @@ from deploy.models import cache_dir
 from deploy.processes import UNJOINED, why_taken
 from kvstore.transfer.transport.faults import parse_faults
 from router.admission.tenants import TenantBook
+from router.request.moderation import load_judge
 
 logger = logging.getLogger(__name__)
 REDIS_CHECK_S = 0.5
@@ -162,6 +163,8 @@ async def up(config: Config, console: Console, on_ready: OnReady) -> None:
     """
     parse_faults(config.faults.spec)  # here, not after a minute in every worker
     TenantBook.configured(config.router.tenants_file)  # here, not in the router's log
+    if config.router.moderation:
+        load_judge(config.router.moderation)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

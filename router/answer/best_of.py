@@ -30,10 +30,8 @@ class AnswerSelection:
         self._prompt_scores: PromptScores | None = None
         self._num_ended = 0
 
-    def take(self, chunk: GenerateChunk | None) -> list[GenerateChunk]:
+    def take(self, chunk: GenerateChunk) -> list[GenerateChunk]:
         """Takes what is new of an answer, and returns what the client gets now."""
-        if chunk is None:
-            return []
         if not self._params.is_selected:
             return [chunk]
         self._prompt_scores = self._prompt_scores or chunk.prompt_scores

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.api import GenerateChunk, GenerateRequest
@@ -14,9 +14,6 @@ from router.answer.channels import Channels, Delta
 from router.answer.detokenizer import IncrementalDetokenizer
 from router.answer.stop_strings import StopChecker
 from router.prompt.tokenizer import Tokenizer
-
-REPLAY_TOKENS = 64
-"""Tokens of a continued answer that are written to text before others have their turn on the event loop."""
 
 
 class Piece(NamedTuple):
@@ -65,7 +62,8 @@ class AnswerWriter:
         self._num_reasoning = 0
         self._stops = StopChecker(params.stop, params.include_stop_str_in_output)
         self._params = params
-        self._num_taken = 0
+        self.num_taken = 0
+        """Tokens that the answer has so far: none behind a stop string."""
         self.num_awaited = num_delivered
         """Delivered tokens that have not been taken yet. If some are left when the answer ends, it is not the one that
         the client has."""
@@ -82,7 +80,7 @@ class AnswerWriter:
         deltas: list[Delta] = []
         begin, stopped = min(self.num_awaited, len(token_ids)), False
         for count, token_id in enumerate(token_ids, 1):
-            self._num_taken += 1
+            self.num_taken += 1
             is_end = finish_reason is FinishReason.STOP and count == len(token_ids)
             shown = [] if is_end and not self._params.include_stop_str_in_output else [token_id]
             text, stopped = self._stops.push(self._detokenizer.push(shown), self._may_stop)
@@ -136,7 +134,7 @@ class AnswerWriter:
 
     @property
     def _may_stop(self) -> bool:
-        return self._num_taken > self._params.min_tokens
+        return self.num_taken > self._params.min_tokens
 
     def _stop_reason(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> str | int | None:
         if self._stops.matched is not None:
@@ -159,25 +157,18 @@ class AnswerChunks:
 
     def __init__(self, writer: AnswerWriter, request: GenerateRequest, *, request_id: str, choice_index: int) -> None:
         self._writer = writer
-        self._request_id = request_id
-        self._choice_index = choice_index
+        self.request_id = request_id
+        self.choice_index = choice_index
         self._skip_text = request.skip_text
         self._skip_reasoning = request.skip_text or request.skip_reasoning
         self.num_tokens = 0
         """Tokens taken so far, those after a stop string included."""
         self.has_ended = False
 
-    def replay(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Iterator[GenerateChunk | None]:
-        """The chunks of what had been generated before this call, one for every REPLAY_TOKENS tokens.
-
-        Raises:
-            InvalidRequest: see `write`.
-        """
-        for begin in range(0, len(token_ids), REPLAY_TOKENS):
-            end = begin + REPLAY_TOKENS
-            yield self.write(token_ids[begin:end], finish_reason if end >= len(token_ids) else None)
-            if self.has_ended:
-                return
+    @property
+    def num_kept(self) -> int:
+        """Tokens that the answer has so far: none behind a stop string."""
+        return self._writer.num_taken
 
     def write(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None, scores: TokenScores = NO_SCORES
@@ -190,17 +181,13 @@ class AnswerChunks:
         self.num_tokens += len(token_ids)
         piece = self._writer.push(token_ids, finish_reason, scores)
         self.has_ended = piece.finish_reason is not None
-        if self.has_ended and self._writer.num_awaited:
-            raise InvalidRequest(
-                f"resume_from names {self._writer.num_awaited} tokens more of choice {self._choice_index} than its "
-                "answer has; send the request as it was, and the number of tokens that came",
-                "resume_from",
-            )
+        if self.has_ended:
+            self._check_awaited()
         if not piece.token_ids and piece.finish_reason is None:
             return None
         return GenerateChunk(
-            request_id=self._request_id,
-            choice_index=self._choice_index,
+            request_id=self.request_id,
+            choice_index=self.choice_index,
             text="" if self._skip_text else piece.text,
             token_ids=piece.token_ids,
             finish_reason=piece.finish_reason,
@@ -210,3 +197,28 @@ class AnswerChunks:
             stop_reason=piece.stop_reason,
             scores=piece.scores,
         )
+
+    def vetoed(self, num_reasoning_tokens: int) -> GenerateChunk:
+        """The last chunk of an answer that must not go on.
+
+        Args:
+            num_reasoning_tokens: those of its chunks that leave.
+
+        Raises:
+            InvalidRequest: see `write`.
+        """
+        self._check_awaited()
+        return GenerateChunk(
+            request_id=self.request_id,
+            choice_index=self.choice_index,
+            finish_reason=FinishReason.CONTENT_FILTER,
+            num_reasoning_tokens=num_reasoning_tokens,
+        )
+
+    def _check_awaited(self) -> None:
+        if self._writer.num_awaited:
+            raise InvalidRequest(
+                f"resume_from names {self._writer.num_awaited} tokens more of choice {self.choice_index} than its "
+                "answer has; send the request as it was, and the number of tokens that came",
+                "resume_from",
+            )

@@ -305,12 +305,23 @@ ANSWERS = Section(
         Panel(
             title="Ends of answers",
             description="Answers a second by how they ended. stop: by an end-of-sequence token or a stop string; "
-            "length: by their limit. If most end by length, clients set the limit low, or the model does "
-            "not stop.",
+            "length: by their limit; tool_calls: after a call of a tool; content_filter: by the operator's "
+            "moderation. If most end by length, clients set the limit low, or the model does not stop.",
             unit="ops",
             queries={
                 "{{reason}}": 'sum by (reason) (rate(baton_finished_choices_total{$cluster, model=~"$model"}'
                 "[$__rate_interval]))"
+            },
+            is_stacked=True,
+        ),
+        Panel(
+            title="Verdicts of the moderation",
+            description="Verdicts a second of the function that `router.moderation` names. failed: it raised, or did "
+            "not answer in time; the routers' logs say why.",
+            unit="ops",
+            queries={
+                "{{verdict}}": "sum by (verdict) (rate(baton_moderation_verdicts_total{$cluster}[$__rate_interval])) "
+                "or $zero"
             },
             is_stacked=True,
         ),

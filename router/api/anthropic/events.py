@@ -21,6 +21,7 @@ STOP_REASONS = {
     FinishReason.STOP: "end_turn",
     FinishReason.LENGTH: "max_tokens",
     FinishReason.TOOL_CALLS: "tool_use",
+    FinishReason.CONTENT_FILTER: "refusal",
 }
 SIGNATURE = "unsigned"
 """Stands in the field of a thought for which clients hold another service's proof."""

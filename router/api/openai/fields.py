@@ -24,7 +24,7 @@ REFUSED: Mapping[str, Refusal] = {
     "functions": Refusal("superseded by tools", ([],)),
     "max_logprobs": Refusal("at most 20 log probabilities come for a token"),
     "modalities": Refusal("answers are text", (["text"],)),
-    "moderation": Refusal("not built yet"),
+    "moderation": Refusal("the operator decides (docs/moderation.md)"),
     "parallel_tool_calls": Refusal("completions have no tools", (True, False)),
     "prediction": Refusal("not built yet"),
     "service_tier": Refusal("`priority` and the tenant's SLO class say what comes first", ("auto", "default")),

@@ -47,9 +47,14 @@ def another(name: str, value: Any) -> Any:
         case float() | int() if name == "ping_s":  # must not exceed others
             return value + 1
         case str():
-            return {"transformers": "arithmetic", "full": "off", "auto": "split", "info": "debug", "text": "json"}.get(
-                value, value + "x"
-            )
+            return {
+                "transformers": "arithmetic",
+                "full": "off",
+                "auto": "split",
+                "info": "debug",
+                "text": "json",
+                "end": "pass",
+            }.get(value, value + "x")
         case tuple():
             return ("gloo",)
         case dict():

@@ -122,6 +122,7 @@ def test_the_head_and_the_usage_are_anthropics() -> None:
         (FinishReason.STOP, "\n", ("stop_sequence", "\n")),
         (FinishReason.LENGTH, None, ("max_tokens", None)),
         (FinishReason.TOOL_CALLS, "\n", ("tool_use", None)),
+        (FinishReason.CONTENT_FILTER, None, ("refusal", None)),
     ],
 )
 def test_why_it_ended(finish: FinishReason, stop_reason: str | int | None, ended: tuple[str, str | None]) -> None:

@@ -1,0 +1,236 @@
+"""The operator's judge of answers: tokens wait for its verdict, and a veto ends the answer.
+
+`router.moderation` names a function `MODULE:FUNCTION`. It gets an `AnswerSoFar` whenever an answer has grown to a
+multiple of `router.moderation_tokens`, and when it has ended, and returns whether the answer may be shown so far. These
+points depend on the answer's tokens alone, not on how they came. What comes after the last one that was allowed waits
+in the router; after a veto none of it leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import logging
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, cast
+
+from baton.api import GenerateChunk
+from baton.config import RouterConfig
+from baton.errors import ConfigError
+from baton.sampling import FinishReason
+from baton.scores import NO_SCORES, TokenScores
+from baton.telemetry.instruments import Instruments
+from router.answer import AnswerChunks
+from router.prompt import Tokenizer
+
+logger = logging.getLogger(__name__)
+REPLAY_TOKENS = 64
+"""Tokens of a continued answer that are written to text before others have their turn on the event loop."""
+MAX_THREADS = 16
+"""Calls of a judge that is no coroutine which run at a time. One that never returns keeps its thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSoFar:
+    """An answer, as a judge gets it."""
+
+    tenant: str
+    request_id: str
+    choice_index: int
+    text: str
+    """All that the model has written, its marks and special tokens included. Bytes that make no character yet are
+    U+FFFD."""
+    num_tokens: int
+    has_ended: bool
+
+
+Judge: TypeAlias = Callable[[AnswerSoFar], "bool | Awaitable[bool]"]
+"""Returns True where an answer may be shown so far, False where it has to end."""
+
+
+def load_judge(name: str) -> Judge:
+    """Returns the function that `MODULE:FUNCTION` names.
+
+    Raises:
+        ConfigError: it cannot be imported, or cannot be called.
+    """
+    module, _, function = name.partition(":")
+    try:
+        judge: object = getattr(importlib.import_module(module), function)
+    except Exception as error:  # a module can raise anything when it is imported
+        raise ConfigError(f"router.moderation: cannot load {name!r}, which must be MODULE:FUNCTION: {error}") from error
+    if not callable(judge):
+        raise ConfigError(f"router.moderation: {name!r} is no function")
+    found: Judge = judge
+    return found
+
+
+class Moderator:
+    """Asks the operator's judge, and says what holds where it fails or does not answer.
+
+    Args:
+        judge: a plain function is called on threads, a coroutine function on the event loop.
+        config: says how often the judge is asked, how long it may take, and what becomes of an answer if it fails.
+    """
+
+    def __init__(self, judge: Judge, config: RouterConfig, instruments: Instruments) -> None:
+        self._judge = judge
+        call = getattr(judge, "__call__", None)  # noqa: B004 - an object may be called as a coroutine
+        self._is_coroutine = inspect.iscoroutinefunction(judge) or inspect.iscoroutinefunction(call)
+        self._timeout_s = config.moderation_timeout_s
+        self._passes_on_failure = config.moderation_on_failure == "pass"
+        self._verdicts = instruments.moderation_verdicts
+        self._threads = asyncio.Semaphore(MAX_THREADS)
+        self.every_tokens = config.moderation_tokens
+        """Tokens from one verdict to the next."""
+
+    @staticmethod
+    def of(config: RouterConfig, instruments: Instruments) -> Moderator | None:
+        """Returns the moderator that the settings ask for; None: they ask for none.
+
+        Raises:
+            ConfigError: see `load_judge`.
+        """
+        return Moderator(load_judge(config.moderation), config, instruments) if config.moderation else None
+
+    async def allows(self, answer: AnswerSoFar) -> bool:
+        """Returns whether an answer may be shown so far."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                verdict = await self._verdict(answer)
+            if not isinstance(verdict, bool):
+                raise TypeError(f"it returned {type(verdict).__name__}, no bool")
+        except Exception as error:  # whatever the operator's function raises
+            logger.error("moderation of %s failed: %r", answer.request_id, error)
+            self._verdicts.add(1, {"verdict": "failed"})
+            return self._passes_on_failure
+        self._verdicts.add(1, {"verdict": "allowed" if verdict else "vetoed"})
+        return verdict
+
+    async def _verdict(self, answer: AnswerSoFar) -> object:
+        if self._is_coroutine:
+            return await cast("Awaitable[bool]", self._judge(answer))
+        await self._threads.acquire()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[object] = loop.create_future()
+
+        def end(verdict: object, error: Exception | None) -> None:
+            self._threads.release()
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(verdict)
+
+        def judge() -> None:
+            verdict: object = None
+            error: Exception | None = None
+            try:
+                verdict = self._judge(answer)
+            except BaseException as raised:  # also what would end the process from another thread
+                error = RuntimeError(repr(raised))
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(end, verdict, error)
+
+        # Not a pool's: the interpreter waits for those when it ends, and a judge may never return.
+        threading.Thread(target=judge, name="moderation", daemon=True).start()
+        return await future
+
+
+class ModeratedAnswer:
+    """One choice's answer on its way to the client, past the operator's judge if there is one.
+
+    Args:
+        chunks: writes the answer.
+        moderator: None: everything leaves as it comes.
+        tenant: id of the tenant.
+    """
+
+    def __init__(self, chunks: AnswerChunks, moderator: Moderator | None, tokenizer: Tokenizer, tenant: str) -> None:
+        self._chunks = chunks
+        self._moderator = moderator
+        self._tokenizer = tokenizer
+        self._tenant = tenant
+        self._token_ids: list[int] = []
+        self._held: list[GenerateChunk] = []
+        """What waits for a verdict."""
+        self._num_reasoning = 0
+        """Tokens of the reasoning in what has left."""
+        self._is_vetoed = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the client needs no more tokens."""
+        return self._is_vetoed or self._chunks.has_ended
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken so far, those after a stop string included."""
+        return self._chunks.num_tokens
+
+    async def replay(
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None
+    ) -> AsyncGenerator[Sequence[GenerateChunk]]:
+        """Takes what had been generated before this call, and lets others have their turn on the event loop.
+
+        All of it is judged again: the client says how much of it has left, and may be wrong.
+
+        Raises:
+            InvalidRequest: see `AnswerChunks.write`.
+        """
+        for begin in range(0, len(token_ids), REPLAY_TOKENS):
+            end = begin + REPLAY_TOKENS
+            yield await self.write(token_ids[begin:end], finish_reason if end >= len(token_ids) else None)
+            if self.has_ended:
+                return
+            await asyncio.sleep(0)
+
+    async def write(
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None, scores: TokenScores = NO_SCORES
+    ) -> Sequence[GenerateChunk]:
+        """Takes new tokens and the engine's word on the end, and returns what the client gets now.
+
+        Raises:
+            InvalidRequest: see `AnswerChunks.write`.
+        """
+        if self._moderator is None:
+            chunk = self._chunks.write(token_ids, finish_reason, scores)
+            return () if chunk is None else (chunk,)
+        ready: list[GenerateChunk] = []
+        begin, every = 0, self._moderator.every_tokens
+        while True:
+            end = min(len(token_ids), begin + every - self.num_tokens % every)
+            reason = finish_reason if end == len(token_ids) else None
+            part = token_ids[begin:end]
+            chunk = self._chunks.write(part, reason, scores.part(begin, end) if scores else scores)
+            self._token_ids += part
+            if chunk is not None:
+                self._held.append(chunk)
+            if self._chunks.has_ended or (part and self.num_tokens % every == 0):
+                ready += await self._judged(self._moderator)
+            begin = end
+            if self.has_ended or begin >= len(token_ids):
+                return ready
+
+    async def _judged(self, moderator: Moderator) -> list[GenerateChunk]:
+        """Returns what has waited, or what the client gets in its place."""
+        num_tokens = self._chunks.num_kept
+        so_far = AnswerSoFar(
+            tenant=self._tenant,
+            request_id=self._chunks.request_id,
+            choice_index=self._chunks.choice_index,
+            text=self._tokenizer.decode_all(self._token_ids[:num_tokens]),
+            num_tokens=num_tokens,
+            has_ended=self._chunks.has_ended,
+        )
+        held, self._held = self._held, []
+        if not await moderator.allows(so_far):
+            self._is_vetoed = True
+            return [self._chunks.vetoed(self._num_reasoning)]
+        self._num_reasoning = held[-1].num_reasoning_tokens if held else self._num_reasoning
+        return held
