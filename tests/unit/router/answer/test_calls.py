@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
 from baton.errors import ModelLoadError
+from baton.nesting import levels
 from baton.tools import Tool, ToolCallDelta, joined_calls
 from router.answer import CallForm, CallIds, Calls, Parted, call_format, form_of, known_form, typed_text
 from router.answer.marks import MAX_HELD
@@ -67,6 +68,25 @@ def test_what_models_write_is_read(form: CallForm, transcript: Transcript, cuts:
         assert whole.text == transcript.text
         assert tuple((call.name, call.arguments) for call in whole.calls) == transcript.calls
         assert [call.index for call in whole.calls] == list(range(len(whole.calls)))
+
+
+@pytest.mark.parametrize("form", {id(form): form for form, _ in TRANSCRIPTS}.values())
+def test_transcripts_of_each_format_have_each_kind(form: CallForm) -> None:
+    examples = [each for other, each in TRANSCRIPTS if other is form]
+    arguments = [text for each in examples for _, text in each.calls]
+    whole = [json.loads(text) for text in arguments if text.endswith("}")]
+    assert len(examples) >= 5
+    assert any(len(each.calls) > 1 for each in examples), "parallel"
+    assert {} in whole, "no arguments"
+    assert any(levels(value) > 3 for value in whole), "nested"
+    assert any(not json.dumps(value, ensure_ascii=False).isascii() for value in whole), "unicode"
+    assert any(each.calls and not each.calls[-1][1].endswith("}") for each in examples), "cut off"
+    assert any(each.text == each.raw and any(sign in each.raw for sign in form.signs or "{") for each in examples), (
+        "broken"
+    )
+    assert form.only_at_begin or any(
+        each.calls and each.text and each.raw[0] == each.text[0] and each.raw[-1] == each.text[-1] for each in examples
+    ), "in the middle"
 
 
 def of_parts(form: CallForm) -> st.SearchStrategy[str]:

@@ -163,10 +163,14 @@ def test_calls_go_on_wherever_a_stream_broke(
         channels = Channels(None, Calls(form, tools, CallIds("r", 0, 29)))
         return AnswerWriter(tokenizer, (), SamplingParams(), num_delivered=num_delivered, channels=channels)
 
-    whole = written(writer_of(), [[i] for i in token_ids], FinishReason.LENGTH)
+    end = data.draw(st.sampled_from([FinishReason.LENGTH, FinishReason.STOP]))
+    whole = written(writer_of(), [[i] for i in token_ids], end)
+    is_called = bool(whole.tool_calls) and end is FinishReason.STOP
+    assert whole.finish_reason == (FinishReason.TOOL_CALLS if is_called else end)
     num_delivered = data.draw(st.integers(0, len(token_ids) - 1))
     before = written(writer_of(), grouped(token_ids[:num_delivered], data.draw(cuts)), None)
-    after = written(writer_of(num_delivered), grouped(token_ids, data.draw(cuts)), FinishReason.LENGTH)
+    after = written(writer_of(num_delivered), grouped(token_ids, data.draw(cuts)), end)
+    assert after.finish_reason == whole.finish_reason
     assert before.text + after.text == whole.text
     assert joined_calls((*before.tool_calls, *after.tool_calls)) == whole.tool_calls
     for call in after.tool_calls:

@@ -8,6 +8,7 @@ from router.answer import CallForm, call_format
 
 WEATHER = '{"city": "Paris"}'
 NESTED = '{"query": {"any": ["a {b}", "c\\"]}"], "n": 1.5e3}, "deep": [[{}]], "no": null}'
+DEEP = '[[1, {}], {"a": {"b": []}}]'
 UNICODE = '{"city": "Köln 🐈", "note": "a\\u0301 </tool_call> [TOOL_CALLS]"}'
 
 
@@ -96,6 +97,8 @@ QWEN_XML = [
     Transcript("<tool_call>\n<function=add>\n</function>\n</tool_call> Done", "Done", (("add", "{}"),)),
     Transcript("<tool_call>\n<function=add>\noh\n</function>\n</tool_call>", "oh", (("add", "{}"),)),
     Transcript("<tool_call>\n<function=wea", "<tool_call>\n<function=wea"),
+    Transcript("Look: " + tagged("typed", ("list", DEEP)) + " There.", "Look:  There.",
+               (("typed", f'{{"list": {DEEP}}}'),)),
     Transcript(tagged("unknown"), tagged("unknown")),
     Transcript("<tool_call> only a mark", "<tool_call> only a mark"),
 ]  # fmt: skip
@@ -123,6 +126,7 @@ MISTRAL = [
     Transcript(
         f"[TOOL_CALLS]{listed(('weather', UNICODE), ('add', '{}'))}", calls=(("weather", UNICODE), ("add", "{}"))
     ),
+    Transcript(f"One. [TOOL_CALLS]{listed(*ONE)} Done.", "One.  Done.", ONE),
     Transcript(f"[TOOL_CALLS]{listed(*ONE)[:-1]}, {{oh", ", {oh", ONE),
     Transcript(f"[TOOL_CALLS]{listed(*ONE)[:-1]}", "", ONE),
     Transcript('[TOOL_CALLS][{"name": "weather", "arguments": {"city"', calls=(("weather", '{"city"'),)),
@@ -135,6 +139,7 @@ MISTRAL_11 = [
     Transcript(f"Well, [TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{NESTED}", "Well,", (("weather", NESTED),)),
     Transcript(f"[TOOL_CALLS]weather[ARGS] {UNICODE}", calls=(("weather", UNICODE),)),
     Transcript('[TOOL_CALLS]weather[ARGS]{"city": ', calls=(("weather", '{"city": '),)),
+    Transcript(f"One. [TOOL_CALLS]weather[ARGS]{WEATHER} Done.", "One.  Done.", ONE),
     Transcript("[TOOL_CALLS]weather", "[TOOL_CALLS]weather"),
     Transcript("[TOOL_CALLS]weather[ARGS]oh", "[TOOL_CALLS]weather[ARGS]oh"),
     Transcript("[TOOL_CALLS]unknown[ARGS]{}", "[TOOL_CALLS]unknown[ARGS]{}"),
@@ -148,6 +153,9 @@ DEEPSEEK = [
                f"{WEATHER}<｜tool▁call▁end｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
                calls=TWO),
     Transcript(fenced(*ONE).partition('"city"')[0], calls=(("weather", "{"),)),
+    Transcript(f"One. {fenced(*ONE)} Done.", "One.  Done.", ONE),
+    Transcript("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\noh",
+               "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\noh"),
     Transcript("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜>"),
     Transcript("<｜tool▁call▁begin｜>unknown<｜tool▁sep｜>{}", "<｜tool▁call▁begin｜>unknown<｜tool▁sep｜>{}"),
 ]  # fmt: skip
@@ -157,6 +165,8 @@ GRANITE = [
     Transcript(f"<|tool_call|>{listed(('weather', NESTED))} So.", "So.", (("weather", NESTED),)),
     Transcript(f"<|tool_call|>{listed(('weather', UNICODE))}", calls=(("weather", UNICODE),)),
     Transcript(f"Yes. <|tool_call|>{listed(('add', '{}'))}", "Yes.", (("add", "{}"),)),
+    Transcript(f"One. <|tool_call|>{listed(*ONE)} Done.", "One.  Done.", ONE),
+    Transcript('<|tool_call|>[{"name": "weather", "arguments": {"city": "Pa', calls=(("weather", '{"city": "Pa'),)),
     Transcript("<|tool_call|>none", "<|tool_call|>none"),
 ]
 PLAIN_JSON = [
@@ -166,6 +176,7 @@ PLAIN_JSON = [
     Transcript(f'\n {{"type": "function", "name": "weather", "arguments": {NESTED}}}', calls=(("weather", NESTED),)),
     Transcript(listed(("weather", UNICODE), ("add", "{}")), calls=(("weather", UNICODE), ("add", "{}"))),
     Transcript(f'{{"name": "weather", "parameters": {WEATHER}}} So.', "So.", ONE),
+    Transcript('{"name": "weather", "parameters": {"city": "Pa', calls=(("weather", '{"city": "Pa'),)),
     Transcript('{"name": "weather"}', '{"name": "weather"}'),
     Transcript('{"answer": 42}', '{"answer": 42}'),
     Transcript("[1, 2] and ", "[1, 2] and "),

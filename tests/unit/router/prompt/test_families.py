@@ -1,0 +1,177 @@
+"""Prompts of each family of models are those of transformers' `apply_chat_template`.
+
+The templates in `families/` are ours, written as those models' are: with their ways to go through tools, documents,
+calls, results and reasoning.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from baton.api import Chat
+from baton.chat import ChatMessage
+from baton.errors import InvalidRequest
+from baton.tools import Tool
+from router.answer import call_format, known_form
+from router.prompt import ChatTemplate
+from router.prompt.tools import with_calls_as_text, with_tools
+
+SOURCES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "families").glob("*.jinja"))}
+FORMS = {
+    "hermes": call_format.HERMES,
+    "qwen_xml": call_format.QWEN_XML,
+    "llama3": call_format.PLAIN_JSON,
+    "mistral": call_format.MISTRAL,
+    "deepseek": call_format.DEEPSEEK,
+    "granite": call_format.GRANITE,
+}
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+SYSTEM = {"role": "system", "content": "  Be brief, 世界. "}
+USER = {"role": "user", "content": "How is it in Köln?\n <b>&amp;</b> {{ 1 }} "}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "abcdefghi",
+            "type": "function",
+            "function": {
+                "name": "weather",
+                "arguments": {"city": "Köln <b>", "days": [1, 2.5, None], "more": {"a": True}},
+            },
+        }
+    ],
+}
+RESULT = {"role": "tool", "content": '{"degrees": 7}', "tool_call_id": "abcdefghi"}
+ANSWER = {"role": "assistant", "content": " Cold & grey. "}
+THOUGHT = {**ANSWER, "reasoning_content": "7 is\nlittle."}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": " Its name; <any>. "},
+        "days": {"type": "array", "items": {"type": "number"}, "maxItems": 3},
+        "unit": {"enum": ["C", "F"], "default": "C"},
+    },
+    "required": ["city"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": 'Looks ou"t.', "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+DOCUMENTS = [{"title": "Köln", "text": "On the <Rhine>."}, {"title": "", "text": "b"}]
+HISTORIES: dict[str, list[dict[str, Any]]] = {
+    "question": [USER],
+    "system": [SYSTEM, USER],
+    "rounds": [SYSTEM, USER, ANSWER, USER, ANSWER, USER],
+    "answer": [USER, ANSWER],
+    "call": [USER, CALL],
+    "result": [SYSTEM, USER, CALL, RESULT],
+    "answer to a result": [USER, CALL, RESULT, ANSWER, USER],
+    "reasoning": [USER, THOUGHT],
+    "earlier reasoning": [USER, THOUGHT, USER],
+    "reasoning before a call": [USER, {**CALL, "reasoning_content": "I look."}, RESULT],
+}
+
+
+def chat_of(messages: list[dict[str, Any]], **fields: Any) -> Chat:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in CALL["tool_calls"]
+    ]
+    parsed = [
+        ChatMessage.parse({**message, **({"tool_calls": calls} if "tool_calls" in message else {})}, index)
+        for index, message in enumerate(messages)
+    ]
+    return Chat(messages=tuple(parsed), **fields)
+
+
+def both(name: str, messages: list[dict[str, Any]], tools: Any = None, **fields: Any) -> tuple[str, str]:
+    """What we write, and what transformers does."""
+    template = ChatTemplate({"default": SOURCES[name]}, SPECIAL)
+    parsed = tuple(Tool.parse(tool, index) for index, tool in enumerate(tools or ()))
+    continues = bool(fields.get("continue_final_message"))
+    chat = chat_of(messages, tools=parsed, **{"add_generation_prompt": not continues, **fields})
+    ours = template.render(template.context(chat), continues=continues)
+    (theirs,), _ = render_jinja_template(
+        [messages],
+        tools=tools,
+        documents=[dict(document) for document in chat.documents] or None,
+        chat_template=SOURCES[name],
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=continues,
+        **chat.template_kwargs,
+        **SPECIAL,
+    )
+    return ours, theirs
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_prompts_are_those_of_transformers(name: str, history: str, has_tools: bool) -> None:
+    messages, tools = HISTORIES[history], TOOLS if has_tools else None
+    ours, theirs = both(name, messages, tools)
+    assert ours == theirs
+    assert ("weather" in ours) == (has_tools or any(message.get("tool_calls") for message in messages))
+    assert (
+        both(name, messages, tools, add_generation_prompt=False)[0]
+        == both(name, messages, tools, add_generation_prompt=False)[1]
+    )
+    if messages[-1] in (ANSWER, THOUGHT):
+        ours, theirs = both(name, messages, tools, continue_final_message=True)
+        assert ours == theirs
+        assert ours.rstrip().endswith("Cold & grey.")
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_documents_are_those_of_transformers_where_they_are_read(name: str) -> None:
+    if "documents" not in SOURCES[name]:
+        with pytest.raises(InvalidRequest, match="does not read 'documents'"):
+            both(name, [USER], documents=tuple(DOCUMENTS))
+        return
+    for tools in (None, TOOLS):
+        ours, theirs = both(name, [USER], tools, documents=tuple(DOCUMENTS))
+        assert ours == theirs
+        assert "On the <Rhine>." in ours
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [
+        ("hermes", {"enable_thinking": False}),
+        ("llama3", {"tools_in_user_message": False, "date_string": "1 May 2026"}),
+        ("granite", {"thinking": True, "controls": {"length": "long"}}),
+    ],
+)
+def test_variables_are_those_of_transformers(name: str, variables: dict[str, Any]) -> None:
+    for tools in (None, TOOLS):
+        ours, theirs = both(name, [USER], tools, template_kwargs=variables)
+        assert ours == theirs
+        assert ours != both(name, [USER], tools)[0] or (name, tools) == ("llama3", None)
+
+
+def test_without_tools_in_the_template_the_router_writes_them() -> None:
+    """As messages, with which transformers writes the same."""
+    template = ChatTemplate({"default": SOURCES["plain"]}, SPECIAL)
+    tools = tuple(Tool.parse(tool, index) for index, tool in enumerate(TOOLS))
+    for messages in HISTORIES.values():
+        ours = template.render(template.context(chat_of(messages, tools=tools)))
+        rewritten = with_tools(with_calls_as_text(messages), tools)
+        (theirs,), _ = render_jinja_template(
+            [rewritten], chat_template=SOURCES["plain"], add_generation_prompt=True, **SPECIAL
+        )
+        assert ours == theirs
+        assert "<tools>" in ours
+        assert ours.count("<tool_response>") == sum(message["role"] == "tool" for message in messages)
+
+
+def test_the_families_templates_tell_how_calls_are_written() -> None:
+    for name, form in FORMS.items():
+        assert known_form(SOURCES[name]) is form
+        assert ChatTemplate({"default": SOURCES[name]}, SPECIAL).reads_tools
+    assert not ChatTemplate({"default": SOURCES["plain"]}, SPECIAL).reads_tools
