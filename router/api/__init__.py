@@ -18,6 +18,7 @@ __all__ = [
     "openai",
     "page",
     "parts",
+    "responses",
     "several",
     "strict",
     "unserved",

@@ -10,17 +10,18 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from baton.errors import BatonError
-from router.api import anthropic, openai
+from router.api import anthropic, openai, responses
 from router.api.document import OPENAPI_PATH, document
 from router.api.unserved import is_anthropics
 from router.service import RouterService
 
-APIS = (openai.OPENAI, anthropic.ANTHROPIC)
+APIS = (openai.OPENAI, responses.RESPONSES, anthropic.ANTHROPIC)
 
 
 def add_apis(app: FastAPI, service: RouterService) -> None:
     """Adds the endpoints of all APIs, and the document of them."""
     openai.add_endpoints(app, service)
+    responses.add_endpoints(app, service)
     anthropic.add_endpoints(app, service)
 
     @app.get(OPENAPI_PATH)

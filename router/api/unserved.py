@@ -45,6 +45,7 @@ OPENAIS: Mapping[str, str] = {
     "/v1/realtime": _NO_MEDIA,
     "/v1/rerank": _NO_SCORES,
     "/v1/responses": "answers are not stored",
+    "/v1/responses/compact": "conversations are not compacted",
     "/v1/safety": _NO_ACCOUNTS,
     "/v1/score": _NO_SCORES,
     "/v1/skills": _NO_AGENTS,

@@ -3,6 +3,7 @@
 Bodies are validated here and become a `GenerateRequest`; what is not built is refused by name, never ignored.
 """
 
+from router.api.openai.body import SloBody
 from router.api.openai.description import OPENAI
 from router.api.openai.endpoints import add_endpoints
 from router.api.openai.errors import ERROR_NAME, ERROR_SCHEMA, error_body
@@ -13,6 +14,7 @@ __all__ = [
     "ERROR_SCHEMA",
     "OPENAI",
     "ResponseFormatBody",
+    "SloBody",
     "add_endpoints",
     "error_body",
     "structure_of",

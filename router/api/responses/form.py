@@ -1,0 +1,54 @@
+"""How /v1/responses answers: the events of a response, or the last one's response alone."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.api import GenerateChunk
+from baton.errors import BatonError
+from router.api.exchange import event
+from router.api.responses.writer import ResponseEvent, ResponseWriter
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseForm:
+    """The form of a response. See `router.api.answering.AnswerForm`."""
+
+    head: Mapping[str, Any]
+    """See `ResponseWriter`."""
+
+    async def whole(self, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
+        writer = ResponseWriter(self.head)
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                deque(writer.write(chunk), maxlen=0)
+        last = deque(writer.end(int(time.time())), maxlen=1).pop()
+        response: dict[str, Any] = last["response"]
+        return response
+
+    async def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[str]:
+        writer = ResponseWriter(self.head)
+        async with contextlib.aclosing(chunks):
+            try:
+                for text in _sent(writer.begin()):
+                    yield text
+                chunk: GenerateChunk | None = first
+                while chunk is not None:
+                    for text in _sent(writer.write(chunk)):
+                        yield text
+                    chunk = await anext(chunks, None)
+            except BatonError as error:
+                for text in _sent(writer.fail(error)):
+                    yield text
+                return
+        for text in _sent(writer.end(int(time.time()))):
+            yield text
+
+
+def _sent(events: Iterable[ResponseEvent]) -> Iterable[str]:
+    return (event(each, each["type"]) for each in events)

@@ -1,0 +1,78 @@
+"""Fields that hold one of several things: values of which each has a `type`, and a text in place of a list.
+
+Pydantic's own unions put names of their members into the place of an error. An error here names the client's field.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidatorFunctionWrapHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from router.api.fields import UNSUPPORTED
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ByType:
+    """Annotates a union of models, of which a value's `type` names one; its other members are texts."""
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Other values of `type` that clients know -> why they are refused."""
+    default: str = ""
+    """The `type` of an object that has none; empty: each must have one."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        members = typing.get_args(source) or (source,)
+        models = {
+            kind: each
+            for each in members
+            if isinstance(each, type) and issubclass(each, BaseModel)
+            for kind in typing.get_args(each.model_fields["type"].annotation)
+        }
+        texts = [text for each in members for text in typing.get_args(each) if isinstance(text, str)]
+
+        def chosen(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
+            return self._chosen(value, models, texts)
+
+        return core_schema.no_info_wrap_validator_function(chosen, handler(source))
+
+    def _chosen(self, value: Any, models: Mapping[str, type[BaseModel]], texts: list[str]) -> Any:
+        if isinstance(value, str) and value in texts:
+            return value
+        if not isinstance(value, dict):
+            known = " or ".join((*texts, "an object with a type"))
+            raise PydanticCustomError("one_of_several", "must be {known}", {"known": known})
+        kind = value.get("type") or self.default
+        if isinstance(kind, str) and kind in self.refused:
+            raise PydanticCustomError(
+                UNSUPPORTED,
+                "of type {kind} is not supported: {why}; leave it out",
+                {"kind": kind, "why": self.refused[kind]},
+            )
+        if not isinstance(kind, str) or kind not in models:
+            raise PydanticCustomError("type", "must have a type out of: {known}", {"known": ", ".join(models)})
+        return models[kind].model_validate(value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OrText:
+    """Annotates a union of a text and a list."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        (of_list,) = (each for each in typing.get_args(source) if each is not str)
+        return core_schema.no_info_wrap_validator_function(_text_or_list, handler.generate_schema(of_list))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string"}, handler(schema)]}
+
+
+def _text_or_list(value: Any, of_list: ValidatorFunctionWrapHandler) -> Any:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("text_or_list", "must be a text or a list")
+    return of_list(value)

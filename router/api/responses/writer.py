@@ -1,0 +1,203 @@
+"""A response as the events that make it. The whole response is what they add up to: the last of them has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from baton.api import GenerateChunk, Timing, Usage
+from baton.errors import BatonError, InvalidRequest, Overloaded
+from baton.sampling import FinishReason
+from router.api.openai import error_body
+from router.api.parts import PartBegin, PartEnd, PartKind, PartMore, Parts
+
+INCOMPLETE: Mapping[FinishReason | None, str] = {
+    FinishReason.LENGTH: "max_output_tokens",
+    FinishReason.CONTENT_FILTER: "content_filter",
+}
+"""Reasons for which a choice ends before its answer does -> what `incomplete_details` say."""
+_PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
+"""What the ids of items begin with."""
+_TEXT_EVENTS = {PartKind.REASONING: "response.reasoning_text", PartKind.TEXT: "response.output_text"}
+_NO_SCORES: Mapping[PartKind, dict[str, Any]] = {PartKind.REASONING: {}, PartKind.TEXT: {"logprobs": []}}
+_ARGUMENTS = "response.function_call_arguments"
+
+ResponseEvent = dict[str, Any]
+
+
+class ResponseWriter:
+    """Writes the events of one response: `begin`, `write` for each chunk, then `end` or `fail`.
+
+    Each yields events, and must be read to its end.
+
+    Args:
+        head: the response without its output, status and usage.
+    """
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._head = head
+        self._parts = Parts()
+        self._output: list[dict[str, Any]] = []
+        """The items that are complete."""
+        self._open: _OpenItem | None = None
+        self._num_events = 0
+        self._finish_reason: FinishReason | None = None
+        self._usage: Usage | None = None
+        self._timing: Timing | None = None
+
+    def begin(self) -> Iterator[ResponseEvent]:
+        """Yields what comes before every part of the answer."""
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._response("in_progress"))
+
+    def write(self, chunk: GenerateChunk) -> Iterator[ResponseEvent]:
+        """Yields what a chunk brings."""
+        self._finish_reason = chunk.finish_reason or self._finish_reason
+        self._usage, self._timing = chunk.usage or self._usage, chunk.timing or self._timing
+        for part in self._parts.push(chunk):
+            yield from self._part(part, "completed")
+
+    def end(self, completed_at: int) -> Iterator[ResponseEvent]:
+        """Yields what comes when the choice has ended; the last event has the whole response.
+
+        Args:
+            completed_at: in seconds since 1970.
+        """
+        reason = INCOMPLETE.get(self._finish_reason)
+        status = "incomplete" if reason else "completed"
+        for part in self._parts.end():
+            yield from self._part(part, status)
+        response = self._response(status)
+        if reason:
+            response["incomplete_details"] = {"reason": reason}
+        else:
+            response["completed_at"] = completed_at
+        yield self._event(f"response.{status}", response=response)
+
+    def fail(self, error: BatonError) -> Iterator[ResponseEvent]:
+        """Yields what comes when the answer breaks off: the response as far as it is, then the error by itself, which
+        OpenAI's clients raise.
+        """
+        response = self._response("failed")
+        response["output"] += [self._open.item("incomplete")] if self._open else []
+        response["error"] = {"code": _code(error), "message": str(error)}
+        yield self._event("response.failed", response=response)
+        body = error_body(error)["error"]
+        flat = {name: body[name] for name in ("code", "message", "param")}
+        yield self._event("error", **flat, error=body)
+
+    def _part(self, part: PartBegin | PartMore | PartEnd, status: str) -> Iterator[ResponseEvent]:
+        match part:
+            case PartBegin():
+                item_id = f"{_PREFIXES[part.kind]}_{self._head['id'].removeprefix('resp_')}_{part.index}"
+                self._open = _OpenItem(part, item_id, [])
+                yield from self._item_begins(self._open)
+            case PartMore(text=text):
+                assert self._open is not None
+                self._open.texts.append(text)
+                yield self._more(self._open, text)
+            case PartEnd():
+                assert self._open is not None
+                yield from self._item_ends(self._open, status)
+                self._output.append(self._open.item(status))
+                self._open = None
+
+    def _item_begins(self, item: _OpenItem) -> Iterator[ResponseEvent]:
+        yield self._event("response.output_item.added", output_index=item.index, item=item.item("in_progress"))
+        if item.kind is not PartKind.CALL:
+            yield self._of_content("response.content_part.added", item, part=item.part())
+
+    def _more(self, item: _OpenItem, text: str) -> ResponseEvent:
+        if item.kind is PartKind.CALL:
+            return self._of_item(f"{_ARGUMENTS}.delta", item, delta=text)
+        return self._of_content(f"{_TEXT_EVENTS[item.kind]}.delta", item, delta=text, **_NO_SCORES[item.kind])
+
+    def _item_ends(self, item: _OpenItem, status: str) -> Iterator[ResponseEvent]:
+        if item.kind is PartKind.CALL:
+            yield self._of_item(f"{_ARGUMENTS}.done", item, name=item.begin.name, arguments=item.text)
+        else:
+            yield self._of_content(f"{_TEXT_EVENTS[item.kind]}.done", item, text=item.text, **_NO_SCORES[item.kind])
+            yield self._of_content("response.content_part.done", item, part=item.part())
+        yield self._event("response.output_item.done", output_index=item.index, item=item.item(status))
+
+    def _of_content(self, kind: str, item: _OpenItem, **fields: Any) -> ResponseEvent:
+        return self._of_item(kind, item, content_index=0, **fields)
+
+    def _of_item(self, kind: str, item: _OpenItem, **fields: Any) -> ResponseEvent:
+        return self._event(kind, item_id=item.id, output_index=item.index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+
+    def _response(self, status: str) -> dict[str, Any]:
+        has_ended = status in ("completed", "incomplete")
+        timing = {"timing": asdict(self._timing)} if has_ended and self._timing else {}
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "completed_at": None,
+            "output": list(self._output),
+            "usage": _usage(self._usage) if has_ended and self._usage else None,
+            **timing,
+        }
+
+
+@dataclass(slots=True)
+class _OpenItem:
+    """An item of the output that has begun."""
+
+    begin: PartBegin
+    id: str
+    texts: list[str]
+
+    @property
+    def index(self) -> int:
+        return self.begin.index
+
+    @property
+    def kind(self) -> PartKind:
+        return self.begin.kind
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def part(self) -> dict[str, Any]:
+        """The part of a content, as far as it is."""
+        if self.kind is PartKind.REASONING:
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    def item(self, status: str) -> dict[str, Any]:
+        """The item, as far as it is. Its content comes after its begin."""
+        content = [] if status == "in_progress" else [self.part()]
+        match self.kind:
+            case PartKind.REASONING:
+                own: dict[str, Any] = {"type": "reasoning", "summary": [], "content": content}
+            case PartKind.TEXT:
+                own = {"type": "message", "role": "assistant", "content": content}
+            case PartKind.CALL:
+                own = {"type": "function_call", "call_id": self.begin.call_id, "name": self.begin.name}
+                own["arguments"] = self.text
+        return {"id": self.id, **own, "status": status}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _code(error: BatonError) -> str:
+    """The code of an error, out of those that a response may have."""
+    if isinstance(error, Overloaded):
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"
