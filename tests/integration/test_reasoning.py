@@ -148,3 +148,27 @@ def test_the_best_of_several_bring_their_reasoning(cluster: Served) -> None:
         message: Any = choice.message
         assert message.reasoning_content.islower()
         assert message.content.isupper()
+
+
+def test_a_response_has_the_reasoning_as_its_first_item(cluster: Served) -> None:
+    schema = {"enum": ["yes, please", "not now"]}
+    opens: dict[str, Any] = {"chat_template_kwargs": {"opens": True}, "thinking_budget": 4, "seed": 5}
+    chat_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    whole, _ = asked(cluster, **opens, max_tokens=40, response_format=chat_format)
+    body: dict[str, Any] = {"model": "", "input": [{"role": "user", "content": "Now?"}], "max_output_tokens": 40}
+    body |= {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}, "extra_body": opens}
+    with openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0) as client:
+        response = client.responses.create(**body)
+        reasoning, message = response.output
+        assert (reasoning.type, message.type, response.status) == ("reasoning", "message", "completed")
+        assert [part.text for part in reasoning.content or []] == [whole.reasoning]
+        assert response.output_text == whole.text
+        assert response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens == whole.num_reasoning
+        with client.responses.create(**body, stream=True) as stream:
+            deltas = [event.delta for event in stream if event.type == "response.reasoning_text.delta"]
+        assert "".join(deltas) == whole.reasoning
+        body["input"] += [*response.output, {"role": "user", "content": "And now?"}]
+        assert len(client.responses.create(**body).output) == 2
+        body["extra_body"] = {**opens, "include_reasoning": False}
+        assert [item.type for item in client.responses.create(**body).output] == ["message"]
