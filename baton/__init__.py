@@ -1,9 +1,9 @@
 """What every process shares: the vocabulary of requests, workers and blocks, and the ways in which processes speak.
 
 The vocabulary is in plain modules (`api`, `messages`, `cluster`, `blocks`, `sampling`, `structure`, `scores`,
-`hypotheses`, `chat`, `tools`, `errors`), settings are in `config`, the engine is in `engine`; `grammar` compiles
-structures for router and engine; protobuf stops at `wire`, `rpc` is gRPC, `telemetry` declares every metric, and `v1`
-is generated from `proto/`. No other package of the product is imported here.
+`hypotheses`, `chat`, `tools`, `quota`, `errors`), settings are in `config`, the engine is in `engine`; `grammar`
+compiles structures for router and engine; protobuf stops at `wire`, `rpc` is gRPC, `telemetry` declares every metric,
+and `v1` is generated from `proto/`. No other package of the product is imported here.
 """
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "model_files",
     "nesting",
     "parent",
+    "quota",
     "rpc",
     "sampling",
     "scores",

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from baton.chat import ChatMessage
+from baton.quota import Quota
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
 from baton.tools import ANY_TOOL, Tool, ToolCallDelta, ToolChoice
@@ -177,6 +178,8 @@ class GenerateChunk:
     """Log probabilities of the tokens, where the request asks for them."""
     prompt_scores: PromptScores | None = None
     """The prompt's log probabilities, where the request asks for them: once, in the first chunk of its first choice."""
+    quota: Quota | None = None
+    """What the tenant has left of its limits: in the first chunk, where there are limits. HTTP has it in headers."""
 
 
 @dataclass(frozen=True, slots=True)

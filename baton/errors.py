@@ -7,6 +7,7 @@
     ├── Forbidden                  PERMISSION_DENIED    403   a known tenant's key, for what only operators may do
     ├── Unsupported                UNIMPLEMENTED        400   a field or method not built yet, or that no worker knows
     ├── Overloaded                 RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
+    │   └── QuotaExceeded          RESOURCE_EXHAUSTED   429   the tenant has used up a limit of its own
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
     ├── WorkerDraining             UNAVAILABLE          503   a worker takes no new work; another may serve
@@ -33,6 +34,8 @@ hand-over have one text for both (`text_of`, `transfer_error_of`).
 from __future__ import annotations
 
 from typing import ClassVar
+
+from baton.quota import UNLIMITED, Quota
 
 
 class BatonError(Exception):
@@ -87,6 +90,14 @@ class Overloaded(BatonError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class QuotaExceeded(Overloaded):
+    """`quota` is what the tenant has left; between processes it does not travel."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0, quota: Quota = UNLIMITED) -> None:
+        super().__init__(message, retry_after_s)
+        self.quota = quota
 
 
 class NoWorker(BatonError):
@@ -183,7 +194,7 @@ def error_of(kind: str, message: str, retry_after_s: float = 1.0) -> BatonError 
     cls = _CLASSES.get(kind, BatonError)
     if cls is BatonError:
         return None
-    return Overloaded(message, retry_after_s) if cls is Overloaded else cls(message)
+    return cls(message, retry_after_s) if issubclass(cls, Overloaded) else cls(message)
 
 
 def text_of(error: BatonError) -> str:

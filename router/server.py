@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 from opentelemetry.sdk.trace import TracerProvider
 
 from baton.api import ModelCard
@@ -28,8 +29,9 @@ from baton.telemetry.instruments import Instruments
 from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
 from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex
 from kvstore.leases import RedisLeases, RedisRecords
-from router.admission import Limiter, ModelFacts, SloCounts
+from router.admission import Accounts, Ledger, Limiter, ModelFacts, RedisLedger, SloCounts
 from router.admission.tenants import TenantBook
+from router.admission.tenants_file import TenantsFile
 from router.answer import AnswerFormat
 from router.api.controller_client import ControllerClient
 from router.api.exchange import MAX_BODY_BYTES
@@ -45,6 +47,8 @@ from router.placement.stale_hints import HintTracker
 from router.prompt import Tokenizer
 from router.request.model import Ingress, LoadedModel
 from router.request.resume import Journal
+from router.request.usage_log import UsageBook, UsageFile
+from router.request.usage_marks import MarkStore, RedisMarks
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -68,6 +72,10 @@ class _Store:
     mirror: Mirror
     follower: MirrorFollower
     journal: Journal
+    ledger: Ledger
+    """Closed by the accounts, which own it."""
+    marks: MarkStore
+    """Closed by the usage book, which owns them."""
 
     @staticmethod
     def connect(config: IndexConfig, content: str) -> _Store:
@@ -88,6 +96,8 @@ class _Store:
             mirror=mirror,
             follower=follower,
             journal=Journal(RedisRecords(RedisConnection(config.redis_url, garbage), content)),
+            ledger=RedisLedger(RedisConnection(config.redis_url, garbage), content),
+            marks=RedisMarks(RedisConnection(config.redis_url, garbage), content),
         )
 
     async def close(self) -> None:
@@ -100,7 +110,8 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     """Runs a router until `stop` is set, and requests in flight for `router.drain_timeout_s` more.
 
     Raises:
-        ConfigError: a port is taken, no Redis is configured, or the tenants' file is wrong.
+        ConfigError: a port is taken, no Redis is configured, the tenants' file is wrong, or the usage log cannot be
+            written.
         ModelLoadError: the model's folder has no tokenizer.
     """
     await build(config).run(stop)
@@ -120,6 +131,9 @@ class Router:
     http: _HttpServer
     http_sockets: list[socket.socket]
     service: RouterService
+    tenants_file: TenantsFile
+    accounts: Accounts
+    usage_book: UsageBook
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then lets requests in flight end, for `router.drain_timeout_s` at most."""
@@ -130,6 +144,9 @@ class Router:
                     tasks.create_task(self.store.follower.run(), name="mirror"),
                     tasks.create_task(self.registry.run(), name="registry"),
                     tasks.create_task(self.store.journal.run(), name="journal"),
+                    tasks.create_task(self.tenants_file.run(), name="tenants"),
+                    tasks.create_task(self.accounts.run(), name="accounts"),
+                    tasks.create_task(self.usage_book.run(), name="usage"),
                     tasks.create_task(self._report_health(), name="health"),
                 ]
                 serving = tasks.create_task(self.http.serve(self.http_sockets), name="http")
@@ -143,6 +160,8 @@ class Router:
         finally:
             await self.rpc.stop(0)
             await self.client.close()
+            await self.accounts.close()
+            await self.usage_book.close()
             await self.store.close()
             self.service.close()
             if self.tracer is not None:
@@ -158,50 +177,43 @@ def build(config: Config) -> Router:
     """Puts a router's parts together, and binds its ports.
 
     Raises:
-        ConfigError: a port is taken, no Redis is configured, or the tenants' file is wrong.
+        ConfigError: a port is taken, no Redis is configured, the tenants' file is wrong, or the usage log cannot be
+            written.
         ModelLoadError: the model's folder has no tokenizer.
     """
     if not config.index.redis_url:
         raise ConfigError("the router needs index.redis_url (BATON_INDEX_REDIS_URL)")
-    tenants = TenantBook.configured(config.router.tenants_file)
-    for slo_class in tenants.slo_classes:
-        config.router.slo_class(slo_class)
+    tenants = TenantsFile.load(config.router)
+    usage_file = UsageFile(config.router.usage_log) if config.router.usage_log else None
     tracer = tracing.configure("baton-router", config.router.id, config.telemetry)
     model = _load_model(config)
     store = _Store.connect(config.index, model.content_id)
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
     client, slo_counts, decisions = WorkerClient(), SloCounts(), DecisionLog()
     rpc, grpc_port, http_sockets = _bind(config, tenants)
-    registry = Registry(
-        leases=store.leases,
-        pools=pools,
-        client=client,
-        follower=store.follower,
-        me=_announcement(config, grpc_port),
-        slo_counts=slo_counts,
-        models=(ServedModel(model.facts.id, config.model.path),),
-        redis=store.redis,
-        poll_s=config.index.poll_s,
-        lease_s=config.index.lease_s,
-    )
+    registry = _registry(config, model, store, pools, client=client, slo_counts=slo_counts, grpc_port=grpc_port)
     readiness = Readiness(pools, config.router.mode == "split", config.router.worker_wait_s, time.monotonic)
     aliases = model.facts.id if config.telemetry.vllm_aliases else ""
     instruments = Instruments(registry.status, config.router.slo_classes, aliases)
-    service = _service(
-        config, model, store, pools, client=client, decisions=decisions, instruments=instruments, slo_counts=slo_counts
+    accounts = Accounts(store.ledger, instruments, registry.num_routers, config.index.lease_s)
+    usage_book = UsageBook(usage_file, store.marks, instruments, registry.num_routers)
+    service = RouterService(
+        model,
+        dispatcher=_dispatcher(config, store, pools, client=client, decisions=decisions, instruments=instruments),
+        limiter=Limiter(config.router.max_in_flight),
+        accounts=accounts,
+        journal=store.journal,
+        usage_book=usage_book,
+        instruments=instruments,
+        config=config.router,
+        slo_counts=slo_counts,
+        worker_limit=pools.max_model_len,
     )
     inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port))
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, rpc.server)
     admin = AdminServicer(registry.status, decisions.explain, ControllerClient(registry.controller))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
-    http = _HttpServer(
-        uvicorn.Config(
-            app=create_app(service, tenants, readiness.why_not, instruments.exposition),
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s),
-        )
-    )
+    http = _http_server(config, create_app(service, tenants, readiness.why_not, instruments.exposition))
     return Router(
         config=config,
         tracer=tracer,
@@ -213,6 +225,9 @@ def build(config: Config) -> Router:
         http=http,
         http_sockets=http_sockets,
         service=service,
+        tenants_file=TenantsFile(config.router, tenants, instruments),
+        accounts=accounts,
+        usage_book=usage_book,
     )
 
 
@@ -235,33 +250,57 @@ def _load_model(config: Config) -> LoadedModel:
     )
 
 
-def _service(
+def _registry(
     config: Config,
     model: LoadedModel,
     store: _Store,
     pools: PoolView,
     *,
     client: WorkerClient,
+    slo_counts: SloCounts,
+    grpc_port: int,
+) -> Registry:
+    return Registry(
+        leases=store.leases,
+        pools=pools,
+        client=client,
+        follower=store.follower,
+        me=_announcement(config, grpc_port),
+        slo_counts=slo_counts,
+        models=(ServedModel(model.facts.id, config.model.path),),
+        redis=store.redis,
+        poll_s=config.index.poll_s,
+        lease_s=config.index.lease_s,
+    )
+
+
+def _http_server(config: Config, app: FastAPI) -> _HttpServer:
+    return _HttpServer(
+        uvicorn.Config(
+            app=app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s),
+        )
+    )
+
+
+def _dispatcher(
+    config: Config,
+    store: _Store,
+    pools: PoolView,
+    *,
+    client: WorkerClient,
     decisions: DecisionLog,
     instruments: Instruments,
-    slo_counts: SloCounts,
-) -> RouterService:
-    return RouterService(
-        model,
-        dispatcher=Dispatcher(
-            pools=pools,
-            client=client,
-            hints=HintTracker(store.mirror, instruments),
-            decisions=decisions,
-            config=config.router,
-            instruments=instruments,
-        ),
-        limiter=Limiter(config.router.max_in_flight),
-        journal=store.journal,
-        instruments=instruments,
+) -> Dispatcher:
+    return Dispatcher(
+        pools=pools,
+        client=client,
+        hints=HintTracker(store.mirror, instruments),
+        decisions=decisions,
         config=config.router,
-        slo_counts=slo_counts,
-        worker_limit=pools.max_model_len,
+        instruments=instruments,
     )
 
 

@@ -1,9 +1,9 @@
 """Serves a request from its arrival to its end. The code below reads in the order of these steps.
 
-1. Admit. The API has identified the tenant (`router.admission.tenants`). Check model, id and sampling; take a slot, or
-   refuse at once with Retry-After.
-2. Write the prompt. Chat template and tokenizer; check length and vocabulary (`router.prompt`). From here on only
-   token ids.
+1. Admit. The API has identified the tenant (`router.admission.tenants`). Check model, id and sampling; take a slot, and
+   book the request against the tenant's limits (`router.admission.accounts`), or refuse at once with Retry-After.
+2. Write the prompt. Chat template and tokenizer; check length and vocabulary (`router.prompt`), and charge it. From
+   here on only token ids.
 3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`router.prompt.sequence`).
 4. Place, reserve, prefill, hand over, decode: `router.dispatch`, for all choices, again when a worker fails.
 5. Write the text. Incremental detokenization and stop strings (`router.answer`); where there is a moderation, what is
@@ -36,6 +36,7 @@ from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
 from kvstore.leases import Noted, RecordKey
 from router.admission import (
+    Accounts,
     Limiter,
     ModelFacts,
     SloCounts,
@@ -56,6 +57,7 @@ from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
 from router.request.moderation import ModeratedAnswer, Moderator
 from router.request.resume import Call, CallsInFlight, Journal, digest_of, only_delivered, with_delivered
 from router.request.settlement import Settlement
+from router.request.usage_log import UsageBook
 
 
 class RouterService:
@@ -75,7 +77,9 @@ class RouterService:
         *,
         dispatcher: Dispatcher,
         limiter: Limiter,
+        accounts: Accounts,
         journal: Journal,
+        usage_book: UsageBook,
         instruments: Instruments,
         config: RouterConfig,
         slo_counts: SloCounts,
@@ -86,7 +90,9 @@ class RouterService:
         self._worker_limit = worker_limit
         self._dispatcher = dispatcher
         self._limiter = limiter
+        self._accounts = accounts
         self._journal = journal
+        self._usage_book = usage_book
         self._instruments = instruments
         self._config = config
         self._slo_counts = slo_counts
@@ -126,10 +132,10 @@ class RouterService:
         Raises:
             InvalidRequest, Unsupported: before anything was placed; the client can mend it. Also, later: the answer is
                 shorter than what `resume_from` claims that the client has of it.
-            Overloaded, NoWorker, WorkerFailed, TransferError: it could not be served.
+            QuotaExceeded, Overloaded, NoWorker, WorkerFailed, TransferError: it could not be served.
             Conflict: another call has taken the request over.
         """
-        facts = self.facts
+        facts = self.facts.of(tenant)
         with self._settlement(request, tenant, ingress, trace) as settle:
             check_model(request.model, facts)
             check_request_id(request.request_id)
@@ -137,21 +143,21 @@ class RouterService:
             key = RecordKey(tenant.id, request.request_id or f"req-{uuid.uuid4().hex}")
             params = sampling_params(request.sampling, facts)
             check_resume(request, params)
-            call = Call.of_current_task()
             past = await self.calls.take_over(key) if request.resume_from else None
-            with self._limiter.slot(key.request_id, params.num_answers, tenant), self.calls.entered(key, call):
-                truncation = truncation_of(request.truncation, params, facts)
-                prompt_ids = await self.tokenize(request.prompt, tenant, truncation)
+            with self._limiter.slot(key.request_id, params.num_answers, tenant), self.calls.entered(key) as call:
+                settle.charge = self._accounts.arrive(tenant, params.num_answers)
+                prompt_ids = await self._prompt_ids(request, params, tenant)
                 params = with_lengths(params, request.sampling, len(prompt_ids), facts)
                 check_resume(request, params)
                 params, plan = self._planned(request.prompt, prompt_ids, params)
                 await self._structures.check(params.structured_outputs)
+                await settle.charge.book(len(prompt_ids))
                 spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)
                 digest = digest_of(self.model.content_id, spec)
                 noted = await self._begun(key, digest, params, request.resume_from, past)
                 group = ChoiceGroup.begin(spec, claim, settle.trace, params.num_answers, noted)
                 call.begin(digest, group)
-                settle.begin(group.choices[: params.n], params, request.resume_from)
+                settle.begin(group.choices[: params.n], params, request.resume_from, digest)
                 selection = AnswerSelection(params, request.resume_from)
                 writers = self._writers(request, group, params, plan)
                 with self._journal.noting(key, digest, group.choices):
@@ -198,6 +204,10 @@ class RouterService:
         check_special(prompt, tenant)
         return await self._encoder.encode(prompt, tenant.scope, self.facts, truncation)
 
+    async def _prompt_ids(self, request: GenerateRequest, params: SamplingParams, tenant: Tenant) -> tuple[int, ...]:
+        """The token ids of a request's prompt, cut to the length that it asks for."""
+        return await self.tokenize(request.prompt, tenant, truncation_of(request.truncation, params, self.facts))
+
     def _settlement(
         self, request: GenerateRequest, tenant: Tenant, ingress: Ingress, trace: Context | None
     ) -> Settlement:
@@ -209,6 +219,7 @@ class RouterService:
             trace=trace,
             instruments=self._instruments,
             slo_counts=self._slo_counts,
+            usage_book=self._usage_book,
         )
 
     def _planned(

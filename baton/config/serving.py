@@ -96,8 +96,11 @@ class RouterConfig:
     """Secret that keys the tenants' cache scopes; equal on all routers. `baton up` draws one."""
     tenants_file: String = ""
     """YAML file of the tenants and the SHA-256 of their API keys (`printf %s KEY | sha256sum`);
-    `router.admission.tenants` lists the fields. Read once at start. Empty: every request is accepted, whatever key it
-    carries."""
+    `router.admission.tenants` lists the fields. It is read again when it changes: a key that is added or withdrawn
+    holds within 2 s. Empty: every request is accepted, whatever key it carries."""
+    usage_log: String = ""
+    """File to which a line of JSON is appended for each request that was answered: whose it was and how many tokens it
+    used, never its text nor its key. Empty: none."""
 
     moderation: String = ""
     """Function that judges answers, as MODULE:FUNCTION; docs/moderation.md says what it gets and returns. Empty:

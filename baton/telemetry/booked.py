@@ -84,14 +84,31 @@ class Booked:
     )
     tenant_requests: Counter = _counter(
         "baton.tenant_requests",
-        "Finished requests by tenant and outcome: the outcomes of baton_requests_slo_total, and invalid.",
+        "Finished requests by tenant and outcome: the outcomes of baton_requests_slo_total, invalid, and limited: "
+        "beyond a limit of the tenant.",
     )
     tenant_tokens: Counter = _counter(
         "baton.tenant_tokens",
-        "Tokens of served requests, by tenant and kind: prompt, cached (a part of prompt), generated.",
+        "Tokens of served requests, by tenant and kind: prompt, cached (a part of prompt), generated, reasoning (a "
+        "part of generated).",
+    )
+    tenant_refusals: Counter = _counter(
+        "baton.tenant_refusals",
+        "Requests refused because of a limit of their tenant, by tenant and limit: requests_per_minute, "
+        "tokens_per_minute, tokens_per_day or max_in_flight.",
+    )
+    tenants_file_reads: Counter = _counter(
+        "baton.tenants_file_reads",
+        "Versions of the tenants' file that were read after the start, by outcome: adopted, or refused; then the "
+        "entries before it stay in force.",
+    )
+    usage_records: Counter = _counter(
+        "baton.usage_records", "Usage records by outcome: written, or failed, as the file could not be written."
     )
     requests: Counter = _counter(
-        "baton.requests", "Finished requests by outcome: ok, error, rejected, invalid or cancelled."
+        "baton.requests",
+        "Finished requests by outcome: ok, error, rejected, limited (beyond a limit of the tenant), invalid or "
+        "cancelled.",
     )
     retries: Counter = _counter("baton.retries", "Choices that were placed again, by the kind of the last failure.")
     migrations: Counter = _counter("baton.migrations", "Choices that moved, with their KV, from a worker that leaves.")

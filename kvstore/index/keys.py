@@ -13,11 +13,14 @@ kv:{ns}:routers            SET of router ids
 kv:{ns}:controller         JSON                         PX lease
 kv:{ns}:desired            HASH pool -> size
 kv:{ns}:req:<n>:<t>:<id>   HASH, a request in flight    PX a minute; tenant t of n characters, request id
+kv:{ns}:acct:<t>           the limits' account of tenant t: what it used, answers in flight    PX till nothing counts
+kv:{ns}:use:<n>:<t>:<id>   JSON, who writes the usage record of a request                      PX; names as in req
+kv:{ns}:held               ZSET of usage records that wait whether their request goes on       score: when they are due
 """
 
 from __future__ import annotations
 
-KINDS = {"ev": "event", "blk": "blocks", "snap": "snapshot", "req": "record"}
+KINDS = {"ev": "event", "blk": "blocks", "snap": "snapshot", "req": "record", "acct": "account", "use": "usage"}
 """Readable names of values whose key has a short name."""
 
 
@@ -38,6 +41,7 @@ class Keys:
         self.routers = self._prefix + "routers"
         self.desired = self._prefix + "desired"
         self.controller = self._prefix + "controller"
+        self.held = self._prefix + "held"
 
     def lease(self, worker_id: str) -> str:
         """Returns the key of a worker's lease."""
@@ -54,6 +58,14 @@ class Keys:
     def record(self, tenant_id: str, request_id: str) -> str:
         """Returns the key of a request; the length keeps tenant `a:b` and id `c` apart from `a` and `b:c`."""
         return f"{self._prefix}req:{len(tenant_id)}:{tenant_id}:{request_id}"
+
+    def account(self, tenant_id: str) -> str:
+        """Returns the key of what a tenant has used of its limits."""
+        return f"{self._prefix}acct:{tenant_id}"
+
+    def usage(self, tenant_id: str, request_id: str) -> str:
+        """Returns the key of who writes the usage record of a request; see `record` for the length."""
+        return f"{self._prefix}use:{len(tenant_id)}:{tenant_id}:{request_id}"
 
     def blocks(self, worker_id: str, epoch: int) -> str:
         """Returns the key of a worker's set of entries."""

@@ -1,12 +1,15 @@
 """Who is let in: tenants, validation of requests, a bound on how many are served at once, and deadlines.
 
-`tenants` and `validate` refuse what may not be served at all, `limiter` what is too much for one tenant, and `gate`
-what would come too late, by the predicted time of its first token.
+`tenants` and `validate` refuse what may not be served at all, `limiter` what is too much for one tenant of a full
+router, `accounts` what is beyond a tenant's own limits, over all routers, and `gate` what would come too late, by the
+predicted time of its first token.
 """
 
+from router.admission.accounts import Accounts, Charge
 from router.admission.claim import Claim, SloCounts, claim_of
 from router.admission.gate import PATIENCE, Gate, QueueEntry
 from router.admission.history import AnswerHistory
+from router.admission.ledger import Ledger, MemoryLedger, RedisLedger
 from router.admission.limiter import Limiter
 from router.admission.validate import (
     MAX_SETTLED,
@@ -26,12 +29,17 @@ from router.admission.validate import (
 __all__ = [
     "MAX_SETTLED",
     "PATIENCE",
+    "Accounts",
     "AnswerHistory",
+    "Charge",
     "Claim",
     "Gate",
+    "Ledger",
     "Limiter",
+    "MemoryLedger",
     "ModelFacts",
     "QueueEntry",
+    "RedisLedger",
     "SloCounts",
     "check_length",
     "check_model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
 from baton.errors import InvalidRequest, Overloaded
@@ -21,8 +22,11 @@ class Limiter:
         self.max_in_flight = max_in_flight
         self.num_in_flight = 0
         self._request_ids: set[tuple[str, str]] = set()
-        self._by_tenant: dict[Tenant, int] = {}
-        self._refused: set[Tenant] = set()
+        self._by_tenant: Counter[str] = Counter()
+        """Choices in flight, by tenant; none is listed that has none."""
+        self._weights: dict[str, float] = {}
+        """Weight of each of these, and of the refused: of the latest request, as the tenants' file may change."""
+        self._refused: set[str] = set()
         """Tenants refused since it became crowded: what frees is kept for those that have less than their share."""
         self._mean_duration_s = 1.0
 
@@ -37,11 +41,12 @@ class Limiter:
         """
         if num_choices > self.max_in_flight:
             raise InvalidRequest(f"sampling.n must be at most {self.max_in_flight} here; lower it", "n")
+        self._weights[tenant.id] = tenant.weight
         if self.num_in_flight + num_choices > self._limit_of(tenant):
-            self._refused.add(tenant)
+            self._refused.add(tenant.id)
             raise Overloaded(
                 f"{self.num_in_flight} of at most {self.max_in_flight} answers are being generated, "
-                f"{self._by_tenant.get(tenant, 0)} of them yours; try again later",
+                f"{self._by_tenant[tenant.id]} of them yours; try again later",
                 retry_after_s=max(0.1, self._mean_duration_s * num_choices / self.max_in_flight),
             )
         if (tenant.id, request_id) in self._request_ids:
@@ -49,25 +54,25 @@ class Limiter:
                 f"request_id {request_id!r} is in flight; choose another or leave it empty", "request_id"
             )
         self._request_ids.add((tenant.id, request_id))
-        self._book(tenant, num_choices)
+        self._book(tenant.id, num_choices)
         try:
             yield
         finally:
-            self._book(tenant, -num_choices)
+            self._book(tenant.id, -num_choices)
             self._request_ids.discard((tenant.id, request_id))
 
     def _limit_of(self, tenant: Tenant) -> float:
         """How many may be in flight, all tenants' together, for one more of this tenant's to be let in."""
-        others = sum(other.weight for other in self._by_tenant.keys() | self._refused if other != tenant)
+        others = sum(self._weights[other] for other in self._by_tenant.keys() | self._refused if other != tenant.id)
         share = self.max_in_flight * tenant.weight / (tenant.weight + others)
-        has_share = self._by_tenant.get(tenant, 0) >= share
+        has_share = self._by_tenant[tenant.id] >= share
         return CROWDED * self.max_in_flight if has_share else self.max_in_flight
 
-    def _book(self, tenant: Tenant, num_choices: int) -> None:
+    def _book(self, tenant_id: str, num_choices: int) -> None:
         self.num_in_flight += num_choices
-        self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + num_choices
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
+        self._by_tenant[tenant_id] += num_choices
+        if not self._by_tenant[tenant_id]:
+            del self._by_tenant[tenant_id]
         if self.num_in_flight < CROWDED * self.max_in_flight:
             self._refused.clear()
 

@@ -1,9 +1,15 @@
 """Tenants. A request belongs to the tenant whose API key it carries.
 
-The tenants stand in one YAML file (`router.tenants_file`), read once at start:
+The tenants stand in one YAML file (`router.tenants_file`), which is read again when it changes
+(`router.admission.tenants_file`):
 
     acme:
       key_sha256: [HASH, HASH]         # two keys: how one replaces another without a gap
+      requests_per_minute: 600
+      tokens_per_minute: 200000        # prompts and answers
+      tokens_per_day: 20000000
+      max_in_flight: 16                # answers at a time
+      max_answer_tokens: 4096          # the longest answer
       weight: 2.0
       slo_class: interactive
       max_priority: 5
@@ -36,6 +42,7 @@ import yaml
 from baton.errors import ConfigError, Unauthenticated
 
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
+MAX_LIMIT = 10**12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +64,27 @@ class Tenant:
     """Whether it may change the pools: `baton scale`, `drain` and `role`."""
     parse_special: bool = False
     """Whether its requests may write special tokens (`parse_special`): it can forge messages of any role."""
+    requests_per_minute: int | None = None
+    """Most requests in any 60 seconds, over all routers; None: no limit, here and below."""
+    tokens_per_minute: int | None = None
+    """Most tokens of prompts and answers in any 60 seconds. A prompt counts when it is admitted, an answer when it has
+    ended."""
+    tokens_per_day: int | None = None
+    """Most tokens of prompts and answers in any 24 hours."""
+    max_in_flight: int | None = None
+    """Most answers that are generated at a time, over all routers."""
+    max_answer_tokens: int | None = None
+    """The longest answer. It is the bound of a request that names none; one that asks for more is refused."""
 
     @property
     def scope(self) -> str:
         """The scope whose cached prefixes the tenant may hit: its cache scope, or its own id."""
         return self.cache_scope or self.id
+
+    @property
+    def windows(self) -> tuple[int | None, int | None, int | None]:
+        """The limits of requests a minute, tokens a minute and tokens a day."""
+        return self.requests_per_minute, self.tokens_per_minute, self.tokens_per_day
 
 
 DEFAULT_TENANT = Tenant(id="default", operator=True, parse_special=True)
@@ -69,13 +92,15 @@ DEFAULT_TENANT = Tenant(id="default", operator=True, parse_special=True)
 
 
 class TenantBook:
-    """Finds the tenant of an API key."""
+    """Finds the tenant of an API key. What it knows is replaced while the router runs."""
 
-    def __init__(self, by_digest: Mapping[bytes, Tenant] | None) -> None:
+    def __init__(self, by_digest: Mapping[bytes, Tenant] | None, version: bytes = b"") -> None:
         """Args:
         by_digest: SHA-256 of a key -> whose it is; None: everybody is `DEFAULT_TENANT`.
+        version: digest of the file's content, see `version_of`.
         """
         self._by_digest = by_digest
+        self.version = version
 
     @staticmethod
     def open_to_all() -> TenantBook:
@@ -94,7 +119,7 @@ class TenantBook:
             ConfigError: it cannot be read, or an entry is wrong; the message names it.
         """
         try:
-            text = path.read_text()
+            text = path.read_bytes()
             root = yaml.compose(text, yaml.SafeLoader)
             entries = yaml.safe_load(text)
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -111,7 +136,11 @@ class TenantBook:
             for digest in digests:
                 if (owner := by_digest.setdefault(digest, tenant)) is not tenant:
                     raise ConfigError(f"{path}: tenants {owner.id!r} and {tenant.id!r} have a key in common")
-        return TenantBook(by_digest)
+        return TenantBook(by_digest, version_of(text))
+
+    def adopt(self, other: TenantBook) -> None:
+        """Takes over what another book knows, for all requests that arrive from now on."""
+        self._by_digest, self.version = other._by_digest, other.version
 
     @property
     def slo_classes(self) -> set[str]:
@@ -135,6 +164,11 @@ class TenantBook:
         if tenant is None:
             raise Unauthenticated("the API key is not one of this cluster's tenants; check it, or ask the operator")
         return tenant
+
+
+def version_of(text: bytes) -> bytes:
+    """Returns a digest of a tenants' file."""
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def api_key_of(headers: Iterable[tuple[str | bytes, str | bytes]]) -> str | None:
@@ -196,5 +230,9 @@ CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "cache_scope": (_is_word, "a string of printable characters"),
     "operator": (lambda value: isinstance(value, bool), "true or false"),
     "parse_special": (lambda value: isinstance(value, bool), "true or false"),
+    **dict.fromkeys(
+        ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_in_flight", "max_answer_tokens"),
+        (lambda value: _is_between(value, 1, MAX_LIMIT, int), f"a whole number from 1 to {MAX_LIMIT}"),
+    ),
 }
 """The fields of a tenant -> what they may be. Values are not quoted back: one of them may be a key."""

@@ -27,6 +27,12 @@ class ModelFacts:
     default_sampling: SamplingParams
     default_max_tokens: int = 0
     """Answer length when a client gives none; 0: up to the context window."""
+    max_answer_tokens: int | None = None
+    """The longest answer that the tenant may ask for; None: any that the context window leaves room for."""
+
+    def of(self, tenant: Tenant) -> ModelFacts:
+        """Returns the facts with the tenant's own bound."""
+        return self if tenant.max_answer_tokens is None else replace(self, max_answer_tokens=tenant.max_answer_tokens)
 
 
 def check_model(name: str, model: ModelFacts) -> None:
@@ -148,14 +154,21 @@ def _settled(asked: tuple[tuple[str, Any], ...], model: ModelFacts) -> SamplingP
                     f"ids go from 0 to {model.vocab_size - 1}",
                     name,
                 )
+    limit = model.max_answer_tokens
+    for name, num_tokens in (("max_tokens", params.max_tokens), ("min_tokens", params.min_tokens)):
+        if limit is not None and num_tokens is not None and num_tokens > limit and name in dict(asked):
+            raise InvalidRequest(
+                f"{name} must be at most {limit} with this API key, got {num_tokens}; lower it, or ask the operator",
+                name,
+            )
     return params
 
 
 def with_lengths(
     params: SamplingParams, asked: Mapping[str, Any], num_prompt_tokens: int, model: ModelFacts
 ) -> SamplingParams:
-    """Returns the request with `max_tokens` set: what the client asked, else what the context window leaves. The least
-    length that the model recommends gives way to that.
+    """Returns the request with `max_tokens` set: what the client asked, else what the context window and the tenant's
+    own bound leave. The least length that the model recommends gives way to that.
 
     Raises:
         InvalidRequest: prompt and answer together exceed the context window.
@@ -163,7 +176,7 @@ def with_lengths(
     room = model.max_model_len - num_prompt_tokens
     max_tokens = params.max_tokens
     if max_tokens is None:
-        max_tokens = min(room, model.default_max_tokens or room)
+        max_tokens = min(room, model.default_max_tokens or room, model.max_answer_tokens or room)
     if max_tokens > room:
         raise InvalidRequest(
             f"the prompt has {num_prompt_tokens} tokens and sampling.max_tokens asks for {max_tokens} more, but "

@@ -15,8 +15,9 @@ from fastapi.responses import JSONResponse, Response
 
 from baton.api import GenerateChunk, GenerateRequest
 from baton.telemetry import tracing
-from router.api.exchange import EventStream, id_headers, unless_disconnected
-from router.api.several import together
+from router.admission.tenants import Tenant
+from router.api.exchange import EventStream, id_headers, limit_headers, unless_disconnected
+from router.api.several import at_once, together
 from router.request.model import Ingress
 from router.service import RouterService
 
@@ -24,8 +25,8 @@ from router.service import RouterService
 class AnswerForm(Protocol):
     """How an API writes the answer to one request."""
 
-    async def whole(self, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
-        """Reads all chunks and returns the whole answer. Closes them, at whatever point it ends."""
+    async def whole(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
+        """Returns the whole answer: the first chunk, and those that follow. Closes them, at whatever point it ends."""
         ...
 
     def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[str]:
@@ -48,12 +49,17 @@ def chunks_of(
 
     Args:
         num_choices: of each prompt.
+
+    Raises:
+        InvalidRequest: see `at_once`.
     """
     address, port = request.scope.get("server") or ("", 0)
     ingress = Ingress(address, port or 0, is_streamed)
     trace = tracing.from_metadata(request.headers.items())
-    starts = [partial(service.generate, each, trace, request.state.tenant, ingress) for each in asked]
-    return together(starts, num_choices)
+    tenant: Tenant = request.state.tenant
+    starts = [partial(service.generate, each, trace, tenant, ingress) for each in asked]
+    num_answers = max(num_choices, asked[0].sampling.get("best_of") or 1)
+    return together(starts, num_choices, at_once(tenant, len(asked), num_answers))
 
 
 async def answered(
@@ -65,8 +71,9 @@ async def answered(
         BatonError: it is refused, or fails before there is something of it.
         ClientDisconnect: the client has left.
     """
-    if not is_streamed:
-        return JSONResponse(await unless_disconnected(request, form.whole(chunks)), headers=id_headers(request))
-    # The first chunk is awaited here, so that a refusal still becomes a status code.
+    # The first chunk is awaited here, so that a refusal of a stream still becomes a status code.
     first = await unless_disconnected(request, anext(chunks))
-    return EventStream(form.events(first, chunks), id_headers(request))
+    headers = id_headers(request) | limit_headers(first.quota)
+    if is_streamed:
+        return EventStream(form.events(first, chunks), headers)
+    return JSONResponse(await unless_disconnected(request, form.whole(first, chunks)), headers=headers)

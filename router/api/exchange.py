@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import email.message
 import json
+import math
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from baton.quota import Quota
 from baton.tasks import cancel_and_wait
 from router.admission import check_request_id
 from router.api.unserved import is_anthropics
@@ -85,6 +87,28 @@ def id_headers(request: Request) -> dict[str, str]:
     found = request.scope.get("state", {}).get("request_id") or request.headers.get(REQUEST_ID)
     names = (REQUEST_ID, "request-id") if is_anthropics(request.scope["path"]) else (REQUEST_ID,)
     return dict.fromkeys(names, found) if found else {}
+
+
+def limit_headers(quota: Quota | None) -> dict[str, str]:
+    """The headers x-ratelimit-* of an answer, as OpenAI has them; empty where a tenant has no limits."""
+    headers = {}
+    if quota is not None:
+        for what, rate in (("requests", quota.requests), ("tokens", quota.tokens)):
+            if rate is not None:
+                headers[f"x-ratelimit-limit-{what}"] = str(rate.limit)
+                headers[f"x-ratelimit-remaining-{what}"] = str(rate.remaining)
+                headers[f"x-ratelimit-reset-{what}"] = duration(rate.reset_s)
+    return headers
+
+
+def duration(seconds: float) -> str:
+    """Returns a time as OpenAI's headers have it: 250ms, 7.66s, 6m0s, 1h2m0s."""
+    if 0 < seconds < 1:
+        return f"{math.ceil(seconds * 1e3)}ms"
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(int(minutes), 60)
+    text = f"{rest:.2f}".rstrip("0").rstrip(".") + "s"
+    return f"{hours}h{minutes}m{text}" if hours else f"{minutes}m{text}" if minutes else text
 
 
 class EventStream(StreamingResponse):

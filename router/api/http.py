@@ -19,11 +19,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated, Unsupported
+from baton.errors import BatonError, InvalidRequest, Overloaded, QuotaExceeded, Unauthenticated, Unsupported
 from router.admission.tenants import TenantBook, api_key_of
 from router.api.apis import add_apis, error_body
 from router.api.document import OPENAPI_PATH
-from router.api.exchange import MAX_BODY_BYTES, REQUEST_ID, id_headers
+from router.api.exchange import MAX_BODY_BYTES, REQUEST_ID, id_headers, limit_headers
 from router.api.fields import UNSUPPORTED
 from router.api.page import HEADERS, PAGE
 from router.api.unserved import why_unserved
@@ -137,6 +137,8 @@ async def _on_baton_error(request: Request, error: Exception) -> JSONResponse:
     headers = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if isinstance(error, QuotaExceeded):
+        headers |= limit_headers(error.quota)
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
     return _refused(request, error, error.http, headers)

@@ -8,22 +8,47 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import astuple, replace
 
 from baton.api import GenerateChunk, Usage
+from baton.errors import InvalidRequest
 from baton.tasks import cancel_and_wait
+from router.admission.tenants import Tenant
 
 MAX_PROMPTS = 128
 MAX_AT_ONCE = 16
-"""Prompts of one request that are served side by side; the others follow as these end."""
+"""Most prompts of one request that are served side by side."""
 
 Start = Callable[[], AsyncGenerator[GenerateChunk]]
 
 
-async def together(starts: Sequence[Start], num_choices: int) -> AsyncGenerator[GenerateChunk]:
+def at_once(tenant: Tenant, num_prompts: int, num_answers: int) -> int:
+    """Returns how many prompts of a request are served side by side.
+
+    Args:
+        num_answers: answers that are generated for each prompt.
+
+    Raises:
+        InvalidRequest: the tenant can never have so many prompts served.
+    """
+    limit = tenant.requests_per_minute
+    if limit is not None and num_prompts > limit:
+        raise InvalidRequest(
+            f"prompt holds {num_prompts} prompts, each of which counts as a request, and this API key has {limit} "
+            "requests a minute; send fewer",
+            "prompt",
+        )
+    most = MAX_AT_ONCE if tenant.max_in_flight is None else tenant.max_in_flight // max(1, num_answers)
+    return max(1, min(MAX_AT_ONCE, most))
+
+
+async def together(
+    starts: Sequence[Start], num_choices: int, num_at_once: int = MAX_AT_ONCE
+) -> AsyncGenerator[GenerateChunk]:
     """Yields the chunks of all prompts as they come. Choice `i` of prompt `p` is choice `p * num_choices + i`.
 
     Usage is that of all prompts so far, and timing the first prompt's. When one fails, or the reader leaves, all end.
 
     Args:
         starts: begin a prompt's answers.
+        num_at_once: prompts that are served side by side; the others follow as these end.
 
     Raises:
         BatonError: what the first prompt that fails raises.
@@ -34,7 +59,7 @@ async def together(starts: Sequence[Start], num_choices: int) -> AsyncGenerator[
                 yield chunk
         return
     queue: asyncio.Queue[tuple[int, GenerateChunk | Exception | None]] = asyncio.Queue(maxsize=MAX_AT_ONCE)
-    seats = asyncio.Semaphore(MAX_AT_ONCE)
+    seats = asyncio.Semaphore(num_at_once)
 
     async def pump(prompt: int) -> None:
         async with seats:

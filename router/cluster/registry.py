@@ -109,6 +109,10 @@ class Registry:
             store_garbage=self._redis.garbage.seen(),
         )
 
+    def num_routers(self) -> int:
+        """Returns how many routers were alive when Redis was last read; this one at least."""
+        return max(1, len(self._routers))
+
     def controller(self) -> ControllerInfo | None:
         """The one that Redis named last; None: it names none."""
         return self._controller

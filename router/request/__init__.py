@@ -2,6 +2,8 @@
 
 `settlement` books a request exactly once, however it ended; `resume` continues it after a break, from this router's
 memory or from the journal of another router; `moderation` holds its answers until the operator's judge allows them.
+`usage_log` writes what each request used, once over all of its calls: `usage_record` decides that, and `usage_marks` is
+what routers know of it in common.
 """
 
-__all__ = ["model", "moderation", "resume", "settlement"]
+__all__ = ["model", "moderation", "resume", "settlement", "usage_log", "usage_marks", "usage_record"]

@@ -81,11 +81,11 @@ class CallsInFlight:
         """Tasks whose calls others continue."""
 
     @contextlib.contextmanager
-    def entered(self, key: RecordKey, call: Call) -> Iterator[None]:
-        """Later calls find this one while the block is entered."""
-        self._calls[key] = call
+    def entered(self, key: RecordKey) -> Iterator[Call]:
+        """Enters the call that the current task serves: later calls find it while the block is entered."""
+        call = self._calls[key] = Call.of_current_task()
         try:
-            yield
+            yield call
         finally:
             del self._calls[key]
             call.ended.set()

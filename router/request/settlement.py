@@ -10,14 +10,17 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode
 
 from baton.api import Chat, GenerateChunk, GenerateRequest, Timing, Usage
-from baton.errors import InvalidRequest, Overloaded, Unsupported
+from baton.errors import InvalidRequest, Overloaded, QuotaExceeded, Unsupported
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import logs, tracing
 from baton.telemetry.instruments import Instruments
-from router.admission import Claim, SloCounts
+from kvstore.leases import RecordKey
+from router.admission import Charge, Claim, SloCounts
 from router.admission.tenants import Tenant
 from router.dispatch.choice import Choice
 from router.request.model import Ingress
+from router.request.usage_log import UsageBook
+from router.request.usage_record import UsageCall, UsageRecord
 from router.slo import SloOutcome, Stage, StagePhase, Stages, blame, classify, phases
 
 STAGE_LABELS = {stage: {"stage": stage.value} for stage in Stage}
@@ -42,13 +45,19 @@ class Settlement:
         trace: Context | None,
         instruments: Instruments,
         slo_counts: SloCounts,
+        usage_book: UsageBook,
     ) -> None:
         self.arrived_s = time.monotonic()
         self._arrived_ns = time.time_ns()
         self.claim: Claim | None = None
         """The request's; None: it has not been found valid yet."""
+        self.charge = Charge()
+        """What the tenant is charged for it."""
         self._instruments = instruments
         self._slo_counts = slo_counts
+        self._usage_book = usage_book
+        self._usage_call: UsageCall | None = None
+        """This call, for the usage log; None: it has not begun to answer."""
         self._tenant = tenant
         self._continuous_usage = request.continuous_usage
         operation = "chat" if isinstance(request.prompt, Chat) else "text_completion"
@@ -70,7 +79,9 @@ class Settlement:
                 self._span.set_attribute("gen_ai.request.seed", seed)
         self._choices: Sequence[Choice] = ()
         self._num_prompt_tokens = 0
-        self._num_delivered = 0
+        self._delivered: Mapping[int, int] = {}
+        """Tokens that the client had before this call, by choice."""
+        self._digest = b""
         self._num_tokens: list[int] = []
         """Tokens that left in this call, by choice."""
         self._num_reasoning: dict[int, int] = {}
@@ -89,16 +100,18 @@ class Settlement:
         choices: Sequence[Choice],
         params: SamplingParams,
         resume_from: Mapping[int, int],
+        digest: bytes,
     ) -> None:
         """Takes over the request's choices, now that they are known.
 
         Args:
             params: as the client asked for them.
             resume_from: tokens that the client has of choices already.
+            digest: of everything that determines the answer.
         """
         spec = choices[0].spec
         self._choices = choices
-        self._num_delivered = sum(resume_from.values())
+        self._delivered, self._digest = resume_from, digest
         self._num_prompt_tokens = spec.num_prompt_tokens
         self._num_tokens = [0] * len(choices)
         self._num_unfinished = len(choices)
@@ -119,7 +132,11 @@ class Settlement:
     def book(self, chunk: GenerateChunk) -> GenerateChunk:
         """Counts a chunk that leaves for the client; the request's last one gets usage and timing."""
         now = time.monotonic()
-        self._first_token_s = self._first_token_s or now
+        if not self._first_token_s:
+            self._first_token_s = now
+            self._usage_call = self._usage_book.placed(self._key, self._digest, bool(self._delivered))
+            if self.charge.quota is not None:
+                chunk = replace(chunk, quota=self.charge.quota)
         index, num_tokens = chunk.choice_index, len(chunk.token_ids)
         if num_tokens:
             stages = self._choices[index].stages
@@ -136,13 +153,18 @@ class Settlement:
         if self._num_unfinished:
             return replace(chunk, usage=self.usage()) if self._continuous_usage else chunk
         self._end(now)
+        self.charge.settle(sum(self._num_tokens))  # before the client has the last chunk, and asks for more
         return replace(chunk, usage=self.usage(), timing=self.timing())
 
     def usage(self) -> Usage:
         """The usage of the whole answer, with what the client had of it before."""
-        num_tokens = self._num_delivered + sum(self._num_tokens)
+        num_tokens = sum(self._delivered.values()) + sum(self._num_tokens)
         num_reasoning = sum(self._num_reasoning.values())
         return Usage(self._num_prompt_tokens, num_tokens, self._choices[0].num_cached_tokens or 0, num_reasoning)
+
+    @property
+    def _key(self) -> RecordKey:
+        return RecordKey(self._tenant.id, self._choices[0].spec.request_id)
 
     @property
     def _after_first_s(self) -> float:
@@ -185,16 +207,12 @@ class Settlement:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         """Settles the request. GeneratorExit and CancelledError mean that the client has left."""
-        if error is None or (self._num_tokens and self._num_unfinished == 0):
-            outcome = "ok"
-        elif isinstance(error, Overloaded):
-            outcome = "rejected"
-        elif isinstance(error, (InvalidRequest, Unsupported)):
-            outcome = "invalid"
-        else:
-            outcome = "error" if isinstance(error, Exception) else "cancelled"
+        outcome = self._outcome(error)
         if not self._ended_s:
             self._end(time.monotonic())
+        self.charge.settle(sum(self._num_tokens))
+        if self._usage_call is not None:
+            self._usage_book.ended(self._key, self._usage_call, self._usage_record(self._usage_call, outcome))
         self._instruments.requests.add(1, {**self._model, "outcome": outcome})
         if outcome == "cancelled":
             self._labels["error.type"] = outcome
@@ -210,9 +228,23 @@ class Settlement:
             self._write_span(outcome, slo)
         self._span.end(self._ns(self._ended_s))
 
+    def _outcome(self, error: BaseException | None) -> str:
+        if error is None or (self._num_tokens and self._num_unfinished == 0):
+            return "ok"
+        match error:
+            case QuotaExceeded():
+                return "limited"
+            case Overloaded():
+                return "rejected"
+            case InvalidRequest() | Unsupported():
+                return "invalid"
+            case Exception():
+                return "error"
+        return "cancelled"
+
     def _book_slo(self, outcome: str) -> str:
         """Classifies the request once, against its objectives."""
-        if self.claim is None or outcome == "invalid":
+        if self.claim is None or outcome in ("invalid", "limited"):
             return outcome
         labels = {**self._model, "slo_class": self.claim.slo_class}
         if outcome == "ok":
@@ -251,11 +283,30 @@ class Settlement:
         # Not less than what was found: another router may have seen that.
         instruments.prefix_ceiling_tokens.add(max(first.num_seen_tokens, usage.cached_tokens), self._model)
         instruments.generation_tokens.add(num_new, self._model)
-        kinds = (("prompt", usage.prompt_tokens), ("cached", usage.cached_tokens), ("generated", num_new))
-        for what, num_tokens in kinds:
+        # A reasoning begins its answer, so what the client had of a choice was that first.
+        reasoned = (max(0, num - self._delivered.get(index, 0)) for index, num in self._num_reasoning.items())
+        kinds = {
+            "prompt": usage.prompt_tokens,
+            "cached": usage.cached_tokens,
+            "generated": num_new,
+            "reasoning": sum(reasoned),
+        }
+        for what, num_tokens in kinds.items():
             instruments.tenant_tokens.add(num_tokens, {"tenant": self._tenant.id, "kind": what})
         for reason in self._finish_reasons.values():
             instruments.finished_choices.add(1, {**self._model, "reason": reason.value})
+
+    def _usage_record(self, call: UsageCall, outcome: str) -> UsageRecord:
+        return UsageRecord(
+            time_s=self._ns(self._ended_s) / 1e9,
+            request_id=self._key.request_id,
+            tenant=self._tenant.id,
+            model=self._model["model"],
+            usage=self.usage(),
+            finish_reasons=tuple(reason.value for _, reason in sorted(self._finish_reasons.items())),
+            status=outcome if outcome in ("ok", "cancelled") else "error",
+            is_resumption=call.is_resumption,
+        )
 
     def _ns(self, at_s: float) -> int:
         """Converts a time of the monotonic clock to the clock of traces, in nanoseconds."""

@@ -16,8 +16,13 @@ def requests(outcome: str = "", by: str = "tenant") -> str:
     return f"sum by ({by}) (rate(baton_tenant_requests_total{{{labels}}}[$__rate_interval]))"
 
 
-MET, COUNTED, REFUSED = requests('="met"'), requests('!~"cancelled|invalid"'), requests('="rejected"')
+MET, COUNTED, REFUSED = requests('="met"'), requests('!~"cancelled|invalid|limited"'), requests('="rejected"')
 SHED = 'sum by (tenant) (rate(baton_admission_shed_total{$cluster, tenant=~"$tenant"}[$__rate_interval]))'
+LIMITED = 'sum by (tenant, limit) (rate(baton_tenant_refusals_total{$cluster, tenant=~"$tenant"}[$__rate_interval]))'
+READS, RECORDS = (
+    f"sum by (outcome) (increase(baton_{what}_total{{$cluster}}[$__rate_interval]))"
+    for what in ("tenants_file_reads", "usage_records")
+)
 
 REQUESTS = Section(
     "Requests",
@@ -32,7 +37,8 @@ REQUESTS = Section(
         ),
         Panel(
             title="Requests by outcome",
-            description="Requests of the chosen tenants. rejected: over their share while the cluster is full.",
+            description="Requests of the chosen tenants. rejected: over their share while the cluster is full; "
+            "limited: beyond a limit of their own.",
             unit="reqps",
             queries={"{{outcome}}": requests(by="outcome")},
             is_stacked=True,
@@ -52,6 +58,24 @@ REQUESTS = Section(
             "of other tenants. Raise its `weight` in the tenants' file, or enlarge the pools.",
             unit="reqps",
             queries={"refused {{tenant}}": f"{REFUSED} or $zero", "made way {{tenant}}": f"{SHED} or $zero"},
+        ),
+        Panel(
+            title="Beyond their limits",
+            description="Requests a second that were refused because their tenant had used up a limit, by the limit's "
+            "name in the tenants' file.",
+            unit="reqps",
+            queries={"{{tenant}}, {{limit}}": LIMITED},
+        ),
+        Panel(
+            title="Tenants' file and usage log",
+            description="Changes of the tenants' file that the routers adopted or refused, and usage records written "
+            "or failed, within the last minutes. refused: the file is wrong, and the entries before it stay in force; "
+            "failed: the records are lost.",
+            unit="short",
+            queries={
+                "tenants' file {{outcome}}": READS,
+                "usage records {{outcome}}": RECORDS,
+            },
         ),
     ),
 )

@@ -50,10 +50,10 @@ class MessageForm:
     request_id: str
     """What an error in a stream names."""
 
-    async def whole(self, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
+    async def whole(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
         message = WholeMessage()
         async with contextlib.aclosing(chunks):
-            async for each in self._typed(await anext(chunks), chunks):
+            async for each in self._typed(first, chunks):
                 message.add(each)
         return message.body
 

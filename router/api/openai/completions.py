@@ -71,7 +71,7 @@ class CompletionBody(Body):
         scores = {} if self.logprobs is None else {"logprobs": self.logprobs}
         if self.echo and self.logprobs is not None:
             scores["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return {"max_tokens": DEFAULT_COMPLETION_TOKENS, **super().sampling(), **scores}
+        return super().sampling() | scores
 
 
 def _is_token_id(item: object) -> bool:

@@ -12,12 +12,13 @@ from fastapi.responses import Response
 from baton.api import GenerateRequest, PromptInput
 from baton.errors import InvalidRequest
 from router.admission import check_model
+from router.admission.tenants import Tenant
 from router.api.answering import answered, chunks_of
 from router.api.exchange import named, read_body
 from router.api.openai.answers import Shape
 from router.api.openai.body import SloBody
 from router.api.openai.chat import ChatBody, prompt_of
-from router.api.openai.completions import CompletionBody
+from router.api.openai.completions import DEFAULT_COMPLETION_TOKENS, CompletionBody
 from router.api.openai.form import CompletionForm
 from router.api.openai.tokens import DetokenizeBody, TokenizeBody
 from router.service import RouterService
@@ -96,7 +97,7 @@ async def _answer(
         prompt=prompts[0],
         request_id=request_id,
         model=body.model or "",
-        sampling=body.sampling(),
+        sampling=_sampling(body, request.state.tenant),
         priority=body.priority or 0,
         ttft_ms=slo.ttft_ms,
         itl_ms=slo.itl_ms,
@@ -112,6 +113,14 @@ async def _answer(
     chunks = chunks_of(service, request, asked, is_streamed=is_streamed, num_choices=shape.num_choices)
     form = CompletionForm(shape, include_usage=body.include_usage)
     return await answered(request, chunks, form, is_streamed=is_streamed)
+
+
+def _sampling(body: ChatBody | CompletionBody, tenant: Tenant) -> dict[str, Any]:
+    """What a request asks of the sampling; OpenAI's default length of a completion gives way to the tenant's bound."""
+    asked = body.sampling()
+    if isinstance(body, CompletionBody) and "max_tokens" not in asked:
+        asked["max_tokens"] = min(DEFAULT_COMPLETION_TOKENS, tenant.max_answer_tokens or DEFAULT_COMPLETION_TOKENS)
+    return asked
 
 
 def _model_card(service: RouterService) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from baton.errors import BatonError, InvalidRequest, Overloaded, Unauthenticated, Unsupported
+from baton.errors import BatonError, InvalidRequest, Overloaded, QuotaExceeded, Unauthenticated, Unsupported
 
 ERROR_NAME = "Error"
 ERROR_SCHEMA: dict[str, Any] = {
@@ -41,6 +41,8 @@ def error_body(error: BatonError | HTTPException) -> dict[str, Any]:
         code = "invalid_api_key"
     if isinstance(error, Unsupported):
         code = "unsupported_parameter"
+    if isinstance(error, QuotaExceeded):
+        code = "rate_limit_exceeded"
     return _body(str(error), kind, param, code)
 
 

@@ -23,13 +23,14 @@ class CompletionForm:
     include_usage: bool
     """Whether a stream ends with the usage."""
 
-    async def whole(self, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
+    async def whole(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
         shape = self.shape
         answers: dict[int, ChoiceAnswer] = {}
         prompts: dict[int, PromptScores] = {}
         usage, timing = Usage(0, 0, 0), Timing()
         async with contextlib.aclosing(chunks):
-            async for chunk in chunks:
+            chunk: GenerateChunk | None = first
+            while chunk is not None:
                 answer = answers.setdefault(chunk.choice_index, ChoiceAnswer())
                 answer.text += chunk.text
                 answer.reasoning += chunk.reasoning
@@ -41,6 +42,7 @@ class CompletionForm:
                 usage, timing = chunk.usage or usage, chunk.timing or timing
                 if chunk.prompt_scores is not None:
                     prompts[shape.prompt_of(chunk.choice_index)] = chunk.prompt_scores
+                chunk = await anext(chunks, None)
         return shape.whole(dict(sorted(answers.items())), usage, timing, prompts)
 
     async def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[str]:

@@ -22,11 +22,13 @@ class ResponseForm:
     head: Mapping[str, Any]
     """See `ResponseWriter`."""
 
-    async def whole(self, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
+    async def whole(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
         writer = ResponseWriter(self.head)
         async with contextlib.aclosing(chunks):
-            async for chunk in chunks:
+            chunk: GenerateChunk | None = first
+            while chunk is not None:
                 deque(writer.write(chunk), maxlen=0)
+                chunk = await anext(chunks, None)
         last = deque(writer.end(int(time.time())), maxlen=1).pop()
         response: dict[str, Any] = last["response"]
         return response

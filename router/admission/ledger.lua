@@ -1,0 +1,103 @@
+-- Books what a router asks for a tenant: all of it, or nothing. `router.admission.account` is the same in Python, and says
+-- what the arithmetic is.
+--
+-- KEYS  1 the tenant's account: {windows, answers in flight by router: {version, number, until}}, as cmsgpack
+-- ARGV  1 now, ms; '': the store's own clock   2 spans of a window   3 the router's name   4 version of the entry
+--       5 answers that the router has in flight   6 those of them that it asks for   7 most in flight; '': no limit
+--       8 lease of the answers, ms; then for each window: length in ms, limit ('': none), room it must have, amount
+--
+-- Returns {index of the limit that leaves no room, from 1; 0: none, ms until it does, {what each window counts}, {ms until
+-- each counts nothing}, garbage}.
+--
+-- Race: two routers have room for one request more. Read and written in one step, one of them is refused.
+local now = tonumber(ARGV[1])
+if not now then
+  local time = redis.call('TIME')
+  now = time[1] * 1000 + math.floor(time[2] / 1000)
+end
+local spans, writer, version = tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
+local held, asked, most, lease = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+
+local account
+if is(KEYS[1], 'string') then
+  local text = redis.call('GET', KEYS[1])
+  if text then
+    local ok, found = pcall(cmsgpack.unpack, text)
+    if ok and type(found) == 'table' and type(found[1]) == 'table' and type(found[2]) == 'table' then
+      account = found
+    else
+      report(KEYS[1])
+    end
+  end
+else
+  redis.call('UNLINK', KEYS[1])
+end
+account = account or {{}, {}}
+
+local function count(value) return type(value) == 'number' and value >= 0 and value <= MAX_SEQ end
+
+local windows, refused, retry, life = {}, 0, 0, 0
+for index = 1, (#ARGV - 8) / 4 do
+  local at = 5 + index * 4
+  local span_ms = ARGV[at] / spans
+  local window = {
+    span_ms = span_ms, current = math.floor(now / span_ms), limit = tonumber(ARGV[at + 1]),
+    need = tonumber(ARGV[at + 2]), amount = tonumber(ARGV[at + 3]), used = 0, amounts = {},
+  }
+  local noted = account[1][index]
+  for span, amount in pairs(type(noted) == 'table' and noted or {}) do
+    if not (count(span) and count(amount)) then
+      report(KEYS[1])
+    elseif span >= window.current - spans and span <= window.current then -- later ones: the clock was set back
+      window.amounts[span] = amount
+      window.used = window.used + amount
+    end
+  end
+  local excess = window.limit and window.need > 0 and window.used + window.need - window.limit or 0
+  if excess > 0 and refused == 0 then
+    refused = index
+    local kept, last = {}, 0
+    for span in pairs(window.amounts) do kept[#kept + 1] = span end
+    table.sort(kept)
+    for _, span in ipairs(kept) do
+      last, excess = span, excess - window.amounts[span]
+      if excess <= 0 then break end
+    end
+    retry = math.max(0, (last + spans + 1) * span_ms - now)
+  end
+  windows[index] = window
+end
+
+local seats, others = {}, 0
+for name, seat in pairs(account[2]) do
+  if not (type(seat) == 'table' and count(seat[1]) and count(seat[2]) and count(seat[3])) then
+    report(KEYS[1])
+  elseif seat[3] > now then
+    seats[name] = seat
+    if name ~= writer then others = others + seat[2] end
+  end
+end
+local own = seats[writer]
+local is_late = own and own[1] > version
+if refused == 0 and asked > 0 and most and others + (is_late and own[2] or held) > most then
+  refused = #windows + 1
+end
+if most and not is_late then -- none in flight is noted, too: an older entry may still be on its way
+  seats[writer] = {version, held - (refused > 0 and asked or 0), now + lease}
+end
+if next(seats) then life = lease end
+
+local kept, used, reset = {}, {}, {}
+for index, window in ipairs(windows) do
+  if refused == 0 and window.limit and window.amount > 0 then
+    window.amounts[window.current] = (window.amounts[window.current] or 0) + window.amount
+    window.used = window.used + window.amount
+  end
+  local last
+  for span in pairs(window.amounts) do last = math.max(last or 0, span) end
+  kept[index], used[index] = window.amounts, window.used
+  reset[index] = last and (last + spans + 1) * window.span_ms - now or 0
+  life = math.max(life, reset[index])
+end
+if life > 0 then redis.call('SET', KEYS[1], cmsgpack.pack({kept, seats}), 'PX', math.ceil(life)) end
+return {refused, math.ceil(retry), used, reset, garbage}

@@ -1,0 +1,126 @@
+"""Where the marks of `router.request.usage_record` are: in Redis, or in memory for one router."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from kvstore.index import RedisConnection
+from kvstore.index.connection import Script, WrongType
+from kvstore.index.keys import Keys
+from kvstore.leases import RecordKey
+from router.request.usage_record import HOLD_S, UsageMark
+
+SWAP = Script("router.request", "usage_swap.lua")
+MARK_TTL_MS = 3_600_000
+HELD_TTL_MS = 7 * 86_400_000
+"""Life of a mark that holds a record: all routers may be away for a while."""
+MAX_DUE = 100
+"""Marks that are looked at in one round."""
+
+
+class MarkStore(Protocol):
+    """The store of marks.
+
+    Every method raises `StoreUnavailable` when the store cannot be reached; whether it had an effect is unknown then.
+    """
+
+    async def get(self, key: RecordKey) -> bytes | None:
+        """Returns a mark, encoded; None if there is none."""
+
+    async def swap(self, key: RecordKey, old: bytes | None, new: UsageMark) -> bool:
+        """Stores a mark; False: it is not `old` any more, and nothing has changed."""
+
+    async def due(self) -> list[RecordKey]:
+        """Returns requests whose marks have held a record for HOLD_S, or held one a while ago; not all at once."""
+
+    async def forget_due(self, key: RecordKey) -> None:
+        """Lists a request as due no more: its mark holds no record."""
+
+    async def close(self) -> None:
+        """Closes the store."""
+
+
+class MemoryMarks:
+    """A `MarkStore` in memory.
+
+    Args:
+        clock: wall time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._marks: dict[RecordKey, bytes] = {}
+        self._due_s: dict[RecordKey, float] = {}
+
+    async def get(self, key: RecordKey) -> bytes | None:
+        return self._marks.get(key)
+
+    async def swap(self, key: RecordKey, old: bytes | None, new: UsageMark) -> bool:
+        if self._marks.get(key) != old:
+            return False
+        self._marks[key] = new.encode()
+        self._due_s.pop(key, None)
+        if new.held is not None:
+            self._due_s[key] = self._clock() + HOLD_S
+        return True
+
+    async def due(self) -> list[RecordKey]:
+        now = self._clock()
+        return [key for key, due_s in self._due_s.items() if due_s <= now][:MAX_DUE]
+
+    async def forget_due(self, key: RecordKey) -> None:
+        self._due_s.pop(key, None)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class RedisMarks:
+    """A `MarkStore` in Redis. Owns `connection`: `close` closes it. `clock` is wall time in seconds."""
+
+    def __init__(self, connection: RedisConnection, namespace: str, clock: Callable[[], float] = time.time) -> None:
+        self._connection = connection
+        self._keys = Keys(namespace)
+        self._clock = clock
+
+    async def get(self, key: RecordKey) -> bytes | None:
+        (found,) = await self._connection.pipeline([("GET", self._name(key))])
+        return None if isinstance(found, WrongType) else found
+
+    async def swap(self, key: RecordKey, old: bytes | None, new: UsageMark) -> bool:
+        due_ms = "" if new.held is None else int((self._clock() + HOLD_S) * 1000)
+        life_ms = MARK_TTL_MS if new.held is None else HELD_TTL_MS
+        (has_changed,) = await self._connection.run(
+            SWAP, [self._name(key), self._keys.held], old or b"", new.encode(), life_ms, _member(key), due_ms
+        )
+        return bool(has_changed)
+
+    async def due(self) -> list[RecordKey]:
+        now_ms = int(self._clock() * 1000)
+        command = ("ZRANGEBYSCORE", self._keys.held, 0, now_ms, "LIMIT", 0, MAX_DUE)
+        (found,) = await self._connection.pipeline([command])
+        keys = []
+        for member in [] if isinstance(found, WrongType) else found:
+            try:
+                tenant_id, request_id = json.loads(member)
+                keys.append(RecordKey(str(tenant_id), str(request_id)))
+            except (ValueError, TypeError) as error:
+                self._connection.note(self._keys.held, error)
+                await self._connection.call("ZREM", self._keys.held, member)
+        return keys
+
+    async def forget_due(self, key: RecordKey) -> None:
+        await self._connection.call("ZREM", self._keys.held, _member(key))
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    def _name(self, key: RecordKey) -> str:
+        return self._keys.usage(key.tenant_id, key.request_id)
+
+
+def _member(key: RecordKey) -> str:
+    return json.dumps([key.tenant_id, key.request_id])

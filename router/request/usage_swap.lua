@@ -1,0 +1,18 @@
+-- Changes the mark of a request's usage, unless somebody else has meanwhile. Returns {1 or 0, garbage}.
+--
+-- KEYS  1 the mark  2 the marks that hold a record
+-- ARGV  1 the mark as it was read; '': there was none  2 the mark from now on  3 its life, ms
+--       4 member of the mark among those that hold a record  5 when that record is due, ms; '': it holds none
+--
+-- Race: a record becomes due while its client comes back at another router. One of the two finds the mark changed, and
+-- decides anew.
+local found = not make_room(KEYS[1], 'string') and redis.call('GET', KEYS[1]) or ''
+if found ~= ARGV[1] then return {0, garbage} end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+make_room(KEYS[2], 'zset')
+if ARGV[5] ~= '' then
+  redis.call('ZADD', KEYS[2], ARGV[5], ARGV[4])
+else
+  redis.call('ZREM', KEYS[2], ARGV[4])
+end
+return {1, garbage}
