@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
+import json
 import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -34,7 +37,7 @@ from deploy.processes import tied
 from router.prompt import Tokenizer
 from tests.bench.peer import Peer
 from tests.bench.report import Report, Table
-from tests.bench.router_clients import Client, Direct, Grpc, Http, Prompt
+from tests.bench.router_clients import BareRedis, Client, Direct, Grpc, Http, Prompt
 from tests.bench.stats import difference, interleaved, ratio, spread
 from tests.bench.stub_worker import INSTANT
 from tests.integration.cluster import free_port
@@ -63,6 +66,7 @@ WORDS = (
     "sigma",
     "tau",
 )
+FREE_KEY, LIMITED_KEY = "key-free", "key-limited"
 WARM_UP = Prompt(("hello",), (1, 2, 3))
 ANSWER = (
     "The harbour lay quiet under a thin layer of fog, and the first boats were already on their way out. An old man "
@@ -153,7 +157,15 @@ def run(quick: bool) -> Report:
                 "direct Decode + Prefill": Arm(lambda: Direct(address, split=True), None),
                 "gRPC, split": Arm(lambda: Grpc(split.grpc), split.pid, "direct Decode + Prefill"),
             }
-            return uvloop.run(_measure(arms, _prompts(tokenizer), QUICK if quick else FULL))
+            with limited_router(config, "aggregated") as router:
+                limited = {
+                    "without limits": Arm(lambda: Http(router.http, stream=False, key=FREE_KEY), router.pid),
+                    "limits": Arm(lambda: Http(router.http, stream=False, key=LIMITED_KEY), router.pid),
+                    "Redis": Arm(lambda: BareRedis(redis.url), None),
+                }
+                table = uvloop.run(_measure_limits(limited, _prompts(tokenizer), QUICK if quick else FULL))
+            report = uvloop.run(_measure(arms, _prompts(tokenizer), QUICK if quick else FULL))
+            return replace(report, tables=[*report.tables, table])
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +173,47 @@ class RouterAddress:
     grpc: str
     http: str
     pid: int
+
+
+@contextlib.contextmanager
+def limited_router(config: Config, mode: str) -> Iterator[RouterAddress]:
+    """A router with two tenants, one of which has every limit, none that is reached."""
+    limits = dict.fromkeys(("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_in_flight"), 10**9)
+    hashes = {key: hashlib.sha256(key.encode()).hexdigest() for key in (FREE_KEY, LIMITED_KEY)}
+    tenants = {"free": {"key_sha256": [hashes[FREE_KEY]]}, "limited": {"key_sha256": [hashes[LIMITED_KEY]], **limits}}
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(json.dumps(tenants))
+        file.flush()
+        settings = replace(config.router, tenants_file=file.name)
+        with running_router(replace(config, router=settings), mode) as router:
+            yield router
+
+
+async def _measure_limits(arms: dict[str, Arm], prompts: Iterator[Prompt], sizes: Sizes) -> Table:
+    """The arms take turns by the request, so that all of them meet the same caches and the same neighbours."""
+    clients = {name: arm.connect() for name, arm in arms.items()}
+    p50_ms: dict[str, list[float]] = {arm: [] for arm in arms}
+    for number in range(2 * sizes.num_rounds + 1):
+        latencies_s: dict[str, list[float]] = {arm: [] for arm in arms}
+        for name in interleaved(tuple(arms), sizes.alone):
+            prompt = next(prompts)
+            start = time.perf_counter()
+            await clients[name].ask(prompt, SHORT_ANSWER, INSTANT)
+            latencies_s[name].append(time.perf_counter() - start)
+        for name in arms if number else ():  # the first round warms up
+            p50_ms[name].append(statistics.median(latencies_s[name]) * 1e3)
+    for client in clients.values():
+        await client.close()
+    added = [with_ - without for with_, without in zip(p50_ms["limits"], p50_ms["without limits"], strict=True)]
+    table = Table(
+        f"Router, limits of tenants: {PROMPT_WORDS}-word chat over HTTP, 1 client, {2 * sizes.num_rounds} rounds",
+        ("", "p50, ms", "added p50, ms", "added, in bare Redis round trips"),
+        note="A tenant with every limit and one with none, at the same router. A bare round trip is a PING.",
+    )
+    table.rows.append(("without limits", spread(p50_ms["without limits"]), "-", "-"))
+    table.rows.append(("limits", spread(p50_ms["limits"]), spread(added), ratio(added, p50_ms["Redis"])))
+    table.rows.append(("Redis, bare round trip", spread(p50_ms["Redis"]), "-", "-"))
+    return table
 
 
 @contextlib.contextmanager

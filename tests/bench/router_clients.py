@@ -19,6 +19,7 @@ from baton.messages import FirstToken, NewTokens, SequenceSpec, Ticket
 from baton.rpc.server import CHANNEL_OPTIONS
 from baton.sampling import SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from kvstore.index import RedisConnection
 from router.dispatch.worker_client import WorkerClient
 from tests.support.builders import worker
 
@@ -112,10 +113,25 @@ class Grpc:
         await self._channel.close()
 
 
+class BareRedis:
+    """A bare round trip to Redis, as the router makes it: the smallest command that there is."""
+
+    def __init__(self, url: str) -> None:
+        self._connection = RedisConnection(url)
+
+    async def ask(self, prompt: Prompt, num_tokens: int, gap_us: int) -> int:
+        await self._connection.call("PING")
+        return num_tokens
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+
 class Http:
     """HTTP/1.1 on a kept connection, by hand: an HTTP library would cost more than the router."""
 
-    def __init__(self, address: str, stream: bool) -> None:
+    def __init__(self, address: str, stream: bool, key: str = "") -> None:
+        self._key = key
         self._host, _, self._port = address.partition(":")
         self._stream = stream
         self._reader: asyncio.StreamReader | None = None
@@ -136,7 +152,7 @@ class Http:
         ).encode()
         writer.write(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n" % len(body) + body
+            b"x-api-key: %b\r\nContent-Length: %d\r\n\r\n" % (self._key.encode(), len(body)) + body
         )
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         if not head.startswith(b"http/1.1 200"):

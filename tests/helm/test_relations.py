@@ -385,6 +385,14 @@ RESTARTS: dict[str, set[str]] = {
 }
 
 
+def test_a_change_of_the_tenants_restarts_nothing() -> None:
+    key = f"router.tenants.inline.acme.key_sha256[0]={'a' * 64}"
+    before = render(Values(sets=(key,)))
+    after = render(Values(sets=(key, "router.tenants.inline.acme.requests_per_minute=5")))
+    assert pod_of(before, "router").template == pod_of(after, "router").template
+    assert the(before, "Secret", "baton-tenants") != the(after, "Secret", "baton-tenants")
+
+
 @pytest.mark.parametrize(("change", "restarted"), RESTARTS.items(), ids=RESTARTS)
 def test_a_change_restarts_no_more_than_it_must(change: str, restarted: set[str]) -> None:
     before = render(Values())

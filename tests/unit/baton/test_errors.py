@@ -74,10 +74,8 @@ class Raising(inference_pb2_grpc.InferenceServicer):
 
     @staticmethod
     def error(name: str) -> BatonError:
-        if name == "Overloaded":
-            return Overloaded("what happened", retry_after_s=2.5)
         cls: type[BatonError] = getattr(errors, name)
-        return cls("what happened")
+        return cls("what happened", 2.5) if issubclass(cls, Overloaded) else cls("what happened")
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from baton.telemetry.instruments import Instruments
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from kvstore.index import MemoryStore
 from kvstore.leases import MemoryRecords
-from router.admission import Limiter, ModelFacts, SloCounts
+from router.admission import Accounts, Limiter, MemoryLedger, ModelFacts, SloCounts
 from router.admission.tenants import TenantBook
 from router.api.grpc_api import SERVICE_NAMES, Authentication, InferenceServicer
 from router.api.http import create_app
@@ -39,6 +39,8 @@ from router.dispatch.choice import Choice, ChoiceGroup
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel
 from router.request.resume import Journal
+from router.request.usage_log import UsageBook
+from router.request.usage_marks import MemoryMarks
 from router.service import RouterService
 from tests.support.asking import VOCABULARY
 from tests.support.builders import cluster_status
@@ -79,12 +81,15 @@ class Router:
         )
         self.dispatcher = OneToken()
         stand_in: Any = self.dispatcher
+        instruments = Instruments(cluster_status)
         self._service = RouterService(
             LoadedModel(card=ModelCard(MODEL, "", 8192, 0), tokenizer=tokenizer, content_id="content", facts=facts),
             dispatcher=stand_in,
             limiter=Limiter(RouterConfig().max_in_flight),
+            accounts=Accounts(MemoryLedger(), instruments, lambda: 1),
             journal=Journal(MemoryRecords(MemoryStore())),
-            instruments=Instruments(cluster_status),
+            usage_book=UsageBook(None, MemoryMarks(), instruments),
+            instruments=instruments,
             config=RouterConfig(),
             slo_counts=SloCounts(),
         )

@@ -188,6 +188,32 @@ def test_bad_values_are_refused_by_name(asked: dict[str, Any], param: str) -> No
     assert refusal.value.param == param
 
 
+def test_an_answer_is_no_longer_than_the_tenant_may_have() -> None:
+    facts = FACTS.of(Tenant(id="acme", max_answer_tokens=30))
+    assert FACTS.of(Tenant(id="acme")) is FACTS
+    assert params_of({}, facts).max_tokens == 30
+    assert params_of({}, replace(facts, default_max_tokens=10)).max_tokens == 10
+    assert params_of({}, replace(facts, max_answer_tokens=90)).max_tokens == 80
+    assert params_of({"max_tokens": 30, "min_tokens": 30}, facts).max_tokens == 30
+    for name in ("max_tokens", "min_tokens"):
+        with pytest.raises(InvalidRequest, match=f"{name} must be at most 30 with this API key, got 31") as caught:
+            params_of({"max_tokens": 31, name: 31} if name == "max_tokens" else {name: 31}, facts)
+        assert caught.value.param == name
+    recommended = replace(facts, default_sampling=replace(FACTS.default_sampling, min_tokens=40))
+    assert params_of({}, recommended).min_tokens == 30
+
+
+def test_a_tenant_whose_weight_changes_keeps_what_it_has() -> None:
+    limiter = Limiter(10)
+    other = Tenant(id="other")
+    with limiter.slot("a", 4, Tenant(id="acme")), limiter.slot("o", 4, other):
+        with pytest.raises(Overloaded, match="8 of at most 10 answers are being generated, 4 of them yours"):
+            limiter.slot("b", 2, Tenant(id="acme", weight=0.5)).__enter__()
+        with limiter.slot("c", 2, Tenant(id="acme", weight=3.0)):
+            assert limiter.num_in_flight == 10
+    assert limiter.num_in_flight == 0
+
+
 def test_the_limiter_counts_choices() -> None:
     limiter = Limiter(4)
     with limiter.slot("a", 3):

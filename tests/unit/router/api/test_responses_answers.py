@@ -168,7 +168,8 @@ async def test_a_stream_is_the_whole() -> None:
         for chunk in chunks_of(ANSWER, []):
             yield chunk
 
-    whole = await ResponseForm(HEAD).whole(come())
+    coming = come()
+    whole = await ResponseForm(HEAD).whole(await anext(coming), coming)
     events = await streamed(chunks_of(ANSWER, [2, 3, 9]))
     assert all(name == data["type"] for name, data in events)
     last = events[-1][1]["response"]

@@ -10,9 +10,10 @@ from functools import partial
 import pytest
 
 from baton.api import GenerateChunk, Timing, Usage
-from baton.errors import Overloaded
+from baton.errors import InvalidRequest, Overloaded
 from baton.sampling import FinishReason
-from router.api.several import MAX_AT_ONCE, Start, together
+from router.admission.tenants import Tenant
+from router.api.several import MAX_AT_ONCE, Start, at_once, together
 
 
 async def answers(prompt: int, num_choices: int = 2, num_tokens: int = 3) -> AsyncGenerator[GenerateChunk]:
@@ -76,6 +77,38 @@ async def test_not_all_prompts_are_served_at_once() -> None:
     assert len([chunk async for chunk in chunks]) == 2 * MAX_AT_ONCE
     assert served.num_ended == 3 * MAX_AT_ONCE
     assert served.most == MAX_AT_ONCE
+
+
+@pytest.mark.parametrize(
+    ("tenant", "num_answers", "expected"),
+    [
+        (Tenant(id="t"), 1, MAX_AT_ONCE),
+        (Tenant(id="t", max_in_flight=100), 2, MAX_AT_ONCE),
+        (Tenant(id="t", max_in_flight=7), 2, 3),
+        (Tenant(id="t", max_in_flight=1), 2, 1),  # refused when it arrives
+        (Tenant(id="t", requests_per_minute=20), 1, MAX_AT_ONCE),
+    ],
+)
+def test_no_more_prompts_are_served_at_once_than_the_tenant_may_have(
+    tenant: Tenant, num_answers: int, expected: int
+) -> None:
+    assert at_once(tenant, 20, num_answers) == expected
+
+
+def test_more_prompts_than_a_minute_has_requests_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="prompt holds 21 prompts"):
+        at_once(Tenant(id="t", requests_per_minute=20), 21, 1)
+
+
+async def test_the_other_prompts_follow_as_these_end() -> None:
+    served = Served()
+    chunks = together([served.answers] * 7, 1, 2)
+    for _ in range(2):
+        await anext(chunks)
+    assert served.num_running == 2
+    served.may_end.set()
+    assert len([chunk async for chunk in chunks]) == 5
+    assert served.most == 2
 
 
 async def test_one_failure_ends_all() -> None:

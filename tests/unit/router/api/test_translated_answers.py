@@ -36,7 +36,7 @@ async def given_out(chunks: Sequence[GenerateChunk], error: BatonError | None = 
 
 
 def whole_of(chunks: Sequence[GenerateChunk]) -> dict[str, Any]:
-    return asyncio.run(FORM.whole(given_out(chunks)))
+    return asyncio.run(FORM.whole(chunks[0], given_out(chunks[1:])))
 
 
 def stream_of(chunks: Sequence[GenerateChunk], error: BatonError | None = None) -> list[tuple[str, dict[str, Any]]]:

@@ -1,0 +1,112 @@
+"""The ledger of the tenants' limits: one suite for memory and for every Redis."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.errors import StoreUnavailable
+from kvstore.index import RedisConnection
+from kvstore.index.keys import Keys
+from router.admission import Ledger, MemoryLedger, RedisLedger
+from router.admission.account import SEATS, Account, LedgerEntry
+
+if TYPE_CHECKING:
+    from tests.contract.conftest import Backend, RedisServer
+
+ENTRY = LedgerEntry(tenant_id="acme", limits=(2, 100, 1000), max_in_flight=2, writer="a", version=1)
+ARRIVAL = replace(ENTRY, needs=(1, 1, 1), amounts=(1, 0, 0), num_held=1, num_asked=1)
+
+
+@pytest.fixture
+def ledger(backend: Backend) -> Ledger:
+    if backend.store:
+        return MemoryLedger(backend.clock)
+    assert backend.connection
+    return RedisLedger(backend.connection, backend.namespace, backend.clock)
+
+
+async def test_requests_of_two_routers_count_together(ledger: Ledger, backend: Backend) -> None:
+    assert (await ledger.book(ARRIVAL)).refused_by is None
+    assert (await ledger.book(replace(ARRIVAL, writer="b"))).used == (2, 0, 0)
+    refused = await ledger.book(replace(ARRIVAL, writer="c", max_in_flight=9))
+    assert (refused.refused_by, refused.used) == (0, (2, 0, 0))
+    assert (await ledger.book(replace(ARRIVAL, tenant_id="zeta"))).refused_by is None
+    backend.clock.now += refused.retry_ms / 1000
+    assert (await ledger.book(replace(ARRIVAL, writer="c", max_in_flight=9))).used == (1, 0, 0)
+
+
+async def test_answers_in_flight_end_with_their_lease(ledger: Ledger, backend: Backend) -> None:
+    entry = replace(ARRIVAL, limits=(None, None, None))
+    assert (await ledger.book(replace(entry, num_held=2, num_asked=2))).refused_by is None
+    assert (await ledger.book(replace(entry, writer="b"))).refused_by == SEATS
+    backend.clock.now += 8
+    await ledger.book(replace(entry, version=2, num_held=2, num_asked=0))
+    backend.clock.now += 8
+    assert (await ledger.book(replace(entry, writer="b", version=2))).refused_by == SEATS
+    backend.clock.now += 2
+    assert (await ledger.book(replace(entry, writer="b", version=3))).refused_by is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_every_ledger_answers_as_the_arithmetic_does(ledger: Ledger, backend: Backend, seed: int) -> None:
+    rng, account, versions, refusals = random.Random(seed), Account(), dict.fromkeys("abc", 5), set()
+    for _ in range(250):
+        backend.clock.now = round(backend.clock.now + rng.choice((0.0, 0.1, 0.7, 1.0, 5.0, 30.0, 2000.0)), 3)
+        writer = rng.choice("abc")
+        versions[writer] += 1
+        num_held = rng.randrange(4)
+        entry = LedgerEntry(
+            tenant_id="acme",
+            limits=(rng.choice((None, 2)), rng.choice((None, 200)), rng.choice((None, 2000))),
+            max_in_flight=rng.choice((None, 4)),
+            needs=(rng.randrange(2), rng.randrange(100), rng.randrange(100)),
+            amounts=(rng.randrange(2), rng.randrange(100), rng.randrange(100)),
+            writer=writer,
+            version=versions[writer] - rng.choice((0, 0, 0, 3)),
+            num_held=num_held,
+            num_asked=rng.randrange(num_held + 1),
+            lease_ms=10_000,
+        )
+        expected = account.book(entry, int(backend.clock.now * 1000))
+        assert await ledger.book(entry) == expected
+        refusals.add(expected.refused_by)
+    assert refusals == {None, 0, 1, 2, SEATS}
+
+
+async def test_an_account_lives_until_nothing_of_it_counts(server: RedisServer, namespace: str) -> None:
+    backend = server.backend(namespace)
+    assert backend.connection
+    ledger, name = RedisLedger(backend.connection, namespace), Keys(namespace).account("acme")
+    await ledger.book(replace(ENTRY, max_in_flight=None))
+    assert await backend.connection.call("EXISTS", name) == 0
+    await ledger.book(replace(ARRIVAL, max_in_flight=None))
+    assert 59_000 < await backend.connection.call("PTTL", name) <= 61_000
+    await ledger.book(replace(ENTRY, amounts=(0, 5, 5)))
+    assert 86_000_000 < await backend.connection.call("PTTL", name) <= 87_840_000
+
+
+async def test_what_cannot_be_read_of_an_account_counts_nothing_and_is_noted(
+    server: RedisServer, namespace: str
+) -> None:
+    backend = server.backend(namespace)
+    assert backend.connection
+    ledger, name = RedisLedger(backend.connection, namespace), Keys(namespace).account("acme")
+    garbage = (b"x", b"\xc1", b"\x93\x01\x02\x03", b"\x92\x93\x81\xa1x\x01\x80\x80\x81\xa1w\x05", b"\x92\x80\x90")
+    for value in garbage:
+        await backend.connection.call("SET", name, value)
+        assert (await ledger.book(ARRIVAL)).used == (1, 0, 0)
+    await backend.connection.pipeline([("DEL", name), ("SADD", name, "x")])
+    assert (await ledger.book(ARRIVAL)).used == (1, 0, 0)
+    assert (await ledger.book(replace(ARRIVAL, version=2, num_held=2))).used == (2, 0, 0)
+    assert [(each.what, each.times) for each in backend.connection.garbage.seen()] == [("account", 5)]
+
+
+async def test_without_redis_it_says_so() -> None:
+    ledger = RedisLedger(RedisConnection("redis://127.0.0.1:1/0"), "ns")
+    with pytest.raises(StoreUnavailable):
+        await ledger.book(ARRIVAL)
+    await ledger.close()
