@@ -199,16 +199,16 @@ class _Finder:
                 begin = text.rfind(first, max(0, len(text) - self._longest), begin)
 
 
-class _SpecialParts(NamedTuple):
+class _Parts(NamedTuple):
     """What becomes a special token together with what others write beside it."""
 
     begins: set[str]
     ends: set[str]
     middles: set[str]
-    """The ones that go on where what the template writes may have begun one."""
+    """A middle goes on where what the template writes may have begun a token."""
 
 
-def _parts(special: Iterable[str], words: Iterable[str]) -> _SpecialParts:
+def _parts(special: Iterable[str], words: Iterable[str]) -> _Parts:
     pieces = {piece for word in (*words, *ROLES) for piece in _INSERTED.split(word) if piece}
     special = sorted(special)
     longest = max(map(len, special), default=0)
@@ -220,7 +220,7 @@ def _parts(special: Iterable[str], words: Iterable[str]) -> _SpecialParts:
             if content[:end] in tails or any(content[begin:end] in pieces for begin in begun):
                 begun.add(end)
         middles |= {content[begin:end] for begin in begun for end in range(begin + 1, len(content))}
-    return _SpecialParts(
+    return _Parts(
         {content[:end] for content in special for end in range(1, len(content))},
         {content[begin:] for content in special for begin in range(1, len(content))},
         middles,

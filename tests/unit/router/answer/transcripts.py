@@ -8,6 +8,7 @@ from router.answer import CallForm, call_format
 
 WEATHER = '{"city": "Paris"}'
 NESTED = '{"query": {"any": ["a {b}", "c\\"]}"], "n": 1.5e3}, "deep": [[{}]], "no": null}'
+LONG = "x" * 40
 DEEP = '[[1, {}], {"a": {"b": []}}]'
 UNICODE = '{"city": "Köln 🐈", "note": "a\\u0301 </tool_call> [TOOL_CALLS]"}'
 
@@ -109,8 +110,8 @@ QWEN_XML_MARKS = [
                "</parameter> So.", (("typed", '{"list": "[\\n\\"", "n": 7}'),)),
     Transcript('<tool_call>\n<function=typed>\n<parameter=list>["</parameter>"]</parameter>\n</function>\n</tool_call>',
                calls=(("typed", '{"list": ["</parameter>"]}'),)),
-    Transcript(tagged("typed", ("list", '["</parameter>"]'), ("more", '{"a": "</parameter>"}')),
-               calls=(("typed", '{"list": ["</parameter>"], "more": {"a": "</parameter>"}}'),)),
+    Transcript(tagged("typed", ("list", '["</parameter>"]'), ("more", f'{{"a": "{LONG}</parameter>"}}')),
+               calls=(("typed", '{"list": ["</parameter>"], "more": {"a": "' + LONG + '</parameter>"}}'),)),
     Transcript(tagged("typed", ("list", '["a</parameter>" oh]')), '" oh]\n</parameter>',
                (("typed", '{"list": "[\\"a"}'),)),
     Transcript('<tool_call>\n<function=typed>\n<parameter=list>\n["</parameter>"', '"',

@@ -33,7 +33,7 @@ FORMS = {
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 SYSTEM = {"role": "system", "content": "  Be brief, 世界. "}
 USER = {"role": "user", "content": "How is it in Köln?\n <b>&amp;</b> {{ 1 }} "}
-CALL = {
+CALL: dict[str, Any] = {
     "role": "assistant",
     "content": "",
     "tool_calls": [

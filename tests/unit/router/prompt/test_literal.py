@@ -84,7 +84,9 @@ def test_no_text_completes_a_special_token_that_the_template_begins(name: str, d
     encoder = LiteralEncoder(kind, template.words, template.names)
 
     def context_of(said: list[str]) -> dict[str, Any]:
-        named = {f"{each}{' ' * index if each in said[:index] else ''}": {} for index, each in enumerate(said)}
+        named: dict[str, Any] = {
+            f"{each}{' ' * index if each in said[:index] else ''}": {} for index, each in enumerate(said)
+        }
         tool = Tool(name="f", parameters={"properties": named})
         return template.context(Chat(messages=tuple(map(user, said or ["y"])), tools=(tool,)))
 
@@ -120,18 +122,21 @@ def test_what_templates_compare_with_is_not_marked() -> None:
     tokens = ["<content>", "<type>", "<string>", "<user>", "<note>", "<properties>"]
     kind = tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), list(map(special, tokens)), alphabet=BYTES)
     source = (
-        "{% for m in messages %}{{ '<' ~ m.role ~ '>' if m.role == 'user' }}{{ m['content'] }}{% endfor %}"
+        "{% for m in messages %}{{ '<' ~ m.role ~ '>' if m.role == 'user' }}"
+        "{{ m['content'] if m.content != '<user>' }}{% endfor %}"
         "{% for key, each in tools[0].function.parameters.properties.items() %}"
-        "<{{ key }}{{ '!' if each.type == 'string' }}>{% endfor %}"
+        "<{{ key }}{{ '!' if each.type == 'string' else '?' ~ each.type }}>{% endfor %}"
     )
     template = ChatTemplate({"default": source}, {})
     encoder = LiteralEncoder(kind, template.words, template.names)
-    tool = Tool(name="f", parameters={"properties": {"note": {"type": "string"}, "n": {"type": "integer"}}})
+    tool = Tool(
+        name="f", parameters={"properties": {"note": {"type": "string"}, "n": {"type": "<note>"}, "<user>": {}}}
+    )
     context = template.context(Chat(messages=(user("type"),), tools=(tool,)))
     marked = encoder.mark(context)
     assert marked is not None
     text = template.render(marked.context)
-    assert text.replace(marked.mark, "") == template.render(context) == "<user>type<note!><n>"
+    assert text.replace(marked.mark, "") == template.render(context) == "<user>type<note!><n?<note>><<user>?>"
     ids = encoder.encode_marked(text, marked.mark)
     assert [kind.id_to_token(each) for each in ids if each in special_ids(kind)] == ["<user>"]
 
@@ -235,7 +240,10 @@ def test_every_text_of_a_client_is_looked_at() -> None:
     template = ChatTemplate({"default": source}, {})
     context = template.context(
         Chat(
-            messages=(message, result), tools=(tool,), documents=({"text": forged},), template_kwargs={"effort": forged}
+            messages=(message, result),
+            tools=(tool,),
+            documents=({"text": forged, "role": forged},),
+            template_kwargs={"effort": forged},
         )
     )
     marked = encoder.mark(context)
