@@ -199,7 +199,7 @@ class _Finder:
                 begin = text.rfind(first, max(0, len(text) - self._longest), begin)
 
 
-class _Parts(NamedTuple):
+class _SpecialParts(NamedTuple):
     """What becomes a special token together with what others write beside it."""
 
     begins: set[str]
@@ -208,7 +208,7 @@ class _Parts(NamedTuple):
     """A middle goes on where what the template writes may have begun a token."""
 
 
-def _parts(special: Iterable[str], words: Iterable[str]) -> _Parts:
+def _parts(special: Iterable[str], words: Iterable[str]) -> _SpecialParts:
     pieces = {piece for word in (*words, *ROLES) for piece in _INSERTED.split(word) if piece}
     special = sorted(special)
     longest = max(map(len, special), default=0)
@@ -220,7 +220,7 @@ def _parts(special: Iterable[str], words: Iterable[str]) -> _Parts:
             if content[:end] in tails or any(content[begin:end] in pieces for begin in begun):
                 begun.add(end)
         middles |= {content[begin:end] for begin in begun for end in range(begin + 1, len(content))}
-    return _Parts(
+    return _SpecialParts(
         {content[:end] for content in special for end in range(1, len(content))},
         {content[begin:] for content in special for begin in range(1, len(content))},
         middles,
