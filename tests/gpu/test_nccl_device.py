@@ -51,7 +51,7 @@ def weigh(max_ctas: int, rank: int, store: RendezvousStore, staging: StagingPool
         free.append(torch.cuda.mem_get_info(staging.device)[0])
         meet(rank, store, f"weighed-{number}")
     stats: dict[str, int] = {}
-    with contextlib.suppress(RuntimeError):  # of NCCL before 2.29.7
+    with contextlib.suppress(AttributeError, RuntimeError):  # torch 2.11 has none, nor has NCCL before 2.29.7
         stats = links[-1]._group.memory_stats()
     results.send(((free[0] - free[1]) / NUM_LINKS, stats))
     meet(rank, store, "reported")

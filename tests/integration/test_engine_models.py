@@ -129,9 +129,10 @@ def load_reference(folder: Path) -> Any:
 
 
 def refer(model: Any, prompt: list[int], max_tokens: int) -> Reference:
+    prompt_ids = torch.tensor([prompt], device=model.device)
     out = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        prompt_ids,
+        attention_mask=torch.ones_like(prompt_ids),
         do_sample=False,
         max_new_tokens=max_tokens,
         output_logits=True,

@@ -11,16 +11,30 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from baton.config import TransferConfig
+from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError
 from baton.messages import Ticket
-from tests.unit.kvstore.transfer.peers import Decode, Prefill, decode_side, prefill_side, tables_of
+from tests.unit.kvstore.transfer.peers import (
+    NUM_BLOCKS,
+    SPEC,
+    Decode,
+    Prefill,
+    decode_side,
+    filled_cache,
+    prefill_side,
+    tables_of,
+)
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([__name__])
@@ -54,11 +68,20 @@ class Child:
 
 @contextlib.asynccontextmanager
 async def child(
-    role: str, config: TransferConfig, incarnation: int = 1, die_at: str = "", faults: str = ""
+    role: str,
+    config: TransferConfig,
+    incarnation: int = 1,
+    die_at: str = "",
+    faults: str = "",
+    *,
+    device: str = "cpu",
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[Child]:
     """`decode-9` or `prefill-9`, until the block is left. Kills itself at the message `die_at`, having said when."""
     ours, theirs = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(target=_main, args=(theirs, role, config, incarnation, die_at, faults), daemon=True)
+    cache = partial(_cache, role, device)
+    args = (theirs, role, config, incarnation, die_at, faults, cache, dict(environment))
+    process = _CONTEXT.Process(target=_main, args=args, daemon=True)
     await asyncio.to_thread(process.start)
     theirs.close()
     try:
@@ -70,20 +93,40 @@ async def child(
         ours.close()
 
 
-def _main(pipe: Connection, role: str, config: TransferConfig, incarnation: int, die_at: str, faults: str) -> None:
+def _cache(role: str, device: str) -> KVCache:
+    return filled_cache(1, device=device) if role == "prefill" else KVCache(SPEC, NUM_BLOCKS, 8, torch.device(device))
+
+
+def _main(
+    pipe: Connection,
+    role: str,
+    config: TransferConfig,
+    incarnation: int,
+    die_at: str,
+    faults: str,
+    make_cache: Callable[[], KVCache],
+    environment: Mapping[str, str],
+) -> None:
+    os.environ.update(environment)
     with contextlib.suppress(EOFError):
-        asyncio.run(_serve(pipe, role, config, incarnation, die_at, faults))
+        asyncio.run(_serve(pipe, role, config, incarnation, die_at, faults, make_cache()))
 
 
 async def _serve(
-    pipe: Connection, role: str, config: TransferConfig, incarnation: int, die_at: str, faults: str
+    pipe: Connection,
+    role: str,
+    config: TransferConfig,
+    incarnation: int,
+    die_at: str,
+    faults: str,
+    cache: KVCache,
 ) -> None:
     if role == "decode":
-        async with decode_side(config, "decode-9", incarnation=incarnation) as decode:
+        async with decode_side(config, "decode-9", incarnation=incarnation, caches=[cache]) as decode:
             decode.door.watch = lambda kind, message: kind != die_at or _die(pipe)
             await _serve_decode(pipe, decode)
     else:
-        async with prefill_side(config, faults, "prefill-9", incarnation=incarnation) as prefill:
+        async with prefill_side(config, faults, "prefill-9", incarnation=incarnation, caches=[cache]) as prefill:
             await _serve_prefill(pipe, prefill)
 
 

@@ -78,8 +78,8 @@ def tables_of(
 # -- what is in a cache ----------------------------------------------------------------------------------------------
 
 
-def filled_cache(seed: int, spec: KVSpec = SPEC, num_blocks: int = NUM_BLOCKS) -> KVCache:
-    cache = KVCache(spec, num_blocks, max_num_seqs=8)
+def filled_cache(seed: int, spec: KVSpec = SPEC, num_blocks: int = NUM_BLOCKS, device: str = "cpu") -> KVCache:
+    cache = KVCache(spec, num_blocks, max_num_seqs=8, device=torch.device(device))
     generator = torch.Generator().manual_seed(seed)
     for tensor in (*cache.groups, *cache.states.values()):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
