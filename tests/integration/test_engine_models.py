@@ -216,6 +216,13 @@ def test_a_tiny_model_of_each_type_answers_as_generate(kind: str, extra: dict[st
     assert num_same >= 8, "too many near ties for a test that means something"
 
 
+def test_no_attention_that_plans_for_each_new_shape_is_left_on(tmp_path: Path) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    save_tiny("llama", {}, tmp_path)
+    make_engine(tmp_path)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+
+
 def test_what_others_left_in_the_blocks_does_not_matter(tmp_path: Path) -> None:
     """NaN and infinity are not masked by a mask: 0 * NaN is NaN. Another request may have left them."""
     save_tiny("llama", {}, tmp_path)

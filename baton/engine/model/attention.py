@@ -196,9 +196,8 @@ def paged_attention(
             keys = key_pages.index_select(0, segment.pages).view(*shape, group.k_dim)[:, :, : segment.num_context]
             values = value_pages.index_select(0, segment.pages).view(*shape, group.v_dim)[:, :, : segment.num_context]
         out[rows] = _attend_segment(
-            query[:, :, rows], keys, values, segment,
-            scaling=scaling, sliding_window=sliding_window, num_groups=num_groups,
-        )  # fmt: skip
+            query[0, :, rows], keys[0], values[0], segment, scaling=scaling, sliding_window=sliding_window
+        )
     if context.decode_pages is not None and context.decode_positions is not None and context.decode_mask is not None:
         shape = (step.num_decodes, group.num_kv_heads, -1)
         keys = key_pages.index_select(0, context.decode_pages).view(*shape, group.k_dim)
@@ -222,9 +221,15 @@ def _attend_segment(
     *,
     scaling: float | None,
     sliding_window: int | None,
-    num_groups: int,
 ) -> torch.Tensor:
-    """Returns the causal attention of one segment's queries, its last tokens: `[num_tokens, heads, v_dim]`."""
+    """Returns the causal attention of one segment's queries, its last tokens: `[num_tokens, heads, v_dim]`.
+
+    Each KV head is an entry of the batch, and is shown to all of its query heads without a copy. Were torch asked to
+    share the heads out itself, none of its kernels for a GPU but cuDNN's would take a mask as well, and the scores of
+    all tokens would be written out.
+    """
+    grouped = query.view(len(keys), -1, *query.shape[1:])
+    keys, values = (side.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for side in (keys, values))
     mask = None
     is_causal = segment.num_tokens == segment.num_context and sliding_window is None
     if not is_causal:
@@ -233,10 +238,8 @@ def _attend_segment(
         mask = at[None] <= query_at
         if sliding_window is not None:
             mask &= at[None] > query_at - sliding_window
-    attended = F.scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scaling, enable_gqa=num_groups > 1
-    )
-    return attended[0].transpose(0, 1)
+    attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=is_causal, scale=scaling)
+    return attended.flatten(0, 1).transpose(0, 1)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

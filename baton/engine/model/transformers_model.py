@@ -66,6 +66,8 @@ class ModelRank:
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, cache: KVCache) -> None:
         torch.set_num_threads(engine.num_threads)
+        # cuDNN's attention plans for each new shape, which takes from 70 ms to over a second; most steps have one
+        torch.backends.cuda.enable_cudnn_sdp(False)
         transformers_logging.set_verbosity_error()  # it warns of generation settings that are not its business here
         transformers_logging.disable_progress_bar()
         split = {}
