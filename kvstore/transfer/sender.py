@@ -202,7 +202,8 @@ class KvSender:
     def _options(self, rank: int, peer: Peer) -> WireOptions:
         slot_bytes, wanted = self._config.slot_bytes, self._config.wire_dtype
         at_least = least_chunk_bytes(self.layout, wanted)
-        size = chunk_bytes(self._connections.transport_kind(rank, peer), slot_bytes, at_least)
+        kind, device = self._connections.transport_kind(rank, peer), self._worker.caches[rank].device
+        size = chunk_bytes(kind, slot_bytes, at_least, device)
         return WireOptions(size, self._config.span_tokens, wanted)
 
     async def _start(self, rank: int, part: TransferPart, peer: Peer) -> None:

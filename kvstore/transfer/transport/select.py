@@ -70,13 +70,13 @@ def num_connections_kept(kinds: Sequence[str], num_ranks: int) -> int:
     return 8 if any(KINDS[kind].stages_on_gpu for kind in kinds) else 64 * num_ranks
 
 
-def chunk_bytes(kind: str, slot_bytes: int, at_least: int) -> int:
+def chunk_bytes(kind: str, slot_bytes: int, at_least: int, cache_device: torch.device) -> int:
     """Returns the largest payload of a chunk that suits a kind; "" stands for a kind that is not chosen yet.
 
     The thread of a tcp transport gathers a chunk and copies it into the socket: twice as fast from the processor's
-    cache. For other kinds a message costs more than that saves.
+    cache. For other kinds, and out of a GPU's memory, a message costs more than that saves.
     """
-    is_warm = kind != "" and KINDS[kind].prefers_warm_chunks
+    is_warm = kind != "" and KINDS[kind].prefers_warm_chunks and cache_device.type == "cpu"
     return max(at_least, min(slot_bytes, _WARM_BYTES)) if is_warm else slot_bytes
 
 

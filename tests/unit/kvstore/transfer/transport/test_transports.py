@@ -522,11 +522,12 @@ def test_kinds_are_chosen_for_the_cache_and_the_wish() -> None:
 
 
 def test_chunks_of_a_tcp_link_stay_in_the_cache_and_hold_a_unit_at_least() -> None:
-    assert {kind: chunk_bytes(kind, 2**22, 24_576) for kind in ("", "shm", "gloo", "nccl", "tcp")} == {
+    assert {kind: chunk_bytes(kind, 2**22, 24_576, CPU) for kind in ("", "shm", "gloo", "nccl", "tcp")} == {
         "": 2**22, "shm": 2**22, "gloo": 2**22, "nccl": 2**22, "tcp": 2**20
     }  # fmt: skip
-    assert chunk_bytes("tcp", 2**18, 24_576) == 2**18
-    assert chunk_bytes("tcp", 2**22, 2**21) == 2**21
+    assert chunk_bytes("tcp", 2**18, 24_576, CPU) == 2**18
+    assert chunk_bytes("tcp", 2**22, 2**21, CPU) == 2**21
+    assert chunk_bytes("tcp", 2**22, 24_576, torch.device("cuda")) == 2**22, "out of a GPU's memory nothing is warm"
 
 
 def test_the_host_id_is_that_of_every_process_of_this_user_here() -> None:
