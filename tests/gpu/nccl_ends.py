@@ -49,7 +49,7 @@ def skip_unless_possible(mode: str) -> None:
 
 
 def run(job: Job, mode: str, patience_s: float = 180.0) -> list[Any]:
-    """What the two ends reported, the sender's first."""
+    """What the two ends reported, the sender's first. Raises EOFError where an end has failed; its error is above."""
     skip_unless_possible(mode)
     os.environ.update(nccl_environment())
     spawn = multiprocessing.get_context("spawn")
@@ -61,6 +61,8 @@ def run(job: Job, mode: str, patience_s: float = 180.0) -> list[Any]:
     ]
     for process in processes:
         process.start()
+    for _, writer in outcomes:
+        writer.close()  # so that an end that fails is noticed at once
     try:
         assert all(reader.poll(patience_s) for reader, _ in outcomes)
         return [reader.recv() for reader, _ in outcomes]

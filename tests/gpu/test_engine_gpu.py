@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.engine import Engine
@@ -54,6 +55,30 @@ def test_tokens_equal_generate_in_float32(model_dir: Path) -> None:
     num_same = sum(map(same_up_to_near_ties, got, references))
     print(f"{num_same} of {len(prompts)} answers equal to the last token")
     assert num_same >= len(prompts) - 1, "too many near ties for a test that means something"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_step_writes_all_scores_out_or_waits_for_a_plan(dtype: str, model_dir: Path) -> None:
+    """Whole prompts, further chunks and decode batches, all with the kernels that take any shape as it comes."""
+    config = EngineConfig(num_blocks=1024)
+    runner = TransformersRunner(ModelConfig(path=str(model_dir), dtype=dtype, device="cuda"), config)
+    limits = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=1024, output_reservation=64)
+    engine = Engine(runner, limits)
+    for length in (3, 700, 3000):
+        engine.add(make_spec(str(length), [7] * length), Purpose.GENERATE, now=0.0)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    num_steps = 0
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        while batch := engine.schedule(0.0)[0]:
+            engine.commit(batch, runner.execute(batch), 0.0)
+            num_steps += 1
+    assert num_steps > 16
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"{dtype}: {peak / 2**20:.0f} MiB at most beside weights and pool")
+    scores_bytes = 9 * 1024 * 3000 * 4  # of one layer of the model, for the last chunk
+    logits_bytes = 4 * 49152 * 4
+    assert peak < scores_bytes + logits_bytes
 
 
 def test_a_reader_that_waits_for_a_layers_fence_reads_the_final_rows(model_dir: Path) -> None:
