@@ -17,6 +17,7 @@ OTHER_TESTS := tests/kube tests/helm tests/integration tests/chaos tests/observa
 # What has the mark, so that its processes import no more than that.
 CLOCK_TESTS := $(sort $(shell grep -rl --include='test_*.py' 'pytest.mark.clock' tests))
 SOAK := tests/chaos/test_streams.py
+FUZZ := tests/integration/test_fuzz.py
 export OMP_NUM_THREADS ?= 1
 # Some machines set it, and each of the many processes that start here would compile every module that it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -51,11 +52,12 @@ test: check
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder --durations 25 \
 		-m 'not fast and not clock and not chaos' $(OTHER_TESTS)
 
-# Everything that is marked `chaos`, ten minutes of faults under load, every property with twenty times its examples, and
-# the mutants: a fault a line, each of which a test must see.
+# Everything that is marked `chaos`, ten minutes of faults under load, ten of requests that are odd, every property with
+# twenty times its examples, and the mutants: a fault a line, each of which a test must see.
 chaos: $(STAMP)
 	CHAOS_SECONDS=60 $(PYTEST) -s tests/chaos --ignore=$(SOAK)
 	CHAOS_SECONDS=600 $(PYTEST) -s $(SOAK)
+	FUZZ_SECONDS=200 $(PYTEST) -s $(FUZZ)
 	NUM_TRANSFERS=10000 $(PYTEST) -m 'chaos or slow' tests --ignore=tests/chaos
 	$(PYTEST) -q -n 2 -m hypothesis --hypothesis-profile twentyfold --timeout 3600 $(FAST_TESTS)
 	$(BIN)/python -m tools.mutants

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps every `BatonError` raised by a handler of `baton.v1` to its status code.
 
-    A client's message with a field that this release does not know is refused before its handler runs.
+    A client's message that cannot be read, or has a field that this release does not know, is refused before its
+    handler runs.
     """
 
     async def intercept_service(
@@ -43,6 +44,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # A handler without a deserializer refuses every message.
         is_clients = details.method.startswith(CLIENTS_METHODS) and handler.request_deserializer is not None
         check = wire.check_known if is_clients else None
+        deserializer = handler.request_deserializer
+        if is_clients:
+            deserializer = wire.readable(deserializer)
         if handler.response_streaming:
             method = handler.stream_stream if handler.request_streaming else handler.unary_stream
             # A handler that writes to the context instead of yielding is guarded like a unary one.
@@ -56,7 +60,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         else:
             wrapped = _guard_unary(handler.unary_unary, check)
             make = grpc.unary_unary_rpc_method_handler
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        return make(wrapped, deserializer, handler.response_serializer)
 
 
 def _guard_unary(method: Callable[..., Awaitable[Any]], check: MessageCheck | None) -> Callable[..., Any]:

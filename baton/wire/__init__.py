@@ -26,7 +26,15 @@ from baton.wire.inference import (
     tokenize_request_from_pb,
     tokenize_response,
 )
-from baton.wire.known_fields import KNOWN_FIELDS, check_known, fields_in, fields_unknown_to, named, unknown_field
+from baton.wire.known_fields import (
+    KNOWN_FIELDS,
+    check_known,
+    fields_in,
+    fields_unknown_to,
+    named,
+    readable,
+    unknown_field,
+)
 from baton.wire.kv import (
     pull_from_pb,
     pull_to_pb,
@@ -77,6 +85,7 @@ __all__ = [
     "pools_response",
     "pull_from_pb",
     "pull_to_pb",
+    "readable",
     "role_response",
     "scale_response",
     "sequence_from_pb",

@@ -8,13 +8,14 @@ knows. A field is written "SequenceSpec.9".
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from baton.errors import Unsupported
+from baton.errors import InvalidRequest, Unsupported
 from baton.messages import ROUTERS_SAMPLING
 from baton.v1 import inference_pb2, worker_pb2
 from baton.wire.inference import SAMPLING_NAMES
@@ -23,8 +24,34 @@ _Fields = tuple[tuple[str, bool, "_Fields"], ...]
 """Fields of a message that hold messages: name, whether the field is repeated, and the same of what it holds."""
 
 
-def check_known(message: Message) -> None:
-    """Raises Unsupported if a client has set a field, at any depth, that this release does not know."""
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Bytes of a client that are no message stand for themselves: `check_known` refuses them."""
+
+    reason: str
+
+
+def readable(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | Unreadable]:
+    """Returns the same parser, which does not raise: gRPC would end the call as after a defect of the server."""
+
+    def read(raw: bytes) -> Message | Unreadable:
+        try:
+            return parse(raw)
+        except DecodeError as error:
+            return Unreadable(str(error))
+
+    return read
+
+
+def check_known(message: Message | Unreadable) -> None:
+    """Checks a client's message.
+
+    Raises:
+        InvalidRequest: it cannot be read.
+        Unsupported: it has a field, at any depth, that this release does not know.
+    """
+    if isinstance(message, Unreadable):
+        raise InvalidRequest(f"the message is not in protobuf's form: {message.reason}")
     if path := unknown_field(message):
         raise Unsupported(
             f"{message.DESCRIPTOR.name} has a field {path} that this release does not know, or not in this form; "

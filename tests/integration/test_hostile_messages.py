@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 import grpc
 import psutil
 import pytest
-from google.protobuf import message_factory
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -69,6 +67,7 @@ from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.transport.shm import host_id
 from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
 from tests.support.builders import sequence_spec
+from tests.support.spoiling import spoiled, varint
 from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import served
 
@@ -84,8 +83,6 @@ ANSWER_S = 20.0
 MAX_HELD_S = 0.5
 """Of the processor, that the event loop may spend between two looks at what is ready."""
 MAX_GROWTH = 128 * 2**20
-MAX_SPOILED = 5 * 2**20
-"""Bytes of a field that is a list of messages: more than any worker takes. The sender's own memory is measured, too."""
 
 
 def small_spec(name: str, prompt: tuple[int, ...] = PROMPT) -> SequenceSpec:
@@ -519,11 +516,6 @@ def test_a_message_that_no_router_could_send_is_not_even_parsed(loop: Loop, clus
     assert got.kind == TOO_LONG
 
 
-def varint(number: int) -> bytes:
-    low = bytes([number & 127])
-    return low if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
-
-
 def test_a_token_that_is_none_of_the_models_never_reaches_the_engine(loop: Loop, cluster: Cluster) -> None:
     """It would fail the step of all that decode there."""
 
@@ -541,54 +533,6 @@ def test_a_token_that_is_none_of_the_models_never_reaches_the_engine(loop: Loop,
 
 
 # -- anything at all -------------------------------------------------------------------------------------------------
-
-EXTREMES: dict[int, tuple[Any, ...]] = {
-    FieldDescriptor.TYPE_BOOL: (False, True),
-    FieldDescriptor.TYPE_BYTES: (b"", b"\0", b"seed", b"x" * 17, b"\xff" * 100_000),
-    FieldDescriptor.TYPE_DOUBLE: (0.0, -1.0, 1e-300, 1e300, float("nan"), float("inf"), float("-inf")),
-    FieldDescriptor.TYPE_FLOAT: (0.0, -1.0, 1e-30, 1e30, float("nan"), float("inf"), float("-inf")),
-    FieldDescriptor.TYPE_INT32: (0, 1, -1, -(2**31), 2**31 - 1),
-    FieldDescriptor.TYPE_INT64: (0, 1, -1, -(2**63), 2**63 - 1),
-    FieldDescriptor.TYPE_STRING: ("", "x", "\0", "shm", "tcp", "int8", "float32", "no:such:place:0", "y" * 100_000),
-    FieldDescriptor.TYPE_UINT32: (0, 1, 2, 3, 15, 17, 64, 999, 1023, 1024, 4096, 2**16, 2**31, 2**32 - 1),
-    FieldDescriptor.TYPE_UINT64: (0, 1, 2**31, 2**53, 2**63, 2**64 - 1),
-}
-LENGTHS = (0, 1, 2, 50, 2_000, 50_000)
-
-
-def fields_in(message: Message) -> list[tuple[Message, Any]]:
-    """Every field of it and of what it holds, with the message that it is in."""
-    found: list[tuple[Message, Any]] = []
-    for each in message.DESCRIPTOR.fields:
-        if each.message_type is not None and each.message_type.GetOptions().map_entry:
-            continue
-        found.append((message, each))
-        if each.message_type is not None and not each.is_repeated and message.HasField(each.name):
-            found += fields_in(getattr(message, each.name))
-        elif each.message_type is not None and each.is_repeated:
-            found += [pair for inner in list(getattr(message, each.name))[:3] for pair in fields_in(inner)]
-    return found
-
-
-def spoiled(message: Message, dice: random.Random) -> None:
-    """Changes up to three fields, at any depth."""
-    for _ in range(dice.randint(1, 3)):
-        inner, changing = dice.choice(fields_in(message))
-        if changing.is_repeated:
-            values = getattr(inner, changing.name)
-            length = dice.choice(LENGTHS)
-            if changing.message_type is not None:
-                kept = [type(value).FromString(value.SerializeToString()) for value in values]
-                del values[:]
-                empty = message_factory.GetMessageClass(changing.message_type)()
-                length = min(length, MAX_SPOILED // max((each.ByteSize() + 2 for each in kept), default=1))
-                values.extend([dice.choice([empty, *kept]) for _ in range(length)])
-            else:
-                values[:] = [dice.choice([*EXTREMES[changing.type], *values[:3]]) for _ in range(min(length, 2_000))]
-        elif changing.message_type is not None:
-            inner.ClearField(changing.name)
-        else:
-            setattr(inner, changing.name, dice.choice(EXTREMES[changing.type]))
 
 
 @settings(max_examples=NUM_ROUNDS, phases=(Phase.generate,))

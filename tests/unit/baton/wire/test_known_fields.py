@@ -19,7 +19,7 @@ from opentelemetry.context import Context
 from baton import wire
 from baton.cluster import Role, Worker
 from baton.config import RouterConfig
-from baton.errors import BatonError, Unsupported, WorkerFailed
+from baton.errors import BatonError, InvalidRequest, Unsupported, WorkerFailed
 from baton.kv_layout import KvLayout
 from baton.messages import (
     DecodeRequest,
@@ -180,6 +180,17 @@ async def test_every_method_for_clients_refuses_a_field_that_it_does_not_know(
     error = from_rpc_error(caught.value, "router")
     assert (type(error), caught.value.code()) == (Unsupported, grpc.StatusCode.UNIMPLEMENTED)
     assert str(error).startswith(f"{METHODS[method].name} has a field 99 that this release does not know")
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_bytes_that_are_no_message_are_the_clients_fault(client: grpc.aio.Channel, method: str) -> None:
+    """gRPC itself would say UNKNOWN, as of a defect of the server."""
+    streams: Any = client.unary_stream(method)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(aiter(streams(b"\xff")))
+    error = from_rpc_error(caught.value, "router")
+    assert (type(error), caught.value.code()) == (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT)
+    assert "the message is not in protobuf's form" in str(error)
 
 
 # -- a router's --------------------------------------------------------------------------------------------------------
