@@ -1,9 +1,13 @@
-"""Whatever a client asks of sampling, the answer is the same: aggregated, split, moved, with dying workers, resumed."""
+"""Whatever a client asks, by whichever API, the answer is the same: aggregated, split, moved, after deaths, resumed.
+
+Answers of Anthropic's API and of OpenAI's Responses come as streams, and whole in the fleet that splits nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import signal
 import threading
 import time
@@ -11,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -23,12 +27,14 @@ from tests.chaos.asks import Answer, Listening
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.support.asking import metric, prompt_of
 from tests.support.listener import Heard, Listener
+from tests.support.other_apis import Answer as ApiAnswer
+from tests.support.other_apis import ApiRequest, api_request
 from tests.support.reasoning import reasoning_model
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
 
-NUM_REQUESTS = 240
+NUM_REQUESTS = int(os.environ.get("TRANSPARENT_REQUESTS", "240"))
 NUM_CLIENTS = 16
 NUM_EXPECTED = 76
 """Answers that are worked out without a cluster, too."""
@@ -37,15 +43,22 @@ NUM_BETWEEN_LEAVES = 12
 STEP_MS = 8.0
 LEASE_S = 15.0
 TRANSFER = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
-NUM_CHATS = 40
-"""Requests whose answers may reason: the last ones."""
+NUM_CHATS = NUM_REQUESTS // 6
+"""Requests over gRPC whose answers may reason: the last ones."""
+NUM_OTHERS = NUM_REQUESTS // 10
+"""Requests of other APIs."""
 REQUESTS = [
     replace(asked, request_id=f"transparent-{number}")
     for number, asked in enumerate(
-        [asks.of_options(number) for number in range(NUM_REQUESTS - NUM_CHATS)]
+        [asks.of_options(number) for number in range(NUM_REQUESTS - NUM_CHATS - NUM_OTHERS)]
         + [asks.of_chat(number) for number in range(NUM_CHATS)]
     )
 ]
+OTHERS = [api_request(number) for number in range(NUM_OTHERS)]
+ALL = [each for row in itertools.zip_longest(REQUESTS, OTHERS) for each in row if each is not None]
+"""Those of other APIs among the first, so that something happens to them too."""
+Asked = TypeVar("Asked")
+Found = TypeVar("Found")
 
 
 @contextlib.contextmanager
@@ -71,28 +84,47 @@ def split_fleet(model_path: Path) -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="module")
-def answers(model_path: Path) -> list[Answer]:
-    """To `REQUESTS`, of a fleet that splits nothing and that nothing happens to."""
+def all_answers(model_path: Path) -> list[Listening | ApiAnswer]:
+    """To `ALL`, of a fleet that splits nothing and that nothing happens to."""
     with fleet_of("aggregated", 1, model_path) as fleet:
-        return [heard.answer for heard in all_of(REQUESTS, lambda request: heard_from(fleet, request))]
+        return all_of(ALL, lambda request: heard_from(fleet, request, is_streamed=False))
 
 
-def heard_from(fleet: Fleet, request: GenerateRequest) -> Listening:
+@pytest.fixture(scope="module")
+def answers(all_answers: list[Listening | ApiAnswer]) -> list[Answer]:
+    """To `REQUESTS`."""
+    return [heard.answer for heard in all_answers if isinstance(heard, Listening)]
+
+
+@pytest.fixture(scope="module")
+def other_answers(all_answers: list[Listening | ApiAnswer]) -> list[ApiAnswer]:
+    """To `OTHERS`."""
+    return [heard for heard in all_answers if not isinstance(heard, Listening)]
+
+
+def heard_from(
+    fleet: Fleet, request: GenerateRequest | ApiRequest, *, is_streamed: bool = True
+) -> Listening | ApiAnswer:
+    if isinstance(request, ApiRequest):
+        return request.answered(fleet.routers[0].http, is_streamed=is_streamed)
+    return listening_to(fleet, request)
+
+
+def listening_to(fleet: Fleet, request: GenerateRequest) -> Listening:
     return asks.listen(fleet.client.generate(request))
 
 
-def all_of(
-    requests: list[GenerateRequest], ask: Callable[[GenerateRequest], Listening], num_clients: int = NUM_CLIENTS
-) -> list[Listening]:
+def all_of(requests: list[Asked], ask: Callable[[Asked], Found], num_clients: int = NUM_CLIENTS) -> list[Found]:
     with ThreadPoolExecutor(num_clients) as pool:
         return list(pool.map(ask, requests))
 
 
-def same(heard: list[Listening], answers: list[Answer]) -> None:
-    wrong = [number for number, (one, answer) in enumerate(zip(heard, answers, strict=True)) if one.answer != answer]
+def same(heard: list[Listening | ApiAnswer], answers: list[Listening | ApiAnswer]) -> None:
+    found, expected = ([one.answer if isinstance(one, Listening) else one for one in side] for side in (heard, answers))
+    wrong = [number for number, (one, answer) in enumerate(zip(found, expected, strict=True)) if one != answer]
     if wrong:
         first = wrong[0]
-        pytest.fail(f"{wrong} differ; {REQUESTS[first].sampling}:\n{heard[first].answer}\nnot\n{answers[first]}")
+        pytest.fail(f"{wrong} differ; {ALL[first]}:\n{found[first]}\nnot\n{expected[first]}")
 
 
 def test_answers_are_what_they_should_be(answers: list[Answer]) -> None:
@@ -143,8 +175,19 @@ def test_every_end_occurs(answers: list[Answer]) -> None:
     assert all(answer.num_reasoning_tokens or not any(c.reasoning for c in answer.choices) for answer in answers)
 
 
-def test_split_or_not(split_fleet: Fleet, answers: list[Answer]) -> None:
-    same(all_of(REQUESTS, lambda request: heard_from(split_fleet, request)), answers)
+def test_every_end_occurs_over_other_apis(other_answers: list[ApiAnswer]) -> None:
+    messages = [answer for answer in other_answers if answer.get("type") == "message"]
+    responses = [answer for answer in other_answers if answer.get("object") == "response"]
+    assert len(messages) + len(responses) == NUM_OTHERS
+    assert {answer["stop_reason"] for answer in messages} >= {"max_tokens", "tool_use"}
+    assert {block["type"] for answer in messages for block in answer["content"]} == {"text", "tool_use"}
+    assert {answer["status"] for answer in responses} == {"completed", "incomplete"}
+    items = {item["type"] for answer in responses for item in answer["output"]}
+    assert items == {"reasoning", "message", "function_call"}
+
+
+def test_split_or_not(split_fleet: Fleet, all_answers: list[Listening | ApiAnswer]) -> None:
+    same(all_of(ALL, lambda request: heard_from(split_fleet, request)), all_answers)
 
 
 def test_a_prompt_is_computed_and_handed_over_once_for_all_its_answers(split_fleet: Fleet) -> None:
@@ -155,7 +198,7 @@ def test_a_prompt_is_computed_and_handed_over_once_for_all_its_answers(split_fle
         """The tokens that were computed for a request, and the bytes that were handed over."""
         before = num_computed(split_fleet), metric(split_fleet.routers[0], "baton_transfer_bytes_total")
         request = asks.seeded(prompt_of(prompt_number, num_prompt), num_answer, seed=5, n=n)
-        answer = heard_from(split_fleet, request).answer
+        answer = listening_to(split_fleet, request).answer
         assert [choice.token_ids for choice in answer.choices] == asks.expected(request)
         wait_until(lambda: num_computed(split_fleet) - before[0] >= num_prompt + n * (num_answer - 1))
         sent = metric(split_fleet.routers[0], "baton_transfer_bytes_total") - before[1]
@@ -171,16 +214,16 @@ def test_a_prompt_is_computed_and_handed_over_once_for_all_its_answers(split_fle
 def test_the_best_of_several_are_what_they_should_be(split_fleet: Fleet) -> None:
     """Whole, by their mean score; also of a client that has one of them from a router that has died."""
     request = asks.seeded(prompt_of(77, 60), 12, seed=3, n=6)
-    all_answers = heard_from(split_fleet, with_sampling(request, logprobs=0)).answer.choices
+    all_answers = listening_to(split_fleet, with_sampling(request, logprobs=0)).answer.choices
     means = [sum(choice.scores.logprobs) / len(choice.scores) for choice in all_answers]
     best = sorted(range(6), key=lambda index: -means[index])[:2]
     asked = with_sampling(request, n=2, best_of=6)
-    answer = heard_from(split_fleet, asked).answer
+    answer = listening_to(split_fleet, asked).answer
     assert [choice.token_ids for choice in answer.choices] == [all_answers[index].token_ids for index in best]
     assert [choice.text for choice in answer.choices] == [all_answers[index].text for index in best]
     assert not any(choice.scores for choice in answer.choices)
     assert answer.num_completion_tokens == 24
-    resumed = heard_from(split_fleet, replace(asked, request_id="best-of", resume_from={0: 12})).answer
+    resumed = listening_to(split_fleet, replace(asked, request_id="best-of", resume_from={0: 12})).answer
     assert [choice.token_ids for choice in resumed.choices] == [(), answer.choices[1].token_ids]
     assert resumed.num_completion_tokens == 24
 
@@ -194,12 +237,14 @@ def num_computed(fleet: Fleet) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["drained", "killed"])
-def test_decode_workers_leave_in_the_middle(split_fleet: Fleet, answers: list[Answer], number: signal.Signals) -> None:
+def test_decode_workers_leave_in_the_middle(
+    split_fleet: Fleet, all_answers: list[Listening | ApiAnswer], number: signal.Signals
+) -> None:
     """One after the other, as long as there are requests; by the answers heard, so that each of them gets on."""
     done = threading.Event()
     answered = threading.Semaphore(0)
 
-    def ask(request: GenerateRequest) -> Listening:
+    def ask(request: GenerateRequest | ApiRequest) -> Listening | ApiAnswer:
         heard = heard_from(split_fleet, request)
         answered.release()
         return heard
@@ -219,13 +264,13 @@ def test_decode_workers_leave_in_the_middle(split_fleet: Fleet, answers: list[An
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(leave)
         try:
-            heard = all_of(REQUESTS, ask)
+            heard = all_of(ALL, ask)
         finally:
             done.set()
             answered.release(NUM_BETWEEN_LEAVES)
         num_left = leaving.result(60)
-    same(heard, answers)
-    num_retried = sum(one.retries > 0 for one in heard)
+    same(heard, all_answers)
+    num_retried = sum(one.retries > 0 for one in heard if isinstance(one, Listening))
     num_migrated = metric(split_fleet.routers[0], "baton_migrations_total") - migrations_before
     print(f"{num_left} decode workers left, {num_retried} answers began anew elsewhere, {num_migrated} choices moved")
     assert num_left > 1
@@ -243,7 +288,7 @@ def test_a_search_goes_on_where_the_leaving_worker_was(split_fleet: Fleet) -> No
 
     before = computed()
     with ThreadPoolExecutor(1) as pool:
-        hearing = pool.submit(heard_from, split_fleet, request)
+        hearing = pool.submit(listening_to, split_fleet, request)
 
         def busy() -> str:
             """The worker that has done more than half of the search; empty: none yet."""
@@ -268,12 +313,13 @@ def test_a_search_goes_on_where_the_leaving_worker_was(split_fleet: Fleet) -> No
     split_fleet.wait_for(split_fleet.add(Role.DECODE))
 
 
-def test_a_router_dies_in_the_middle(split_fleet: Fleet, answers: list[Answer]) -> None:
-    """Each client has half of its answer, and gets the rest from the other router."""
+def test_a_router_dies_in_the_middle(split_fleet: Fleet, answers: list[Answer], other_answers: list[ApiAnswer]) -> None:
+    """Each client has half of its answer, and gets the rest from the other router; with another API all of it, anew."""
     first, second = split_fleet.routers
+    all_of(OTHERS, lambda request: request.left(first.http, 6))
     listeners = [Listener(request) for request in REQUESTS]
-    for batch in range(0, NUM_REQUESTS, NUM_REQUESTS // 4):
-        part = listeners[batch : batch + NUM_REQUESTS // 4]
+    for batch in range(0, len(REQUESTS), len(REQUESTS) // 4):
+        part = listeners[batch : batch + len(REQUESTS) // 4]
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             list(pool.map(lambda one: one.listen(first, until=lambda: one.num_tokens >= 6), part))
     first.process.kill()
@@ -281,7 +327,8 @@ def test_a_router_dies_in_the_middle(split_fleet: Fleet, answers: list[Answer]) 
     began_s = time.monotonic()
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         list(pool.map(lambda one: one.listen(second), listeners))
-    print(f"{NUM_REQUESTS} answers resumed in {time.monotonic() - began_s:.1f} s")
+    print(f"{len(REQUESTS)} answers resumed in {time.monotonic() - began_s:.1f} s")
+    assert all_of(OTHERS, lambda request: request.answered(second.http, is_streamed=True)) == other_answers
     for request, listener, answer in zip(REQUESTS, listeners, answers, strict=True):
         heard = [all_of_choice(choice) for choice in listener.choices]
         expected = [all_of_choice(choice) for choice in answer.choices]
