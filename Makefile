@@ -58,6 +58,7 @@ chaos: $(STAMP)
 	CHAOS_SECONDS=60 $(PYTEST) -s tests/chaos --ignore=$(SOAK)
 	CHAOS_SECONDS=600 $(PYTEST) -s $(SOAK)
 	FUZZ_SECONDS=200 $(PYTEST) -s $(FUZZ)
+	TRANSPARENT_REQUESTS=960 $(PYTEST) -s --timeout 1800 tests/integration/test_transparency.py
 	NUM_TRANSFERS=10000 $(PYTEST) -m 'chaos or slow' tests --ignore=tests/chaos
 	$(PYTEST) -q -n 2 -m hypothesis --hypothesis-profile twentyfold --timeout 3600 $(FAST_TESTS)
 	$(BIN)/python -m tools.mutants

@@ -113,6 +113,7 @@ BODIES: Mapping[str, tuple[dict[str, Any], ...]] = {
     "/v1/messages/count_tokens": (
         {"model": "smollm2-135m-instruct", "messages": _CLAUDES_CHAT, "tools": [_CLAUDES_TOOL], "system": "Be brief."},
     ),
+    "/v1/responses/input_tokens": ({"input": _ITEMS, "tools": [_RESPONSES_TOOL], "instructions": "Be brief."},),
     "/v1/responses": (
         {"input": "Is it dry in Bern?", "instructions": "Be brief.", "max_output_tokens": 6, "temperature": 0.5},
         {"input": _ITEMS, "tools": [_RESPONSES_TOOL], "max_output_tokens": 8, "store": False, "top_p": 0.9},

@@ -12,11 +12,13 @@ import openai
 
 REQUEST_ID = "x-request-id"
 ANSWER_S = 240.0
+NUM_KINDS = 5
+"""With stop strings, with a structure, with tools twice, and without any of that."""
 MODEL = "smollm2-135m-instruct"
 _CAT = {"properties": {"name": {"type": "string", "maxLength": 9}, "lives": {"type": "integer"}}, "type": "object"}
 _WORDS = {"enum": ["no", "yes, please", "größer als 😀"]}
-_VOLATILE = {"created_at", "completed_at", "parsed_output", "parsed", "parsed_arguments", "_request_id"}
-"""When it was, and what the packages add to streams."""
+_VOLATILE = {"created_at", "completed_at", "timing", "parsed_output"}
+"""When it was, how long it took and where, and what Anthropic's package adds to streams."""
 
 Answer = dict[str, Any]
 
@@ -34,8 +36,11 @@ class ApiRequest:
         with self._client(http) as client:
             if not is_streamed:
                 return _same(self._endpoint(client).create(**self._asked))
-            with self._endpoint(client).stream(**self._asked) as events:
-                return _same(events.get_final_message() if self.is_anthropics else events.get_final_response())
+            if self.is_anthropics:
+                with self._endpoint(client).stream(**self._asked) as stream:
+                    return _same(stream.get_final_message())
+            with self._endpoint(client).create(**self._asked, stream=True) as events:
+                return _same(list(events)[-1].response)
 
     def left(self, http: str, num_events: int) -> None:
         """Hears so many events of it, and leaves."""
@@ -76,9 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 def api_request(number: int) -> ApiRequest:
-    """Any request of one of both APIs, to the model of `tests.support.reasoning`: words, a structure or calls, behind a
-    reasoning or not.
-    """
+    """A request of one of both APIs, to the model of `tests.support.reasoning`. Anthropic's cannot make it reason."""
     rng = random.Random(number)
     return (_message if number % 2 else _response)(number, rng)
 
@@ -88,16 +91,14 @@ def _message(number: int, rng: random.Random) -> ApiRequest:
         "model": MODEL,
         "max_tokens": rng.randrange(10, 30),
         "messages": [{"role": "user", "content": f"Question {number}?"}],
-        "temperature": 1.0,
-        "top_k": 16,
-        "top_p": 1.0,
+        "extra_body": {"temperature": 1.0, "top_k": 16, "top_p": 1.0},
     }
-    match rng.randrange(4):
+    match number // 2 % NUM_KINDS:
         case 0:
             body["stop_sequences"] = ["e", "nk"]
         case 1:
             body["output_config"] = {"format": {"type": "json_schema", "schema": _WORDS}}
-        case _:
+        case 2 | 3:
             tool = {"name": "cat", "description": "Finds a cat.", "input_schema": _CAT, "strict": True}
             choice = {"type": "any", "disable_parallel_tool_use": rng.random() < 0.25}
             body |= {"tools": [tool], "tool_choice": choice, "max_tokens": 90}
@@ -115,12 +116,12 @@ def _response(number: int, rng: random.Random) -> ApiRequest:
     }
     if more["chat_template_kwargs"]["opens"]:
         more["thinking_budget"] = rng.randrange(6)
-    match rng.randrange(4):
+    match number // 2 % NUM_KINDS:
         case 0:
             more["stop"] = ["e", "nk"]
         case 1:
             body["text"] = {"format": {"type": "json_schema", "name": "words", "schema": _WORDS, "strict": True}}
-        case _:
+        case 2 | 3:
             tool = {
                 "type": "function",
                 "name": "cat",
@@ -130,4 +131,6 @@ def _response(number: int, rng: random.Random) -> ApiRequest:
             }
             body |= {"tools": [tool], "tool_choice": "required", "max_output_tokens": 90}
             body["parallel_tool_calls"] = rng.random() < 0.75
+        case _:
+            more["ignore_eos"] = True
     return ApiRequest(False, f"transparent-response-{number}", body | {"extra_body": more})
