@@ -6,6 +6,7 @@ other clients see the status code and the message. A worker's calls share a stre
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import logging
@@ -102,12 +103,19 @@ async def _abort_unexpected(context: CallContext, error: Exception) -> NoReturn:
 
 
 async def abort(context: CallContext, error: BatonError) -> NoReturn:
-    """Ends the call with the error's status."""
+    """Ends the call with the error's status.
+
+    Raises:
+        CancelledError: the client has left meanwhile; gRPC would log that as a defect.
+    """
     metadata = [(ERROR_KEY, kind_of(error))]
     if isinstance(error, Overloaded):
         metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
     # Longer texts break grpc's limit on trailers, and the client would see that instead.
-    await context.abort(grpc.StatusCode[error.status], str(error)[:MAX_MESSAGE_CHARACTERS], tuple(metadata))
+    try:
+        await context.abort(grpc.StatusCode[error.status], str(error)[:MAX_MESSAGE_CHARACTERS], tuple(metadata))
+    except grpc.aio.InternalError as left:
+        raise asyncio.CancelledError from left
     raise AssertionError("abort raises")
 
 

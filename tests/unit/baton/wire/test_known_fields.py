@@ -35,6 +35,7 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import RpcServer, channel, from_rpc_error
+from baton.rpc.errors import abort
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry.instruments import Instruments
 from baton.v1 import admin_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
@@ -191,6 +192,18 @@ async def test_bytes_that_are_no_message_are_the_clients_fault(client: grpc.aio.
     error = from_rpc_error(caught.value, "router")
     assert (type(error), caught.value.code()) == (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT)
     assert "the message is not in protobuf's form" in str(error)
+
+
+async def test_a_client_that_leaves_while_it_is_refused_is_no_defect() -> None:
+    class Left:
+        """A call whose client is gone, as gRPC shows it."""
+
+        async def abort(self, *said: object) -> None:
+            raise grpc.aio.InternalError("Failed")
+
+    left: Any = Left()
+    with pytest.raises(asyncio.CancelledError):
+        await abort(left, InvalidRequest("no"))
 
 
 # -- a router's --------------------------------------------------------------------------------------------------------
