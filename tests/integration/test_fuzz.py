@@ -58,7 +58,8 @@ LAST_EVENTS = {
 }
 """How streams end that do not end as OpenAI's older ones do."""
 CHECKS_LEFT_OUT = "positive_data_acceptance,unsupported_method"
-"""The document has no limit that is the model's, and no contradiction between two fields. A 405 has no `Allow`."""
+"""The document has no limit that is the model's, and no contradiction between two fields. A method that another server
+has of a path is refused by name, with 404, and a 405 has no `Allow`."""
 
 pytestmark = [pytest.mark.first, pytest.mark.timeout(SECONDS + 600)]
 
