@@ -70,6 +70,10 @@ def with_tool_choice(
     return replace(params, structured_outputs=StructuredOutputs(grammar=text))
 
 
+_PLAIN_KEYS = frozenset(
+    ("type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions")
+)
+"""Keywords of an object's schema that ask for no members but those in `properties`."""
 _SPACE = r"\s\x1c-\x1f"
 """White space as Python has it, in a class of a regular expression of llguidance."""
 _IN_TAG = (rf'ENDS: "</parameter>" | /<\/function>[{_SPACE}]*<\/tool_call>/', "IN_TAG: ANY & ~(ANY ENDS ANY)")
@@ -171,9 +175,15 @@ def _schema_of_content(content: StructuredOutputs) -> dict[str, Any]:
 
 
 def _schema_of(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object."""
+    """The schema of a tool's arguments, which are an object: of the declared members alone, where that is known to
+    leave something. A small model would go on inventing others.
+    """
     schema: dict[str, Any] = {**(tool.parameters or {}), "type": "object"}
-    return {"additionalProperties": False, **schema} if tool.strict else schema
+    properties = schema.get("properties")
+    declares_all = isinstance(properties, Mapping) and set(schema.get("required") or ()) <= properties.keys()
+    if tool.strict or (declares_all and schema.keys() <= _PLAIN_KEYS):
+        return {"additionalProperties": False, **schema}
+    return schema
 
 
 def _tag_rules(prefix: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:

@@ -167,7 +167,7 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     assert isinstance(error, HTTPException)
     if error.status_code in (404, 405) and (found := why_unserved(request.scope["path"])):
         error = HTTPException(404, f"{request.method} {found[0]} is not served: {found[1]}")
-    return _refused(request, error, error.status_code)
+    return _refused(request, error, error.status_code, error.headers)
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -364,3 +364,30 @@ def test_arguments_of_any_kind_come_as_tags(compiler: GrammarCompiler, tokenizer
         assert calls[0].name == "now"
         assert text == ""
         json.loads(calls[0].arguments)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_strict", "takes_others"),
+    [
+        ({}, False, False),
+        ({"description": "d", "title": "t", "$defs": {}}, False, False),
+        ({"additionalProperties": True}, False, True),
+        ({"anyOf": [{"required": ["b"]}]}, False, True),
+        ({"required": ["b"]}, False, True),
+        ({"minProperties": 1}, True, False),
+    ],
+)
+def test_a_forced_call_has_declared_arguments_alone_where_that_is_sure_to_fit(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, more: dict[str, Any], is_strict: bool, takes_others: bool
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
+    tools = (Tool(name="f", parameters=schema, strict=is_strict),)
+    params = asked(tokenizer, FORMS["hermes"], tools, use=ToolUse.REQUIRED)
+    assert params.structured_outputs is not None
+    matcher = compiler.compile(params.structured_outputs)
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "b'
+    if takes_others:
+        matcher.take(tokenizer.encode(text))
+    else:
+        with pytest.raises(InvalidRequest):
+            matcher.take(tokenizer.encode(text))

@@ -79,3 +79,9 @@ async def test_other_paths_are_not_found() -> None:
         for path in ("/v1/embeddingsx", "/hot", "/v1"):
             response = await client.get(path)
             assert (response.status_code, response.json()["error"]["message"]) == (404, "Not Found")
+
+
+async def test_another_method_is_refused_with_those_that_there_are() -> None:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app_of(Service())), base_url="http://baton") as client:
+        response = await client.request("PUT", "/tokenize")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
