@@ -36,7 +36,7 @@ def test_limits_that_there_are_become_headers() -> None:
 
 
 async def test_a_refusal_carries_them_and_says_when_to_come_back() -> None:
-    request: Any = Request({"type": "http", "headers": [(b"x-request-id", b"r")]})
+    request: Any = Request({"type": "http", "path": "/v1/completions", "headers": [(b"x-request-id", b"r")]})
     error = QuotaExceeded("used up", 12.1, Quota(tokens=RateLimit(9, 0, 60.0)))
     answer = await _on_baton_error(request, error)
     assert answer.status_code == 429

@@ -24,6 +24,7 @@ from baton.errors import (
     Unauthenticated,
     Unsupported,
 )
+from router.admission.tenants import Tenant
 from router.api.anthropic.errors import ERROR_SCHEMA, KINDS
 from router.api.http import create_app
 from tests.unit.router.api.test_translated_bodies import HI, Asked
@@ -47,7 +48,7 @@ async def answer(error: Exception, path: str = "/v1/messages", body: bytes | Non
     def identify(key: str | None) -> Any:
         if is_stranger:
             raise error
-        return SimpleNamespace(id="t")
+        return Tenant(id="t")
 
     tenants: Any = SimpleNamespace(identify=identify)
     app = create_app(service, tenants, lambda: "", lambda: b"")
