@@ -470,7 +470,9 @@ async def test_a_call_id_that_is_taken_is_refused_and_nothing_of_it_is_kept(capl
     async with asyncio.timeout(10):
         await calls.wait_until_idle()
     assert (engine.freed, calls.num_running) == (["1"], 0)
-    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    # gRPC's own poller finds its socket read already, now and then, where several tests have had loops in this process.
+    assert [error for error in errors if "PollerCompletionQueue" not in error] == []
 
 
 async def test_the_id_of_a_call_that_has_ended_may_come_again() -> None:
