@@ -145,15 +145,13 @@ async def _on_baton_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Names the field. Parts in angle brackets say for which of several forms pydantic took a value."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     is_unknown = first.get("type") == "extra_forbidden"
     where = first["loc"][first["loc"][:1] == ("body",) :]
     param = ""
-    for index, part in enumerate(where):
-        if not str(part).startswith("<") or (is_unknown and index == len(where) - 1):
-            param += f"[{part}]" if param and isinstance(part, int) else f"{'.' if param else ''}{part}"
+    for part in where:
+        param += f"[{part}]" if param and isinstance(part, int) else f"{'.' if param else ''}{part}"
     refusal: InvalidRequest | Unsupported
     if first.get("type") == UNSUPPORTED:
         refusal = Unsupported(f"{param} {first['msg']}", param)

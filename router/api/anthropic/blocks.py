@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from baton.chat import MAX_NAME
-from router.api.fields import UNSUPPORTED, Refusal, WithoutEffect
+from router.api.fields import Refusal, WithoutEffect
 from router.api.strict import StrictBody
+from router.api.unions import ByType, OrText
 
 CACHED = WithoutEffect("prefixes are found by their tokens, of whatever request")
 NO_TOOLSETS = Refusal("the cluster has no tools of its own")
@@ -87,35 +87,8 @@ class ToolUseBlock(StrictBody):
     toolset_name: Annotated[Any, NO_TOOLSETS] = None
 
 
-def refuse_by_name(value: Any) -> Any:
-    """Refuses a block of a type that is known and not served."""
-    found = value.get("type") if isinstance(value, Mapping) else None
-    if isinstance(found, str) and found in REFUSED_BLOCKS:
-        raise PydanticCustomError(
-            UNSUPPORTED, "has type {type}, which is not supported: {why}", {"type": found, "why": REFUSED_BLOCKS[found]}
-        )
-    return value
-
-
-def by_type(*types: str) -> Discriminator:
-    """Returns what chooses among bodies by their `type`. Each has the tag `<type>`."""
-
-    def kind(value: Any) -> str | None:
-        found = value.get("type") if isinstance(value, Mapping) else None
-        return f"<{found}>" if found in types else None
-
-    what = f"must be an object whose type is {', '.join(types[:-1])} or {types[-1]}"
-    return Discriminator(kind, custom_error_type="type", custom_error_message=what)
-
-
-def _form(value: Any) -> str:
-    return "<text>" if isinstance(value, str) else "<blocks>"
-
-
-TEXT_OR_BLOCKS = Discriminator(_form)
-"""Chooses between a text and a list of blocks."""
-OnlyText = Annotated[TextBlock, BeforeValidator(refuse_by_name)]
-Texts = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[OnlyText], Tag("<blocks>")], TEXT_OR_BLOCKS]
+OnlyText = Annotated[TextBlock, ByType(REFUSED_BLOCKS)]
+Texts = Annotated[str | list[OnlyText], OrText()]
 
 
 class ToolResultBlock(StrictBody):
@@ -129,39 +102,22 @@ class ToolResultBlock(StrictBody):
     toolset_name: Annotated[Any, NO_TOOLSETS] = None
 
 
-UserBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    by_type("text", "tool_result"),
-    BeforeValidator(refuse_by_name),
-]
-AssistantBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ThinkingBlock, Tag("<thinking>")]
-    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
-    by_type("text", "tool_use", "thinking", "redacted_thinking"),
-    BeforeValidator(refuse_by_name),
-]
+UserBlock = Annotated[TextBlock | ToolResultBlock, ByType(REFUSED_BLOCKS)]
+AssistantBlock = Annotated[TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock, ByType(REFUSED_BLOCKS)]
 
 
 class UserMessage(StrictBody):
     """A message of the user: texts, and results of calls."""
 
     role: Literal["user"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[UserBlock], Tag("<blocks>")],
-        TEXT_OR_BLOCKS,
-    ]
+    content: Annotated[str | list[UserBlock], OrText()]
 
 
 class AssistantMessage(StrictBody):
     """A message of the assistant: thoughts, texts and calls."""
 
     role: Literal["assistant"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[AssistantBlock], Tag("<blocks>")],
-        TEXT_OR_BLOCKS,
-    ]
+    content: Annotated[str | list[AssistantBlock], OrText()]
 
 
 class SystemMessage(StrictBody):
@@ -173,18 +129,4 @@ class SystemMessage(StrictBody):
     output_config: Annotated[Any, Refusal("the request's own holds for the whole answer")] = None
 
 
-def _role(value: Any) -> str | None:
-    found = value.get("role") if isinstance(value, Mapping) else None
-    return f"<{found}>" if found in ("user", "assistant", "system") else None
-
-
-MessageBlocks = Annotated[
-    Annotated[UserMessage, Tag("<user>")]
-    | Annotated[AssistantMessage, Tag("<assistant>")]
-    | Annotated[SystemMessage, Tag("<system>")],
-    Discriminator(
-        _role,
-        custom_error_type="role",
-        custom_error_message="must be an object whose role is user, assistant or system",
-    ),
-]
+MessageBlocks = Annotated[UserMessage | AssistantMessage | SystemMessage, ByType(by="role")]

@@ -10,14 +10,15 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from baton.errors import InvalidRequest
 from baton.structure import StructuredOutputs
-from router.api.anthropic.blocks import CACHED, CacheControlBody, MessageBlocks, Name, Texts, by_type
+from router.api.anthropic.blocks import CACHED, CacheControlBody, MessageBlocks, Name, Texts
 from router.api.fields import UNSUPPORTED, Refusal, WithoutEffect
 from router.api.strict import StrictBody
+from router.api.unions import ByType
 
 NOT_STORED = "nothing is stored"
 AS_IT_IS = "the model reads the whole prompt"
@@ -69,19 +70,9 @@ class ThinkingDisabledBody(StrictBody):
     type: Literal["disabled"]
 
 
-def _refuse_between(value: Any) -> Any:
-    if isinstance(value, Mapping) and value.get("type") == "between_tools":
-        why = "has type between_tools, which is not supported: an answer thinks before all else"
-        raise PydanticCustomError(UNSUPPORTED, why)
-    return value
-
-
 ThinkingBody = Annotated[
-    Annotated[ThinkingEnabledBody, Tag("<enabled>")]
-    | Annotated[ThinkingAdaptiveBody, Tag("<adaptive>")]
-    | Annotated[ThinkingDisabledBody, Tag("<disabled>")],
-    by_type("enabled", "adaptive", "disabled"),
-    BeforeValidator(_refuse_between),
+    ThinkingEnabledBody | ThinkingAdaptiveBody | ThinkingDisabledBody,
+    ByType({"between_tools": "an answer thinks before all else"}),
 ]
 
 
@@ -113,13 +104,7 @@ class NoToolBody(StrictBody):
     type: Literal["none"]
 
 
-ToolChoiceBody = Annotated[
-    Annotated[AutoToolBody, Tag("<auto>")]
-    | Annotated[AnyToolBody, Tag("<any>")]
-    | Annotated[OneToolBody, Tag("<tool>")]
-    | Annotated[NoToolBody, Tag("<none>")],
-    by_type("auto", "any", "tool", "none"),
-]
+ToolChoiceBody = Annotated[AutoToolBody | AnyToolBody | OneToolBody | NoToolBody, ByType()]
 
 
 class ToolBody(StrictBody):

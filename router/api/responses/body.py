@@ -19,8 +19,8 @@ from router.api.responses.fields import REFUSED, REFUSED_OF_INPUT
 from router.api.responses.items import AnyInputItem
 from router.api.responses.text import TextBody
 from router.api.responses.tools import AnyChoice, AnyTool
-from router.api.responses.unions import OrText
 from router.api.strict import StrictBody
+from router.api.unions import OrText
 
 _NO_SUMMARY = Refusal("nothing sums a reasoning up; it comes as it is", ("auto",))
 _SAMPLING = (

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from baton.chat import MAX_NAME
 from router.api.fields import Refusal, WithoutEffect
-from router.api.responses.unions import ByType, OrText
 from router.api.strict import StrictBody
+from router.api.unions import ByType, OrText
 
 _ITEM_ID = WithoutEffect("names an item that is stored; nothing is stored")
 _STATUS = WithoutEffect("an item of the input is what it is, finished or not")

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from baton.structure import StructuredOutputs
 from router.api.fields import Refusal
-from router.api.responses.unions import ByType
 from router.api.strict import StrictBody
+from router.api.unions import ByType
 
 
 class PlainTextFormat(StrictBody):

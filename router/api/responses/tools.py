@@ -10,8 +10,8 @@ from pydantic import Field
 from baton.errors import InvalidRequest
 from baton.tools import Tool, ToolChoice, ToolUse
 from router.api.fields import Refusal
-from router.api.responses.unions import ByType
 from router.api.strict import StrictBody
+from router.api.unions import ByType
 
 _NO_TOOLS = "the cluster has no tools of its own; declare a function"
 

@@ -1,4 +1,4 @@
-"""Fields that hold one of several things: values of which each has a `type`, and a text in place of a list.
+"""Fields that hold one of several things: values of which each has a `type` or a `role`, and a text in place of a list.
 
 Pydantic's own unions put names of their members into the place of an error. An error here names the client's field.
 """
@@ -18,12 +18,14 @@ from router.api.fields import UNSUPPORTED
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByType:
-    """Annotates a union of models, of which a value's `type` names one; its other members are texts."""
+    """Annotates a union of models, of which a field of a value names one; its other members are texts."""
 
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Other values of `type` that clients know -> why they are refused."""
+    """Other values of the field that clients know -> why they are refused."""
     default: str = ""
-    """The `type` of an object that has none; empty: each must have one."""
+    """What the field is in an object that has none; empty: each must have one."""
+    by: str = "type"
+    """The field."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         members = typing.get_args(source) or (source,)
@@ -31,7 +33,7 @@ class ByType:
             kind: each
             for each in members
             if isinstance(each, type) and issubclass(each, BaseModel)
-            for kind in typing.get_args(each.model_fields["type"].annotation)
+            for kind in typing.get_args(each.model_fields[self.by].annotation)
         }
         texts = [text for each in members for text in typing.get_args(each) if isinstance(text, str)]
 
@@ -44,17 +46,18 @@ class ByType:
         if isinstance(value, str) and value in texts:
             return value
         if not isinstance(value, dict):
-            known = " or ".join((*texts, "an object with a type"))
+            known = " or ".join((*texts, f"an object with a {self.by}"))
             raise PydanticCustomError("one_of_several", "must be {known}", {"known": known})
-        kind = value.get("type") or self.default
+        kind = value.get(self.by) or self.default
         if isinstance(kind, str) and kind in self.refused:
             raise PydanticCustomError(
                 UNSUPPORTED,
-                "of type {kind} is not supported: {why}; leave it out",
-                {"kind": kind, "why": self.refused[kind]},
+                "of {by} {kind} is not supported: {why}; leave it out",
+                {"by": self.by, "kind": kind, "why": self.refused[kind]},
             )
         if not isinstance(kind, str) or kind not in models:
-            raise PydanticCustomError("type", "must have a type out of: {known}", {"known": ", ".join(models)})
+            what = {"by": self.by, "known": ", ".join(models)}
+            raise PydanticCustomError("type", "must have a {by} out of: {known}", what)
         return models[kind].model_validate(value)
 
 
