@@ -21,5 +21,6 @@ __all__ = [
     "responses",
     "several",
     "strict",
+    "unions",
     "unserved",
 ]
