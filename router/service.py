@@ -32,6 +32,7 @@ from opentelemetry.context import Context
 
 from baton.api import GenerateChunk, GenerateRequest, ModelCard, PromptInput, PromptScores, Truncation
 from baton.config import RouterConfig
+from baton.messages import NewTokens
 from baton.sampling import SamplingParams
 from baton.telemetry.instruments import Instruments
 from kvstore.leases import Noted, RecordKey
@@ -161,36 +162,28 @@ class RouterService:
                 selection = AnswerSelection(params, request.resume_from)
                 writers = self._writers(request, group, params, plan)
                 with self._journal.noting(key, digest, group.choices):
-                    async with contextlib.aclosing(self._answers(group, writers)) as chunks:
+                    async with contextlib.aclosing(_replayed(writers)) as chunks:
                         async for chunk in chunks:
                             for ready in selection.take(chunk):
                                 yield settle.book(ready)
                                 call.driver = asyncio.current_task() or call.driver
+                    async with contextlib.aclosing(self._dispatcher.run(group.unanswered())) as messages:
+                        async for choice, message in messages:
+                            for chunk in await self._written(choice, message, writers[choice]):
+                                for ready in selection.take(chunk):
+                                    yield settle.book(ready)
+                                    call.driver = asyncio.current_task() or call.driver
             self._limiter.record(time.monotonic() - settle.arrived_s)
 
-    async def _answers(
-        self, group: ChoiceGroup, writers: Mapping[Choice, ModeratedAnswer]
-    ) -> AsyncGenerator[GenerateChunk]:
-        """The chunks of a request's answers: what there is already of them, then what workers make of them.
-
-        Raises:
-            BatonError: see `generate`.
-        """
-        for choice, writer in writers.items():
-            async with contextlib.aclosing(writer.replay(choice.emitted, choice.finish_reason)) as replayed:
-                async for chunks in replayed:
-                    for chunk in chunks:
-                        yield chunk
-            choice.is_answered = writer.has_ended
-        async with contextlib.aclosing(self._dispatcher.run(group.unanswered())) as messages:
-            async for choice, message in messages:
-                writer = writers[choice]
-                chunks = await writer.write(message.token_ids, message.finish_reason, message.scores)
-                if writer.has_ended:
-                    choice.is_answered = True
-                    self._dispatcher.answered(choice, writer.num_tokens)
-                for chunk in chunks:
-                    yield _with_prompt_scores(chunk, choice)
+    async def _written(self, choice: Choice, message: NewTokens, writer: ModeratedAnswer) -> Sequence[GenerateChunk]:
+        """What the client gets of a choice's new tokens."""
+        chunks = await writer.write(message.token_ids, message.finish_reason, message.scores)
+        if writer.has_ended:
+            choice.is_answered = True
+            self._dispatcher.answered(choice, writer.num_tokens)
+        if choice.prompt_scores is None or not chunks:
+            return chunks
+        return [_with_prompt_scores(chunks[0], choice), *chunks[1:]]
 
     async def tokenize(
         self, prompt: PromptInput, tenant: Tenant, truncation: Truncation | None = None
@@ -278,10 +271,20 @@ class RouterService:
         return {each: ModeratedAnswer(chunks[each], self._moderator, tokenizer, tenant) for each in chunks}
 
 
+async def _replayed(writers: Mapping[Choice, ModeratedAnswer]) -> AsyncGenerator[GenerateChunk]:
+    """The chunks of what there is already of a request's choices."""
+    for choice, writer in writers.items():
+        if choice.emitted:
+            async with contextlib.aclosing(writer.replay(choice.emitted, choice.finish_reason)) as replayed:
+                async for chunks in replayed:
+                    for chunk in chunks:
+                        yield chunk
+            choice.is_answered = writer.has_ended
+
+
 def _with_prompt_scores(chunk: GenerateChunk, choice: Choice) -> GenerateChunk:
-    """Returns a choice's chunk with the scores of the prompt, if those are still to be passed on."""
-    if choice.prompt_scores is None:
-        return chunk
+    """Returns a choice's chunk with the scores of the prompt, which are still to be passed on."""
+    assert choice.prompt_scores is not None
     prompt_ids = choice.spec.token_ids[: choice.spec.num_prompt_tokens]
     scores, choice.prompt_scores = PromptScores(prompt_ids, choice.prompt_scores), None
     return replace(chunk, prompt_scores=scores)

@@ -26,6 +26,8 @@ class Delta(NamedTuple):
     @staticmethod
     def joined(deltas: Sequence[Delta]) -> Delta:
         """Returns what several add together, each call in one delta."""
+        if len(deltas) == 1 and len(deltas[0].calls) < 2:
+            return deltas[0]
         calls = [call for delta in deltas for call in delta.calls]
         return Delta(
             "".join([delta.text for delta in deltas]),

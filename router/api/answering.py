@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from baton.api import GenerateChunk, GenerateRequest
+from baton.quota import Quota
 from baton.telemetry import tracing
 from router.admission.tenants import Tenant
 from router.api.exchange import EventStream, id_headers, limit_headers, unless_disconnected
@@ -71,9 +72,15 @@ async def answered(
         BatonError: it is refused, or fails before there is something of it.
         ClientDisconnect: the client has left.
     """
-    # The first chunk is awaited here, so that a refusal of a stream still becomes a status code.
+    if not is_streamed:
+        quota, body = await unless_disconnected(request, _whole(chunks, form))
+        return JSONResponse(body, headers=id_headers(request) | limit_headers(quota))
+    # The first chunk is awaited here, so that a refusal still becomes a status code.
     first = await unless_disconnected(request, anext(chunks))
-    headers = id_headers(request) | limit_headers(first.quota)
-    if is_streamed:
-        return EventStream(form.events(first, chunks), headers)
-    return JSONResponse(await unless_disconnected(request, form.whole(first, chunks)), headers=headers)
+    return EventStream(form.events(first, chunks), id_headers(request) | limit_headers(first.quota))
+
+
+async def _whole(chunks: AsyncGenerator[GenerateChunk], form: AnswerForm) -> tuple[Quota | None, dict[str, Any]]:
+    """What the tenant has left of its limits, and the whole answer."""
+    first = await anext(chunks)
+    return first.quota, await form.whole(first, chunks)
