@@ -23,6 +23,7 @@
     ├── Fenced                     FAILED_PRECONDITION  503   a newer incarnation of this worker holds its lease
     ├── ModelLoadError             FAILED_PRECONDITION  500   the model cannot run here, and the message says why
     └── ConfigError                FAILED_PRECONDITION  500
+        └── NotNative              FAILED_PRECONDITION  500   the native step does not compute this; transformers may
 
 `status` is the name of a gRPC status code and `http` an HTTP code; `baton.rpc.errors` and `router.api.http` read them.
 
@@ -168,6 +169,10 @@ class ModelLoadError(BatonError):
 
 class ConfigError(BatonError):
     status = "FAILED_PRECONDITION"
+
+
+class NotNative(ConfigError):
+    """The native step does not compute this model, on this machine or with these settings."""
 
 
 # -- the codec -------------------------------------------------------------------------------------------------------

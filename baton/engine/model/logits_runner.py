@@ -1,0 +1,193 @@
+"""What runners have in common whose models give logits: KV caches, the order of a step, and the one sampler."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.blocks import num_blocks_for
+from baton.config import EngineConfig, ModelConfig
+from baton.engine.core.kv_spec import KVSpec
+from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
+from baton.engine.model.attention import order_for_packing
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.rows import row_of
+from baton.engine.model.transformers_model import RankStep, cache_spec, in_one_line, load_config, longest_sequence
+from baton.engine.sampling.pipeline import SAMPLER, Sampler
+from baton.engine.sampling.scores import scores_of
+from baton.engine.sampling.structure import Structures
+from baton.errors import ModelLoadError
+from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
+from baton.model_files import end_of_sequence_ids
+from baton.sampling import SamplingParams
+from baton.scores import NO_SCORES, Sampled, TokenScores
+
+FULL_LENGTH_SEQUENCES = 64
+"""The pool is not made larger than this many sequences of full length."""
+WARM_UP_TOKENS = 64
+NO_SAMPLING = SamplingParams(temperature=0.0)
+"""What a step has in place of a request's parameters where nobody samples."""
+
+
+class LogitsRunner(ABC):
+    """A causal language model and its KV caches: a `Runner`, whose subclass computes the logits.
+
+    Args:
+        devices: one for each rank.
+
+    Raises:
+        ModelLoadError: the folder is not a model this engine runs, or the KV pool is too small; the message says why.
+        ConfigError: there is no room for the KV pool.
+    """
+
+    name: str
+    """See `Runner.name`."""
+    unknown_settings = frozenset({"arithmetic_step_ms", "arithmetic_token_ms"})
+    """Settings that its engine does not know."""
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig, devices: Sequence[torch.device]) -> None:
+        config = load_config(model.path)
+        spec = cache_spec(config, engine.block_size, _dtype(model.dtype, devices[0], config), len(devices))
+        model_len = longest_sequence(config, engine.max_model_len)
+        num_blocks = engine.num_blocks or min(
+            int(_pool_gib(model, engine, spec, devices) * GIB // spec.block_bytes),
+            FULL_LENGTH_SEQUENCES * num_blocks_for(model_len, engine.block_size),
+        )
+        if num_blocks < 2:
+            raise ModelLoadError(
+                f"a KV pool of {num_blocks} blocks is too small (a block is {spec.block_bytes} bytes); "
+                "raise engine.kv_cache_gib or engine.num_blocks"
+            )
+        if len(devices) > 1 and devices[0].type == "cpu":
+            _require_shared_memory((len(devices) - 1) * num_blocks * spec.block_bytes)
+        self.caches = tuple(
+            KVCache(spec, num_blocks, engine.max_num_seqs, device, shared=rank > 0)
+            for rank, device in enumerate(devices)
+        )
+        self.cache = self.caches[0]
+        self.config = config
+        self.spec = spec
+        self.num_blocks = self.cache.table_sizes
+        self.sampler = SAMPLER
+        self.max_model_len = min(model_len, num_blocks * engine.block_size)
+        self.vocab_size: int = config.vocab_size  # loading refuses an embedding of another size
+        self.eos_token_ids = frozenset(end_of_sequence_ids(Path(model.path)))
+        eos_token_ids = [token for token in self.eos_token_ids if 0 <= token < self.vocab_size]
+        tokenizer = Path(model.path) / "tokenizer.json"
+        self._structures = Structures(tokenizer if tokenizer.exists() else None, self.vocab_size, eos_token_ids)
+        self._sampler = Sampler(eos_token_ids, self._structures)
+
+    @abstractmethod
+    def _compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
+        """Computes a step, as `ModelRank.compute` does; its KV is in the caches of all ranks."""
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+
+    def prepare(self, params: SamplingParams) -> None:
+        """See `Runner.prepare`."""
+        self._structures.prepare(params)
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        """See `Runner.execute`."""
+        order = order_for_packing(step.parts)
+        packed = [step.parts[index] for index in order]
+        sampling = [row for row, part in enumerate(packed) if part.sample]
+        rows = [row_of(packed[row]) for row in sampling]
+        self._sampler.begin(rows)
+        scored = [part.scored_token_ids for part in packed]
+        num_scored = [len(token_ids) for token_ids in scored] if any(scored) else []
+        logits = self._compute(RankStep(packed, sampling, step.copies, num_scored), on_layer_done)
+        prompts = self._prompt_scores(logits[len(sampling) :], packed, order) if num_scored else None
+        if not sampling:
+            self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
+            return StepOutput.one_each(step, Sampled([]), prompts)
+        found = self._sampler.sample_and_score(logits[: len(sampling)], rows)
+        place_of = {order[row]: place for place, row in enumerate(sampling)}
+        places = [place_of[index] for index in sorted(place_of)]
+        return StepOutput.one_each(step, found.in_order(places), prompts)
+
+    def _prompt_scores(
+        self, logits: torch.Tensor, packed: Sequence[StepPart], order: Sequence[int]
+    ) -> list[TokenScores]:
+        """Returns the scores of each part, in the order of the step, of the logits of all scored tokens."""
+        found = [NO_SCORES] * len(packed)
+        begin = 0
+        for row, part in enumerate(packed):
+            if token_ids := part.scored_token_ids:
+                end = begin + len(token_ids)
+                found[order[row]] = scores_of(logits[begin:end], token_ids, part.sampling.prompt_logprobs or 0)
+                begin = end
+        return found
+
+    def _warm_up(self, compute: Callable[[RankStep, OnLayerDone], torch.Tensor]) -> list[torch.Tensor]:
+        """Computes a prompt and a step of decoding, in blocks that are nobody's yet, and returns their logits.
+
+        A process's first step loads kernels, which takes seconds on a GPU. It must neither delay a client's first token
+        nor count among what steps cost.
+
+        Raises:
+            ModelLoadError: the device has too little memory for a step, or the like.
+        """
+        num_tokens = min(WARM_UP_TOKENS, self.max_model_len)
+        token_ids = tuple(place % self.vocab_size for place in range(num_tokens))
+        blocks = tuple(range(num_blocks_for(num_tokens, self.spec.block_size)))
+        logits = []
+        try:
+            for begin in (0, num_tokens - 1):
+                part = StepPart(
+                    sequence_key=0,
+                    token_ids=token_ids[begin:],
+                    num_computed_tokens=begin,
+                    block_ids=(blocks,),
+                    num_kv_tokens=(num_tokens,),
+                    sample=True,
+                    is_decoding=begin > 0,
+                    sampling=NO_SAMPLING,
+                    choice_index=0,
+                    num_prompt_tokens=num_tokens,
+                )
+                logits.append(compute(RankStep([part], [0]), ignore_layer).clone())
+            self._wait_for_stream()
+        except Exception as error:  # the model's own code
+            raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
+        return logits
+
+    def _wait_for_stream(self) -> None:
+        if self.cache.device.type == "cuda":
+            torch.cuda.current_stream(self.cache.device).synchronize()
+
+
+def _pool_gib(model: ModelConfig, engine: EngineConfig, spec: KVSpec, devices: Sequence[torch.device]) -> float:
+    """Returns the size of each rank's pool. Raises ConfigError: there is no room for it."""
+    share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
+    weights = weights_bytes(Path(model.path), spec.groups[0].dtype) // len(devices)
+    if devices[0].type == "cuda":
+        free, total = torch.cuda.mem_get_info(devices[0])
+        room = Room(free=min(free, int(share * total)), num_pools=1, needed=weights, on_gpu=True)
+    else:
+        room = Room(free=available_memory(share), num_pools=len(devices), needed=weights + PROCESS_BYTES)
+    return room.pool_gib(engine.kv_cache_gib)
+
+
+def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> None:
+    """Raises ModelLoadError unless the other ranks' caches fit."""
+    if not folder.is_dir():
+        return
+    found = os.statvfs(folder)
+    if (free := found.f_bavail * found.f_frsize) < num_bytes:
+        raise ModelLoadError(
+            f"the KV caches of the other ranks need {num_bytes / 2**20:.0f} MiB of shared memory and {folder} has "
+            f"{free / 2**20:.0f} left; make it larger, or lower engine.kv_cache_gib"
+        )
+
+
+def _dtype(name: str, device: torch.device, config: Any) -> str:
+    if name == "auto":
+        return "float32" if device.type == "cpu" else str(config.dtype or torch.bfloat16).removeprefix("torch.")
+    return name

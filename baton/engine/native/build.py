@@ -1,0 +1,126 @@
+"""Builds `step.c` with the machine's C compiler, once, and keeps the library in a cache folder.
+
+    python -m baton.engine.native.build FOLDER      builds the library of every variant into FOLDER, for an image
+
+A library's file is named after all it is made of: source, variant, arguments and compiler. It is written beside its
+place and moved there, so that a file of that name is whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+from baton.errors import NotNative
+
+logger = logging.getLogger(__name__)
+SOURCE = Path(__file__).with_name("step.c")
+BUILT = Path(__file__).with_name("built")
+"""Where an image has the libraries, made by `python -m baton.engine.native.build`."""
+VARIANTS = {
+    "x86-64-v4": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "bmi2", "f16c"}),
+    "x86-64-v3": frozenset({"avx2", "fma", "bmi2", "f16c"}),
+}
+"""Names of instruction sets, best first, and the flags of a CPU that has one."""
+COMPILERS = ("cc", "gcc", "clang")
+ARGUMENTS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+"""No number may depend on what the compiler contracts or reorders: `step.c` says in which order each is summed."""
+TIMEOUT_S = 300
+
+
+def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Returns what this machine's CPU says that it has; nothing where the system does not say."""
+    if not path.exists():
+        return frozenset()
+    lines = [line for line in path.read_text().splitlines() if line.startswith("flags")]
+    return frozenset(lines[0].partition(":")[2].split()) if lines else frozenset()
+
+
+def variant_of(flags: Collection[str]) -> str:
+    """Returns the best variant that a CPU with these flags can run.
+
+    Raises:
+        NotNative: it can run none.
+    """
+    for name, needed in VARIANTS.items():
+        if needed.issubset(flags):
+            return name
+    raise NotNative("this CPU has neither AVX-512 nor AVX2 with FMA")
+
+
+def library(folder: Path, variant: str) -> Path:
+    """Returns the library of a variant: the image's, or the one in `folder`, which is built where it is missing.
+
+    Raises:
+        NotNative: there is no C compiler, it fails, or the folder cannot be written.
+    """
+    if (prebuilt := BUILT / _name(variant, "")).exists():
+        return prebuilt
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise NotNative(f"there is no C compiler ({', '.join(COMPILERS)}) on the path to build step.c with")
+    path = folder / _name(variant, _identity(compiler))
+    if path.exists():
+        return path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "build.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _compile(compiler, variant, path)
+    except OSError as error:
+        raise NotNative(f"the folder of built libraries cannot be written: {error}") from error
+    return path
+
+
+def _name(variant: str, compiler: str) -> str:
+    made_of = repr((SOURCE.read_bytes(), variant, ARGUMENTS, compiler))
+    return f"step-{variant}-{hashlib.blake2b(made_of.encode(), digest_size=10).hexdigest()}.so"
+
+
+def _identity(compiler: str) -> str:
+    found = Path(compiler).resolve()
+    state = found.stat()
+    return f"{found} {state.st_size} {state.st_mtime_ns}"
+
+
+def _compile(compiler: str, variant: str, path: Path) -> None:
+    handle, made = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    os.close(handle)
+    try:
+        command = [compiler, *ARGUMENTS, f"-march={variant}", "-pthread", str(SOURCE), "-o", made, "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        if done.returncode:
+            said = " ".join(done.stderr.split())[:300]
+            raise NotNative(f"{compiler} cannot build step.c: {said}")
+        Path(made).chmod(0o755)
+        Path(made).replace(path)
+        logger.info("built the native step for %s with %s: %s", variant, compiler, path)
+    except subprocess.TimeoutExpired as error:
+        raise NotNative(f"{compiler} takes longer than {TIMEOUT_S} s to build step.c") from error
+    finally:
+        Path(made).unlink(missing_ok=True)
+
+
+def main(folder: Path) -> None:
+    """Builds every variant into `folder`, under the names by which `library` looks for an image's.
+
+    Raises:
+        NotNative: one cannot be built.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for variant in VARIANTS:
+        compiler = next((found for name in COMPILERS if (found := shutil.which(name))), "cc")
+        _compile(compiler, variant, folder / _name(variant, ""))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

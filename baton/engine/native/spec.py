@@ -1,0 +1,241 @@
+"""Which models `step.c` computes, and how: a description made of a transformers configuration and its weights' names.
+
+A key of the configuration, a value or a weight that is not known here means that the model is left to transformers. A
+dense type more is an entry in `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from baton.errors import NotNative
+
+WITHOUT_MEANING = frozenset({
+    "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout", "bos_token_id",
+    "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id", "id2label", "initializer_range",
+    "is_encoder_decoder", "is_llama_config", "label2id", "max_window_layers", "model_type", "output_attentions",
+    "output_hidden_states", "pad_token_id", "problem_type", "resid_pdrop", "return_dict", "torch_dtype",
+    "transformers.js_config", "transformers_version", "use_cache",
+})  # fmt: skip
+"""Keys that change nothing in a step."""
+SEEN_BY_WEIGHTS = frozenset({"attention_bias", "mlp_bias", "quantization_config", "tie_word_embeddings"})
+"""Keys whose meaning the loaded weights show."""
+SEEN_BY_TRANSFORMERS = frozenset({"max_position_embeddings", "original_max_position_embeddings", "rope_parameters"})
+"""Keys of which transformers' own functions make the rotary table."""
+SIZES = frozenset({
+    "head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+    "rms_norm_eps", "vocab_size",
+})  # fmt: skip
+WINDOWS = frozenset({"layer_types", "sliding_window", "use_sliding_window"})
+MULTIPLE = 16
+"""Widths of heads are multiples of this, and those of the residual of twice as much."""
+
+
+class Activation(IntEnum):
+    SILU = 0
+    GELU_TANH = 1
+
+
+ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+
+
+class QKNorm(IntEnum):
+    """How queries and keys are normed before they are rotated."""
+
+    PLAIN = 0
+    BY_HEAD = 1
+    WHOLE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What distinguishes a model type from Llama."""
+
+    keys: frozenset[str] = frozenset()
+    """Keys of the configuration that are read here beyond those that all types have."""
+    fixed: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    """Further keys, and the values under which the model is computed as described here."""
+    norms: Mapping[str, str] = field(
+        default_factory=lambda: {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+    )
+    """A layer's norms by their place; each has a field of that name in `step.c`."""
+    qk_norm: QKNorm = QKNorm.PLAIN
+    norm_offset: float = 0.0
+    """What is added to the weights of norms."""
+    scales_embedding: bool = False
+    """Whether embeddings are multiplied by the square root of their width."""
+
+
+FAMILIES = {
+    "gemma": Family(
+        fixed={"use_bidirectional_attention": (None, False)}, norm_offset=1.0, scales_embedding=True,
+    ),
+    "granite": Family(
+        keys=frozenset({"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"})
+    ),
+    "llama": Family(fixed={"pretraining_tp": (1,), "rope_interleaved": (False,)}),
+    "mistral": Family(keys=WINDOWS),
+    "olmo2": Family(
+        norms={"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
+        qk_norm=QKNorm.WHOLE,
+    ),
+    "phi3": Family(keys=WINDOWS),
+    "qwen2": Family(keys=WINDOWS),
+    "qwen3": Family(keys=WINDOWS, qk_norm=QKNorm.BY_HEAD),
+    "smollm3": Family(
+        keys=WINDOWS | {"no_rope_layer_interval", "no_rope_layers"}, fixed={"pretraining_tp": (1, 2)},
+    ),
+}  # fmt: skip
+"""The model types that are computed natively; each is held against `generate` by a test."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """A model as `step.c` sees it."""
+
+    family: Family
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab_size: int
+    activation: Activation
+    eps: float
+    embedding_scale: float
+    attention_scale: float
+    residual_scale: float
+    logits_divisor: float
+    windows: tuple[int, ...]
+    """For each layer the tokens that a token sees, itself among them; 0: all."""
+    rotates: tuple[bool, ...]
+    """For each layer whether it rotates queries and keys."""
+
+
+def describe(config: Any) -> ModelDescription:
+    """Returns the description of a transformers configuration.
+
+    Raises:
+        NotNative: the model is of another type, or something of it is not known here; the message names it.
+    """
+    kind = config.model_type
+    family = FAMILIES.get(kind)
+    if family is None:
+        raise NotNative(f"models of type {kind!r} are not among {', '.join(FAMILIES)}")
+    _require_known(config, family)
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    description = ModelDescription(
+        family=family,
+        num_layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=head_dim,
+        intermediate=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        activation=ACTIVATIONS[config.hidden_act],
+        eps=config.rms_norm_eps,
+        embedding_scale=config.hidden_size**0.5
+        if family.scales_embedding
+        else getattr(config, "embedding_multiplier", 1.0),
+        attention_scale=getattr(config, "attention_multiplier", head_dim**-0.5),
+        residual_scale=getattr(config, "residual_multiplier", 1.0),
+        logits_divisor=getattr(config, "logits_scaling", 1.0),
+        windows=_windows(config),
+        rotates=tuple(bool(one) for one in getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers),
+    )
+    if head_dim % MULTIPLE or description.hidden % (2 * MULTIPLE):
+        raise NotNative(f"heads of {head_dim} or a residual of {description.hidden} are no multiples of {MULTIPLE}")
+    return description
+
+
+def _require_known(config: Any, family: Family) -> None:
+    """Raises NotNative unless every key is known, and those that are fixed have a value that is."""
+    values = config.to_dict()
+    known = WITHOUT_MEANING | SEEN_BY_WEIGHTS | SEEN_BY_TRANSFORMERS | SIZES | family.keys | {"hidden_act"}
+    if unknown := sorted(set(values) - known - set(family.fixed)):
+        raise NotNative(f"config.json has {', '.join(unknown[:3])}, which the native step does not know")
+    for key, allowed in family.fixed.items():
+        if key in values and values[key] not in allowed:
+            raise NotNative(f"config.json has {key} {values[key]!r}, which the native step does not know")
+    if config.hidden_act not in ACTIVATIONS:
+        raise NotNative(f"the activation {config.hidden_act!r} is not among {', '.join(ACTIVATIONS)}")
+
+
+def _windows(config: Any) -> tuple[int, ...]:
+    window = getattr(config, "sliding_window", None) or 0
+    if (types := getattr(config, "layer_types", None)) is None:
+        return (window,) * config.num_hidden_layers
+    if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise NotNative(f"layers of type {unknown[0]!r} are not known to the native step")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNames:
+    """The names of one layer's weights. A matrix is made of several, one below the other."""
+
+    norms: Mapping[str, str]
+    """By the field of `step.c`."""
+    qkv: tuple[str, ...]
+    out: str
+    gate_up: tuple[str, ...]
+    down: str
+
+
+def layer_names(description: ModelDescription, layer: int, names: Collection[str]) -> LayerNames:
+    """Returns what a layer's weights are called.
+
+    Args:
+        names: of all weights of the model.
+
+    Raises:
+        NotNative: the layer has a weight that has no place in a step.
+    """
+    begin = f"model.layers.{layer}."
+    family = description.family
+    norms = {place: f"{begin}{name}.weight" for place, name in family.norms.items()}
+    if family.qk_norm is not QKNorm.PLAIN:
+        norms |= {which: f"{begin}self_attn.{which[0]}_norm.weight" for which in ("query", "key")}
+    attention, perceptron = f"{begin}self_attn.", f"{begin}mlp."
+    is_split = f"{attention}q_proj.weight" in names
+    found = LayerNames(
+        norms=norms,
+        qkv=tuple(f"{attention}{which}_proj" for which in (("q", "k", "v") if is_split else ("qkv",))),
+        out=f"{attention}o_proj",
+        gate_up=tuple(
+            f"{perceptron}{which}_proj"
+            for which in (("gate", "up") if f"{perceptron}gate_proj.weight" in names else ("gate_up",))
+        ),
+        down=f"{perceptron}down_proj",
+    )
+    matrices = (*found.qkv, found.out, *found.gate_up, found.down)
+    known = {*norms.values(), *(f"{one}.{part}" for one in matrices for part in ("weight", "bias"))}
+    needed = known - {f"{one}.bias" for one in matrices}
+    if missing := sorted(needed.difference(names)):
+        raise NotNative(f"the model has no {missing[0]}")
+    if unknown := sorted({name for name in names if name.startswith(begin)} - known):
+        raise NotNative(f"the model has {unknown[0]}, which the native step does not know")
+    return found
+
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head"
+
+
+def require_all_known(names: Collection[str]) -> None:
+    """Checks the names of the weights outside the layers.
+
+    Raises:
+        NotNative: one has no place in a step, or is missing.
+    """
+    outside = {name for name in names if not name.startswith("model.layers.")}
+    known = {EMBEDDING, NORM, f"{HEAD}.weight"}
+    if unknown := sorted(outside - known - {f"{HEAD}.bias"}):
+        raise NotNative(f"the model has {unknown[0]}, which the native step does not know")
+    if missing := sorted(known - outside):
+        raise NotNative(f"the model has no {missing[0]}")

@@ -1,0 +1,994 @@
+/* One step of a decoder-only model over paged KV, in plain C: `baton_step` at the end reads as the model's forward does.
+
+   It is built by `build.py` and called through ctypes, without Python's lock. All arithmetic is float32, and each number
+   is summed in one order, whatever else is in the step and however many threads compute it:
+
+       a product's output    one chain of fused multiply-adds, from the first input to the last
+       a score q.k           16 chains (lane j: dimensions j, j + 16, ...), then halves added until one is left
+       a softmax's sum       16 chains (lane j: tokens j, j + 16, ... from a multiple of 16 on), then the same
+       an attended value     one chain, from the first token that is seen to the last
+       a norm's sum          16 chains, then the same
+
+   So a sequence's logits are the same bits alone, in a batch, in chunks, after a hand-over, on AVX2 and on AVX-512. The
+   compiler may not contract or reorder what is written here (-ffp-contract=off, and no -ffast-math).
+
+   Weights. A matrix [outputs, inputs] lies in panels of 32 outputs, so that one load fills a vector with the weights of
+   neighbouring outputs for one input, and what is loaded lies one after another:
+
+       panel 0                                          panel 1
+       [input 0: outputs 0..31][input 1: 0..31] ...     [input 0: outputs 32..63] ...         outputs padded with 0
+
+       form   a panel's row of 32 weights          and, for each 32 inputs of a panel
+       F32    32 floats
+       BF16   32 upper halves of floats
+       Q8_0   32 signed bytes c                    scale[32]             weight = scale * c
+       Q4_1   16 bytes: c of output j is the       scale[32], least[32]  weight = scale * c + least
+              lower half of byte j, that of
+              output j + 16 the upper half
+
+   Each form gives back the checkpoint's float32 weights bit for bit (`weights.py` proves it for each matrix).
+
+   KV. A layer's pages are those of `KVCache`: page(block, head) = [K of token 0, 1, ... | V of token 0, 1, ...].
+*/
+#include <immintrin.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 32")
+
+enum { PANEL = 32, GROUP = 16, MAX_TILE_ROWS = 12 };
+enum { F32, BF16, Q8_0, Q4_1 };                                 /* forms of weights */
+enum { SILU, GELU_TANH };                                       /* activations */
+enum { QK_PLAIN, QK_BY_HEAD, QK_WHOLE };                        /* norms of queries and keys */
+enum { OK, TOO_MANY_TOKENS, NO_SUCH_TOKEN, TOO_LONG, NO_SUCH_BLOCK, NO_SUCH_ROW, NO_SUCH_LAYER };
+
+/* ---- values that Python fills in (runner.py has the same fields in the same order) ------------------------------- */
+
+typedef struct {
+    int32_t form, outputs, inputs, panels;
+    const void *weights;
+    const float *scale, *least; /* [panels][inputs / 32][32] */
+    const float *bias;          /* [panels * 32], or none */
+} Matrix;
+
+typedef struct {
+    const float *before_attention, *query, *key, *after_attention, *before_mlp, *after_mlp; /* norms; none: no norm */
+    Matrix qkv, out, gate_up, down;
+    int32_t window;  /* tokens that a token sees, with itself; 0: all */
+    int32_t rotates; /* whether queries and keys are rotated */
+} Layer;
+
+typedef struct {
+    int32_t layers, hidden, heads, kv_heads, head_dim, rotary_dim, intermediate, vocab;
+    int32_t activation, qk_norm, block_size, blocks, max_len, max_tokens, threads, embedding_form;
+    float eps, embedding_scale, attention_scale, residual_scale, logits_divisor, padding;
+    const void *embedding;  /* [vocab][hidden] */
+    const float *cos, *sin; /* [max_len][rotary_dim / 2] */
+    const float *norm;
+    const Layer *layer;
+    const Matrix *head;
+    float *kv;
+    int64_t layer_stride; /* floats from a layer's pages to the next one's */
+} Model;
+
+typedef struct {
+    int32_t sequences, tokens, table_stride, rows;
+    const int32_t *token_ids; /* [tokens], sequence after sequence */
+    const int32_t *begin;     /* [sequences]: tokens before the step */
+    const int32_t *count;     /* [sequences]: tokens in the step */
+    const int32_t *tables;    /* [sequences][table_stride]: block ids; < 0: nothing is there, and nothing looks */
+    const int32_t *row;       /* [rows]: tokens of the step whose logits are wanted */
+    float *logits;            /* [rows][panels of the head * 32] */
+} Batch;
+
+/* ---- vectors ------------------------------------------------------------------------------------------------------ */
+
+#if defined(__AVX512F__)
+enum { LANES = 16, TILE_ROWS = 12, ATTENTION_ROWS = 6 };
+typedef __m512 Vector;
+INLINE Vector load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void store(float *p, Vector v) { _mm512_storeu_ps(p, v); }
+INLINE Vector splat(float x) { return _mm512_set1_ps(x); }
+INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE Vector multiplied(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
+INLINE Vector added(Vector a, Vector b) { return _mm512_add_ps(a, b); }
+INLINE Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+INLINE Vector of_bf16(const uint16_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
+}
+INLINE Vector of_bytes(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+}
+INLINE Vector of_halves(const uint8_t *p, int upper) { /* LANES bytes, the lower or the upper half of each */
+    __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p));
+    return _mm512_cvtepi32_ps(upper ? _mm512_srli_epi32(bytes, 4) : _mm512_and_si512(bytes, _mm512_set1_epi32(15)));
+}
+#elif defined(__AVX2__) && defined(__FMA__)
+enum { LANES = 8, TILE_ROWS = 3, ATTENTION_ROWS = 3 };
+typedef __m256 Vector;
+INLINE Vector load(const float *p) { return _mm256_loadu_ps(p); }
+INLINE void store(float *p, Vector v) { _mm256_storeu_ps(p, v); }
+INLINE Vector splat(float x) { return _mm256_set1_ps(x); }
+INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE Vector multiplied(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
+INLINE Vector added(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+INLINE Vector larger(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+INLINE Vector of_bf16(const uint16_t *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16));
+}
+INLINE Vector of_bytes(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)));
+}
+INLINE Vector of_halves(const uint8_t *p, int upper) {
+    __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p));
+    return _mm256_cvtepi32_ps(upper ? _mm256_srli_epi32(bytes, 4) : _mm256_and_si256(bytes, _mm256_set1_epi32(15)));
+}
+#else
+#error "neither AVX-512 nor AVX2 with FMA"
+#endif
+
+enum { PARTS = PANEL / LANES, GROUP_PARTS = GROUP / LANES }; /* vectors of a panel's row, and of 16 lanes */
+
+/* 16 lanes: lane j and j + 8 are added, then j and j + 4, then j and j + 2, then 0 and 1. */
+INLINE float sum_of_lanes(const float *lane) {
+    float eight[8], four[4];
+    for (int j = 0; j < 8; j++) eight[j] = lane[j] + lane[j + 8];
+    for (int j = 0; j < 4; j++) four[j] = eight[j] + eight[j + 4];
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+/* e to the x, as Cephes has it, within one unit of the last place; not below e to the -87. */
+INLINE float exponential(float x) {
+    x = x > -87.0f ? x : -87.0f;
+    x = x < 88.0f ? x : 88.0f;
+    float n = __builtin_fmaf(x, 1.44269504088896341f, 12582912.0f) - 12582912.0f; /* rounded to the nearest */
+    float r = __builtin_fmaf(n, 2.12194440e-4f, __builtin_fmaf(n, -0.693359375f, x));
+    float p = __builtin_fmaf(1.9875691500e-4f, r, 1.3981999507e-3f);
+    p = __builtin_fmaf(p, r, 8.3334519073e-3f);
+    p = __builtin_fmaf(p, r, 4.1665795894e-2f);
+    p = __builtin_fmaf(p, r, 1.6666665459e-1f);
+    p = __builtin_fmaf(p, r, 5.0000001201e-1f);
+    p = __builtin_fmaf(p, r * r, r + 1.0f);
+    union { int32_t bits; float value; } power = {.bits = ((int32_t)n + 127) << 23};
+    return p * power.value;
+}
+
+/* ---- threads -------------------------------------------------------------------------------------------------------
+
+   A phase of a step is a number of jobs. Who has time claims the next one: the thread that calls, and the helpers. A
+   helper that has no core at the moment has claimed nothing, so nobody waits for it. */
+
+typedef struct Step Step;
+typedef void (*Work)(Step *, int job, int thread);
+
+typedef struct {
+    _Atomic uint64_t claim; /* phase: 24 bits, its number of jobs: 20 bits, the next job: 20 bits */
+    _Atomic int finished, sleeping, stopping;
+    Work work;
+    Step *step;
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    pthread_t *helpers;
+    int num_helpers;
+} Pool;
+
+typedef struct { Pool *pool; int thread; } Helper;
+
+enum { SPINS = 2000, YIELDS = 100 };
+static uint32_t next_job(uint64_t claim) { return claim & 0xfffff; }
+static uint32_t num_jobs(uint64_t claim) { return (claim >> 20) & 0xfffff; }
+
+static void pause_or_yield(int idle) {
+    if (idle < SPINS) _mm_pause();
+    else sched_yield();
+}
+
+/* Claims jobs of the phase that is open until there are none; returns whether there was one. */
+static int work_on(Pool *pool, int thread) {
+    int worked = 0;
+    for (;;) {
+        uint64_t claim = atomic_load_explicit(&pool->claim, memory_order_acquire);
+        if (next_job(claim) >= num_jobs(claim)) return worked;
+        claim = atomic_fetch_add_explicit(&pool->claim, 1, memory_order_acq_rel);
+        if (next_job(claim) >= num_jobs(claim)) return worked;
+        pool->work(pool->step, (int)next_job(claim), thread);
+        atomic_fetch_add_explicit(&pool->finished, 1, memory_order_release);
+        worked = 1;
+    }
+}
+
+static void *help(void *argument) {
+    Helper *helper = argument;
+    Pool *pool = helper->pool;
+    int thread = helper->thread, idle = 0;
+    free(helper);
+    while (!atomic_load(&pool->stopping)) {
+        if (work_on(pool, thread)) idle = 0;
+        else if (idle++ < SPINS + YIELDS) pause_or_yield(idle);
+        else {
+            pthread_mutex_lock(&pool->lock);
+            atomic_fetch_add(&pool->sleeping, 1);
+            uint64_t claim = atomic_load(&pool->claim);
+            if (next_job(claim) >= num_jobs(claim) && !atomic_load(&pool->stopping))
+                pthread_cond_wait(&pool->wake, &pool->lock);
+            atomic_fetch_sub(&pool->sleeping, 1);
+            pthread_mutex_unlock(&pool->lock);
+            idle = 0;
+        }
+    }
+    return NULL;
+}
+
+static void wake_helpers(Pool *pool) {
+    if (!atomic_load(&pool->sleeping)) return;
+    pthread_mutex_lock(&pool->lock);
+    pthread_cond_broadcast(&pool->wake);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+/* ---- a step's memory ------------------------------------------------------------------------------------------------ */
+
+typedef struct { int32_t sequence, row, begin, end; } Span; /* tokens of a sequence whose first one in the step is `row` */
+
+struct Step {
+    const Model *model;
+    Pool pool;
+    float *x, *normed, *qkv, *attended, *gate_up, *active, *delta; /* [max_tokens][...] */
+    float **scores, **keys, **panel;                               /* [threads]: room of its own */
+    int32_t *sequence, *position;                                  /* [max_tokens] */
+    Span *spans;
+    int num_spans, qkv_width, gate_width;
+    const Batch *batch; /* from here on: what a phase is about */
+    int layer;
+    struct { const Matrix *matrix; const float *x; float *y; int rows, ldx, ldy, row_block, adds; float scale; } product;
+    struct { const float *x, *weight; float *y; const int32_t *row; int rows, adds; } norm;
+};
+
+/* ---- products: y = x W, by tiles of rows and panels ------------------------------------------------------------------ */
+
+INLINE Vector weight_at(int form, const Matrix *m, int64_t at, int part, Vector scale, Vector least) {
+    int64_t from = at * PANEL + part * LANES; /* `at` counts rows of 32 weights, over all panels */
+    switch (form) {
+    case F32: return load((const float *)m->weights + from);
+    case BF16: return of_bf16((const uint16_t *)m->weights + from);
+    case Q8_0: return multiplied(scale, of_bytes((const int8_t *)m->weights + from));
+    default: {
+        const uint8_t *bytes = (const uint8_t *)m->weights + at * (PANEL / 2) + part * LANES % (PANEL / 2);
+        return multiply_add(scale, of_halves(bytes, part * LANES >= PANEL / 2), least);
+    }
+    }
+}
+
+/* A tile: `rows` rows of x by `panels` panels. The three constants of a call make it a function of its own. */
+INLINE void tile(int form, int rows, int panels, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
+    const int inputs = m->inputs;
+    Vector sum[MAX_TILE_ROWS][4 * PARTS], scale[4 * PARTS], least[4 * PARTS];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < panels * PARTS; v++) sum[r][v] = splat(0.0f);
+    for (int begin = 0; begin < inputs; begin += 32) {
+        if (form == Q8_0 || form == Q4_1)
+            UNROLL for (int v = 0; v < panels * PARTS; v++) {
+                int64_t at = ((int64_t)(panel + v / PARTS) * (inputs / 32) + begin / 32) * PANEL + v % PARTS * LANES;
+                scale[v] = load(m->scale + at);
+                if (form == Q4_1) least[v] = load(m->least + at);
+            }
+        const int end = begin + 32 < inputs ? begin + 32 : inputs;
+        for (int k = begin; k < end; k++) {
+            Vector weight[4 * PARTS];
+            UNROLL for (int v = 0; v < panels * PARTS; v++)
+                weight[v] = weight_at(form, m, (int64_t)(panel + v / PARTS) * inputs + k, v % PARTS, scale[v], least[v]);
+            UNROLL for (int r = 0; r < rows; r++) {
+                Vector input = splat(x[(int64_t)r * ldx + k]);
+                UNROLL for (int v = 0; v < panels * PARTS; v++) sum[r][v] = multiply_add(input, weight[v], sum[r][v]);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < panels * PARTS; v++) store(sums + (r * panels * PARTS + v) * LANES, sum[r][v]);
+}
+
+/* The same for a number of rows and panels that is known when it runs; `panels` is more than 1 for few rows only. */
+INLINE void tile_of(int form, int rows, int panels, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
+    switch (rows) {
+    case 1:
+        switch (panels) {
+        case 4: tile(form, 1, 4, m, panel, x, ldx, sums); return;
+        case 3: tile(form, 1, 3, m, panel, x, ldx, sums); return;
+        case 2: tile(form, 1, 2, m, panel, x, ldx, sums); return;
+        default: tile(form, 1, 1, m, panel, x, ldx, sums); return;
+        }
+    case 2:
+        if (panels == 2) tile(form, 2, 2, m, panel, x, ldx, sums);
+        else tile(form, 2, 1, m, panel, x, ldx, sums);
+        return;
+    case 3: tile(form, 3, 1, m, panel, x, ldx, sums); return;
+#if defined(__AVX512F__)
+    case 4: tile(form, 4, 1, m, panel, x, ldx, sums); return;
+    case 5: tile(form, 5, 1, m, panel, x, ldx, sums); return;
+    case 6: tile(form, 6, 1, m, panel, x, ldx, sums); return;
+    case 7: tile(form, 7, 1, m, panel, x, ldx, sums); return;
+    case 8: tile(form, 8, 1, m, panel, x, ldx, sums); return;
+    case 9: tile(form, 9, 1, m, panel, x, ldx, sums); return;
+    case 10: tile(form, 10, 1, m, panel, x, ldx, sums); return;
+    case 11: tile(form, 11, 1, m, panel, x, ldx, sums); return;
+    case 12: tile(form, 12, 1, m, panel, x, ldx, sums); return;
+#endif
+    }
+}
+
+static void tile_f32(int rows, int panels, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
+    tile_of(F32, rows, panels, m, panel, x, ldx, sums);
+}
+static void tile_bf16(int rows, int panels, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
+    tile_of(BF16, rows, panels, m, panel, x, ldx, sums);
+}
+static void tile_q8_0(int rows, int panels, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
+    tile_of(Q8_0, rows, panels, m, panel, x, ldx, sums);
+}
+static void tile_q4_1(int rows, int panels, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
+    tile_of(Q4_1, rows, panels, m, panel, x, ldx, sums);
+}
+
+typedef void (*Tile)(int, int, const Matrix *, int, const float *, int, float *);
+static const Tile TILES[] = {tile_f32, tile_bf16, tile_q8_0, tile_q4_1};
+
+INLINE void unpack(int form, const Matrix *m, int panel, float *into) {
+    Vector scale = splat(0.0f), least = scale;
+    for (int k = 0; k < m->inputs; k++)
+        for (int part = 0; part < PARTS; part++) {
+            int64_t at = ((int64_t)panel * (m->inputs / 32) + k / 32) * PANEL + part * LANES;
+            if (form == Q8_0 || form == Q4_1) scale = load(m->scale + at);
+            if (form == Q4_1) least = load(m->least + at);
+            store(into + k * PANEL + part * LANES,
+                  weight_at(form, m, (int64_t)panel * m->inputs + k, part, scale, least));
+        }
+}
+
+static void unpack_panel(const Matrix *m, int panel, float *into) {
+    if (m->form == BF16) unpack(BF16, m, panel, into);
+    else if (m->form == Q8_0) unpack(Q8_0, m, panel, into);
+    else unpack(Q4_1, m, panel, into);
+}
+
+/* Puts a tile's sums where they belong: y = sum + bias, or y += scale * (sum + bias). */
+static void put(const Step *step, int row, int rows, int panel, int panels, const float *sums) {
+    const Matrix *m = step->product.matrix;
+    for (int r = 0; r < rows; r++) {
+        float *y = step->product.y + (int64_t)(row + r) * step->product.ldy + panel * PANEL;
+        const float *sum = sums + r * panels * PANEL;
+        for (int v = 0; v < panels * PARTS; v++) {
+            Vector value = load(sum + v * LANES);
+            if (m->bias) value = added(value, load(m->bias + panel * PANEL + v * LANES));
+            if (step->product.adds)
+                value = added(load(y + v * LANES), multiplied(value, splat(step->product.scale)));
+            store(y + v * LANES, value);
+        }
+    }
+}
+
+enum { PANELS_A_JOB = 4 };
+
+/* A job of a product: four panels of outputs for a block of rows. */
+static void multiply_job(Step *step, int job, int thread) {
+    const Matrix *m = step->product.matrix;
+    const int groups = (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB, block = step->product.row_block;
+    const int first = job % groups * PANELS_A_JOB, row = job / groups * block;
+    const int last = first + PANELS_A_JOB < m->panels ? first + PANELS_A_JOB : m->panels;
+    const int rows = step->product.rows - row < block ? step->product.rows - row : block;
+    const float *x = step->product.x + (int64_t)row * step->product.ldx;
+    float sums[MAX_TILE_ROWS * 4 * PANEL];
+    const int together = rows == 1 ? 16 / PARTS / 2 : rows == 2 && PARTS == 2 ? 2 : 1; /* fills the pipelines */
+    if (rows > 2 * TILE_ROWS && m->form != F32) { /* a panel is used often: it is unpacked once */
+        Matrix unpacked = {F32, PANEL, m->inputs, 1, step->panel[thread], NULL, NULL, NULL};
+        for (int panel = first; panel < last; panel++) {
+            unpack_panel(m, panel, step->panel[thread]);
+            for (int r = 0, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles; tiles--) {
+                int some = (rows - r + tiles - 1) / tiles;
+                tile_f32(some, 1, &unpacked, 0, x + (int64_t)r * step->product.ldx, step->product.ldx, sums);
+                put(step, row + r, some, panel, 1, sums);
+                r += some;
+            }
+        }
+        return;
+    }
+    for (int panel = first; panel < last; panel += together) {
+        int panels = last - panel < together ? last - panel : together;
+        for (int r = 0, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles; tiles--) {
+            int some = (rows - r + tiles - 1) / tiles;
+            TILES[m->form](some, panels, m, panel, x + (int64_t)r * step->product.ldx, step->product.ldx, sums);
+            put(step, row + r, some, panel, panels, sums);
+            r += some;
+        }
+    }
+}
+
+/* Runs a phase: all jobs, on all threads that have time. */
+static void run(Step *step, int jobs, Work work) {
+    Pool *pool = &step->pool;
+    if (pool->num_helpers == 0 || jobs < 2) {
+        for (int job = 0; job < jobs; job++) work(step, job, 0);
+        return;
+    }
+    pool->work = work;
+    pool->step = step;
+    atomic_store(&pool->finished, 0);
+    uint64_t phase = (atomic_load(&pool->claim) >> 40) + 1;
+    atomic_store(&pool->claim, phase << 40 | (uint64_t)jobs << 20);
+    wake_helpers(pool);
+    work_on(pool, 0);
+    for (int idle = 0; atomic_load_explicit(&pool->finished, memory_order_acquire) < jobs; idle++) pause_or_yield(idle);
+}
+
+enum { BLOCK_BYTES = 1 << 20 }; /* of x that a job goes through panel by panel: it stays in the second cache */
+
+static void multiply(Step *step, const Matrix *m, const float *x, int ldx, int rows, float *y, int ldy) {
+    int block = BLOCK_BYTES / (4 * m->inputs) / TILE_ROWS * TILE_ROWS;
+    if (block < 4 * TILE_ROWS) block = 4 * TILE_ROWS;
+    step->product.matrix = m, step->product.x = x, step->product.ldx = ldx, step->product.rows = rows;
+    step->product.y = y, step->product.ldy = ldy, step->product.row_block = block, step->product.adds = 0;
+    run(step, (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB * ((rows + block - 1) / block), multiply_job);
+}
+
+/* x += scale * (y W), where x are the residual's rows. */
+static void multiply_into_residual(Step *step, const Matrix *m, const float *y, int ldy, int rows) {
+    const Model *model = step->model;
+    int block = BLOCK_BYTES / (4 * m->inputs) / TILE_ROWS * TILE_ROWS;
+    if (block < 4 * TILE_ROWS) block = 4 * TILE_ROWS;
+    step->product.matrix = m, step->product.x = y, step->product.ldx = ldy, step->product.rows = rows;
+    step->product.y = step->x, step->product.ldy = model->hidden, step->product.row_block = block;
+    step->product.adds = 1, step->product.scale = model->residual_scale;
+    run(step, (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB * ((rows + block - 1) / block), multiply_job);
+}
+
+/* ---- norms, rotation, activation -------------------------------------------------------------------------------------- */
+
+enum { ROWS_A_JOB = 8 };
+static int row_jobs(int rows) { return (rows + ROWS_A_JOB - 1) / ROWS_A_JOB; }
+static int last_row(int job, int rows) { return (job + 1) * ROWS_A_JOB < rows ? (job + 1) * ROWS_A_JOB : rows; }
+
+/* y = x / root mean square of x * weight; `width` is a multiple of 16. */
+static void normalize(const float *x, const float *weight, float *y, int width, float eps) {
+    Vector sum[GROUP_PARTS];
+    float lane[GROUP];
+    for (int v = 0; v < GROUP_PARTS; v++) sum[v] = splat(0.0f);
+    for (int i = 0; i < width; i += GROUP)
+        for (int v = 0; v < GROUP_PARTS; v++) {
+            Vector value = load(x + i + v * LANES);
+            sum[v] = multiply_add(value, value, sum[v]);
+        }
+    for (int v = 0; v < GROUP_PARTS; v++) store(lane + v * LANES, sum[v]);
+    float factor = 1.0f / sqrtf(sum_of_lanes(lane) / (float)width + eps);
+    for (int i = 0; i < width; i++) y[i] = weight[i] * (x[i] * factor);
+}
+
+static void norm_job(Step *step, int job, int thread) {
+    (void)thread;
+    const int width = step->model->hidden;
+    float normed[width];
+    for (int r = job * ROWS_A_JOB; r < last_row(job, step->norm.rows); r++) {
+        const float *x = step->norm.x + (int64_t)(step->norm.row ? step->norm.row[r] : r) * width;
+        float *y = step->norm.y + (int64_t)r * width;
+        normalize(x, step->norm.weight, step->norm.adds ? normed : y, width, step->model->eps);
+        if (step->norm.adds)
+            for (int i = 0; i < width; i++) y[i] += step->model->residual_scale * normed[i];
+    }
+}
+
+/* Returns the rows' norms, or the rows where there is no norm. `row` chooses rows; none: the first ones. */
+static const float *normed(Step *step, const float *weight, const int32_t *row, int rows) {
+    if (!weight) return step->x;
+    step->norm.x = step->x, step->norm.weight = weight, step->norm.y = step->normed;
+    step->norm.row = row, step->norm.rows = rows, step->norm.adds = 0;
+    run(step, row_jobs(rows), norm_job);
+    return step->normed;
+}
+
+/* Adds to the residual what attention or perceptron gave, through a norm where the layer has one there. */
+static void add(Step *step, const Matrix *m, const float *y, int ldy, const float *weight, int rows) {
+    if (!weight) {
+        multiply_into_residual(step, m, y, ldy, rows);
+        return;
+    }
+    multiply(step, m, y, ldy, rows, step->delta, step->model->hidden);
+    step->norm.x = step->delta, step->norm.weight = weight, step->norm.y = step->x;
+    step->norm.row = NULL, step->norm.rows = rows, step->norm.adds = 1;
+    run(step, row_jobs(rows), norm_job);
+}
+
+static void embed_job(Step *step, int job, int thread) {
+    (void)thread;
+    const Model *model = step->model;
+    for (int r = job * ROWS_A_JOB; r < last_row(job, step->batch->tokens); r++) {
+        float *x = step->x + (int64_t)r * model->hidden;
+        int64_t from = (int64_t)step->batch->token_ids[r] * model->hidden;
+        for (int i = 0; i < model->hidden; i++) {
+            union { uint32_t bits; float value; } wide;
+            if (model->embedding_form == BF16) wide.bits = (uint32_t)((const uint16_t *)model->embedding)[from + i] << 16;
+            else wide.value = ((const float *)model->embedding)[from + i];
+            x[i] = wide.value * model->embedding_scale;
+        }
+    }
+}
+
+static void rotate(float *head, const float *cos, const float *sin, int half) {
+    for (int j = 0; j < half; j++) {
+        float first = head[j], second = head[j + half];
+        head[j] = first * cos[j] - second * sin[j];
+        head[j + half] = second * cos[j] + first * sin[j];
+    }
+}
+
+INLINE float *page_at(const Step *step, int sequence, int position, int kv_head) {
+    const Model *model = step->model;
+    int32_t block = step->batch->tables[(int64_t)sequence * step->batch->table_stride + position / model->block_size];
+    int64_t page = (int64_t)2 * model->block_size * model->head_dim;
+    return model->kv + step->layer * model->layer_stride + ((int64_t)block * model->kv_heads + kv_head) * page;
+}
+
+/* Zeroes what is behind a sequence's last token in a block that the step has begun. An attention that masks places, as
+   transformers' does after a hand-over, multiplies them with 0: what another sequence left there must be numbers. */
+static void clear_behind(const Step *step, int sequence, int end) {
+    const Model *model = step->model;
+    const int filled = end % model->block_size, dim = model->head_dim, size = model->block_size;
+    if (!filled || end - filled < step->batch->begin[sequence]) return;
+    for (int head = 0; head < model->kv_heads; head++) {
+        float *page = page_at(step, sequence, end, head);
+        memset(page + (int64_t)filled * dim, 0, sizeof(float) * (size - filled) * dim);
+        memset(page + (int64_t)(size + filled) * dim, 0, sizeof(float) * (size - filled) * dim);
+    }
+}
+
+/* Norms and rotates queries and keys, and writes keys and values into their pages. */
+static void keep_job(Step *step, int job, int thread) {
+    (void)thread;
+    const Model *model = step->model;
+    const Layer *layer = &model->layer[step->layer];
+    const int dim = model->head_dim, heads = model->heads, kv_heads = model->kv_heads, half = model->rotary_dim / 2;
+    for (int r = job * ROWS_A_JOB; r < last_row(job, step->batch->tokens); r++) {
+        float *query = step->qkv + (int64_t)r * step->qkv_width, *key = query + heads * dim;
+        const float *value = key + kv_heads * dim;
+        const int sequence = step->sequence[r], position = step->position[r], place = position % model->block_size;
+        if (model->qk_norm == QK_WHOLE) {
+            normalize(query, layer->query, query, heads * dim, model->eps);
+            normalize(key, layer->key, key, kv_heads * dim, model->eps);
+        }
+        for (int head = 0; head < heads + kv_heads; head++) {
+            float *one = query + head * dim;
+            if (model->qk_norm == QK_BY_HEAD)
+                normalize(one, head < heads ? layer->query : layer->key, one, dim, model->eps);
+            if (layer->rotates)
+                rotate(one, model->cos + (int64_t)position * half, model->sin + (int64_t)position * half, half);
+        }
+        for (int head = 0; head < kv_heads; head++) {
+            float *page = page_at(step, sequence, position, head);
+            memcpy(page + (int64_t)place * dim, key + head * dim, sizeof(float) * dim);
+            memcpy(page + (int64_t)(model->block_size + place) * dim, value + head * dim, sizeof(float) * dim);
+        }
+        const int end = step->batch->begin[sequence] + step->batch->count[sequence];
+        if (position == end - 1) clear_behind(step, sequence, end);
+    }
+}
+
+static void activate_job(Step *step, int job, int thread) {
+    (void)thread;
+    const Model *model = step->model;
+    const int width = model->intermediate;
+    for (int r = job * ROWS_A_JOB; r < last_row(job, step->batch->tokens); r++) {
+        const float *gate = step->gate_up + (int64_t)r * step->gate_width, *up = gate + step->gate_width / 2;
+        float *y = step->active + (int64_t)r * width;
+        if (model->activation == SILU)
+            for (int i = 0; i < width; i++) y[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
+        else
+            for (int i = 0; i < width; i++) { /* x (1 + tanh u) / 2 = x / (1 + e to the -2u) */
+                float x = gate[i], u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+                y[i] = x / (1.0f + exponential(-2.0f * u)) * up[i];
+            }
+    }
+}
+
+/* ---- attention ---------------------------------------------------------------------------------------------------------- */
+
+enum { SPAN_TOKENS = 64, FEW_TOKENS = 4 };
+
+typedef struct {
+    const float *query[ATTENTION_ROWS];
+    float *out[ATTENTION_ROWS];
+    int from[ATTENTION_ROWS], to[ATTENTION_ROWS]; /* tokens that a row sees */
+    int rows, begin, end;                         /* tokens that some row sees; begin is a multiple of 16 */
+} Rows;
+
+#if defined(__AVX512F__)
+INLINE Vector low_high(Vector a, Vector b, int which) { /* of each: lanes 0..7, or 8..15 */
+    return which ? _mm512_shuffle_f32x4(a, b, 0xEE) : _mm512_shuffle_f32x4(a, b, 0x44);
+}
+INLINE Vector by_eight(Vector a, Vector b) { return added(low_high(a, b, 0), low_high(a, b, 1)); }
+INLINE Vector by_four(Vector a, Vector b) {
+    return added(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+}
+INLINE Vector by_two(Vector a, Vector b) {
+    return added(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
+}
+INLINE Vector by_one(Vector a, Vector b) {
+    return added(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD));
+}
+INLINE Vector lanes_of_product(const float *query, const float *key, int dim) {
+    Vector sum = multiplied(load(query), load(key));
+    for (int i = GROUP; i < dim; i += GROUP) sum = multiply_add(load(query + i), load(key + i), sum);
+    return sum;
+}
+/* Tokens t, t + 4, t + 8, t + 12: four lanes of each. */
+INLINE Vector four_tokens(const float *query, const float *keys, int t, int dim) {
+    Vector a = lanes_of_product(query, keys + t * dim, dim), b = lanes_of_product(query, keys + (t + 4) * dim, dim);
+    Vector c = lanes_of_product(query, keys + (t + 8) * dim, dim), d = lanes_of_product(query, keys + (t + 12) * dim, dim);
+    return by_four(by_eight(a, b), by_eight(c, d));
+}
+/* Scores of 16 neighbouring tokens, before they are scaled. */
+INLINE void scores_of_group(const float *query, const float *keys, int dim, float scale, float *scores) {
+    Vector sum = by_one(by_two(four_tokens(query, keys, 0, dim), four_tokens(query, keys, 1, dim)),
+                        by_two(four_tokens(query, keys, 2, dim), four_tokens(query, keys, 3, dim)));
+    store(scores, multiplied(sum, splat(scale)));
+}
+#else
+INLINE void scores_of_group(const float *query, const float *keys, int dim, float scale, float *scores) {
+    for (int t = 0; t < GROUP; t++) {
+        float lane[GROUP];
+        for (int v = 0; v < GROUP_PARTS; v++) {
+            const float *q = query + v * LANES, *k = keys + t * dim + v * LANES;
+            Vector sum = multiplied(load(q), load(k));
+            for (int i = GROUP; i < dim; i += GROUP) sum = multiply_add(load(q + i), load(k + i), sum);
+            store(lane + v * LANES, sum);
+        }
+        scores[t] = sum_of_lanes(lane) * scale;
+    }
+}
+#endif
+
+/* The same for several rows, over keys that lie by dimension: [dimension][16 tokens]. */
+typedef struct { Vector row[ATTENTION_ROWS]; } Column;
+
+INLINE Column lane_of(int rows, const Rows *some, const float *keys, int dim, int part, int j) {
+    Column sum;
+    Vector key = load(keys + j * GROUP + part * LANES);
+    UNROLL for (int r = 0; r < rows; r++) sum.row[r] = multiplied(splat(some->query[r][j]), key);
+    for (int i = j + GROUP; i < dim; i += GROUP) {
+        key = load(keys + i * GROUP + part * LANES);
+        UNROLL for (int r = 0; r < rows; r++) sum.row[r] = multiply_add(splat(some->query[r][i]), key, sum.row[r]);
+    }
+    return sum;
+}
+INLINE Column both(int rows, Column a, Column b) {
+    UNROLL for (int r = 0; r < rows; r++) a.row[r] = added(a.row[r], b.row[r]);
+    return a;
+}
+INLINE Column two_lanes(int rows, const Rows *some, const float *keys, int dim, int part, int j) {
+    Column a = lane_of(rows, some, keys, dim, part, j);
+    return both(rows, a, lane_of(rows, some, keys, dim, part, j + 8));
+}
+INLINE Column four_lanes(int rows, const Rows *some, const float *keys, int dim, int part, int j) {
+    Column a = two_lanes(rows, some, keys, dim, part, j);
+    return both(rows, a, two_lanes(rows, some, keys, dim, part, j + 4));
+}
+INLINE Column eight_lanes(int rows, const Rows *some, const float *keys, int dim, int part, int j) {
+    Column a = four_lanes(rows, some, keys, dim, part, j);
+    return both(rows, a, four_lanes(rows, some, keys, dim, part, j + 2));
+}
+
+enum { COLUMN_ROWS = 3 }; /* as many as the registers hold the sums of */
+
+INLINE void scores_by_column(int rows, const Rows *some, const float *keys, int dim, float scale, float *scores, int lds) {
+    for (int part = 0; part < GROUP_PARTS; part++) {
+        Column sum = eight_lanes(rows, some, keys, dim, part, 0);
+        sum = both(rows, sum, eight_lanes(rows, some, keys, dim, part, 1));
+        UNROLL for (int r = 0; r < rows; r++)
+            store(scores + (int64_t)r * lds + part * LANES, multiplied(sum.row[r], splat(scale)));
+    }
+}
+
+/* Turns scores of tokens [0, total) into weights, of which those outside [from, to) are 0; returns 1 / their sum. */
+static float softmax(float *scores, int from, int to, int total) {
+    for (int i = 0; i < from; i++) scores[i] = -INFINITY;
+    for (int i = to; i < total; i++) scores[i] = -INFINITY;
+    Vector most[GROUP_PARTS], sum[GROUP_PARTS];
+    float lane[GROUP], largest = -INFINITY;
+    for (int v = 0; v < GROUP_PARTS; v++) most[v] = splat(-INFINITY), sum[v] = splat(0.0f);
+    for (int i = 0; i < total; i += GROUP)
+        for (int v = 0; v < GROUP_PARTS; v++) most[v] = larger(most[v], load(scores + i + v * LANES));
+    for (int v = 0; v < GROUP_PARTS; v++) store(lane + v * LANES, most[v]);
+    for (int j = 0; j < GROUP; j++) largest = lane[j] > largest ? lane[j] : largest;
+    for (int i = 0; i < total; i++) scores[i] = exponential(scores[i] - largest);
+    for (int i = 0; i < from; i++) scores[i] = 0.0f;
+    for (int i = to; i < total; i++) scores[i] = 0.0f;
+    for (int i = 0; i < total; i += GROUP)
+        for (int v = 0; v < GROUP_PARTS; v++) sum[v] = added(sum[v], load(scores + i + v * LANES));
+    for (int v = 0; v < GROUP_PARTS; v++) store(lane + v * LANES, sum[v]);
+    return 1.0f / sum_of_lanes(lane);
+}
+
+enum { WIDE = 4 }; /* vectors of a value that are summed at a time */
+
+/* out = sum of weights times values, for `parts` vectors of the values' dimensions. */
+INLINE void weigh(int rows, int parts, const Step *step, const Rows *some, int sequence, int head, int at,
+                  const float *weights, int ldw, const float *inverse) {
+    const Model *model = step->model;
+    const int dim = model->head_dim, size = model->block_size;
+    Vector sum[ATTENTION_ROWS][WIDE];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < parts; v++) sum[r][v] = splat(0.0f);
+    for (int begin = some->begin; begin < some->end;) {
+        const int left = size - begin % size, end = some->end - begin < left ? some->end : begin + left;
+        const float *values = page_at(step, sequence, begin, head) + (int64_t)(size + begin % size) * dim + at;
+        for (int t = begin; t < end; t++, values += dim) {
+            Vector value[WIDE];
+            UNROLL for (int v = 0; v < parts; v++) value[v] = load(values + v * LANES);
+            UNROLL for (int r = 0; r < rows; r++) {
+                Vector weight = splat(weights[(int64_t)r * ldw + t - some->begin]);
+                UNROLL for (int v = 0; v < parts; v++) sum[r][v] = multiply_add(weight, value[v], sum[r][v]);
+            }
+        }
+        begin = end;
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < parts; v++)
+        store(some->out[r] + at + v * LANES, multiplied(sum[r][v], splat(inverse[r])));
+}
+
+INLINE void weigh_rows(int rows, const Step *step, const Rows *some, int sequence, int head, const float *weights,
+                       int ldw, const float *inverse) {
+    int at = 0;
+    for (; at + WIDE * LANES <= step->model->head_dim; at += WIDE * LANES)
+        weigh(rows, WIDE, step, some, sequence, head, at, weights, ldw, inverse);
+    for (; at < step->model->head_dim; at += LANES)
+        weigh(rows, 1, step, some, sequence, head, at, weights, ldw, inverse);
+}
+
+static void weigh_values(const Step *step, const Rows *some, int sequence, int head, const float *weights, int ldw,
+                         const float *inverse) {
+    switch (some->rows) {
+    case 1: weigh_rows(1, step, some, sequence, head, weights, ldw, inverse); return;
+    case 2: weigh_rows(2, step, some, sequence, head, weights, ldw, inverse); return;
+    case 3: weigh_rows(3, step, some, sequence, head, weights, ldw, inverse); return;
+#if defined(__AVX512F__)
+    case 4: weigh_rows(4, step, some, sequence, head, weights, ldw, inverse); return;
+    case 5: weigh_rows(5, step, some, sequence, head, weights, ldw, inverse); return;
+    case 6: weigh_rows(6, step, some, sequence, head, weights, ldw, inverse); return;
+#endif
+    }
+}
+
+/* Lays the keys of tokens [begin, end) out by dimension, 16 tokens at a time. */
+static void turn_keys(const Step *step, int sequence, int head, int begin, int end, float *turned) {
+    const int dim = step->model->head_dim, size = step->model->block_size;
+    for (int t = begin; t < end; t += GROUP, turned += dim * GROUP) {
+        const float *keys = page_at(step, sequence, t, head) + (int64_t)(t % size) * dim;
+        for (int d = 0; d < dim; d++)
+            for (int j = 0; j < GROUP; j++) turned[d * GROUP + j] = keys[j * dim + d];
+    }
+}
+
+static void score_turned(const Rows *some, const float *turned, int dim, float scale, float *scores, int lds) {
+    for (int r = 0; r < some->rows; r += COLUMN_ROWS) {
+        Rows part = *some;
+        const int rows = some->rows - r < COLUMN_ROWS ? some->rows - r : COLUMN_ROWS;
+        for (int i = 0; i < rows; i++) part.query[i] = some->query[r + i];
+        for (int t = 0; t < some->end - some->begin; t += GROUP) {
+            const float *keys = turned + (int64_t)t * dim;
+            float *into = scores + (int64_t)r * lds + t;
+            if (rows == 3 && dim == 64) scores_by_column(3, &part, keys, 64, scale, into, lds);
+            else if (rows == 3 && dim == 128) scores_by_column(3, &part, keys, 128, scale, into, lds);
+            else if (rows == 3) scores_by_column(3, &part, keys, dim, scale, into, lds);
+            else if (rows == 2) scores_by_column(2, &part, keys, dim, scale, into, lds);
+            else scores_by_column(1, &part, keys, dim, scale, into, lds);
+        }
+    }
+}
+
+static void score_pages(const Step *step, const Rows *some, int sequence, int head, float *scores, int lds) {
+    const int dim = step->model->head_dim, size = step->model->block_size;
+    const float scale = step->model->attention_scale;
+    for (int t = some->begin; t < some->end; t += GROUP) {
+        const float *keys = page_at(step, sequence, t, head) + (int64_t)(t % size) * dim;
+        for (int r = 0; r < some->rows; r++) {
+            float *into = scores + (int64_t)r * lds + t - some->begin;
+            if (dim == 64) scores_of_group(some->query[r], keys, 64, scale, into);
+            else if (dim == 128) scores_of_group(some->query[r], keys, 128, scale, into);
+            else scores_of_group(some->query[r], keys, dim, scale, into);
+        }
+    }
+}
+
+/* Which rows begin at `row` of a span, counted token by token and within one by head; and what they see. */
+static Rows rows_at(const Step *step, const Span *span, int head, int row, int num_rows) {
+    const Model *model = step->model;
+    const int shared = model->heads / model->kv_heads, dim = model->head_dim, window = model->layer[step->layer].window;
+    const int begin = step->batch->begin[span->sequence];
+    Rows some = {.rows = num_rows - row < ATTENTION_ROWS ? num_rows - row : ATTENTION_ROWS};
+    for (int r = 0; r < some.rows; r++) {
+        const int token = span->begin + (row + r) / shared, which = head * shared + (row + r) % shared;
+        const int position = begin + token;
+        some.query[r] = step->qkv + (int64_t)(span->row + token) * step->qkv_width + which * dim;
+        some.out[r] = step->attended + (int64_t)(span->row + token) * model->heads * dim + which * dim;
+        some.from[r] = window && position + 1 > window ? position + 1 - window : 0;
+        some.to[r] = position + 1;
+    }
+    some.begin = some.from[0] / GROUP * GROUP;
+    some.end = some.to[some.rows - 1];
+    return some;
+}
+
+/* A job of attention: the queries of up to 64 tokens of a sequence that share a KV head. */
+static void attend_job(Step *step, int job, int thread) {
+    const Model *model = step->model;
+    const Span *span = &step->spans[job / model->kv_heads];
+    const int head = job % model->kv_heads, dim = model->head_dim, window = model->layer[step->layer].window;
+    const int rows = (span->end - span->begin) * (model->heads / model->kv_heads);
+    const int lds = (model->max_len + GROUP - 1) / GROUP * GROUP, is_short = span->end - span->begin <= FEW_TOKENS;
+    const int start = step->batch->begin[span->sequence] + span->begin + 1;
+    const int begin = (window && start > window ? start - window : 0) / GROUP * GROUP;
+    float *scores = step->scores[thread], *turned = step->keys[thread];
+    if (!is_short)
+        turn_keys(step, span->sequence, head, begin, step->batch->begin[span->sequence] + span->end, turned);
+    for (int row = 0; row < rows; row += ATTENTION_ROWS) {
+        const Rows some = rows_at(step, span, head, row, rows);
+        const int total = (some.end - some.begin + GROUP - 1) / GROUP * GROUP;
+        float inverse[ATTENTION_ROWS];
+        if (is_short) score_pages(step, &some, span->sequence, head, scores, lds);
+        else score_turned(&some, turned + (int64_t)(some.begin - begin) * dim, dim, model->attention_scale, scores, lds);
+        for (int r = 0; r < some.rows; r++)
+            inverse[r] = softmax(scores + (int64_t)r * lds, some.from[r] - some.begin, some.to[r] - some.begin, total);
+        weigh_values(step, &some, span->sequence, head, scores, lds, inverse);
+    }
+}
+
+/* ---- the step --------------------------------------------------------------------------------------------------------------- */
+
+/* Checks all that is an index, so that nothing below can reach beyond its memory. */
+static int check(const Step *step, const Batch *batch) {
+    const Model *model = step->model;
+    int64_t tokens = 0;
+    for (int s = 0; s < batch->sequences; s++) {
+        const int32_t begin = batch->begin[s], count = batch->count[s];
+        if (begin < 0 || count < 1 || begin > model->max_len - count) return TOO_LONG;
+        tokens += count;
+        const int blocks = (begin + count + model->block_size - 1) / model->block_size;
+        if (blocks > batch->table_stride) return NO_SUCH_BLOCK;
+        int window = 0, sees_all = 0;
+        for (int l = 0; l < model->layers; l++) {
+            if (!model->layer[l].window) sees_all = 1;
+            if (model->layer[l].window > window) window = model->layer[l].window;
+        }
+        const int from = sees_all || begin + 1 <= window ? 0 : begin + 1 - window;
+        for (int b = from / GROUP * GROUP / model->block_size; b < blocks; b++) {
+            const int32_t block = batch->tables[(int64_t)s * batch->table_stride + b];
+            if (block < 0 || block >= model->blocks) return NO_SUCH_BLOCK;
+        }
+    }
+    if (tokens != batch->tokens || tokens > model->max_tokens) return TOO_MANY_TOKENS;
+    for (int r = 0; r < batch->tokens; r++)
+        if (batch->token_ids[r] < 0 || batch->token_ids[r] >= model->vocab) return NO_SUCH_TOKEN;
+    for (int r = 0; r < batch->rows; r++)
+        if (batch->row[r] < 0 || batch->row[r] >= batch->tokens) return NO_SUCH_ROW;
+    return OK;
+}
+
+static void lay_out(Step *step, const Batch *batch) {
+    int row = 0;
+    step->num_spans = 0;
+    for (int s = 0; s < batch->sequences; s++) {
+        const int first = row;
+        for (int i = 0; i < batch->count[s]; i++, row++) {
+            step->sequence[row] = s;
+            step->position[row] = batch->begin[s] + i;
+        }
+        for (int i = 0; i < batch->count[s]; i += SPAN_TOKENS) {
+            const int end = i + SPAN_TOKENS < batch->count[s] ? i + SPAN_TOKENS : batch->count[s];
+            step->spans[step->num_spans++] = (Span){s, first, i, end};
+        }
+    }
+}
+
+static void divide_logits(Step *step, const Batch *batch) {
+    const int64_t width = (int64_t)step->model->head->panels * PANEL;
+    for (int64_t i = 0; i < batch->rows * width; i++) batch->logits[i] /= step->model->logits_divisor;
+}
+
+/* Computes layers [first, last) of a step: the embedding before layer 0, the logits after the last one. Between the
+   calls for one batch nothing else may be computed. Returns OK, or why the batch is none. */
+int baton_step(Step *step, const Batch *batch, int first, int last) {
+    const Model *model = step->model;
+    const int tokens = batch->tokens, attended = model->heads * model->head_dim;
+    if (first < 0 || last > model->layers || first > last) return NO_SUCH_LAYER;
+    step->batch = batch;
+    if (first == 0) {
+        const int fault = check(step, batch);
+        if (fault) return fault;
+        lay_out(step, batch);
+        run(step, row_jobs(tokens), embed_job);
+    }
+    for (step->layer = first; step->layer < last; step->layer++) {
+        const Layer *layer = &model->layer[step->layer];
+        const float *x = normed(step, layer->before_attention, NULL, tokens);
+        multiply(step, &layer->qkv, x, model->hidden, tokens, step->qkv, step->qkv_width);
+        run(step, row_jobs(tokens), keep_job);
+        run(step, step->num_spans * model->kv_heads, attend_job);
+        add(step, &layer->out, step->attended, attended, layer->after_attention, tokens);
+
+        x = normed(step, layer->before_mlp, NULL, tokens);
+        multiply(step, &layer->gate_up, x, model->hidden, tokens, step->gate_up, step->gate_width);
+        run(step, row_jobs(tokens), activate_job);
+        add(step, &layer->down, step->active, model->intermediate, layer->after_mlp, tokens);
+    }
+    if (last == model->layers && batch->rows) {
+        const float *x = normed(step, model->norm, batch->row, batch->rows);
+        multiply(step, model->head, x, model->hidden, batch->rows, batch->logits, model->head->panels * PANEL);
+        if (model->logits_divisor != 1.0f) divide_logits(step, batch);
+    }
+    return OK;
+}
+
+/* ---- its beginning and its end ----------------------------------------------------------------------------------------------- */
+
+static void *room(int64_t count, int64_t size) { /* for whole vectors, at the begin of a cache line */
+    return aligned_alloc(64, (size_t)((count * size + 127) / 64 * 64));
+}
+
+void baton_close(Step *step) {
+    atomic_store(&step->pool.stopping, 1);
+    pthread_mutex_lock(&step->pool.lock);
+    pthread_cond_broadcast(&step->pool.wake);
+    pthread_mutex_unlock(&step->pool.lock);
+    for (int i = 0; i < step->pool.num_helpers; i++) pthread_join(step->pool.helpers[i], NULL);
+    for (int i = 0; i < step->model->threads; i++) free(step->scores[i]), free(step->keys[i]), free(step->panel[i]);
+    free(step->scores), free(step->keys), free(step->panel), free(step->pool.helpers), free(step->spans);
+    free(step->x), free(step->normed), free(step->qkv), free(step->attended), free(step->gate_up), free(step->active);
+    free(step->delta), free(step->sequence), free(step->position), free(step);
+}
+
+static int widest_input(const Model *model) {
+    int most = model->head->inputs;
+    for (int l = 0; l < model->layers; l++) {
+        const Matrix *all[] = {&model->layer[l].qkv, &model->layer[l].out, &model->layer[l].gate_up, &model->layer[l].down};
+        for (int i = 0; i < 4; i++)
+            if (all[i]->inputs > most) most = all[i]->inputs;
+    }
+    return most;
+}
+
+/* Returns what steps of a model are computed with, helpers included. `model` and all it points to must outlive it. */
+Step *baton_open(const Model *model) {
+    Step *step = calloc(1, sizeof(Step));
+    const int64_t tokens = model->max_tokens, length = (model->max_len + GROUP - 1) / GROUP * GROUP;
+    step->model = model;
+    step->qkv_width = model->layer[0].qkv.panels * PANEL;
+    step->gate_width = model->layer[0].gate_up.panels * PANEL;
+    step->x = room(tokens * model->hidden, sizeof(float));
+    step->normed = room(tokens * model->hidden, sizeof(float));
+    step->delta = room(tokens * model->hidden, sizeof(float));
+    step->qkv = room(tokens * step->qkv_width, sizeof(float));
+    step->attended = room(tokens * model->heads * model->head_dim, sizeof(float));
+    step->gate_up = room(tokens * step->gate_width, sizeof(float));
+    step->active = room(tokens * model->intermediate, sizeof(float));
+    step->sequence = room(tokens, sizeof(int32_t));
+    step->position = room(tokens, sizeof(int32_t));
+    step->spans = room(tokens, sizeof(Span));
+    step->scores = calloc((size_t)model->threads, sizeof(float *));
+    step->keys = calloc((size_t)model->threads, sizeof(float *));
+    step->panel = calloc((size_t)model->threads, sizeof(float *));
+    for (int i = 0; i < model->threads; i++) {
+        step->scores[i] = room(ATTENTION_ROWS * length, sizeof(float));
+        step->keys[i] = room(length * model->head_dim, sizeof(float));
+        step->panel[i] = room((int64_t)widest_input(model) * PANEL, sizeof(float));
+    }
+    pthread_mutex_init(&step->pool.lock, NULL);
+    pthread_cond_init(&step->pool.wake, NULL);
+    step->pool.helpers = calloc((size_t)model->threads, sizeof(pthread_t));
+    for (int i = 1; i < model->threads; i++) {
+        Helper *helper = malloc(sizeof(Helper));
+        *helper = (Helper){&step->pool, i};
+        if (pthread_create(&step->pool.helpers[step->pool.num_helpers], NULL, help, helper)) free(helper);
+        else step->pool.num_helpers++;
+    }
+    return step;
+}
