@@ -50,8 +50,11 @@ class ModelConfig:
 class EveryEngineConfig:
     """Settings of one worker's engine, of whatever make."""
 
-    runner: Annotated[str, OneOf("transformers", "arithmetic")] = "transformers"
-    """transformers, or arithmetic: a model whose answers can be worked out by hand, for tests and benchmarks."""
+    runner: Annotated[str, OneOf("auto", "native", "transformers", "arithmetic")] = "auto"
+    """What computes. native: C code of our own, in float32 on CPUs, for the model types that it knows; it is built by
+    the machine's C compiler. transformers: the library's own models. auto: native where it can, otherwise transformers;
+    the log says which and why. arithmetic: a model whose answers can be worked out by hand, for tests and
+    benchmarks."""
     block_size: Int = 16
     """Tokens per KV block; a multiple of 16."""
     kv_cache_gib: GibOrAuto = "auto"
@@ -75,8 +78,8 @@ class EveryEngineConfig:
     together, each with its own GPU where there are GPUs. Must divide the number of KV heads."""
 
     def __post_init__(self) -> None:
-        if self.runner == "arithmetic" and self.tensor_parallel > 1:
-            raise ConfigError("engine.runner arithmetic has one rank; set engine.tensor_parallel to 1")
+        if self.runner in ("arithmetic", "native") and self.tensor_parallel > 1:
+            raise ConfigError(f"engine.runner {self.runner} has one rank; set engine.tensor_parallel to 1")
         if self.max_model_len and self.max_model_len < GRANULE:
             raise ConfigError(f"engine.max_model_len must be 0 or at least {GRANULE} tokens, got {self.max_model_len}")
         if self.max_num_batched_tokens < self.max_num_seqs:

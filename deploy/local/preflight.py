@@ -74,7 +74,7 @@ def require_heads(config: Config) -> None:
         ModelLoadError: the model's config.json cannot be read.
     """
     ranks = config.engine.tensor_parallel
-    if ranks == 1 or config.engine.runner != "transformers":
+    if ranks == 1 or config.engine.runner == "arithmetic":
         return
     said = read_json(Path(config.model.path) / "config.json")
     for name, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
@@ -146,4 +146,4 @@ def _torch_cuda() -> str:
 
 def _is_here(config: Config) -> bool:
     """Whether workers load a model, and do so on this machine."""
-    return config.engine.runner == "transformers" and not config.cluster.ray_address
+    return config.engine.runner != "arithmetic" and not config.cluster.ray_address

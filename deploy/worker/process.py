@@ -20,7 +20,6 @@ import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -29,20 +28,21 @@ from baton import garbage
 from baton.cluster import Role
 from baton.config import Config, process_config
 from baton.engine.core.runner import Runner
-from baton.errors import BatonError, ConfigError, Fenced
+from baton.engine.runners import make_runner
+from baton.errors import BatonError, Fenced
 from baton.rpc import RpcServer
 from baton.rpc.errors import to_failed
 from baton.tasks import cancel_and_wait
 from baton.telemetry import logs, tracing
 from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
 from decode_worker.service import DecodeService
+from deploy.models import cache_dir
 from deploy.processes import FENCED, tell_parent
 from deploy.worker.calls import CallServicer, max_message_bytes
 from deploy.worker.control import WorkerControl
 from deploy.worker.member import Member
 from prefill_worker.service import PrefillService
 
-ARITHMETIC_LAYERS = 2
 LAST_WORDS_S = 0.2
 """Time for the last events of calls to reach the routers, in seconds."""
 SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.KvControl")
@@ -74,28 +74,7 @@ def build_runner(config: Config) -> Runner:
     Raises:
         ModelLoadError, ConfigError: it cannot run as configured, or does not know a setting that is set.
     """
-    if config.engine.runner == "arithmetic":
-        from baton.engine.model.arithmetic import ArithmeticRunner
-
-        config.engine.refuse_unknown(ArithmeticRunner.unknown_settings)
-        num_blocks = config.engine.num_blocks or 4096
-        max_model_len = config.engine.max_model_len or 8192
-        return ArithmeticRunner(
-            num_blocks,
-            config.engine.block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=config.engine.max_num_seqs,
-            num_layers=ARITHMETIC_LAYERS,
-            layer_s=config.engine.arithmetic_step_ms / 1e3 / ARITHMETIC_LAYERS,
-            token_s=config.engine.arithmetic_token_ms / 1e3,
-            tokenizer=Path(config.model.path) / "tokenizer.json" if config.model.path else None,
-        )
-    if config.engine.runner == "transformers":
-        from baton.engine.model.transformers_runner import TransformersRunner
-
-        config.engine.refuse_unknown(TransformersRunner.unknown_settings)
-        return TransformersRunner(config.model, config.engine)
-    raise ConfigError(f"engine.runner must be transformers or arithmetic, got {config.engine.runner!r}")
+    return make_runner(config.model, config.engine, cache_dir(config.cluster))
 
 
 async def serve(

@@ -2,6 +2,7 @@
 
 `transformers_runner` runs a Hugging Face model with paged attention (`attention`), on several ranks if configured
 (`ranks`); `arithmetic` is a model whose answers can be worked out by hand. Both are a `Runner` of `baton.engine.core`.
+`logits_runner` is what the first has in common with `baton.engine.native`.
 """
 
-__all__ = ["arithmetic", "attention", "kv_cache", "ranks", "rows", "transformers_model", "transformers_runner"]
+__all__ = ["arithmetic", "attention", "kv_cache", "logits_runner", "ranks", "rows", "transformers_model", "transformers_runner"]

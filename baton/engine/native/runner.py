@@ -19,7 +19,7 @@ import torch
 
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.runner import OnLayerDone
-from baton.engine.model.logits_runner import LogitsRunner
+from baton.engine.model.logits_runner import WARM_UP_TOKENS, LogitsRunner
 from baton.engine.model.transformers_model import ModelRank, RankStep, load_config
 from baton.engine.native import build, layout
 from baton.engine.native.model import PackedModel
@@ -63,7 +63,7 @@ class NativeRunner(LogitsRunner):
         del rank
         self._max_rows = engine.max_num_seqs
         self._logits = torch.empty(self._max_rows, self._model.num_logits)
-        self._struct = self._model.struct(engine.max_num_batched_tokens, engine.num_threads)
+        self._struct = self._model.struct(max(engine.max_num_batched_tokens, WARM_UP_TOKENS), engine.num_threads)
         self._step = self._library.baton_open(ctypes.byref(self._struct))
         self._require_equal(expected)
         self._structures.load()

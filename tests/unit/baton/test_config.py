@@ -40,21 +40,17 @@ def another(name: str, value: Any) -> Any:
             return not value
         case float() if name in ("target_utilisation", "goodput_target"):  # shares
             return value / 2
-        case str() if name in ("wire_dtype", "dtype", "device", "kv_cache_gib"):
-            return {"wire_dtype": "int8", "dtype": "bfloat16", "device": "cuda", "kv_cache_gib": 3.5}[name]
+        case str() if name in ("wire_dtype", "dtype", "device", "kv_cache_gib", "runner"):
+            other = {"wire_dtype": "int8", "dtype": "bfloat16", "device": "cuda", "kv_cache_gib": 3.5}
+            return (other | {"runner": "arithmetic"})[name]
         case float() if name == "memory_share":
             return 0.5
         case float() | int() if name == "ping_s":  # must not exceed others
             return value + 1
         case str():
-            return {
-                "transformers": "arithmetic",
-                "full": "off",
-                "auto": "split",
-                "info": "debug",
-                "text": "json",
-                "end": "pass",
-            }.get(value, value + "x")
+            return {"full": "off", "auto": "split", "info": "debug", "text": "json", "end": "pass"}.get(
+                value, value + "x"
+            )
         case tuple():
             return ("gloo",)
         case dict():
@@ -170,7 +166,7 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
         ("transfer: {links: 5}", "transfer.links must be a list, got 5"),
         ("transfer: {checksum: Full}", "transfer.checksum must be one of full, off; got 'Full'"),
         ("router: {mode: both}", "router.mode must be one of auto, split, aggregated; got 'both'"),
-        ("engine: {runner: vllm}", "engine.runner must be one of transformers, arithmetic; got 'vllm'"),
+        ("engine: {runner: vllm}", "engine.runner must be one of auto, native, transformers, arithmetic; got 'vllm'"),
         ("engine: {block_size: 20}", "engine.block_size must be a multiple of 16, got 20"),
         ("engine: {block_size: 0}", "engine.block_size must be a multiple of 16, got 0"),
         ("engine: {max_num_seqs: 0}", "engine.max_num_seqs must be at least 1, got 0"),

@@ -26,11 +26,12 @@ from tests.unit.baton.engine.scripted import ScriptedEngine
             {"runner": "arithmetic", "rank_timeout_s": 5.0, "kv_cache_gib": 2.0},
             r"arithmetic does not know engine\.kv_cache_gib and engine\.rank_timeout_s; unset them",
         ),
+        ({"arithmetic_step_ms": 1.0}, r"engine\.runner auto does not know engine\.arithmetic_step_ms; unset it"),
         (
-            {"arithmetic_step_ms": 1.0},
+            {"runner": "transformers", "arithmetic_step_ms": 1.0},
             r"engine\.runner transformers does not know engine\.arithmetic_step_ms; unset it",
         ),
-        ({"arithmetic_token_ms": 1.0}, r"transformers does not know engine\.arithmetic_token_ms; unset it"),
+        ({"runner": "native", "arithmetic_token_ms": 1.0}, r"native does not know engine\.arithmetic_token_ms; unset it"),
     ],
     ids=str,
 )
