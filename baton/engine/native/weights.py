@@ -131,6 +131,7 @@ def _as_q8_0(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         blocks = _blocks(rows)
         scale = (blocks.abs().amax(-1) / 127).half().float()
         codes = (blocks / torch.where(scale == 0, 1, scale)[..., None]).round_().clamp_(-127, 127)
+        codes += 0.0  # an integer is no -0
         if not _same_bits(codes * scale[..., None], blocks):
             return None
     assert codes is not None

@@ -1,0 +1,120 @@
+/* Steps of a small random model with every kind of layer and weight, for the compiler's sanitizers: argv[1] threads.
+   What is computed at once, in chunks and token by token must be the same bits. */
+#include "step.c"
+#include <stdio.h>
+
+enum {
+    LAYERS = 4, HIDDEN = 64, HEADS = 6, KV_HEADS = 2, DIM = 32, INNER = 96, VOCAB = 50, BLOCK = 16, BLOCKS = 12,
+    LENGTH = 90, MOST = 100
+};
+static uint32_t state = 1;
+static float number(void) {
+    state = state * 1664525u + 1013904223u;
+    return (float)(state >> 8) / 8388608.0f - 1.0f;
+}
+static float *numbers(int64_t count, float scale) {
+    float *found = malloc(sizeof(float) * (size_t)count);
+    for (int64_t i = 0; i < count; i++) found[i] = number() * scale;
+    return found;
+}
+
+/* Exactly as large as it says: a byte read beyond it is found. */
+static Matrix matrix(int form, int outputs, int inputs, int has_bias) {
+    Matrix m = {form, outputs, inputs, (outputs + PANEL - 1) / PANEL, NULL, NULL, NULL, NULL};
+    const int64_t count = (int64_t)m.panels * PANEL * inputs, blocks = count / 32;
+    if (form == F32) m.weights = numbers(count, 0.2f);
+    else if (form == BF16) {
+        uint16_t *halves = malloc(sizeof(uint16_t) * (size_t)count);
+        for (int64_t i = 0; i < count; i++) {
+            union { float value; uint32_t bits; } wide = {.value = number() * 0.2f};
+            halves[i] = (uint16_t)(wide.bits >> 16);
+        }
+        m.weights = halves;
+    } else {
+        uint8_t *bytes = malloc((size_t)(form == Q8_0 ? count : count / 2));
+        for (int64_t i = 0; i < (form == Q8_0 ? count : count / 2); i++) bytes[i] = (uint8_t)(number() * 127.0f + 128.0f);
+        m.weights = bytes, m.scale = numbers(blocks, form == Q8_0 ? 0.002f : 0.03f);
+        if (form == Q4_1) m.least = numbers(blocks, 0.2f);
+    }
+    if (has_bias) m.bias = numbers(m.panels * PANEL, 0.1f);
+    return m;
+}
+
+static Model model;
+static Step *step;
+static int32_t tokens[LENGTH], begin[2], count[2], tables[2][6] = {{3, 9, 0, 7, 11, 5}, {1, 2, 4, 6, 8, 10}}, rows[MOST];
+
+/* Computes both sequences in chunks; the logits of every token go to their place. */
+static int compute(int chunk, float *logits) {
+    const int width = model.head->panels * PANEL;
+    float *some = malloc(sizeof(float) * MOST * (size_t)width);
+    int32_t ids[MOST];
+    for (int done = 0; done < LENGTH;) {
+        const int end = done + chunk < LENGTH ? done + chunk : LENGTH, others = done < 20 ? 1 : 0;
+        memcpy(ids, tokens + done, sizeof(int32_t) * (size_t)(end - done));
+        ids[end - done] = tokens[done];
+        begin[0] = done, count[0] = end - done, begin[1] = done, count[1] = 1;
+        Batch batch = {1 + others, end - done + others, 6, end - done, ids, begin, count, tables[0], rows, some};
+        for (int layer = 0; layer < LAYERS; layer++) {
+            const int fault = baton_step(step, &batch, layer, layer + 1);
+            if (fault) return fault;
+        }
+        memcpy(logits + (int64_t)done * width, some, sizeof(float) * (size_t)((end - done) * width));
+        done = end;
+    }
+    free(some);
+    return OK;
+}
+
+int main(int argc, char **argv) {
+    (void)argc;
+    Layer layers[LAYERS] = {0};
+    for (int l = 0; l < LAYERS; l++) {
+        const int form = l; /* one layer of each */
+        layers[l].qkv = matrix(form, (HEADS + 2 * KV_HEADS) * DIM, HIDDEN, l % 2);
+        layers[l].out = matrix(form, HIDDEN, HEADS * DIM, 0);
+        layers[l].gate_up = matrix(form, 2 * INNER, HIDDEN, l % 2);
+        layers[l].down = matrix(form, HIDDEN, INNER, 1);
+        layers[l].query = numbers(DIM, 1.0f), layers[l].key = numbers(DIM, 1.0f);
+        if (l != 2) layers[l].before_attention = numbers(HIDDEN, 1.0f), layers[l].before_mlp = numbers(HIDDEN, 1.0f);
+        else layers[l].after_attention = numbers(HIDDEN, 1.0f), layers[l].after_mlp = numbers(HIDDEN, 1.0f);
+        layers[l].window = l % 2 ? 24 : 0, layers[l].rotates = l != 3;
+    }
+    Matrix head = matrix(Q8_0, VOCAB, HIDDEN, 0);
+    const int64_t stride = (int64_t)BLOCKS * KV_HEADS * 2 * BLOCK * DIM;
+    model = (Model){
+        .layers = LAYERS, .hidden = HIDDEN, .heads = HEADS, .kv_heads = KV_HEADS, .head_dim = DIM, .rotary_dim = DIM,
+        .intermediate = INNER, .vocab = VOCAB, .activation = GELU_TANH, .qk_norm = QK_BY_HEAD, .block_size = BLOCK,
+        .blocks = BLOCKS, .max_len = 96, .max_tokens = MOST, .threads = atoi(argv[1]), .embedding_form = F32,
+        .eps = 1e-5f, .embedding_scale = 2.0f, .attention_scale = 0.2f, .residual_scale = 0.5f, .logits_divisor = 2.0f,
+        .embedding = numbers(VOCAB * HIDDEN, 1.0f), .cos = numbers(96 * DIM / 2, 1.0f), .sin = numbers(96 * DIM / 2, 1.0f),
+        .norm = numbers(HIDDEN, 1.0f), .layer = layers, .head = &head, .kv = numbers(LAYERS * stride, 1.0f),
+        .layer_stride = stride,
+    };
+    for (int i = 0; i < LENGTH; i++) tokens[i] = (i * 7 + 3) % VOCAB;
+    for (int i = 0; i < MOST; i++) rows[i] = i;
+    for (int64_t i = 0; i < LAYERS * stride; i++) ((float *)model.kv)[i] = NAN; /* of others */
+    step = baton_open(&model);
+    const size_t width = (size_t)head.panels * PANEL;
+    float *expected = malloc(sizeof(float) * LENGTH * width), *found = malloc(sizeof(float) * LENGTH * width);
+    const int chunks[] = {90, 1, 2, 3, 17, 40};
+    for (int i = 0; i < 6; i++) {
+        if (compute(chunks[i], i ? found : expected)) return 2;
+        if (i && memcmp(found, expected, sizeof(float) * LENGTH * width)) return printf("chunks of %d differ\n", chunks[i]), 3;
+    }
+    for (size_t i = 0; i < LENGTH * width; i++)
+        if (i % width < VOCAB && !isfinite(expected[i])) return printf("logit %zu is no number\n", i), 4;
+    int32_t far[] = {95}, two[] = {2}, wrong[] = {VOCAB}, beyond[6] = {3, 9, 0, 7, 11, BLOCKS};
+    Batch batch = {1, 1, 6, 1, tokens, far, two, tables[0], rows, found};
+    if (baton_step(step, &batch, 0, LAYERS) != TOO_LONG) return 5;
+    batch.begin = begin, begin[0] = 80, count[0] = 1, batch.count = count, batch.tables = beyond;
+    if (baton_step(step, &batch, 0, LAYERS) != NO_SUCH_BLOCK) return 6;
+    batch.tables = tables[0], batch.token_ids = wrong;
+    if (baton_step(step, &batch, 0, LAYERS) != NO_SUCH_TOKEN) return 7;
+    batch.token_ids = tokens, rows[0] = 1;
+    if (baton_step(step, &batch, 0, LAYERS) != NO_SUCH_ROW) return 8;
+    if (baton_step(step, &batch, 0, LAYERS + 1) != NO_SUCH_LAYER) return 9;
+    baton_close(step);
+    puts("the same bits");
+    return 0;
+}
