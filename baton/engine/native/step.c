@@ -99,6 +99,10 @@ INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_p
 INLINE Vector multiplied(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
 INLINE Vector added(Vector a, Vector b) { return _mm512_add_ps(a, b); }
 INLINE Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+INLINE Vector load_column(const float *p, int stride) {
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm512_i32gather_ps(_mm512_mullo_epi32(lane, _mm512_set1_epi32(stride)), p, 4);
+}
 INLINE Vector of_bf16(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
 }
@@ -119,6 +123,10 @@ INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_p
 INLINE Vector multiplied(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
 INLINE Vector added(Vector a, Vector b) { return _mm256_add_ps(a, b); }
 INLINE Vector larger(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+INLINE Vector load_column(const float *p, int stride) {
+    const __m256i lane = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm256_i32gather_ps(p, _mm256_mullo_epi32(lane, _mm256_set1_epi32(stride)), 4);
+}
 INLINE Vector of_bf16(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16));
 }
@@ -240,7 +248,7 @@ struct Step {
     const Model *model;
     Pool pool;
     float *x, *normed, *qkv, *attended, *gate_up, *active, *delta; /* [max_tokens][...] */
-    float **scores, **keys, **panel;                               /* [threads]: room of its own */
+    float **scores, **keys, **panels;                              /* [threads]: room of its own */
     int32_t *sequence, *position;                                  /* [max_tokens] */
     Span *spans;
     int num_spans, qkv_width, gate_width;
@@ -383,27 +391,20 @@ static void multiply_job(Step *step, int job, int thread) {
     const float *x = step->product.x + (int64_t)row * step->product.ldx;
     float sums[MAX_TILE_ROWS * 4 * PANEL];
     const int together = rows == 1 ? 16 / PARTS / 2 : rows == 2 && PARTS == 2 ? 2 : 1; /* fills the pipelines */
-    if (rows > 2 * TILE_ROWS && m->form != F32) { /* a panel is used often: it is unpacked once */
-        Matrix unpacked = {F32, PANEL, m->inputs, 1, step->panel[thread], NULL, NULL, NULL};
-        for (int panel = first; panel < last; panel++) {
-            unpack_panel(m, panel, step->panel[thread]);
-            for (int r = 0, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles; tiles--) {
-                int some = (rows - r + tiles - 1) / tiles;
-                tile_f32(some, 1, &unpacked, 0, x + (int64_t)r * step->product.ldx, step->product.ldx, sums);
-                put(step, row + r, some, panel, 1, sums);
-                r += some;
-            }
-        }
-        return;
-    }
-    for (int panel = first; panel < last; panel += together) {
-        int panels = last - panel < together ? last - panel : together;
-        for (int r = 0, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles; tiles--) {
-            int some = (rows - r + tiles - 1) / tiles;
-            TILES[m->form](some, panels, m, panel, x + (int64_t)r * step->product.ldx, step->product.ldx, sums);
+    Matrix unpacked = {F32, PANELS_A_JOB * PANEL, m->inputs, PANELS_A_JOB, step->panels[thread], NULL, NULL, NULL};
+    const int unpacks = rows > 2 * TILE_ROWS && m->form != F32; /* weights that are used often are unpacked once */
+    for (int panel = first; unpacks && panel < last; panel++)
+        unpack_panel(m, panel, step->panels[thread] + (int64_t)(panel - first) * m->inputs * PANEL);
+    for (int r = 0, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles; tiles--) {
+        const int some = (rows - r + tiles - 1) / tiles;
+        for (int panel = first; panel < last; panel += together) {
+            const int panels = last - panel < together ? last - panel : together;
+            const float *from = x + (int64_t)r * step->product.ldx;
+            if (unpacks) tile_f32(some, panels, &unpacked, panel - first, from, step->product.ldx, sums);
+            else TILES[m->form](some, panels, m, panel, from, step->product.ldx, sums);
             put(step, row + r, some, panel, panels, sums);
-            r += some;
         }
+        r += some;
     }
 }
 
@@ -593,14 +594,14 @@ static void activate_job(Step *step, int job, int thread) {
 
 /* ---- attention ---------------------------------------------------------------------------------------------------------- */
 
-enum { SPAN_TOKENS = 64, FEW_TOKENS = 4 };
+enum { SPAN_ROWS = 96, FEW_TOKENS = 4, KEYS = 64 };
 
-typedef struct {
-    const float *query[ATTENTION_ROWS];
-    float *out[ATTENTION_ROWS];
-    int from[ATTENTION_ROWS], to[ATTENTION_ROWS]; /* tokens that a row sees */
-    int rows, begin, end;                         /* tokens that some row sees; begin is a multiple of 16 */
-} Rows;
+typedef struct { /* a query: one token, one head */
+    const float *query;
+    float *out;
+    int from, to; /* tokens that it sees */
+    float sum;    /* 1 / the sum of its weights */
+} Row;
 
 #if defined(__AVX512F__)
 INLINE Vector low_high(Vector a, Vector b, int which) { /* of each: lanes 0..7, or 8..15 */
@@ -651,13 +652,13 @@ INLINE void scores_of_group(const float *query, const float *keys, int dim, floa
 /* The same for several rows, over keys that lie by dimension: [dimension][16 tokens]. */
 typedef struct { Vector row[ATTENTION_ROWS]; } Column;
 
-INLINE Column lane_of(int rows, const Rows *some, const float *keys, int dim, int part, int j) {
+INLINE Column lane_of(int rows, const Row *row, const float *keys, int dim, int part, int j) {
     Column sum;
     Vector key = load(keys + j * GROUP + part * LANES);
-    UNROLL for (int r = 0; r < rows; r++) sum.row[r] = multiplied(splat(some->query[r][j]), key);
+    UNROLL for (int r = 0; r < rows; r++) sum.row[r] = multiplied(splat(row[r].query[j]), key);
     for (int i = j + GROUP; i < dim; i += GROUP) {
         key = load(keys + i * GROUP + part * LANES);
-        UNROLL for (int r = 0; r < rows; r++) sum.row[r] = multiply_add(splat(some->query[r][i]), key, sum.row[r]);
+        UNROLL for (int r = 0; r < rows; r++) sum.row[r] = multiply_add(splat(row[r].query[i]), key, sum.row[r]);
     }
     return sum;
 }
@@ -665,25 +666,23 @@ INLINE Column both(int rows, Column a, Column b) {
     UNROLL for (int r = 0; r < rows; r++) a.row[r] = added(a.row[r], b.row[r]);
     return a;
 }
-INLINE Column two_lanes(int rows, const Rows *some, const float *keys, int dim, int part, int j) {
-    Column a = lane_of(rows, some, keys, dim, part, j);
-    return both(rows, a, lane_of(rows, some, keys, dim, part, j + 8));
+INLINE Column two_lanes(int rows, const Row *row, const float *keys, int dim, int part, int j) {
+    Column a = lane_of(rows, row, keys, dim, part, j);
+    return both(rows, a, lane_of(rows, row, keys, dim, part, j + 8));
 }
-INLINE Column four_lanes(int rows, const Rows *some, const float *keys, int dim, int part, int j) {
-    Column a = two_lanes(rows, some, keys, dim, part, j);
-    return both(rows, a, two_lanes(rows, some, keys, dim, part, j + 4));
+INLINE Column four_lanes(int rows, const Row *row, const float *keys, int dim, int part, int j) {
+    Column a = two_lanes(rows, row, keys, dim, part, j);
+    return both(rows, a, two_lanes(rows, row, keys, dim, part, j + 4));
 }
-INLINE Column eight_lanes(int rows, const Rows *some, const float *keys, int dim, int part, int j) {
-    Column a = four_lanes(rows, some, keys, dim, part, j);
-    return both(rows, a, four_lanes(rows, some, keys, dim, part, j + 2));
+INLINE Column eight_lanes(int rows, const Row *row, const float *keys, int dim, int part, int j) {
+    Column a = four_lanes(rows, row, keys, dim, part, j);
+    return both(rows, a, four_lanes(rows, row, keys, dim, part, j + 2));
 }
 
-enum { COLUMN_ROWS = 3 }; /* as many as the registers hold the sums of */
-
-INLINE void scores_by_column(int rows, const Rows *some, const float *keys, int dim, float scale, float *scores, int lds) {
+INLINE void scores_by_column(int rows, const Row *row, const float *keys, int dim, float scale, float *scores, int lds) {
     for (int part = 0; part < GROUP_PARTS; part++) {
-        Column sum = eight_lanes(rows, some, keys, dim, part, 0);
-        sum = both(rows, sum, eight_lanes(rows, some, keys, dim, part, 1));
+        Column sum = eight_lanes(rows, row, keys, dim, part, 0);
+        sum = both(rows, sum, eight_lanes(rows, row, keys, dim, part, 1));
         UNROLL for (int r = 0; r < rows; r++)
             store(scores + (int64_t)r * lds + part * LANES, multiplied(sum.row[r], splat(scale)));
     }
@@ -711,135 +710,141 @@ static float softmax(float *scores, int from, int to, int total) {
 
 enum { WIDE = 4 }; /* vectors of a value that are summed at a time */
 
-/* out = sum of weights times values, for `parts` vectors of the values' dimensions. */
-INLINE void weigh(int rows, int parts, const Step *step, const Rows *some, int sequence, int head, int at,
-                  const float *weights, int ldw, const float *inverse) {
-    const Model *model = step->model;
-    const int dim = model->head_dim, size = model->block_size;
+/* out += weights times values of up to 64 neighbouring tokens, for `parts` vectors of the values' dimensions. */
+INLINE void weigh(int rows, int parts, const Row *row, const float *const *values, int tokens, int dim, int at,
+                  const float *weights, int ldw) {
     Vector sum[ATTENTION_ROWS][WIDE];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < parts; v++) sum[r][v] = splat(0.0f);
-    for (int begin = some->begin; begin < some->end;) {
-        const int left = size - begin % size, end = some->end - begin < left ? some->end : begin + left;
-        const float *values = page_at(step, sequence, begin, head) + (int64_t)(size + begin % size) * dim + at;
-        for (int t = begin; t < end; t++, values += dim) {
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < parts; v++)
+        sum[r][v] = load(row[r].out + at + v * LANES);
+    for (int begin = 0; begin < tokens; begin += GROUP) {
+        const float *from = values[begin / GROUP] + at;
+        const int end = begin + GROUP < tokens ? begin + GROUP : tokens;
+        for (int t = begin; t < end; t++, from += dim) {
             Vector value[WIDE];
-            UNROLL for (int v = 0; v < parts; v++) value[v] = load(values + v * LANES);
+            UNROLL for (int v = 0; v < parts; v++) value[v] = load(from + v * LANES);
             UNROLL for (int r = 0; r < rows; r++) {
-                Vector weight = splat(weights[(int64_t)r * ldw + t - some->begin]);
+                Vector weight = splat(weights[(int64_t)r * ldw + t]);
                 UNROLL for (int v = 0; v < parts; v++) sum[r][v] = multiply_add(weight, value[v], sum[r][v]);
             }
         }
-        begin = end;
     }
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < parts; v++)
-        store(some->out[r] + at + v * LANES, multiplied(sum[r][v], splat(inverse[r])));
+        store(row[r].out + at + v * LANES, sum[r][v]);
 }
 
-INLINE void weigh_rows(int rows, const Step *step, const Rows *some, int sequence, int head, const float *weights,
-                       int ldw, const float *inverse) {
+INLINE void weigh_rows(int rows, const Row *row, const float *const *values, int tokens, int dim, const float *weights,
+                       int ldw) {
     int at = 0;
-    for (; at + WIDE * LANES <= step->model->head_dim; at += WIDE * LANES)
-        weigh(rows, WIDE, step, some, sequence, head, at, weights, ldw, inverse);
-    for (; at < step->model->head_dim; at += LANES)
-        weigh(rows, 1, step, some, sequence, head, at, weights, ldw, inverse);
+    for (; at + WIDE * LANES <= dim; at += WIDE * LANES) weigh(rows, WIDE, row, values, tokens, dim, at, weights, ldw);
+    for (; at < dim; at += LANES) weigh(rows, 1, row, values, tokens, dim, at, weights, ldw);
 }
 
-static void weigh_values(const Step *step, const Rows *some, int sequence, int head, const float *weights, int ldw,
-                         const float *inverse) {
-    switch (some->rows) {
-    case 1: weigh_rows(1, step, some, sequence, head, weights, ldw, inverse); return;
-    case 2: weigh_rows(2, step, some, sequence, head, weights, ldw, inverse); return;
-    case 3: weigh_rows(3, step, some, sequence, head, weights, ldw, inverse); return;
+static void weigh_values(int rows, const Row *row, const float *const *values, int tokens, int dim, const float *weights,
+                         int ldw) {
+    switch (rows) {
+    case 1: weigh_rows(1, row, values, tokens, dim, weights, ldw); return;
+    case 2: weigh_rows(2, row, values, tokens, dim, weights, ldw); return;
+    case 3: weigh_rows(3, row, values, tokens, dim, weights, ldw); return;
 #if defined(__AVX512F__)
-    case 4: weigh_rows(4, step, some, sequence, head, weights, ldw, inverse); return;
-    case 5: weigh_rows(5, step, some, sequence, head, weights, ldw, inverse); return;
-    case 6: weigh_rows(6, step, some, sequence, head, weights, ldw, inverse); return;
+    case 4: weigh_rows(4, row, values, tokens, dim, weights, ldw); return;
+    case 5: weigh_rows(5, row, values, tokens, dim, weights, ldw); return;
+    case 6: weigh_rows(6, row, values, tokens, dim, weights, ldw); return;
 #endif
     }
 }
 
-/* Lays the keys of tokens [begin, end) out by dimension, 16 tokens at a time. */
-static void turn_keys(const Step *step, int sequence, int head, int begin, int end, float *turned) {
-    const int dim = step->model->head_dim, size = step->model->block_size;
-    for (int t = begin; t < end; t += GROUP, turned += dim * GROUP) {
-        const float *keys = page_at(step, sequence, t, head) + (int64_t)(t % size) * dim;
-        for (int d = 0; d < dim; d++)
-            for (int j = 0; j < GROUP; j++) turned[d * GROUP + j] = keys[j * dim + d];
+/* Lays the keys of 16 neighbouring tokens out by dimension. */
+static void turn_keys(const float *keys, int dim, float *turned) {
+    for (int d = 0; d < dim; d++)
+        for (int v = 0; v < GROUP_PARTS; v++)
+            store(turned + d * GROUP + v * LANES, load_column(keys + (int64_t)v * LANES * dim + d, dim));
+}
+
+/* Scores of 16 neighbouring tokens, whose keys are turned. */
+static void score_turned(int rows, const Row *row, const float *turned, int dim, float scale, float *scores, int lds) {
+    if (rows == ATTENTION_ROWS && dim == 64) scores_by_column(ATTENTION_ROWS, row, turned, 64, scale, scores, lds);
+    else if (rows == ATTENTION_ROWS && dim == 128) scores_by_column(ATTENTION_ROWS, row, turned, 128, scale, scores, lds);
+    else if (rows == ATTENTION_ROWS) scores_by_column(ATTENTION_ROWS, row, turned, dim, scale, scores, lds);
+    else
+        for (int r = 0; r < rows; r++)
+            scores_by_column(1, row + r, turned, dim, scale, scores + (int64_t)r * lds, lds);
+}
+
+static void score_directly(int rows, const Row *row, const float *keys, int dim, float scale, float *scores, int lds) {
+    for (int r = 0; r < rows; r++) {
+        if (dim == 64) scores_of_group(row[r].query, keys, 64, scale, scores + (int64_t)r * lds);
+        else if (dim == 128) scores_of_group(row[r].query, keys, 128, scale, scores + (int64_t)r * lds);
+        else scores_of_group(row[r].query, keys, dim, scale, scores + (int64_t)r * lds);
     }
 }
 
-static void score_turned(const Rows *some, const float *turned, int dim, float scale, float *scores, int lds) {
-    for (int r = 0; r < some->rows; r += COLUMN_ROWS) {
-        Rows part = *some;
-        const int rows = some->rows - r < COLUMN_ROWS ? some->rows - r : COLUMN_ROWS;
-        for (int i = 0; i < rows; i++) part.query[i] = some->query[r + i];
-        for (int t = 0; t < some->end - some->begin; t += GROUP) {
-            const float *keys = turned + (int64_t)t * dim;
-            float *into = scores + (int64_t)r * lds + t;
-            if (rows == 3 && dim == 64) scores_by_column(3, &part, keys, 64, scale, into, lds);
-            else if (rows == 3 && dim == 128) scores_by_column(3, &part, keys, 128, scale, into, lds);
-            else if (rows == 3) scores_by_column(3, &part, keys, dim, scale, into, lds);
-            else if (rows == 2) scores_by_column(2, &part, keys, dim, scale, into, lds);
-            else scores_by_column(1, &part, keys, dim, scale, into, lds);
-        }
-    }
-}
-
-static void score_pages(const Step *step, const Rows *some, int sequence, int head, float *scores, int lds) {
-    const int dim = step->model->head_dim, size = step->model->block_size;
-    const float scale = step->model->attention_scale;
-    for (int t = some->begin; t < some->end; t += GROUP) {
-        const float *keys = page_at(step, sequence, t, head) + (int64_t)(t % size) * dim;
-        for (int r = 0; r < some->rows; r++) {
-            float *into = scores + (int64_t)r * lds + t - some->begin;
-            if (dim == 64) scores_of_group(some->query[r], keys, 64, scale, into);
-            else if (dim == 128) scores_of_group(some->query[r], keys, 128, scale, into);
-            else scores_of_group(some->query[r], keys, dim, scale, into);
-        }
-    }
-}
-
-/* Which rows begin at `row` of a span, counted token by token and within one by head; and what they see. */
-static Rows rows_at(const Step *step, const Span *span, int head, int row, int num_rows) {
+/* The rows of a span for a KV head, counted token by token and within one by head. */
+static void rows_of(const Step *step, const Span *span, int head, Row *row) {
     const Model *model = step->model;
     const int shared = model->heads / model->kv_heads, dim = model->head_dim, window = model->layer[step->layer].window;
-    const int begin = step->batch->begin[span->sequence];
-    Rows some = {.rows = num_rows - row < ATTENTION_ROWS ? num_rows - row : ATTENTION_ROWS};
-    for (int r = 0; r < some.rows; r++) {
-        const int token = span->begin + (row + r) / shared, which = head * shared + (row + r) % shared;
-        const int position = begin + token;
-        some.query[r] = step->qkv + (int64_t)(span->row + token) * step->qkv_width + which * dim;
-        some.out[r] = step->attended + (int64_t)(span->row + token) * model->heads * dim + which * dim;
-        some.from[r] = window && position + 1 > window ? position + 1 - window : 0;
-        some.to[r] = position + 1;
+    for (int token = span->begin; token < span->end; token++) {
+        const int position = step->batch->begin[span->sequence] + token, at = span->row + token;
+        for (int i = 0; i < shared; i++, row++) {
+            row->query = step->qkv + (int64_t)at * step->qkv_width + (head * shared + i) * dim;
+            row->out = step->attended + ((int64_t)at * model->heads + head * shared + i) * dim;
+            row->from = window && position + 1 > window ? position + 1 - window : 0;
+            row->to = position + 1;
+        }
     }
-    some.begin = some.from[0] / GROUP * GROUP;
-    some.end = some.to[some.rows - 1];
-    return some;
 }
 
-/* A job of attention: the queries of up to 64 tokens of a sequence that share a KV head. */
+/* A job of attention: some tokens of a sequence, in all query heads that share a KV head. Keys and values are read from
+   their pages once, 64 at a time for all rows. */
 static void attend_job(Step *step, int job, int thread) {
     const Model *model = step->model;
     const Span *span = &step->spans[job / model->kv_heads];
-    const int head = job % model->kv_heads, dim = model->head_dim, window = model->layer[step->layer].window;
-    const int rows = (span->end - span->begin) * (model->heads / model->kv_heads);
-    const int lds = (model->max_len + GROUP - 1) / GROUP * GROUP, is_short = span->end - span->begin <= FEW_TOKENS;
-    const int start = step->batch->begin[span->sequence] + span->begin + 1;
-    const int begin = (window && start > window ? start - window : 0) / GROUP * GROUP;
+    const int head = job % model->kv_heads, dim = model->head_dim, size = model->block_size;
+    const int num_rows = (span->end - span->begin) * (model->heads / model->kv_heads);
+    const int is_short = span->end - span->begin <= FEW_TOKENS;
+    const float scale = model->attention_scale;
+    Row row[num_rows];
+    rows_of(step, span, head, row);
+    const int begin = row[0].from / GROUP * GROUP, end = row[num_rows - 1].to;
+    const int lds = (end - begin + GROUP - 1) / GROUP * GROUP + GROUP;
     float *scores = step->scores[thread], *turned = step->keys[thread];
-    if (!is_short)
-        turn_keys(step, span->sequence, head, begin, step->batch->begin[span->sequence] + span->end, turned);
-    for (int row = 0; row < rows; row += ATTENTION_ROWS) {
-        const Rows some = rows_at(step, span, head, row, rows);
-        const int total = (some.end - some.begin + GROUP - 1) / GROUP * GROUP;
-        float inverse[ATTENTION_ROWS];
-        if (is_short) score_pages(step, &some, span->sequence, head, scores, lds);
-        else score_turned(&some, turned + (int64_t)(some.begin - begin) * dim, dim, model->attention_scale, scores, lds);
-        for (int r = 0; r < some.rows; r++)
-            inverse[r] = softmax(scores + (int64_t)r * lds, some.from[r] - some.begin, some.to[r] - some.begin, total);
-        weigh_values(step, &some, span->sequence, head, scores, lds, inverse);
+
+    for (int t = begin; t < end; t += KEYS) {
+        const int next = t + KEYS < end ? t + KEYS : end;
+        const float *keys[KEYS / GROUP];
+        for (int g = t; g < next; g += GROUP) {
+            keys[(g - t) / GROUP] = page_at(step, span->sequence, g, head) + (int64_t)(g % size) * dim;
+            if (!is_short) turn_keys(keys[(g - t) / GROUP], dim, turned + (int64_t)(g - t) * dim);
+        }
+        for (int r = 0; r < num_rows; r += ATTENTION_ROWS) {
+            const int rows = num_rows - r < ATTENTION_ROWS ? num_rows - r : ATTENTION_ROWS;
+            for (int g = t; g < next && g < row[r + rows - 1].to; g += GROUP) {
+                float *into = scores + (int64_t)r * lds + g - begin;
+                if (g + GROUP <= row[r].from) continue;
+                if (is_short) score_directly(rows, row + r, keys[(g - t) / GROUP], dim, scale, into, lds);
+                else score_turned(rows, row + r, turned + (int64_t)(g - t) * dim, dim, scale, into, lds);
+            }
+        }
     }
+    for (int r = 0; r < num_rows; r++) { /* weights are there as far as the last row sees that is weighed with it */
+        const int last = r / ATTENTION_ROWS * ATTENTION_ROWS + ATTENTION_ROWS - 1;
+        const int total = (row[last < num_rows ? last : num_rows - 1].to - begin + GROUP - 1) / GROUP * GROUP;
+        row[r].sum = softmax(scores + (int64_t)r * lds, row[r].from - begin, row[r].to - begin, total);
+        memset(row[r].out, 0, sizeof(float) * dim);
+    }
+    for (int t = begin; t < end; t += KEYS) {
+        const int next = t + KEYS < end ? t + KEYS : end;
+        const float *values[KEYS / GROUP];
+        for (int g = t; g < next; g += GROUP)
+            values[(g - t) / GROUP] = page_at(step, span->sequence, g, head) + (int64_t)(size + g % size) * dim;
+        for (int r = 0; r < num_rows; r += ATTENTION_ROWS) {
+            const int rows = num_rows - r < ATTENTION_ROWS ? num_rows - r : ATTENTION_ROWS;
+            const int last = next < row[r + rows - 1].to ? next : row[r + rows - 1].to;
+            if (t < last && next > row[r].from)
+                weigh_values(rows, row + r, values, last - t, dim, scores + (int64_t)r * lds + t - begin, lds);
+        }
+    }
+    for (int r = 0; r < num_rows; r++)
+        for (int d = 0; d < dim; d++) row[r].out[d] *= row[r].sum;
 }
 
 /* ---- the step --------------------------------------------------------------------------------------------------------------- */
@@ -873,6 +878,11 @@ static int check(const Step *step, const Batch *batch) {
     return OK;
 }
 
+static int span_tokens(const Model *model) {
+    const int tokens = SPAN_ROWS / (model->heads / model->kv_heads);
+    return tokens ? tokens : 1;
+}
+
 static void lay_out(Step *step, const Batch *batch) {
     int row = 0;
     step->num_spans = 0;
@@ -882,8 +892,8 @@ static void lay_out(Step *step, const Batch *batch) {
             step->sequence[row] = s;
             step->position[row] = batch->begin[s] + i;
         }
-        for (int i = 0; i < batch->count[s]; i += SPAN_TOKENS) {
-            const int end = i + SPAN_TOKENS < batch->count[s] ? i + SPAN_TOKENS : batch->count[s];
+        for (int i = 0; i < batch->count[s]; i += span_tokens(step->model)) {
+            const int end = i + span_tokens(step->model) < batch->count[s] ? i + span_tokens(step->model) : batch->count[s];
             step->spans[step->num_spans++] = (Span){s, first, i, end};
         }
     }
@@ -940,8 +950,8 @@ void baton_close(Step *step) {
     pthread_cond_broadcast(&step->pool.wake);
     pthread_mutex_unlock(&step->pool.lock);
     for (int i = 0; i < step->pool.num_helpers; i++) pthread_join(step->pool.helpers[i], NULL);
-    for (int i = 0; i < step->model->threads; i++) free(step->scores[i]), free(step->keys[i]), free(step->panel[i]);
-    free(step->scores), free(step->keys), free(step->panel), free(step->pool.helpers), free(step->spans);
+    for (int i = 0; i < step->model->threads; i++) free(step->scores[i]), free(step->keys[i]), free(step->panels[i]);
+    free(step->scores), free(step->keys), free(step->panels), free(step->pool.helpers), free(step->spans);
     free(step->x), free(step->normed), free(step->qkv), free(step->attended), free(step->gate_up), free(step->active);
     free(step->delta), free(step->sequence), free(step->position), free(step);
 }
@@ -975,11 +985,11 @@ Step *baton_open(const Model *model) {
     step->spans = room(tokens, sizeof(Span));
     step->scores = calloc((size_t)model->threads, sizeof(float *));
     step->keys = calloc((size_t)model->threads, sizeof(float *));
-    step->panel = calloc((size_t)model->threads, sizeof(float *));
+    step->panels = calloc((size_t)model->threads, sizeof(float *));
     for (int i = 0; i < model->threads; i++) {
-        step->scores[i] = room(ATTENTION_ROWS * length, sizeof(float));
-        step->keys[i] = room(length * model->head_dim, sizeof(float));
-        step->panel[i] = room((int64_t)widest_input(model) * PANEL, sizeof(float));
+        step->scores[i] = room((int64_t)span_tokens(model) * (model->heads / model->kv_heads) * (length + GROUP), sizeof(float));
+        step->keys[i] = room((int64_t)KEYS * model->head_dim, sizeof(float));
+        step->panels[i] = room((int64_t)widest_input(model) * PANELS_A_JOB * PANEL, sizeof(float));
     }
     pthread_mutex_init(&step->pool.lock, NULL);
     pthread_cond_init(&step->pool.wake, NULL);
