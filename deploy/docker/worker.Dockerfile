@@ -31,6 +31,13 @@ RUN python requirements.py worker local:gguf local:lightkube local:ray > require
     && pip install --only-binary=:all: -r requirements.txt
 COPY . .
 RUN pip install --no-deps .
+# The native step for each instruction set that it knows: the image itself has no compiler. Run elsewhere than in the
+# source's folder, it is the installed package that gets the libraries.
+WORKDIR /
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && python -m baton.engine.native.build
 
 FROM python:${PYTHON} AS final-cpu
 

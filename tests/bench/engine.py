@@ -19,7 +19,7 @@ from baton.config import EngineConfig, ModelConfig, load
 from baton.engine.core.engine import Engine
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
-from baton.engine.model.transformers_runner import TransformersRunner
+from baton.engine.runners import make_runner
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from deploy.models import cache_dir, resolve
@@ -61,7 +61,7 @@ class Baton:
 
     def __init__(self, path: Path) -> None:
         config = EngineConfig(num_threads=1, kv_cache_gib=0.5)
-        runner = TransformersRunner(ModelConfig(path=str(path), dtype="float32", device="cpu"), config)
+        runner = make_runner(ModelConfig(path=str(path), dtype="float32", device="cpu"), config, cache_dir(load().cluster))
         limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

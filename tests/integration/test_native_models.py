@@ -1,4 +1,4 @@
-"""`NativeRunner` answers as transformers' own `generate`, and its logits are the same bits however they are computed."""
+"""`NativeRunner` answers as transformers' own `generate`; its logits are the same bits however they are computed."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def all_logits(runner: LogitsRunner, prompts: list[list[int]], draw: random.Rand
     done = [0] * len(prompts)
     while unfinished := [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]:
         chosen = draw.sample(unfinished, draw.randint(1, len(unfinished)))
-        ends, left = {}, ENGINE.max_num_batched_tokens
+        ends: dict[int, int] = {}
+        left = ENGINE.max_num_batched_tokens
         for i in chosen:
             ends[i] = min(done[i] + draw.randint(1, min(most, left - len(chosen) + len(ends) + 1)), len(prompts[i]))
             left -= ends[i] - done[i]
@@ -393,7 +394,7 @@ def test_settings_that_the_native_step_lacks_are_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(NotNative, match="computes on CPUs"):
         NativeRunner(ModelConfig(path=path), ENGINE, tmp_path)
-    with pytest.raises(ConfigError, match="engine.runner native has one rank; set engine.tensor_parallel to 1"):
+    with pytest.raises(ConfigError, match=r"engine\.runner native has one rank; set engine\.tensor_parallel to 1"):
         replace(ENGINE, runner="native", tensor_parallel=2)
 
 

@@ -5,4 +5,13 @@
 `logits_runner` is what the first has in common with `baton.engine.native`.
 """
 
-__all__ = ["arithmetic", "attention", "kv_cache", "logits_runner", "ranks", "rows", "transformers_model", "transformers_runner"]
+__all__ = [
+    "arithmetic",
+    "attention",
+    "kv_cache",
+    "logits_runner",
+    "ranks",
+    "rows",
+    "transformers_model",
+    "transformers_runner",
+]

@@ -86,6 +86,7 @@ class LogitsRunner(ABC):
     def _compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
         """Computes a step, as `ModelRank.compute` does; its KV is in the caches of all ranks."""
 
+    @abstractmethod
     def close(self) -> None:
         """See `Runner.close`."""
 

@@ -1,6 +1,6 @@
 """Builds `step.c` with the machine's C compiler, once, and keeps the library in a cache folder.
 
-    python -m baton.engine.native.build FOLDER      builds the library of every variant into FOLDER, for an image
+    python -m baton.engine.native.build      builds the library of every variant into this package, for an image
 
 A library's file is named after all it is made of: source, variant, arguments and compiler. It is written beside its
 place and moved there, so that a file of that name is whole.
@@ -14,7 +14,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -64,9 +63,7 @@ def library(folder: Path, variant: str) -> Path:
     """
     if (prebuilt := BUILT / _name(variant, "")).exists():
         return prebuilt
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise NotNative(f"there is no C compiler ({', '.join(COMPILERS)}) on the path to build step.c with")
+    compiler = _compiler()
     path = folder / _name(variant, _identity(compiler))
     if path.exists():
         return path
@@ -79,6 +76,13 @@ def library(folder: Path, variant: str) -> Path:
     except OSError as error:
         raise NotNative(f"the folder of built libraries cannot be written: {error}") from error
     return path
+
+
+def _compiler() -> str:
+    for name in COMPILERS:
+        if found := shutil.which(name):
+            return found
+    raise NotNative(f"there is no C compiler ({', '.join(COMPILERS)}) on the path to build step.c with")
 
 
 def _name(variant: str, compiler: str) -> str:
@@ -117,10 +121,10 @@ def main(folder: Path) -> None:
         NotNative: one cannot be built.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    compiler = _compiler()
     for variant in VARIANTS:
-        compiler = next((found for name in COMPILERS if (found := shutil.which(name))), "cc")
         _compile(compiler, variant, folder / _name(variant, ""))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(BUILT)

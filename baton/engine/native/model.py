@@ -46,7 +46,12 @@ class PackedModel:
         self._layer_norms: list[dict[str, torch.Tensor]] = []
         for one in names:
             packed = {}
-            for place, parts in (("qkv", one.qkv), ("out", (one.out,)), ("gate_up", one.gate_up), ("down", (one.down,))):
+            for place, parts in (
+                ("qkv", one.qkv),
+                ("out", (one.out,)),
+                ("gate_up", one.gate_up),
+                ("down", (one.down,)),
+            ):
                 given = [weights[f"{part}.weight"] for part in parts]
                 biases = [weights.get(f"{part}.bias") for part in parts]
                 if place == "gate_up" and len(parts) == 1:  # one below the other

@@ -28,8 +28,8 @@ from baton.errors import NotNative
 
 logger = logging.getLogger(__name__)
 TOLERANCE = 1e-3
-"""Largest difference between the two computations of a logit, as a share of the largest logit, for which the rounding of
-different orders may account."""
+"""Largest difference between the two computations of a logit, as a share of the largest logit, for which the rounding
+of different orders may account."""
 
 
 class NativeRunner(LogitsRunner):
@@ -117,7 +117,9 @@ class NativeRunner(LogitsRunner):
             firsts = ends - count
             rows += [int(firsts[index]) + k for index, num in enumerate(step.num_scored) for k in range(num)]
         row = np.array(rows, np.int32)
-        logits = self._logits[: len(rows)] if len(rows) <= self._max_rows else torch.empty(len(rows), self._model.num_logits)
+        logits = (
+            self._logits[: len(rows)] if len(rows) <= self._max_rows else torch.empty(len(rows), self._model.num_logits)
+        )
         keep = (token_ids, begins, count, tables, row)
         pointers = [array.ctypes.data for array in keep]
         batch = layout.BatchStruct(len(parts), len(token_ids), stride, len(rows), *pointers, logits.data_ptr())

@@ -168,9 +168,9 @@ def _require_known(config: Any, family: Family) -> None:
 
 
 def _windows(config: Any) -> tuple[int, ...]:
-    window = getattr(config, "sliding_window", None) or 0
+    window: int = getattr(config, "sliding_window", None) or 0
     if (types := getattr(config, "layer_types", None)) is None:
-        return (window,) * config.num_hidden_layers
+        return tuple([window] * config.num_hidden_layers)
     if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
         raise NotNative(f"layers of type {unknown[0]!r} are not known to the native step")
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)

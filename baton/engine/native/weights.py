@@ -1,8 +1,8 @@
 """Packs weights for `step.c`, each matrix in the smallest form that gives its float32 values back bit for bit.
 
-A bfloat16 checkpoint is held as bfloat16. Weights that were converted from GGUF's Q8_0 or Q4_1 show their codes: a block
-of 32 inputs holds multiples of one scale, or those plus one least value, each of which is a float16. The codes are found
-in the values and proved by computing the values again.
+A bfloat16 checkpoint is held as bfloat16. Weights that were converted from GGUF's Q8_0 or Q4_1 show their codes: a
+block of 32 inputs holds multiples of one scale, or those plus one least value, each of which is a float16. The codes
+are found in the values and proved by computing the values again.
 """
 
 from __future__ import annotations
@@ -70,22 +70,31 @@ def pack(parts: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], *
         ]
         bias = _padded(torch.cat([_padded(one, rows) for one in given]), PANEL).contiguous()
     num_outputs, num_inputs = weight.shape
-    weight = _padded(weight, PANEL)
-    named = {"num_outputs": num_outputs, "num_inputs": num_inputs, "bias": bias}
+    form, packed, scale, least = _smallest(_padded(weight, PANEL))
+    return PackedMatrix(
+        form=form,
+        num_outputs=num_outputs,
+        num_inputs=num_inputs,
+        weights=packed,
+        scale=scale,
+        least=least,
+        bias=bias,
+    )
+
+
+def _smallest(weight: torch.Tensor) -> tuple[Form, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Returns the smallest form that gives the weights back, and in panels: the weights, scales and least values."""
     if (half := _as_bfloat16(weight)) is not None:
-        return PackedMatrix(form=Form.BF16, weights=_panels(half), **named)
-    if num_inputs % BLOCK == 0:
+        return Form.BF16, _panels(half), None, None
+    if weight.shape[1] % BLOCK == 0:
         if (found := _as_q8_0(weight)) is not None:
             codes, scale = found
-            return PackedMatrix(form=Form.Q8_0, weights=_panels(codes), scale=_panels(scale), **named)
+            return Form.Q8_0, _panels(codes), _panels(scale), None
         if (all_found := _as_q4_1(weight)) is not None:
             codes, scale, least = all_found
             halves = _panels(codes).view(-1, 2, PANEL // 2)
-            packed = halves[:, 0] | (halves[:, 1] << 4)
-            return PackedMatrix(
-                form=Form.Q4_1, weights=packed, scale=_panels(scale), least=_panels(least), **named
-            )  # fmt: skip
-    return PackedMatrix(form=Form.F32, weights=_panels(weight), **named)
+            return Form.Q4_1, halves[:, 0] | (halves[:, 1] << 4), _panels(scale), _panels(least)
+    return Form.F32, _panels(weight), None, None
 
 
 def embedding_rows(weight: torch.Tensor) -> tuple[Form, torch.Tensor]:

@@ -31,7 +31,10 @@ from tests.unit.baton.engine.scripted import ScriptedEngine
             {"runner": "transformers", "arithmetic_step_ms": 1.0},
             r"engine\.runner transformers does not know engine\.arithmetic_step_ms; unset it",
         ),
-        ({"runner": "native", "arithmetic_token_ms": 1.0}, r"native does not know engine\.arithmetic_token_ms; unset it"),
+        (
+            {"runner": "native", "arithmetic_token_ms": 1.0},
+            r"native does not know engine\.arithmetic_token_ms; unset it",
+        ),
     ],
     ids=str,
 )
