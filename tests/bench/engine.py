@@ -61,7 +61,9 @@ class Baton:
 
     def __init__(self, path: Path) -> None:
         config = EngineConfig(num_threads=1, kv_cache_gib=0.5)
-        runner = make_runner(ModelConfig(path=str(path), dtype="float32", device="cpu"), config, cache_dir(load().cluster))
+        runner = make_runner(
+            ModelConfig(path=str(path), dtype="float32", device="cpu"), config, cache_dir(load().cluster)
+        )
         limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

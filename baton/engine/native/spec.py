@@ -51,7 +51,7 @@ class QKNorm(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class DenseFamily:
     """What distinguishes a model type from Llama."""
 
     keys: frozenset[str] = frozenset()
@@ -70,22 +70,22 @@ class Family:
 
 
 FAMILIES = {
-    "gemma": Family(
+    "gemma": DenseFamily(
         fixed={"use_bidirectional_attention": (None, False)}, norm_offset=1.0, scales_embedding=True,
     ),
-    "granite": Family(
+    "granite": DenseFamily(
         keys=frozenset({"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"})
     ),
-    "llama": Family(fixed={"pretraining_tp": (1,), "rope_interleaved": (False,)}),
-    "mistral": Family(keys=WINDOWS),
-    "olmo2": Family(
+    "llama": DenseFamily(fixed={"pretraining_tp": (1,), "rope_interleaved": (False,)}),
+    "mistral": DenseFamily(keys=WINDOWS),
+    "olmo2": DenseFamily(
         norms={"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
         qk_norm=QKNorm.WHOLE,
     ),
-    "phi3": Family(keys=WINDOWS),
-    "qwen2": Family(keys=WINDOWS),
-    "qwen3": Family(keys=WINDOWS, qk_norm=QKNorm.BY_HEAD),
-    "smollm3": Family(
+    "phi3": DenseFamily(keys=WINDOWS),
+    "qwen2": DenseFamily(keys=WINDOWS),
+    "qwen3": DenseFamily(keys=WINDOWS, qk_norm=QKNorm.BY_HEAD),
+    "smollm3": DenseFamily(
         keys=WINDOWS | {"no_rope_layer_interval", "no_rope_layers"}, fixed={"pretraining_tp": (1, 2)},
     ),
 }  # fmt: skip
@@ -96,7 +96,7 @@ FAMILIES = {
 class ModelDescription:
     """A model as `step.c` sees it."""
 
-    family: Family
+    family: DenseFamily
     num_layers: int
     hidden: int
     num_heads: int
@@ -111,9 +111,9 @@ class ModelDescription:
     residual_scale: float
     logits_divisor: float
     windows: tuple[int, ...]
-    """For each layer the tokens that a token sees, itself among them; 0: all."""
+    """Tokens that a token sees, itself among them, in each layer; 0: all."""
     rotates: tuple[bool, ...]
-    """For each layer whether it rotates queries and keys."""
+    """Whether queries and keys are rotated, in each layer."""
 
 
 def describe(config: Any) -> ModelDescription:
@@ -154,7 +154,7 @@ def describe(config: Any) -> ModelDescription:
     return description
 
 
-def _require_known(config: Any, family: Family) -> None:
+def _require_known(config: Any, family: DenseFamily) -> None:
     """Raises NotNative unless every key is known, and those that are fixed have a value that is."""
     values = config.to_dict()
     known = WITHOUT_MEANING | SEEN_BY_WEIGHTS | SEEN_BY_TRANSFORMERS | SIZES | family.keys | {"hidden_act"}
@@ -181,7 +181,7 @@ class LayerNames:
     """The names of one layer's weights. A matrix is made of several, one below the other."""
 
     norms: Mapping[str, str]
-    """By the field of `step.c`."""
+    """Names by the field of `step.c`."""
     qkv: tuple[str, ...]
     out: str
     gate_up: tuple[str, ...]
