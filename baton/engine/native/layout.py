@@ -51,7 +51,8 @@ class ModelStruct(Structure):
         ("max_len", c_int32), ("max_tokens", c_int32), ("threads", c_int32), ("embedding_form", c_int32),
         ("eps", c_float), ("embedding_scale", c_float), ("attention_scale", c_float),
         ("residual_scale", c_float), ("logits_divisor", c_float), ("padding", c_float),
-        ("embedding", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("norm", c_void_p),
+        ("embedding", c_void_p), ("embedding_codes_scale", c_void_p),
+        ("cos", c_void_p), ("sin", c_void_p), ("norm", c_void_p),
         ("layer", POINTER(LayerStruct)), ("head", POINTER(MatrixStruct)), ("kv", c_void_p), ("layer_stride", c_int64),
     )  # fmt: skip
 

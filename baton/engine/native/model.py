@@ -40,7 +40,7 @@ class PackedModel:
             raise NotNative(f"the model has {beyond[0]}, which the native step does not know")
         self._cos, self._sin = _rotary_table(loaded, max_len)
         self._head = pack([weights[f"{HEAD}.weight"]], [weights.get(f"{HEAD}.bias")])
-        self._embedding_form, self._embedding = embedding_rows(weights[EMBEDDING])
+        self._embedding = embedding_rows(weights[EMBEDDING])
         self._norms = {"": self._norm(weights[NORM])}
         self._matrices: list[dict[str, PackedMatrix]] = []
         self._layer_norms: list[dict[str, torch.Tensor]] = []
@@ -100,13 +100,14 @@ class PackedModel:
             max_len=self._max_len,
             max_tokens=max_tokens,
             threads=num_threads,
-            embedding_form=self._embedding_form,
+            embedding_form=self._embedding.form,
             eps=what.eps,
             embedding_scale=what.embedding_scale,
             attention_scale=what.attention_scale,
             residual_scale=what.residual_scale,
             logits_divisor=what.logits_divisor,
-            embedding=self._embedding.data_ptr(),
+            embedding=self._embedding.rows.data_ptr(),
+            embedding_codes_scale=0 if self._embedding.scale is None else self._embedding.scale.data_ptr(),
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),
             norm=self._norms[""].data_ptr(),

@@ -68,7 +68,8 @@ typedef struct {
     int32_t layers, hidden, heads, kv_heads, head_dim, rotary_dim, intermediate, vocab;
     int32_t activation, qk_norm, block_size, blocks, max_len, max_tokens, threads, embedding_form;
     float eps, embedding_scale, attention_scale, residual_scale, logits_divisor, padding;
-    const void *embedding;  /* [vocab][hidden] */
+    const void *embedding;  /* [vocab][hidden], of form F32, BF16 or Q8_0 */
+    const float *embedding_codes_scale; /* [vocab][hidden / 32], of Q8_0 */
     const float *cos, *sin; /* [max_len][rotary_dim / 2] */
     const float *norm;
     const Layer *layer;
@@ -501,18 +502,22 @@ static void add(Step *step, const Matrix *m, const float *y, int ldy, const floa
     run(step, row_jobs(rows), norm_job);
 }
 
+static float embedding_at(const Model *model, int64_t at) {
+    union { uint32_t bits; float value; } wide;
+    switch (model->embedding_form) {
+    case F32: return ((const float *)model->embedding)[at];
+    case BF16: wide.bits = (uint32_t)((const uint16_t *)model->embedding)[at] << 16; return wide.value;
+    default: return model->embedding_codes_scale[at / 32] * (float)((const int8_t *)model->embedding)[at];
+    }
+}
+
 static void embed_job(Step *step, int job, int thread) {
     (void)thread;
     const Model *model = step->model;
     for (int r = job * ROWS_A_JOB; r < last_row(job, step->batch->tokens); r++) {
         float *x = step->x + (int64_t)r * model->hidden;
-        int64_t from = (int64_t)step->batch->token_ids[r] * model->hidden;
-        for (int i = 0; i < model->hidden; i++) {
-            union { uint32_t bits; float value; } wide;
-            if (model->embedding_form == BF16) wide.bits = (uint32_t)((const uint16_t *)model->embedding)[from + i] << 16;
-            else wide.value = ((const float *)model->embedding)[from + i];
-            x[i] = wide.value * model->embedding_scale;
-        }
+        const int64_t from = (int64_t)step->batch->token_ids[r] * model->hidden;
+        for (int i = 0; i < model->hidden; i++) x[i] = embedding_at(model, from + i) * model->embedding_scale;
     }
 }
 

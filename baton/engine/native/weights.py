@@ -97,10 +97,23 @@ def _smallest(weight: torch.Tensor) -> tuple[Form, torch.Tensor, torch.Tensor | 
     return Form.F32, _panels(weight), None, None
 
 
-def embedding_rows(weight: torch.Tensor) -> tuple[Form, torch.Tensor]:
-    """Returns the embedding row by row: as bfloat16 where that gives its values back, else as it is."""
-    half = _as_bfloat16(weight)
-    return (Form.F32, weight.detach().contiguous()) if half is None else (Form.BF16, half.contiguous())
+@dataclass(frozen=True, slots=True)
+class EmbeddingRows:
+    """An embedding row by row: in bfloat16 or as codes of Q8_0 where that gives its values back, else in float32."""
+
+    form: Form
+    rows: torch.Tensor
+    scale: torch.Tensor | None = None
+    """`[vocabulary, blocks]`, of Q8_0."""
+
+
+def embedding_rows(weight: torch.Tensor) -> EmbeddingRows:
+    """Returns the embedding, `[vocabulary, width]` in float32, in the smallest form."""
+    if (half := _as_bfloat16(weight)) is not None:
+        return EmbeddingRows(Form.BF16, half.contiguous())
+    if weight.shape[1] % BLOCK == 0 and (found := _as_q8_0(weight.detach())) is not None:
+        return EmbeddingRows(Form.Q8_0, *found)
+    return EmbeddingRows(Form.F32, weight.detach().contiguous())
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:

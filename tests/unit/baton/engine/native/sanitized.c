@@ -81,13 +81,15 @@ int main(int argc, char **argv) {
         layers[l].window = l % 2 ? 24 : 0, layers[l].rotates = l != 3;
     }
     Matrix head = matrix(Q8_0, VOCAB, HIDDEN, 0);
+    int8_t *codes = malloc(VOCAB * HIDDEN);
+    for (int i = 0; i < VOCAB * HIDDEN; i++) codes[i] = (int8_t)(number() * 127.0f);
     const int64_t stride = (int64_t)BLOCKS * KV_HEADS * 2 * BLOCK * DIM;
     model = (Model){
         .layers = LAYERS, .hidden = HIDDEN, .heads = HEADS, .kv_heads = KV_HEADS, .head_dim = DIM, .rotary_dim = DIM,
         .intermediate = INNER, .vocab = VOCAB, .activation = GELU_TANH, .qk_norm = QK_BY_HEAD, .block_size = BLOCK,
-        .blocks = BLOCKS, .max_len = 96, .max_tokens = MOST, .threads = atoi(argv[1]), .embedding_form = F32,
+        .blocks = BLOCKS, .max_len = 96, .max_tokens = MOST, .threads = atoi(argv[1]), .embedding_form = Q8_0,
         .eps = 1e-5f, .embedding_scale = 2.0f, .attention_scale = 0.2f, .residual_scale = 0.5f, .logits_divisor = 2.0f,
-        .embedding = numbers(VOCAB * HIDDEN, 1.0f), .cos = numbers(96 * DIM / 2, 1.0f), .sin = numbers(96 * DIM / 2, 1.0f),
+        .embedding = codes, .embedding_codes_scale = numbers(VOCAB * HIDDEN / 32, 0.01f), .cos = numbers(96 * DIM / 2, 1.0f), .sin = numbers(96 * DIM / 2, 1.0f),
         .norm = numbers(HIDDEN, 1.0f), .layer = layers, .head = &head, .kv = numbers(LAYERS * stride, 1.0f),
         .layer_stride = stride,
     };

@@ -101,7 +101,18 @@ def test_inputs_that_fill_no_block_have_no_codes() -> None:
     assert pack([weight], [None]).form is Form.F32
 
 
-def test_the_embedding_is_halved_where_that_loses_nothing() -> None:
-    form, rows = embedding_rows(of_form(Form.BF16))
-    assert (form, rows.dtype) == (Form.BF16, torch.int16)
-    assert embedding_rows(of_form(Form.Q8_0))[0] is Form.F32
+@pytest.mark.parametrize("form", [Form.F32, Form.BF16, Form.Q8_0])
+def test_the_embedding_is_held_row_by_row_in_the_smallest_form(form: Form) -> None:
+    weight = of_form(form)
+    found = embedding_rows(weight)
+    assert found.form is form
+    match form:
+        case Form.BF16:
+            again = (found.rows.int() << 16).view(torch.float32)
+        case Form.Q8_0:
+            assert found.scale is not None
+            again = found.rows.float() * found.scale.repeat_interleave(BLOCK, 1)
+        case _:
+            again = found.rows
+    assert torch.equal(again.view(torch.int32), weight.view(torch.int32))
+    assert embedding_rows(of_form(Form.Q4_1)).form is Form.F32
