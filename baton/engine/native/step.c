@@ -255,7 +255,7 @@ struct Step {
     int num_spans, qkv_width, gate_width;
     const Batch *batch; /* from here on: what a phase is about */
     int layer;
-    struct { const Matrix *matrix; const float *x; float *y; int rows, ldx, ldy, row_block, adds; float scale; } product;
+    struct { const Matrix *matrix; const float *x; float *y; int rows, ldx, ldy, adds; float scale; } product;
     struct { const float *x, *weight; float *y; const int32_t *row; int rows, adds; } norm;
 };
 
@@ -380,12 +380,17 @@ static void put(const Step *step, int row, int rows, int panel, int panels, cons
     }
 }
 
-enum { PANELS_A_JOB = 4 };
+
+/* A job's panels stay in the second cache, and each tile of rows is read once for all of them: so a job has many rows. */
+enum { PANELS_A_JOB = 4, ROWS_A_BLOCK = 43 * MAX_TILE_ROWS };
+static int product_jobs(const Matrix *m, int rows) {
+    return (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB * ((rows + ROWS_A_BLOCK - 1) / ROWS_A_BLOCK);
+}
 
 /* A job of a product: four panels of outputs for a block of rows. */
 static void multiply_job(Step *step, int job, int thread) {
     const Matrix *m = step->product.matrix;
-    const int groups = (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB, block = step->product.row_block;
+    const int groups = (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB, block = ROWS_A_BLOCK;
     const int first = job % groups * PANELS_A_JOB, row = job / groups * block;
     const int last = first + PANELS_A_JOB < m->panels ? first + PANELS_A_JOB : m->panels;
     const int rows = step->product.rows - row < block ? step->product.rows - row : block;
@@ -426,25 +431,20 @@ static void run(Step *step, int jobs, Work work) {
     for (int idle = 0; atomic_load_explicit(&pool->finished, memory_order_acquire) < jobs; idle++) pause_or_yield(idle);
 }
 
-enum { BLOCK_BYTES = 1 << 20 }; /* of x that a job goes through panel by panel: it stays in the second cache */
 
 static void multiply(Step *step, const Matrix *m, const float *x, int ldx, int rows, float *y, int ldy) {
-    int block = BLOCK_BYTES / (4 * m->inputs) / TILE_ROWS * TILE_ROWS;
-    if (block < 4 * TILE_ROWS) block = 4 * TILE_ROWS;
     step->product.matrix = m, step->product.x = x, step->product.ldx = ldx, step->product.rows = rows;
-    step->product.y = y, step->product.ldy = ldy, step->product.row_block = block, step->product.adds = 0;
-    run(step, (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB * ((rows + block - 1) / block), multiply_job);
+    step->product.y = y, step->product.ldy = ldy, step->product.adds = 0;
+    run(step, product_jobs(m, rows), multiply_job);
 }
 
 /* x += scale * (y W), where x are the residual's rows. */
 static void multiply_into_residual(Step *step, const Matrix *m, const float *y, int ldy, int rows) {
     const Model *model = step->model;
-    int block = BLOCK_BYTES / (4 * m->inputs) / TILE_ROWS * TILE_ROWS;
-    if (block < 4 * TILE_ROWS) block = 4 * TILE_ROWS;
     step->product.matrix = m, step->product.x = y, step->product.ldx = ldy, step->product.rows = rows;
-    step->product.y = step->x, step->product.ldy = model->hidden, step->product.row_block = block;
+    step->product.y = step->x, step->product.ldy = model->hidden;
     step->product.adds = 1, step->product.scale = model->residual_scale;
-    run(step, (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB * ((rows + block - 1) / block), multiply_job);
+    run(step, product_jobs(m, rows), multiply_job);
 }
 
 /* ---- norms, rotation, activation -------------------------------------------------------------------------------------- */
