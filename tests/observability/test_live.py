@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.first, pytest.mark.timeout(400)]
 TENANTS = """
 flood: {{key_sha256: ['{flood}'], slo_class: chat}}
 small: {{key_sha256: ['{small}'], slo_class: chat, weight: 8}}
-hurried: {{key_sha256: ['{hurried}'], slo_class: hurried}}
+hurried: {{key_sha256: ['{hurried}'], slo_class: hurried, requests_per_minute: 6}}
 operations: {{key_sha256: ['{operations}'], operator: true}}
 """
 NAMES = ("flood", "small", "hurried", "operations")
@@ -59,6 +59,7 @@ SETTINGS = {
     "engine_runner": "arithmetic", "engine_arithmetic_token_ms": "2", "engine_num_blocks": "512",
     "router_slo_classes": json.dumps(SLO_CLASSES),
     "autoscale_enabled": "true", "autoscale_dry_run": "true", "autoscale_window_s": "1",
+    "router_moderation": "tests.support.judges:judge", "router_moderation_tokens": "8",
     "router_mode": "split", "index_renew_s": "0.5", "index_poll_s": "0.5",
     "faults": "corrupt_chunk=12",
 }  # fmt: skip
@@ -110,8 +111,9 @@ class Load(Clients):
 class Trouble:
     """What happens to the cluster, again and again, while the block is entered."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, tenants: Path) -> None:
         self._cluster = cluster
+        self._tenants = tenants
         self._stop = threading.Event()
         (self._redis,) = running(cluster.processes(), "valkey-server")
 
@@ -130,7 +132,7 @@ class Trouble:
 
     def _happen(self) -> None:
         for number in itertools.count():
-            for each in (partial(self._drain, f"long-{number}"), self._flood, self._no_redis):
+            for each in (partial(self._drain, f"long-{number}"), self._flood, self._no_redis, self._new_tenants):
                 if self._stop.is_set():
                     return
                 each()
@@ -153,6 +155,11 @@ class Trouble:
             (workers,) = store.keys("kv:{*}:workers")
             store.sadd(workers, "stranger")
             store.set(workers.removesuffix(b"workers") + b"lease:stranger", "x")
+
+    def _new_tenants(self) -> None:
+        """The tenants' file changes."""
+        with self._tenants.open("a") as file:
+            file.write("# once more\n")
 
     def _no_redis(self) -> None:
         """Workers forget, and the index is not told."""
@@ -194,13 +201,14 @@ def seen(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("prometheus")
     tenants = folder / "tenants.yaml"
     tenants.write_text(TENANTS.format(**{name: hashlib.sha256(key_of(name).encode()).hexdigest() for name in NAMES}))
-    with running_cluster("--prefill", "2", "--decode", "2", router_tenants_file=str(tenants), **SETTINGS) as cluster:
+    files = {"router_tenants_file": str(tenants), "router_usage_log": str(folder / "usage.jsonl")}
+    with running_cluster("--prefill", "2", "--decode", "2", **files, **SETTINGS) as cluster:
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(path) for path in RULES.glob("*.yaml")],
             "scrape_configs": [{"job_name": JOB, "static_configs": [{"targets": [cluster.http]}]}],
         }
-        with running_prometheus(folder, config) as prometheus, Load(cluster), Trouble(cluster):
+        with running_prometheus(folder, config) as prometheus, Load(cluster), Trouble(cluster, tenants):
             yield cluster, prometheus
 
 
