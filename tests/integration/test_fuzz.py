@@ -42,7 +42,7 @@ SECONDS = float(os.environ.get("FUZZ_SECONDS", "12"))
 SEED = int(os.environ.get("FUZZ_SEED") or secrets.randbelow(2**31))
 NUMBER = os.environ.get("FUZZ_NUMBER")
 ANSWER_S = 120.0
-"""Whoever waits for longer hangs."""
+"""An answer that takes longer counts as a hang."""
 NUM_CLIENTS = 4
 MAX_SHOWN = 10
 """Failures of a test that are shown: after as many it stops."""

@@ -258,7 +258,7 @@ def test_blocks_behind_the_window_may_be_empty_places(tmp_path: Path, monkeypatc
 
 
 def test_a_layer_that_is_done_is_final(tmp_path: Path) -> None:
-    """Of a prompt's chunk each is reported for itself; of single tokens all are at once."""
+    """Each layer of a prompt's chunk is reported for itself; those of single tokens are reported at once."""
     save_tiny("llama", {}, tmp_path)
     engine = native_engine(tmp_path)
     for index, length in enumerate((20, 1, 60)):

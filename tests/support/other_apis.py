@@ -13,7 +13,7 @@ import openai
 REQUEST_ID = "x-request-id"
 ANSWER_S = 240.0
 NUM_KINDS = 5
-"""With stop strings, with a structure, with tools twice, and without any of that."""
+"""Requests have stop strings, a structure, tools (twice), or none of that."""
 MODEL = "smollm2-135m-instruct"
 _CAT = {"properties": {"name": {"type": "string", "maxLength": 9}, "lives": {"type": "integer"}}, "type": "object"}
 _WORDS = {"enum": ["no", "yes, please", "größer als 😀"]}
