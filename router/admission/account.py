@@ -42,7 +42,7 @@ class LedgerEntry:
     """How long the writer's answers count if it is not heard of again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerAnswer:
     """What became of an entry, and how the tenant's windows are afterwards."""
 
@@ -54,6 +54,8 @@ class LedgerAnswer:
     """What each window counts."""
     reset_ms: tuple[int, ...]
     """Milliseconds until each window counts nothing, if nothing is added."""
+    num_in_flight: int
+    """Answers of the tenant that all routers have in flight, as far as it is counted."""
 
 
 @dataclass(slots=True)
@@ -87,13 +89,14 @@ class Account:
                     window[span] = window.get(span, 0) + amount
         self._seat(entry, now_ms, is_refused=refused_by is not None)
         return LedgerAnswer(
-            refused_by,
-            retry_ms,
-            tuple(sum(window.values()) for window in self.windows),
-            tuple(
+            refused_by=refused_by,
+            retry_ms=retry_ms,
+            used=tuple(sum(window.values()) for window in self.windows),
+            reset_ms=tuple(
                 _leaves_ms(max(window), length_ms) - now_ms if window else 0
                 for window, length_ms in zip(self.windows, WINDOWS_MS, strict=True)
             ),
+            num_in_flight=sum(seats.num_held for seats in self.seats.values()),
         )
 
     def _forget(self, now_ms: int) -> None:

@@ -2,8 +2,9 @@
 
 A request of a tenant with limits costs one entry in the ledger on its way: itself, its prompt and the answers that it
 asks for, once the prompt's tokens are counted. What the ledger has said before is known here: while a limit leaves no
-room, requests are refused when they arrive, and cost nothing. What the answers used is booked by `run` when they have
-ended; it also keeps the answers in flight alive in the ledger, one entry a tenant for all of them.
+room, requests are refused when they arrive, and cost nothing. What the answers used is booked along with the tenant's
+next request, or by `run` if none comes at once; `run` also keeps the answers in flight alive in the ledger, one entry
+a tenant for all of them.
 
 A router says how many answers of a tenant it has in flight, not that there is one more or less. So nothing has to be
 taken back: what was lost on the way is right with the next entry, and a router that dies counts for a lease's length.
@@ -39,6 +40,9 @@ LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_in_
 NOTHING = (0, 0, 0)
 KNOWN_S = 1.0
 """How long a router goes by a refusal of the ledger: windows move on, and the next request may be smaller."""
+DEBT_S = 0.02
+"""How long what answers used waits for the tenant's next request. Where most of the answers that a tenant may have in
+flight are, it does not wait: another router may refuse a request for want of those that have ended."""
 BUSY_RETRY_S = 1.0
 """When to try again after a refusal because of the answers in flight: nobody knows when one ends."""
 
@@ -63,6 +67,26 @@ class _Holding:
     """When to try again, as that limit's refusal had it."""
     quota: Quota | None = None
     """What was left after the latest entry."""
+    num_in_flight: int = 0
+    """Answers in flight at all routers, after the latest entry."""
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether more than half of the answers that the tenant may have in flight are."""
+        most = self.tenant.max_in_flight
+        return most is not None and self.num_in_flight * 2 > most
+
+    def take(self) -> tuple[int, int]:
+        """Returns the requests and tokens that are owed, which an entry is about to book."""
+        owed, self.num_requests, self.num_tokens = (self.num_requests, self.num_tokens), 0, 0
+        self.has_changed = False
+        return owed
+
+    def owe(self, num_requests: int, num_tokens: int) -> None:
+        """Owes requests and tokens that no entry has booked."""
+        self.num_requests += num_requests
+        self.num_tokens += num_tokens
+        self.has_changed = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,28 +181,44 @@ class Accounts:
                 "a time; shorten the prompt",
                 "input",
             )
-        amounts = (1, num_tokens, num_tokens)
         holding.num_held += num_answers
-        entry = self._entry(holding, amounts, amounts, num_answers)
-        answer = None if self._is_away else await self._ask(entry)
+        entry, answer = await self._booked(holding, num_answers, num_tokens)
         if answer is None:
-            entry = self._shared(entry)
+            amounts = (1, num_tokens, num_tokens)
+            entry = self._shared(self._entry(holding, amounts, amounts, num_answers))
             answer = self._own_share.book_now(entry)
             if answer.refused_by is None:
-                holding.num_requests += 1
-                holding.num_tokens += num_tokens
-        holding.quota = quota_of(entry, answer)
+                holding.owe(1, num_tokens)
+        holding.quota, holding.num_in_flight = quota_of(entry, answer), answer.num_in_flight
         if answer.refused_by is not None:
             holding.num_held -= num_answers
             raise self._learnt(holding, entry, answer, answer.refused_by)
         return holding.quota
 
+    async def _booked(
+        self, holding: _Holding, num_answers: int, num_tokens: int
+    ) -> tuple[LedgerEntry, LedgerAnswer | None]:
+        """Books a request in the ledger, and what is owed along with it; None: the ledger is away.
+
+        Cancelled, it is taken to be booked: it was sent.
+        """
+        owed = (0, 0) if self._is_away else holding.take()
+        amounts = (1 + owed[0], num_tokens + owed[1], num_tokens + owed[1])
+        entry = self._entry(holding, amounts, amounts, num_answers)
+        answer = None if self._is_away else await self._ask(entry)
+        if any(owed) and (answer is None or answer.refused_by is not None):
+            holding.owe(*owed)
+            self._changed.set()
+        return entry, answer
+
     def settle(self, holding: _Holding, num_answers: int, num_drawn: int) -> None:
         """See `Charge.settle`."""
         holding.num_held -= num_answers
-        holding.num_tokens += num_drawn
-        holding.has_changed = True
-        self._changed.set()
+        holding.owe(0, num_drawn)
+        if holding.is_crowded:
+            self._changed.set()
+        else:
+            asyncio.get_running_loop().call_later(DEBT_S, self._changed.set)
 
     async def run(self) -> None:
         """Books what has changed, at once, and renews what goes on, in time, until cancelled."""
@@ -198,14 +238,14 @@ class Accounts:
             is_due = holding.num_held and now - holding.renewed_s >= self._lease_s / 5
             if not (holding.has_changed or is_due or self._is_away):
                 continue
-            holding.has_changed, holding.renewed_s = False, now
-            owed = holding.num_requests, holding.num_tokens
-            if await self._ask(self._entry(holding, NOTHING, (owed[0], owed[1], owed[1]), 0)) is None:
-                holding.has_changed = True
+            holding.renewed_s = now
+            owed = holding.take()
+            answer = await self._ask(self._entry(holding, NOTHING, (owed[0], owed[1], owed[1]), 0))
+            if answer is None:
+                holding.owe(*owed)
                 self._changed.set()
                 return
-            holding.num_requests -= owed[0]
-            holding.num_tokens -= owed[1]
+            holding.num_in_flight = answer.num_in_flight
 
     async def close(self) -> None:
         await self.flush()

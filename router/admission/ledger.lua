@@ -7,7 +7,7 @@
 --       8 lease of the answers, ms; then for each window: length in ms, limit ('': none), room it must have, amount
 --
 -- Returns {index of the limit that leaves no room, from 1; 0: none, ms until it does, {what each window counts}, {ms until
--- each counts nothing}, garbage}.
+-- each counts nothing}, answers in flight at all routers, garbage}.
 --
 -- Race: two routers have room for one request more. Read and written in one step, one of them is refused.
 local now = tonumber(ARGV[1])
@@ -100,4 +100,5 @@ for index, window in ipairs(windows) do
   life = math.max(life, reset[index])
 end
 if life > 0 then redis.call('SET', KEYS[1], cmsgpack.pack({kept, seats}), 'PX', math.ceil(life)) end
-return {refused, math.ceil(retry), used, reset, garbage}
+local in_flight = others + (seats[writer] and seats[writer][2] or 0)
+return {refused, math.ceil(retry), used, reset, in_flight, garbage}

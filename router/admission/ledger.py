@@ -65,14 +65,20 @@ class RedisLedger:
     async def book(self, entry: LedgerEntry) -> LedgerAnswer:
         now = int(self._clock() * 1000) if self._clock is not None else ""
         windows = zip(WINDOWS_MS, entry.limits, entry.needs, entry.amounts, strict=True)
-        refused_by, retry_ms, used, reset_ms = await self._connection.run(
+        refused_by, retry_ms, used, reset_ms, num_in_flight = await self._connection.run(
             BOOK,
             [self._keys.account(entry.tenant_id)],
             *(now, SPANS, entry.writer, entry.version, entry.num_held, entry.num_asked),
             *("" if entry.max_in_flight is None else entry.max_in_flight, entry.lease_ms),
             *("" if value is None else value for window in windows for value in window),
         )
-        return LedgerAnswer(refused_by - 1 if refused_by else None, retry_ms, tuple(used), tuple(reset_ms))
+        return LedgerAnswer(
+            refused_by=refused_by - 1 if refused_by else None,
+            retry_ms=retry_ms,
+            used=tuple(used),
+            reset_ms=tuple(reset_ms),
+            num_in_flight=num_in_flight,
+        )
 
     async def close(self) -> None:
         await self._connection.close()

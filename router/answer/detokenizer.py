@@ -45,7 +45,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._vocab_size = tokenizer.vocab_size
         self._skipped_ids = tokenizer.special_ids if skipped_ids is None else skipped_ids
-        self._decode = tokenizer.decode_all
+        self._decode, self._text_of = tokenizer.decode_all, tokenizer.text_of
         self._window = self._with_text(context[-NUM_CONTEXT:])
         self._context_text = self._decode(self._window)
         if self._context_text.endswith(REPLACEMENT):
@@ -98,5 +98,6 @@ class IncrementalDetokenizer:
         new_text = text[len(self._context_text) :]
         del self._window[: self._num_context]
         self._num_context = end - self._num_context
-        self._context_text = self._decode(self._window[: self._num_context])
+        context = self._window[: self._num_context]
+        self._context_text = self._text_of(context[0]) if len(context) == 1 else self._decode(context)
         return new_text

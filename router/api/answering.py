@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any, Protocol
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from baton.api import GenerateChunk, GenerateRequest
 from baton.quota import Quota
 from baton.telemetry import tracing
 from router.admission.tenants import Tenant
-from router.api.exchange import EventStream, id_headers, limit_headers, unless_disconnected
+from router.api.exchange import EventStream, JsonAnswer, id_headers, limit_headers, unless_disconnected
 from router.api.several import at_once, together
 from router.request.model import Ingress
 from router.service import RouterService
@@ -30,7 +30,7 @@ class AnswerForm(Protocol):
         """Returns the whole answer: the first chunk, and those that follow. Closes them, at whatever point it ends."""
         ...
 
-    def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[str]:
+    def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[bytes]:
         """Yields server-sent events: those of the first chunk, and of those that follow. Closes the chunks.
 
         An error is an event as well: the status is long sent.
@@ -74,7 +74,7 @@ async def answered(
     """
     if not is_streamed:
         quota, body = await unless_disconnected(request, _whole(chunks, form))
-        return JSONResponse(body, headers=id_headers(request) | limit_headers(quota))
+        return JsonAnswer(body, headers=id_headers(request) | limit_headers(quota))
     # The first chunk is awaited here, so that a refusal still becomes a status code.
     first = await unless_disconnected(request, anext(chunks))
     return EventStream(form.events(first, chunks), id_headers(request) | limit_headers(first.quota))

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -111,12 +112,19 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes}m{text}" if hours else f"{minutes}m{text}" if minutes else text
 
 
+class JsonAnswer(JSONResponse):
+    """Writes its value as `ascii_json` does."""
+
+    def render(self, content: Any) -> bytes:
+        return ascii_json(content)
+
+
 class EventStream(StreamingResponse):
     """Closes its generator when the client leaves, at whatever point, so that the request ends everywhere at once."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str], headers: Mapping[str, str]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", **headers})
         self._events = events
 
@@ -155,7 +163,17 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def event(body: Mapping[str, Any], name: str = "") -> str:
+def event(body: Mapping[str, Any], name: str = "") -> bytes:
     """A server-sent event of one JSON value, with a name or without."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(body)}\n\n"  # ASCII: some clients take U+2028 for the end of a line
+    head = f"event: {name}\n".encode() if name else b""
+    return b"%bdata: %b\n\n" % (head, ascii_json(body))
+
+
+def ascii_json(value: Any) -> bytes:
+    """Writes a value as JSON in ASCII: some clients take U+2028 for the end of a line, and what an answer quotes of a
+    request may be no valid Unicode.
+    """
+    try:
+        return to_json(value, ensure_ascii=True)
+    except ValueError:  # half of a surrogate pair, which only the slower one writes
+        return json.dumps(value).encode()

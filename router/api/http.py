@@ -6,10 +6,8 @@ page and the probes.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -23,7 +21,7 @@ from baton.errors import BatonError, InvalidRequest, Overloaded, QuotaExceeded, 
 from router.admission.tenants import TenantBook, api_key_of
 from router.api.apis import add_apis, error_body
 from router.api.document import OPENAPI_PATH
-from router.api.exchange import MAX_BODY_BYTES, REQUEST_ID, id_headers, limit_headers
+from router.api.exchange import MAX_BODY_BYTES, REQUEST_ID, JsonAnswer, id_headers, limit_headers
 from router.api.fields import UNSUPPORTED
 from router.api.page import HEADERS, PAGE
 from router.api.unserved import why_unserved
@@ -117,19 +115,12 @@ class _BodyLimit:
         await self._app(scope, limited if scope["type"] == "http" else receive, send)
 
 
-class _JsonAnswer(JSONResponse):
-    """ASCII only: what an error quotes may be no valid Unicode."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode()
-
-
 def _refused(
     request: Request, error: BatonError | HTTPException, status: int, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     named = id_headers(request)
     body = error_body(request.scope["path"], error, named.get(REQUEST_ID))
-    return _JsonAnswer(body, status, {**named, **(headers or {})})
+    return JsonAnswer(body, status, {**named, **(headers or {})})
 
 
 async def _on_baton_error(request: Request, error: Exception) -> JSONResponse:

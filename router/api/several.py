@@ -39,10 +39,10 @@ def at_once(tenant: Tenant, num_prompts: int, num_answers: int) -> int:
     return max(1, min(MAX_AT_ONCE, most))
 
 
-async def together(
+def together(
     starts: Sequence[Start], num_choices: int, num_at_once: int = MAX_AT_ONCE
 ) -> AsyncGenerator[GenerateChunk]:
-    """Yields the chunks of all prompts as they come. Choice `i` of prompt `p` is choice `p * num_choices + i`.
+    """Returns the chunks of all prompts, as they come. Choice `i` of prompt `p` is choice `p * num_choices + i`.
 
     Usage is that of all prompts so far, and timing the first prompt's. When one fails, or the reader leaves, all end.
 
@@ -53,11 +53,10 @@ async def together(
     Raises:
         BatonError: what the first prompt that fails raises.
     """
-    if len(starts) == 1:
-        async with contextlib.aclosing(starts[0]()) as chunks:
-            async for chunk in chunks:
-                yield chunk
-        return
+    return starts[0]() if len(starts) == 1 else _merged(starts, num_choices, num_at_once)
+
+
+async def _merged(starts: Sequence[Start], num_choices: int, num_at_once: int) -> AsyncGenerator[GenerateChunk]:
     queue: asyncio.Queue[tuple[int, GenerateChunk | Exception | None]] = asyncio.Queue(maxsize=MAX_AT_ONCE)
     seats = asyncio.Semaphore(num_at_once)
 

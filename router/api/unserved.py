@@ -6,7 +6,7 @@ what lies below it are meant.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 _NO_FILES = "nothing is stored"
 _NO_MEDIA = "the model reads and writes text"
@@ -80,15 +80,17 @@ _ALL = {**OPENAIS, **ANTHROPICS}
 
 def why_unserved(path: str) -> tuple[str, str] | None:
     """Returns the endpoint of which a path is a part, and why it is not served; None: it is not known."""
-    found = max((each for each in _ALL if is_below(path, each)), key=len, default=None)
+    found = _endpoint_of(path, _ALL)
     return None if found is None else (found, _ALL[found])
 
 
 def is_anthropics(path: str) -> bool:
     """Returns whether a path is of Anthropic's API alone."""
-    return any(is_below(path, each) for each in ANTHROPICS)
+    return _endpoint_of(path, ANTHROPICS) is not None
 
 
-def is_below(path: str, endpoint: str) -> bool:
-    """Returns whether a path is an endpoint, or lies below it."""
-    return path == endpoint or path.startswith(f"{endpoint}/")
+def _endpoint_of(path: str, endpoints: Collection[str]) -> str | None:
+    """Returns the endpoint that a path is or lies below, the longest of several; None: there is none."""
+    while path and path not in endpoints:
+        path = path.rpartition("/")[0]
+    return path or None

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ class Tokenizer:
     _tokenizer: tokenizers.Tokenizer
     _segments: SegmentEncoder
     _literal: LiteralEncoder
+    _texts: dict[int, str] = field(default_factory=dict)
+    """What `text_of` has returned."""
 
     @staticmethod
     def load(folder: Path) -> Tokenizer:
@@ -149,6 +151,13 @@ class Tokenizer:
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Returns the text as `decode` does, with that of special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def text_of(self, token_id: int) -> str:
+        """Returns what `decode_all` does for one token; each is decoded once."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode_all((token_id,))
+        return text
 
     def encode_fragment(self, text: str) -> list[int]:
         """The tokens of a text that has others around it.

@@ -57,7 +57,7 @@ class Settlement:
         self._slo_counts = slo_counts
         self._usage_book = usage_book
         self._usage_call: UsageCall | None = None
-        """This call, for the usage log; None: it has not begun to answer."""
+        """This call, for the usage log; None: it has not begun to answer, or there is no log."""
         self._tenant = tenant
         self._continuous_usage = request.continuous_usage
         operation = "chat" if isinstance(request.prompt, Chat) else "text_completion"
@@ -134,7 +134,8 @@ class Settlement:
         now = time.monotonic()
         if not self._first_token_s:
             self._first_token_s = now
-            self._usage_call = self._usage_book.placed(self._key, self._digest, bool(self._delivered))
+            if self._usage_book.is_kept:
+                self._usage_call = self._usage_book.placed(self._key, self._digest, bool(self._delivered))
             if self.charge.quota is not None:
                 chunk = replace(chunk, quota=self.charge.quota)
         index, num_tokens = chunk.choice_index, len(chunk.token_ids)

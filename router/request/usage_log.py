@@ -112,6 +112,11 @@ class UsageBook:
         self._is_away = self._is_failing = False
         """What the log has said of the marks and of the file, once."""
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a log."""
+        return self._file is not None
+
     def placed(self, key: RecordKey, digest: bytes, is_resumption: bool) -> UsageCall:
         """Notes that a call has begun to answer a request."""
         call = UsageCall(secrets.token_hex(8), digest.hex(), is_resumption)

@@ -57,7 +57,7 @@ class MessageForm:
                 message.add(each)
         return message.body
 
-    async def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[str]:
+    async def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[bytes]:
         async with contextlib.aclosing(chunks):
             try:
                 async for each in self._typed(first, chunks):

@@ -45,7 +45,7 @@ class CompletionForm:
                 chunk = await anext(chunks, None)
         return shape.whole(dict(sorted(answers.items())), usage, timing, prompts)
 
-    async def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[str]:
+    async def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[bytes]:
         shape = self.shape
         begun: dict[int, CompletionLogprobs] = {}
         prompts: dict[int, PromptScores] = {}
@@ -69,4 +69,4 @@ class CompletionForm:
                 return
         if self.include_usage and usage is not None:
             yield event(shape.usage_chunk(usage, timing))
-        yield "data: [DONE]\n\n"
+        yield b"data: [DONE]\n\n"

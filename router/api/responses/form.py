@@ -33,24 +33,24 @@ class ResponseForm:
         response: dict[str, Any] = last["response"]
         return response
 
-    async def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[str]:
+    async def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[bytes]:
         writer = ResponseWriter(self.head)
         async with contextlib.aclosing(chunks):
             try:
-                for text in _sent(writer.begin()):
-                    yield text
+                for each in _sent(writer.begin()):
+                    yield each
                 chunk: GenerateChunk | None = first
                 while chunk is not None:
-                    for text in _sent(writer.write(chunk)):
-                        yield text
+                    for each in _sent(writer.write(chunk)):
+                        yield each
                     chunk = await anext(chunks, None)
             except BatonError as error:
-                for text in _sent(writer.fail(error)):
-                    yield text
+                for each in _sent(writer.fail(error)):
+                    yield each
                 return
-        for text in _sent(writer.end(int(time.time()))):
-            yield text
+        for each in _sent(writer.end(int(time.time()))):
+            yield each
 
 
-def _sent(events: Iterable[ResponseEvent]) -> Iterable[str]:
+def _sent(events: Iterable[ResponseEvent]) -> Iterable[bytes]:
     return (event(each, each["type"]) for each in events)

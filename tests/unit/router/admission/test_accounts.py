@@ -178,6 +178,57 @@ async def test_answers_in_flight_are_renewed_while_they_go_on(ledger: Shared) ->
     assert [entry.version for entry in ledger.entries] == list(range(1, len(ledger.entries) + 1))
 
 
+async def test_the_next_request_books_what_the_answer_before_it_used(ledger: Shared) -> None:
+    books, tenant = router(ledger), Tenant(id="acme", requests_per_minute=9, tokens_per_minute=100, max_in_flight=9)
+    for num_tokens in (10, 20, 30):
+        charge = books.arrive(tenant, 1)
+        await charge.book(num_tokens)
+        charge.settle(7)
+    assert [entry.amounts[1] for entry in ledger.entries] == [10, 27, 37]
+    large = books.arrive(tenant, 1)
+    with pytest.raises(QuotaExceeded, match="tokens_per_minute"):
+        await large.book(20)  # 74 are booked, and 7 are owed
+    large.settle(0)
+    await books.flush()
+    assert (len(ledger.entries), ledger.entries[-1].amounts) == (5, (0, 7, 7)), "what was refused books nothing"
+    assert await used(ledger, tenant) == (3, 81, 0)
+
+
+@pytest.mark.parametrize(("max_in_flight", "is_at_once"), [(None, False), (4, False), (3, True)])
+async def test_answers_that_end_are_booked_at_once_only_where_others_may_wait_for_them(
+    ledger: Shared, monkeypatch: pytest.MonkeyPatch, max_in_flight: int | None, is_at_once: bool
+) -> None:
+    monkeypatch.setattr(accounts, "DEBT_S", 0.3)
+    books, others = router(ledger), router(ledger)
+    tenant = Tenant(id="acme", tokens_per_minute=100, max_in_flight=max_in_flight)
+    running = asyncio.create_task(books.run())
+    await others.arrive(tenant, 1).book(1)
+    charge = books.arrive(tenant, 1)
+    await charge.book(1)
+    charge.settle(5)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert len(ledger.entries) == (3 if is_at_once else 2)
+    await until(lambda: len(ledger.entries) == 3)
+    assert (ledger.entries[-1].amounts, ledger.entries[-1].num_held) == ((0, 5, 5), 0)
+    running.cancel()
+
+
+async def test_what_a_request_owes_is_booked_once_while_the_ledger_hangs(ledger: Shared) -> None:
+    books, tenant = router(ledger), Tenant(id="acme", tokens_per_minute=100)
+    first = books.arrive(tenant, 1)
+    await first.book(10)
+    first.settle(20)
+    ledger.gate.clear()
+    booking = asyncio.create_task(books.arrive(tenant, 1).book(1))
+    flushing = asyncio.create_task(books.flush())
+    await asyncio.sleep(0)
+    ledger.gate.set()
+    await asyncio.gather(booking, flushing)
+    await books.flush()
+    assert await used(ledger, tenant) == (0, 31, 0)
+
+
 @pytest.fixture
 def away(ledger: Shared) -> Shared:
     ledger.is_away = True

@@ -157,8 +157,8 @@ async def streamed(chunks: Sequence[GenerateChunk], error: BatonError | None = N
 
     coming = come()
     found = []
-    async for text in ResponseForm(HEAD).events(await anext(coming), coming):
-        name, data = text.removesuffix("\n\n").split("\n")
+    async for written in ResponseForm(HEAD).events(await anext(coming), coming):
+        name, data = written.decode().removesuffix("\n\n").split("\n")
         found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
     return found
 

@@ -42,13 +42,13 @@ def whole_of(chunks: Sequence[GenerateChunk]) -> dict[str, Any]:
 def stream_of(chunks: Sequence[GenerateChunk], error: BatonError | None = None) -> list[tuple[str, dict[str, Any]]]:
     """The events of a stream: name and data."""
 
-    async def read() -> list[str]:
+    async def read() -> list[bytes]:
         rest = given_out(chunks, error)
         return [each async for each in FORM.events(await anext(rest), rest)]
 
     events = []
     for written in asyncio.run(read()):
-        head, data, *rest = written.split("\n")
+        head, data, *rest = written.decode().split("\n")
         assert rest == ["", ""]
         events.append((head.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
     return events

@@ -13,7 +13,7 @@ import pytest
 from starlette.routing import Match, Route
 
 from router.api.apis import APIS
-from router.api.unserved import ANTHROPICS, OPENAIS, is_below, why_unserved
+from router.api.unserved import ANTHROPICS, OPENAIS, why_unserved
 from tests.unit.router.api.test_http import Service, app_of
 
 SERVED = {path for api in APIS for path in (*api.endpoints, *api.read)}
@@ -64,7 +64,8 @@ async def test_it_is_refused_with_the_reason(method: str, path: str, why: str) -
         response = await client.request(method, path, headers={"x-request-id": "mine"})
     assert response.status_code == 404
     body = response.json()
-    endpoint = next(each for each in sorted({**OPENAIS, **ANTHROPICS}, reverse=True) if is_below(path, each))
+    endpoints = sorted({**OPENAIS, **ANTHROPICS}, reverse=True)
+    endpoint = next(each for each in endpoints if f"{path}/".startswith(f"{each}/"))
     assert body["error"]["message"].startswith(f"{method} {endpoint} is not served: ")
     assert why in body["error"]["message"]
     if endpoint in ANTHROPICS:
