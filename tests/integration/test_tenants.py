@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import json
@@ -19,10 +20,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster import Role
-from baton.config import RouterConfig, TransferConfig
+from baton.config import RouterConfig, TelemetryConfig, TransferConfig
 from baton.engine.model.arithmetic import expected_tokens
-from tests.chaos.fleet import running_fleet
+from tests.chaos.fleet import RouterProcess, running_fleet
 from tests.integration.cluster import Answer, Served, request
+from tests.integration.conftest import TraceReceiver
 from tests.integration.test_doctor import doctor
 from tests.integration.test_operator_errors import baton, refused
 from tests.support.asking import exposition, metric, prompt_of, sampling
@@ -38,10 +40,16 @@ KEYS = {name: f"key-of-{name}" for name in ("alone", "team", "batch")}
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, trace_receiver: tuple[TraceReceiver, str]
+) -> Iterator[RouterProcess]:
     path = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
     path.write_text(TENANTS.format(**{name: hashlib.sha256(key.encode()).hexdigest() for name, key in KEYS.items()}))
-    with running_fleet(TransferConfig(), RouterConfig(mode="split", tenants_file=str(path))) as fleet:
+    router, telemetry = (
+        RouterConfig(mode="split", tenants_file=str(path)),
+        TelemetryConfig(otlp_endpoint=trace_receiver[1]),
+    )
+    with running_fleet(TransferConfig(), router, telemetry=telemetry) as fleet:
         yield fleet.fill(*Role)
 
 
@@ -242,3 +250,22 @@ def test_the_doctor_asks_for_a_key_and_tries_it(cluster: Served) -> None:
     assert accepted["state"] == "ok"
     returncode, wrong = tried(BATON_API_KEY="another")
     assert (returncode, wrong["state"]) == (1, "fail")
+
+
+def test_a_key_appears_in_no_log_trace_or_error(
+    cluster: RouterProcess, trace_receiver: tuple[TraceReceiver, str]
+) -> None:
+    receiver, _ = trace_receiver
+    prompt, wrong = prompt_of(9, 64), "key-that-nobody-has"
+    num_spans = len(receiver.spans)
+    said = []
+    for key in (KEYS["alone"], wrong):
+        for headers in ({"Authorization": f"Bearer {key}"}, {"x_api_key": key}, {"Authorization": f"Basic {key}"}):
+            for body in (completion(prompt), {"prompt": prompt, "max_tokens": "many"}, b"{"):
+                _, answer, got = ask_http(cluster, "/v1/completions", body, **headers)
+                said.append(f"{answer} {got}")
+        with contextlib.suppress(grpc.RpcError):
+            ask(cluster, key, prompt)
+    wait_until(lambda: any("text_completion" in span.name for _, span in receiver.spans[num_spans:]))
+    written = [*said, *(str(span) for _, span in receiver.spans), cluster.log, exposition(cluster)]
+    assert not [text for text in written for key in (*KEYS.values(), wrong) if key in text]
