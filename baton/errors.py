@@ -175,6 +175,11 @@ class NotNative(ConfigError):
     """The native step does not compute this model, on this machine or with these settings."""
 
 
+def in_one_line(error: Exception) -> str:
+    """Returns a library's error with its class: the text of some, such as KeyError, means nothing alone."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 # -- the codec -------------------------------------------------------------------------------------------------------
 
 

@@ -28,9 +28,8 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner
     """
     if engine.runner == "arithmetic":
         return _arithmetic(model, engine)
-    # Imported on use: torch and transformers take seconds.
+    # Imported on use: torch and transformers take seconds, and a native start may do without the latter.
     from baton.engine.model.logits_runner import LogitsRunner
-    from baton.engine.model.transformers_runner import TransformersRunner
 
     engine.refuse_unknown(LogitsRunner.unknown_settings)
     why = "engine.runner says so"
@@ -46,6 +45,8 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner
         else:
             logger.info("the model runs natively: its type, this machine and the settings allow it")
             return runner
+    from baton.engine.model.transformers_runner import TransformersRunner
+
     logger.info("the model runs on transformers: %s", why)
     return TransformersRunner(model, engine)
 

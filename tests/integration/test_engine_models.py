@@ -32,7 +32,8 @@ from baton.engine.core.runner import Fence, OnLayerDone, Runner, StepInput, Step
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.transformers_model import LLAMA_FAMILY, ModelRank, RankStep, load_config
+from baton.engine.model.rows import RankStep
+from baton.engine.model.transformers_model import LLAMA_FAMILY, ModelRank, load_config
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import ConfigError, InvalidRequest, ModelLoadError
 from baton.messages import SequenceSpec

@@ -17,7 +17,7 @@ from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
-from baton.engine.model.transformers_model import RankStep
+from baton.engine.model.rows import RankStep
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.engine.native import build
 from baton.engine.native.runner import NativeRunner

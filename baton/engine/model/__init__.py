@@ -12,6 +12,7 @@ __all__ = [
     "logits_runner",
     "ranks",
     "rows",
+    "shapes",
     "transformers_model",
     "transformers_runner",
 ]

@@ -82,11 +82,6 @@ def set_step(step: StepContext) -> None:
     _STEP.set(step)
 
 
-def order_for_packing(parts: Sequence[StepPart]) -> list[int]:
-    """Returns the parts' indices in packed order: segments first, then single tokens."""
-    return sorted(range(len(parts)), key=lambda index: len(parts[index].token_ids) == 1)
-
-
 def step_context(cache: KVCache, parts: Sequence[StepPart], on_layer_done: OnLayerDone) -> StepContext:
     """Makes the index tensors of a step. `parts` are in packed order."""
     num_segments = sum(len(part.token_ids) > 1 for part in parts)

@@ -14,14 +14,13 @@ from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
-from baton.engine.model.attention import order_for_packing
 from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.rows import row_of
-from baton.engine.model.transformers_model import RankStep, cache_spec, in_one_line, load_config, longest_sequence
+from baton.engine.model.rows import RankStep, order_for_packing, row_of
+from baton.engine.model.shapes import cache_spec, longest_sequence
 from baton.engine.sampling.pipeline import SAMPLER, Sampler
 from baton.engine.sampling.scores import scores_of
 from baton.engine.sampling.structure import Structures
-from baton.errors import ModelLoadError
+from baton.errors import ModelLoadError, in_one_line
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
 from baton.model_files import end_of_sequence_ids
 from baton.sampling import SamplingParams
@@ -38,10 +37,11 @@ class LogitsRunner(ABC):
     """A causal language model and its KV caches: a `Runner`, whose subclass computes the logits.
 
     Args:
+        config: the model's transformers configuration.
         devices: one for each rank.
 
     Raises:
-        ModelLoadError: the folder is not a model this engine runs, or the KV pool is too small; the message says why.
+        ModelLoadError: the KV pool is too small, or sequences may not be so long; the message says why.
         ConfigError: there is no room for the KV pool.
     """
 
@@ -50,8 +50,7 @@ class LogitsRunner(ABC):
     unknown_settings = frozenset({"arithmetic_step_ms", "arithmetic_token_ms"})
     """Settings that its engine does not know."""
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig, devices: Sequence[torch.device]) -> None:
-        config = load_config(model.path)
+    def __init__(self, model: ModelConfig, engine: EngineConfig, config: Any, devices: Sequence[torch.device]) -> None:
         spec = cache_spec(config, engine.block_size, _dtype(model.dtype, devices[0], config), len(devices))
         model_len = longest_sequence(config, engine.max_model_len)
         num_blocks = engine.num_blocks or min(
@@ -70,7 +69,6 @@ class LogitsRunner(ABC):
             for rank, device in enumerate(devices)
         )
         self.cache = self.caches[0]
-        self.config = config
         self.spec = spec
         self.num_blocks = self.cache.table_sizes
         self.sampler = SAMPLER

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.kv_spec import KVSpec, LayerGroup
-from baton.engine.core.runner import BlockCopy, OnLayerDone, StepPart
+from baton.engine.core.runner import OnLayerDone
 from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step, step_context
 from baton.engine.model.kv_cache import KVCache, torch_dtype
-from baton.errors import ModelLoadError
+from baton.engine.model.rows import RankStep
+from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import require_runnable
 
 logger = logging.getLogger(__name__)
@@ -33,26 +32,10 @@ LLAMA_FAMILY = (
     "qwen3_moe", "smollm3", "starcoder2",
 )  # fmt: skip
 """Model types whose attention is what `paged_attention` computes; each is tested on a tiny random model."""
-KEYS = "layers.*.self_attn.k_proj"
-"""Name in a plan that says how the projection to keys is split."""
-BY_HEAD = "colwise"
 ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
 """Rotary embeddings that transformers computes from a config; `longest_sequence` says how far each holds."""
 NUM_NAMED = 3
 """Tensors that a message names at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankStep:
-    """What every rank computes. `parts` are in packed order; those in `sampling` want their last token's logits, and of
-    each as many first tokens' as `num_scored` says.
-    """
-
-    parts: Sequence[StepPart]
-    sampling: Sequence[int]
-    copies: Sequence[BlockCopy] = ()
-    num_scored: Sequence[int] = ()
-    """The number of scored tokens of each part; empty: none are."""
 
 
 class ModelRank:
@@ -118,11 +101,6 @@ class ModelRank:
         return logits
 
 
-def in_one_line(error: Exception) -> str:
-    """Returns a library's error with its class: the text of some, such as KeyError, means nothing alone."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
 def load_config(path: str) -> Any:
     """Reads a model folder's configuration.
 
@@ -141,77 +119,21 @@ def load_config(path: str) -> Any:
             f"it runs {', '.join(LLAMA_FAMILY)}"
         )
     require_runnable(Path(path))
+    _require_known_rope(config)
     if isinstance(quantization := getattr(config, "quantization_config", None), dict):
         quantization["dequantize"] = True  # on every device: kernels for fp8 are no part of transformers
     return config
 
 
-def longest_sequence(config: Any, asked: int) -> int:
-    """Returns how many tokens a sequence may have: `asked`, or what the model says where that is 0, within its RoPE.
-
-    transformers chooses the frequencies of `longrope` (Ding et al., 2024) and `dynamic` once a forward pass, by the
-    highest position in it. Ours holds many sequences, and K that is in the cache stays as it was rotated. So sequences
-    are only as long as none of them calls for other frequencies: `longrope` has its short factors then, `dynamic` is
-    plain RoPE.
-
-    Raises:
-        ModelLoadError: the frequencies of this kind, or of sequences so long, are not known here.
-    """
+def _require_known_rope(config: Any) -> None:
+    """Raises ModelLoadError for rotary embeddings by type of layer, or of a kind that transformers does not have."""
     rope = config.rope_parameters
     if config.nested_rope_parameter_keys(rope):
         raise ModelLoadError(
             f"config.json has RoPE by type of layer, which models of type {config.model_type!r} do not have"
         )
-    kind = rope["rope_type"]
-    if kind not in ROPE_KINDS:
+    if (kind := rope["rope_type"]) not in ROPE_KINDS:
         raise ModelLoadError(f"RoPE of type {kind!r} is not known; known are {', '.join(ROPE_KINDS)}")
-    num_tokens: int = asked or config.max_position_embeddings
-    if kind == "dynamic" and num_tokens > config.max_position_embeddings:
-        raise ModelLoadError(
-            f"engine.max_model_len is {asked}, but with RoPE of type dynamic this model is computed up to its "
-            f"max_position_embeddings only; set it to {config.max_position_embeddings} at most"
-        )
-    if kind == "longrope" and num_tokens > (trained := int(rope["original_max_position_embeddings"])):
-        logger.warning(
-            "max_model_len is %d, the model's original_max_position_embeddings, not %d: with RoPE of type longrope "
-            "longer sequences would take other frequencies, and so would those that are computed beside them",
-            trained,
-            num_tokens,
-        )
-        return trained
-    return num_tokens
-
-
-def cache_spec(config: Any, block_size: int, dtype: str, num_ranks: int) -> KVSpec:
-    """Returns the KV layout of one rank of a dense model: one group of all layers, no state.
-
-    Raises:
-        ModelLoadError: the heads cannot be shared out evenly over so many ranks.
-    """
-    num_heads = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    if num_ranks > 1 and (config.base_model_tp_plan or {}).get(KEYS) != BY_HEAD:
-        raise ModelLoadError(
-            f"transformers does not split the heads of a model of type {config.model_type!r}; "
-            "set engine.tensor_parallel to 1"
-        )
-    if num_kv_heads % num_ranks or num_heads % num_ranks:
-        raise ModelLoadError(
-            f"engine.tensor_parallel is {num_ranks}, which does not divide the model's {num_heads} heads and "
-            f"{num_kv_heads} KV heads"
-        )
-    layers = tuple(range(config.num_hidden_layers))
-    group = LayerGroup(
-        name="all",
-        layers=layers,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads // num_ranks,
-        k_dim=head_dim,
-        v_dim=head_dim,
-        dtype=dtype,
-    )
-    return KVSpec((group,))
 
 
 def _require_complete(path: str, name: str, report: dict[str, Any]) -> None:

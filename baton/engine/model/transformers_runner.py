@@ -8,7 +8,8 @@ from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.runner import Fence, OnLayerDone
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
 from baton.engine.model.ranks import OtherRanks
-from baton.engine.model.transformers_model import ModelRank, RankStep
+from baton.engine.model.rows import RankStep
+from baton.engine.model.transformers_model import ModelRank, load_config
 from baton.errors import ModelLoadError
 
 
@@ -24,7 +25,8 @@ class TransformersRunner(LogitsRunner):
     name = "transformers"
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
-        super().__init__(model, engine, _devices(model.device, engine.tensor_parallel))
+        devices = _devices(model.device, engine.tensor_parallel)
+        super().__init__(model, engine, load_config(model.path), devices)
         self._others = OtherRanks(model, engine, self.caches) if len(self.caches) > 1 else None
         try:
             self.rank = ModelRank(model, engine, self.cache)

@@ -2,11 +2,13 @@
 
 The weights are loaded by transformers, which knows every form of checkpoint, and its model computes the first steps.
 They are packed then, and the native step computes the same again: a model for which the two differ is left to
-transformers.
+transformers. What has passed is kept packed, with a digest of the logits: later starts map it, compute these again, and
+do without transformers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 from collections.abc import Sequence
@@ -20,10 +22,13 @@ import torch
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.runner import OnLayerDone
 from baton.engine.model.logits_runner import WARM_UP_TOKENS, LogitsRunner
-from baton.engine.model.transformers_model import ModelRank, RankStep, load_config
+from baton.engine.model.rows import RankStep
+from baton.engine.model.shapes import longest_sequence
 from baton.engine.native import build, layout
-from baton.engine.native.model import PackedModel
+from baton.engine.native.model import PackedModel, pack_model
 from baton.engine.native.spec import describe
+from baton.engine.native.weights import PackedWeights
+from baton.engine.native.weights_cache import KeptModel, StoredConfig, WeightsCache, logits_digest
 from baton.errors import NotNative
 
 logger = logging.getLogger(__name__)
@@ -36,7 +41,7 @@ class NativeRunner(LogitsRunner):
     """A model that `step.c` computes, on a CPU in float32.
 
     Args:
-        folder: where libraries that were built are kept.
+        folder: where libraries that were built and weights that were packed are kept.
 
     Raises:
         NotNative: model, machine or settings are none for it; the message says why.
@@ -49,23 +54,19 @@ class NativeRunner(LogitsRunner):
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, folder: Path) -> None:
         _require_settings(model, engine)
-        description = describe(load_config(model.path))
         variant = build.variant_of(build.cpu_flags())
-        try:
-            self._library = layout.load(build.library(folder, variant))
-        except OSError as error:
-            raise NotNative(f"the library of the native step cannot be loaded: {error}") from error
-        super().__init__(model, engine, [torch.device("cpu")])
+        torch.set_num_threads(engine.num_threads)
         self._step: int | None = None
-        rank = ModelRank(model, engine, self.cache)
-        expected = self._warm_up(rank.compute)
-        self._model = PackedModel(description, rank.model, self.cache, self.max_model_len)
-        del rank
-        self._max_rows = engine.max_num_seqs
-        self._logits = torch.empty(self._max_rows, self._model.num_logits)
-        self._struct = self._model.struct(max(engine.max_num_batched_tokens, WARM_UP_TOKENS), engine.num_threads)
-        self._step = self._library.baton_open(ctypes.byref(self._struct))
-        self._require_equal(expected)
+        self._engine = engine
+        cache = WeightsCache(folder, Path(model.path))
+        with cache.opened() as kept:
+            config = _load_config(model.path) if kept is None else kept.config
+            self._description = describe(config)
+            self._library = _load_library(folder, variant)
+            super().__init__(model, engine, config, [torch.device("cpu")])
+            if kept is None or not self._opens(kept):
+                self._pack(model, config, cache)
+                _give_memory_back()
         self._structures.load()
         logger.info("the native step for %s holds the weights in %s", variant, self._model.describe_memory())
 
@@ -75,9 +76,64 @@ class NativeRunner(LogitsRunner):
             self._library.baton_close(self._step)
             self._step = None
 
-    def _require_equal(self, expected: Sequence[torch.Tensor]) -> None:
-        """Raises NotNative unless the first steps' logits are those of transformers."""
+    def _pack(self, model: ModelConfig, config: Any, cache: WeightsCache) -> None:
+        """Opens weights that transformers loads and computes the same with, and keeps them packed.
+
+        Raises:
+            NotNative: the native step does not compute the same.
+        """
+        # Imported on use: what is kept needs no transformers, whose import takes seconds and 100 MB.
+        from baton.engine.model.transformers_model import ModelRank
+
+        rank = ModelRank(model, self._engine, self.cache)
+        expected = self._warm_up(rank.compute)
+        num_positions = max(self.max_model_len, longest_sequence(config, 0))
+        weights = pack_model(self._description, rank.model, num_positions)
+        del rank
+        self._open(weights)
         found = self._warm_up(self._compute)
+        self._require_equal(found, expected)
+        if (stored := self._stored(config)) is None:
+            return
+        kept = cache.keep(KeptModel(config=stored, weights=weights, logits=logits_digest(found)))
+        if kept is not None and not self._opens(kept):
+            self._open(weights)
+
+    def _opens(self, kept: KeptModel) -> bool:
+        """Opens what is kept, and returns whether it serves: it is long enough, and computes what it did when it was
+        packed.
+        """
+        if len(kept.weights.cos) < self.max_model_len:
+            return False
+        self._open(kept.weights)
+        if logits_digest(self._warm_up(self._compute)) == kept.logits:
+            return True
+        logger.warning("the packed weights do not compute what they did when they were packed, and are made anew")
+        return False
+
+    def _open(self, weights: PackedWeights) -> None:
+        self.close()
+        self._model = PackedModel(self._description, weights, self.cache, self.max_model_len)
+        self._max_rows = self._engine.max_num_seqs
+        self._logits = torch.empty(self._max_rows, self._model.num_logits)
+        max_tokens = max(self._engine.max_num_batched_tokens, WARM_UP_TOKENS)
+        self._struct = self._model.struct(max_tokens, self._engine.num_threads)
+        self._step = self._library.baton_open(ctypes.byref(self._struct))
+
+    def _stored(self, config: Any) -> StoredConfig | None:
+        """Returns the configuration as it is kept, if it means the same then."""
+        try:
+            stored = StoredConfig.of(config)
+            means_the_same = describe(stored) == self._description and (
+                longest_sequence(stored, 0) == longest_sequence(config, 0)
+            )
+        except (AttributeError, TypeError, NotNative) as error:
+            logger.warning("the packed weights are not kept, since config.json is not: %s", error)
+            return None
+        return stored if means_the_same else None
+
+    def _require_equal(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+        """Raises NotNative unless the first steps' logits are those of transformers."""
         for one, other in zip(found, expected, strict=True):
             difference = float((one - other).abs().max() / other.abs().max().clamp(min=1e-6))
             if not difference <= TOLERANCE:
@@ -134,3 +190,23 @@ def _require_settings(model: ModelConfig, engine: EngineConfig) -> None:
         raise NotNative("the native step computes on CPUs, and this model is on a GPU")
     if model.dtype not in ("auto", "float32"):
         raise NotNative(f"model.dtype is {model.dtype}, and the native step computes in float32")
+
+
+def _give_memory_back() -> None:
+    """Has the C library return what packing needed, of which it keeps 70 MB of a model of 500. Not every one can."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _load_library(folder: Path, variant: str) -> ctypes.CDLL:
+    try:
+        return layout.load(build.library(folder, variant))
+    except OSError as error:
+        raise NotNative(f"the library of the native step cannot be loaded: {error}") from error
+
+
+def _load_config(path: str) -> Any:
+    # Imported on use: see `NativeRunner._pack`.
+    from baton.engine.model.transformers_model import load_config
+
+    return load_config(path)

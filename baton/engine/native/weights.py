@@ -7,7 +7,7 @@ are found in the values and proved by computing the values again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -114,6 +114,33 @@ def embedding_rows(weight: torch.Tensor) -> EmbeddingRows:
     if weight.shape[1] % BLOCK == 0 and (found := _as_q8_0(weight.detach())) is not None:
         return EmbeddingRows(Form.Q8_0, *found)
     return EmbeddingRows(Form.F32, weight.detach().contiguous())
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """A layer's weights, by the fields of `step.c`."""
+
+    norms: Mapping[str, torch.Tensor]
+    matrices: Mapping[str, PackedMatrix]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeights:
+    """Everything that a model's steps read and never write."""
+
+    cos: torch.Tensor
+    """`[positions, half of the rotated dimensions]`, as `sin`."""
+    sin: torch.Tensor
+    embedding: EmbeddingRows
+    norm: torch.Tensor
+    head: PackedMatrix
+    layers: Sequence[PackedLayer]
+
+    @property
+    def matrices(self) -> Iterator[PackedMatrix]:
+        yield self.head
+        for layer in self.layers:
+            yield from layer.matrices.values()
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:

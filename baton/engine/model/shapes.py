@@ -1,0 +1,76 @@
+"""What a transformers configuration says of shapes: the KV layout and the longest sequence. Needs no transformers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from baton.engine.core.kv_spec import KVSpec, LayerGroup
+from baton.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+KEYS = "layers.*.self_attn.k_proj"
+"""Name in a plan that says how the projection to keys is split."""
+BY_HEAD = "colwise"
+
+
+def longest_sequence(config: Any, asked: int) -> int:
+    """Returns how many tokens a sequence may have: `asked`, or what the model says where that is 0, within its RoPE.
+
+    transformers chooses the frequencies of `longrope` (Ding et al., 2024) and `dynamic` once a forward pass, by the
+    highest position in it. Ours holds many sequences, and K that is in the cache stays as it was rotated. So sequences
+    are only as long as none of them calls for other frequencies: `longrope` has its short factors then, `dynamic` is
+    plain RoPE.
+
+    Raises:
+        ModelLoadError: the frequencies of sequences so long are not known here.
+    """
+    rope = config.rope_parameters
+    kind = rope["rope_type"]
+    num_tokens: int = asked or config.max_position_embeddings
+    if kind == "dynamic" and num_tokens > config.max_position_embeddings:
+        raise ModelLoadError(
+            f"engine.max_model_len is {asked}, but with RoPE of type dynamic this model is computed up to its "
+            f"max_position_embeddings only; set it to {config.max_position_embeddings} at most"
+        )
+    if kind == "longrope" and num_tokens > (trained := int(rope["original_max_position_embeddings"])):
+        logger.warning(
+            "max_model_len is %d, the model's original_max_position_embeddings, not %d: with RoPE of type longrope "
+            "longer sequences would take other frequencies, and so would those that are computed beside them",
+            trained,
+            num_tokens,
+        )
+        return trained
+    return num_tokens
+
+
+def cache_spec(config: Any, block_size: int, dtype: str, num_ranks: int) -> KVSpec:
+    """Returns the KV layout of one rank of a dense model: one group of all layers, no state.
+
+    Raises:
+        ModelLoadError: the heads cannot be shared out evenly over so many ranks.
+    """
+    num_heads = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    if num_ranks > 1 and (config.base_model_tp_plan or {}).get(KEYS) != BY_HEAD:
+        raise ModelLoadError(
+            f"transformers does not split the heads of a model of type {config.model_type!r}; "
+            "set engine.tensor_parallel to 1"
+        )
+    if num_kv_heads % num_ranks or num_heads % num_ranks:
+        raise ModelLoadError(
+            f"engine.tensor_parallel is {num_ranks}, which does not divide the model's {num_heads} heads and "
+            f"{num_kv_heads} KV heads"
+        )
+    layers = tuple(range(config.num_hidden_layers))
+    group = LayerGroup(
+        name="all",
+        layers=layers,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads // num_ranks,
+        k_dim=head_dim,
+        v_dim=head_dim,
+        dtype=dtype,
+    )
+    return KVSpec((group,))
