@@ -125,11 +125,12 @@ class WeightsCache:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             packed_file.write(path, about, kept.weights)
-            self._remove_others(path)
         except OSError as error:
             logger.warning("the packed weights are not kept, each worker has its own: %s", error)
             return None
         logger.info("the packed weights are kept in %s", path)
+        with contextlib.suppress(OSError):  # of a neighbour, whom they may serve
+            self._remove_others(path)
         return self.find()
 
     def _path_now(self) -> Path | None:
