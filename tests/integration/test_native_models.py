@@ -376,7 +376,7 @@ def test_without_a_compiler_or_a_known_cpu_models_run_on_transformers(
     save_tiny("llama", {}, folder)
     with monkeypatch.context() as nowhere:
         nowhere.setenv("PATH", str(empty))
-        refused(folder, caplog, "there is no C compiler (cc, gcc, clang) on the path", cache=empty)
+        refused(folder, caplog, "there is no C compiler (gcc, cc, clang) on the path", cache=empty)
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"sse2"}))
     refused(folder, caplog, "this CPU has neither AVX-512 nor AVX2 with FMA")
 

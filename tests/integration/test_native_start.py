@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -33,14 +34,14 @@ import json, sys
 from pathlib import Path
 import torch
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.native.runner import NativeRunner
 from baton.engine.native.weights_cache import logits_digest
+from baton.engine.runners import make_runner
 
 print("imported", flush=True)
 sys.stdin.readline()
 model, cache = sys.argv[1:]
-engine = EngineConfig(num_blocks=96, max_num_seqs=8, max_num_batched_tokens=48)
-runner = NativeRunner(ModelConfig(path=model, device="cpu"), engine, Path(cache))
+engine = EngineConfig(num_blocks=96, max_num_seqs=8, max_num_batched_tokens=48, runner="native")
+runner = make_runner(ModelConfig(path=model, device="cpu"), engine, Path(cache))
 maps = [line.split()[1] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(".packed")]
 print(json.dumps({
     "transformers": "transformers" in sys.modules,
@@ -84,8 +85,9 @@ def packed_in(cache: Path) -> Path:
 
 def test_two_that_start_together_and_one_later_compute_the_same_and_one_packs(model: Path, cache: Path) -> None:
     def begin() -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", START, str(model), str(cache)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-c", START, str(model), str(cache.parent)]
+        env = os.environ | {"OMP_NUM_THREADS": "2"}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def go_on(process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None

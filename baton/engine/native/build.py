@@ -29,7 +29,8 @@ VARIANTS = {
     "x86-64-v3": frozenset({"avx2", "fma", "bmi2", "f16c"}),
 }
 """Names of instruction sets, best first, and the flags of a CPU that has one."""
-COMPILERS = ("cc", "gcc", "clang")
+COMPILERS = ("gcc", "cc", "clang")
+"""Looked for in this order: what clang 14 makes of `step.c` gives the same bits, in 2 to 4 times the time."""
 ARGUMENTS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 """No number may depend on what the compiler contracts or reorders: `step.c` says in which order each is summed."""
 TIMEOUT_S = 300

@@ -23,7 +23,7 @@ echo library > "$2"
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A compiler that notes that it was called, in the file that this returns."""
-    log, program = tmp_path / "log", tmp_path / "bin" / "cc"
+    log, program = tmp_path / "log", tmp_path / "bin" / "gcc"
     program.parent.mkdir()
     program.write_text(COMPILER.format(log=log))
     program.chmod(0o755)
@@ -50,7 +50,7 @@ def test_another_variant_source_or_compiler_is_another_library(
     with monkeypatch.context() as edited:
         edited.setattr(build, "SOURCE", source)
         paths.add(build.library(tmp_path, "x86-64-v3"))
-    with (compiler.parent / "bin" / "cc").open("a") as program:
+    with (compiler.parent / "bin" / "gcc").open("a") as program:
         program.write("# of another version\n")
     paths.add(build.library(tmp_path, "x86-64-v3"))
     assert len(paths) == 4
@@ -70,8 +70,8 @@ def test_what_an_image_has_is_taken_without_a_compiler(
 def test_a_compiler_that_fails_leaves_nothing_and_its_words(
     compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (compiler.parent / "bin" / "cc").write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 1\n")
-    with pytest.raises(NotNative, match=r"cc cannot build step.c: no such flag"):
+    (compiler.parent / "bin" / "gcc").write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 1\n")
+    with pytest.raises(NotNative, match=r"gcc cannot build step.c: no such flag"):
         build.library(tmp_path / "cache", "x86-64-v3")
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["build.lock"]
     (tmp_path / "file").write_text("")

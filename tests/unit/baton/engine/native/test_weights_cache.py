@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from baton.engine.native import weights_cache
-from baton.engine.native.weights_cache import KeptModel, StoredConfig, WeightsCache, logits_digest
+from baton.engine.native.weights_cache import (
+    NUM_SAMPLES,
+    SAMPLE_BYTES,
+    KeptModel,
+    StoredConfig,
+    WeightsCache,
+    logits_digest,
+)
 from tests.unit.baton.engine.native.test_packed_file import some_weights
 
 LARGE = 3 * weights_cache.WHOLE_BYTES
@@ -58,10 +65,12 @@ def test_what_is_kept_is_found_by_the_next(checkpoint: Path, folder: Path) -> No
 
 
 def edited(checkpoint: Path) -> None:
-    """The same size and time of writing."""
+    """A byte that no sample has, with the time of writing of before."""
     path = checkpoint / "model.safetensors"
     state = path.stat()
-    path.write_bytes(b"w" * (LARGE - 1) + b"v")
+    with path.open("r+b") as file:
+        file.seek((LARGE - SAMPLE_BYTES) * 50 // (NUM_SAMPLES - 1) + 2 * SAMPLE_BYTES)
+        file.write(b"v")
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
 
 
