@@ -126,7 +126,7 @@ def test_another_version_packs_anew(checkpoint: Path, folder: Path, what: str, m
         case "torch":
             monkeypatch.setattr(torch, "__version__", "0.1")
         case _:
-            monkeypatch.setattr(weights_cache.importlib.metadata, "version", lambda name: f"{name} 0.1")
+            monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 0.1")
     assert WeightsCache(folder, checkpoint).find() is None
 
 
