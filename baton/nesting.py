@@ -26,5 +26,5 @@ def check_levels(value: object, name: str) -> None:
     Args:
         name: the field that has it.
     """
-    if levels(value) > MAX_LEVELS:
+    if value and levels(value) > MAX_LEVELS:
         raise InvalidRequest(f"{name} is nested deeper than {MAX_LEVELS} levels; make it flatter", name)

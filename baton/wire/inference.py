@@ -114,23 +114,25 @@ def generate_response(chunk: api.GenerateChunk) -> inference_pb2.GenerateRespons
             arguments_json=call.arguments,
             content_offset=call.content_offset,
         )
-    for index, logprob in enumerate(chunk.scores.logprobs):
-        token = message.logprobs.add(token_id=chunk.token_ids[index], logprob=logprob)
-        for token_id, of_top in chunk.scores.top(index):
-            token.top.add(token_id=token_id, logprob=of_top)
+    if chunk.scores:
+        _add_scores(message.logprobs, chunk.token_ids, chunk.scores)
     if chunk.prompt_scores is not None:
         token_ids, scores = chunk.prompt_scores.token_ids, chunk.prompt_scores.scores
         message.prompt_logprobs.add(token_id=token_ids[0])
-        for index, logprob in enumerate(scores.logprobs):
-            token = message.prompt_logprobs.add(token_id=token_ids[index + 1], logprob=logprob)
-            for token_id, of_top in scores.top(index):
-                token.top.add(token_id=token_id, logprob=of_top)
+        _add_scores(message.prompt_logprobs, token_ids[1:], scores)
     match chunk.stop_reason:
         case str(stop_string):
             message.stop_string = stop_string
         case int(token_id):
             message.stop_token_id = token_id
     return message
+
+
+def _add_scores(messages: Any, token_ids: Sequence[int], scores: TokenScores) -> None:
+    for index, logprob in enumerate(scores.logprobs):
+        token = messages.add(token_id=token_ids[index], logprob=logprob)
+        for token_id, of_top in scores.top(index):
+            token.top.add(token_id=token_id, logprob=of_top)
 
 
 def generate_request(request: api.GenerateRequest) -> inference_pb2.GenerateRequest:

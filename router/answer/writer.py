@@ -84,10 +84,10 @@ class AnswerWriter:
             is_end = finish_reason is FinishReason.STOP and count == len(token_ids)
             shown = [] if is_end and not self._params.include_stop_str_in_output else [token_id]
             text, stopped = self._stops.push(self._detokenizer.push(shown), self._may_stop)
+            delta = Delta(text) if self._channels is None else self._delta(text, self._channels)
             if count > begin:
-                deltas.append(self._delta(text))
+                deltas.append(delta)
             else:
-                self._delta(text)
                 self.num_awaited -= 1
             if stopped:
                 token_ids, finish_reason = token_ids[:count], FinishReason.STOP
@@ -108,17 +108,15 @@ class AnswerWriter:
             reasoning=delta.reasoning,
             tool_calls=delta.calls,
             num_reasoning_tokens=self._num_reasoning,
-            stop_reason=self._stop_reason(token_ids, finish_reason),
+            stop_reason=None if finish_reason is None else self._stop_reason(token_ids, finish_reason),
             scores=scores.part(begin, len(token_ids)) if scores else scores,
         )
 
-    def _delta(self, text: str) -> Delta:
+    def _delta(self, text: str, channels: Channels) -> Delta:
         """Returns what a token's text adds to the channels, and counts a token of the reasoning."""
-        if self._channels is None:
-            return Delta(text)
-        was_reasoning = self._channels.is_reasoning
-        delta = self._channels.push(text)
-        self._num_reasoning += was_reasoning or self._channels.is_reasoning
+        was_reasoning = channels.is_reasoning
+        delta = channels.push(text)
+        self._num_reasoning += was_reasoning or channels.is_reasoning
         return delta
 
     def _rest(self, stopped: bool) -> tuple[list[Delta], bool]:
@@ -136,7 +134,7 @@ class AnswerWriter:
     def _may_stop(self) -> bool:
         return self.num_taken > self._params.min_tokens
 
-    def _stop_reason(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> str | int | None:
+    def _stop_reason(self, token_ids: Sequence[int], finish_reason: FinishReason) -> str | int | None:
         if self._stops.matched is not None:
             return self._stops.matched
         is_stop = (
